@@ -5,8 +5,6 @@ Its files are written first, and their manifest last: see `basics/checkpoint_fil
 validation is added later.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -3,8 +3,6 @@
 Each process runs `run_worker`; `Trainer.train` is the loop, `TrainingStep.take` one global step.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # --help, a mistyped option and a locked run need no torch
     from basics.entry_points import begin_command
 

@@ -6,8 +6,6 @@ D = C / H per head, V `vocab_size`.
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The rate is a pure function of the global step, so there is no state of it to sa
 Shapes: a hidden matrix is (out, in). `qkv` holds three of them, one below the other.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import groupby

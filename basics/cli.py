@@ -1,7 +1,5 @@
 """Command lines: running click's commands, types of options, JSON documents on standard output."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

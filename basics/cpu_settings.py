@@ -1,7 +1,5 @@
 """Settings of the C libraries: OpenMP's threads that wait, glibc's malloc. Needs no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

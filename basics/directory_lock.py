@@ -1,7 +1,5 @@
 """Locks on a directory, which end with the process that holds them."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

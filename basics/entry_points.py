@@ -1,7 +1,5 @@
 """How each command begins, and the commands of an installed package. Imports next to nothing."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Errors that a person can correct, exit statuses, and output that may not be writable."""
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import os

@@ -7,8 +7,6 @@ fault that is triggered appends a line to the file that DDP_TRAIN_FAILPOINT_MARK
 fault, rank, process id, time.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Writes that survive a kill or a full disk, and reads of untrusted files."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """What NVIDIA's driver says of the GPUs of this machine, through NVML. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

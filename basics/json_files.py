@@ -1,7 +1,5 @@
 """Strict reading of untrusted JSON files, also into configs, and JSON output without NaN."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

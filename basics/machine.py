@@ -1,7 +1,5 @@
 """Facts of the machine and of the code: cores, memory, compiler, why CUDA fails, the version."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

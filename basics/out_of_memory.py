@@ -1,7 +1,5 @@
 """Whether an error means that memory ran out, of a GPU or of the machine. Needs no torch."""
 
-from __future__ import annotations
-
 import re
 
 OF_GPU = re.compile("|".join((

@@ -1,7 +1,5 @@
 """safetensors files: reading untrusted ones, and writing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values as text: sizes, numbers and sums of money, and text from outside in Markdown."""
 
-from __future__ import annotations
-
 import math
 import re
 

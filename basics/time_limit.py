@@ -1,7 +1,5 @@
 """Work that may never end, such as a request to a server that sends a byte now and then."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

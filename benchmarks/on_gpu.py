@@ -6,8 +6,6 @@ goes on where it was cut off. DIR/on-gpu.tar.gz holds all results, with a page, 
 the speed that `lab plan` reads, measured.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@
 this file as a plugin, to write each test's result at once.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -9,8 +9,6 @@ in memory. The first and the last are timed from the start of the command to its
 the same tokens.
 """
 
-from __future__ import annotations
-
 import ast
 import multiprocessing
 import random

@@ -9,8 +9,6 @@ documents of about 3,000 characters, which are shuffled with a fixed seed, so th
 validation data come from the same distribution.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

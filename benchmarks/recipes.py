@@ -6,8 +6,6 @@ reads the sweeps that `benchmarks/recipes.md` lists and prints its first table; 
 draws the validation losses over the tokens.
 """
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Iterator

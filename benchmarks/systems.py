@@ -4,8 +4,6 @@
 the path of a training split. The last line printed is the speed, losses and memory, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import statistics

@@ -9,8 +9,6 @@ soon as it is made, a failure with its reason; the same command measures what is
 has failed. The table is made from that file.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

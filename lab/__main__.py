@@ -1,7 +1,5 @@
 """The `lab` command. The module of a subcommand is imported only when it is needed."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     from basics.entry_points import begin_command
 

@@ -1,7 +1,5 @@
 """`lab export-metrics`: send a run's records to a tracker afterwards."""
 
-from __future__ import annotations
-
 import os
 from contextlib import redirect_stdout
 from dataclasses import replace

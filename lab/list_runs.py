@@ -1,7 +1,5 @@
 """`lab list`: all runs with their status, progress and last losses."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One table of the lab: for a terminal, in Markdown or in HTML; texts of its cells."""
 
-from __future__ import annotations
-
 import html
 import io
 import shutil

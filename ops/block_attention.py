@@ -4,8 +4,6 @@ Keys after a block's last query are never multiplied, and a block's logits stay 
 there this is faster than PyTorch's flash kernel. Shapes as in `gpt.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ masks padded columns by their index, since slicing (N, V') would copy it. Eager 
 softmax, which is one pass instead of six.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: n matrices in a batch, of r rows and c columns.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Chunk sizes of the forward pass. Needs no torch."""
 
-from __future__ import annotations
-
 from run_config import ModelConfig, TrainConfig
 
 CACHED_LOGITS = 2**23  # per chunk, on a CPU; larger chunks are 10% faster but take GiBs

@@ -1,7 +1,5 @@
 """The README.md of a token dataset: a dataset card as the Hugging Face hub reads it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from basics.text import escaped

@@ -1,7 +1,5 @@
 """Choose files of a source by their names: --subset and --split."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re

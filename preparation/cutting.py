@@ -1,7 +1,5 @@
 """Cut large documents into pieces, at places where this does not change their tokens."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple

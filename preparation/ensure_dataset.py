@@ -1,7 +1,5 @@
 """Make sure that the dataset of a run is on this machine, and that downloads are whole."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Sequence

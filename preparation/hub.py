@@ -1,7 +1,5 @@
 """The Hugging Face hub: token datasets to train on, and documents to prepare them from."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import sys

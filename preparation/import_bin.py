@@ -1,7 +1,5 @@
 """Copy tokens: from files of nanoGPT and llm.c, or from prepared datasets to a mix of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from operator import truediv
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read the text column of parquet files, a few rows at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ All tokens go to one file, with a table of where the documents end; then the las
 the validation file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import sys

@@ -1,7 +1,5 @@
 """Read documents: files are split into tasks, whose text worker processes read and encode."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import gzip

@@ -1,7 +1,5 @@
 """Text that every machine has: Python's standard library."""
 
-from __future__ import annotations
-
 import hashlib
 import sysconfig
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Token files that are written in a stream, and a table of where their documents end."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """What ddp_train.py checks before it imports torch, which takes seconds."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -3,8 +3,6 @@
 `Beside` is their parent; `serve` is what a module calls that is such a process.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

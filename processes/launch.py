@@ -1,7 +1,5 @@
 """The processes of a run: torchrun, ranks and devices, the process group, facts of the machine."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

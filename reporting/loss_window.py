@@ -3,8 +3,6 @@
 On a GPU a window is read when the next one is full: the device never waits for a report.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

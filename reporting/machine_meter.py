@@ -1,7 +1,5 @@
 """Rank 0's machine while a run trains: memory, load, GPUs, energy. For the records of steps."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence

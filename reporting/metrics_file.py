@@ -3,8 +3,6 @@
 A metric is declared here, in `METRICS`: its key, its bounds, and the name that trackers show.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The log of a run: a progress bar or plain lines, `metrics.jsonl`, `summary.json`."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """Peak speeds of GPUs, a run's MFU, and likely reasons for a low one."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`summary.json`: the status of a run, or how it ended, and the same as text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass

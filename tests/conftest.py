@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +6,7 @@ from tests.support.fake_time import FakeTime
 from tests.support.workplace import Workplace
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--storm", type=int, default=2, metavar="N",
                      help="how often test_storm.py kills a run")
     parser.addoption("--relaunches", type=int, default=1, metavar="N",
@@ -25,12 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Workplace:
+def workplace(tmp_path):
     return Workplace(tmp_path)
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+def now(monkeypatch):
     """The time that a run's clock sees."""
     time = FakeTime()
     monkeypatch.setattr("reporting.clock.time.perf_counter", time)
@@ -38,11 +35,11 @@ def now(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 @pytest.fixture
-def num_restarts(request: pytest.FixtureRequest) -> int:
+def num_restarts(request):
     return request.config.getoption("--restarts")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,11 +1,7 @@
-from __future__ import annotations
-
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -16,7 +12,6 @@ from basics.checkpoint_files import MANIFEST, find_damage, named_as_checkpoints
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from checkpointing import (
-    Checkpoint,
     LossScale,
     SnapshotBuffers,
     Validation,
@@ -41,16 +36,16 @@ from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from run_config import load_run
 from tests.support.checkpoints import MODEL, damage, describe, save, state
-from tests.support.workplace import Workplace, small_disk
+from tests.support.workplace import small_disk
 from tokens.batches import open_run_data
 from trainer.background_saver import BackgroundSaver
 from trainer.resuming import check_same_run, resume_warnings
-from trainer.startup import PreparedRun, prepare_run
+from trainer.startup import prepare_run
 
 NORM = "final_norm.bias"
 
 
-def test_a_loaded_checkpoint_equals_the_saved_state(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_equals_the_saved_state(tmp_path):
     checkpoint = save(tmp_path, 7)
     saved, loaded = state(7), state(8)
     loaded.optimizer.param_groups[0]["weight_decay"] = 0.7
@@ -68,7 +63,7 @@ def test_a_loaded_checkpoint_equals_the_saved_state(tmp_path: Path) -> None:
     assert loaded.loss_scale() == LossScale(scale=2.0**7, growth_tracker=3)
 
 
-def test_snapshots_take_few_blocks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_take_few_blocks_of_memory(monkeypatch):
     monkeypatch.setattr(checkpointing, "SNAPSHOT_BLOCK_BYTES", 2**15)
     snapshot = SnapshotBuffers().take(state(1))
     tensors = [*snapshot.weights.values(), *snapshot.moments.values()]
@@ -79,9 +74,7 @@ def test_snapshots_take_few_blocks_of_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert num_bytes < sum(blocks.values()) < 1.2 * num_bytes + 2**15
 
 
-def test_latest_is_the_highest_step_and_best_the_lowest_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latest_is_the_highest_step_and_best_the_lowest_loss(tmp_path, monkeypatch):
     """Whatever their times are."""
     assert find_checkpoint(tmp_path, "latest") is None
     for step, loss, year in ((30, 2.0, 2019), (10, 1.5, 2031), (20, None, 2026), (25, 1.5, 2026)):
@@ -99,9 +92,7 @@ def test_latest_is_the_highest_step_and_best_the_lowest_loss(
 
 @pytest.mark.parametrize("place", [
     "save.meta", "save.weights", "save.optimizer", "save.manifest", "save.remove"])
-def test_what_a_kill_leaves_is_ignored_and_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_what_a_kill_leaves_is_ignored_and_removed(tmp_path, monkeypatch, place):
     checkpoints_dir, snapshot = tmp_path / "checkpoints", SnapshotBuffers().take(state(5))
     before, newest = save(checkpoints_dir, 3), save(checkpoints_dir, 4)
     monkeypatch.setenv(VARIABLE, f"{place}:kill")
@@ -124,7 +115,7 @@ def test_what_a_kill_leaves_is_ignored_and_removed(
     assert os.readlink(checkpoints_dir / "latest") == kept.name
 
 
-def test_what_lacks_a_manifest_and_is_no_part_of_a_checkpoint_stays(tmp_path: Path) -> None:
+def test_what_lacks_a_manifest_and_is_no_part_of_a_checkpoint_stays(tmp_path):
     path = save(tmp_path / "checkpoints", 3).path
     for name in (MANIFEST, "meta.json"):
         (path / name).unlink()
@@ -136,9 +127,7 @@ def test_what_lacks_a_manifest_and_is_no_part_of_a_checkpoint_stays(tmp_path: Pa
     ("model.safetensors", "deleted"), ("model.safetensors", "cut short"),
     ("optimizer.safetensors", "a bit"), ("meta.json", "rubbish"), ("meta.json", "deleted"),
     (MANIFEST, "cut short"), (MANIFEST, "a bit"), (MANIFEST, "rubbish")])
-def test_damage_is_named_and_the_newest_whole_one_used(
-    tmp_path: Path, file: str, how: str
-) -> None:
+def test_damage_is_named_and_the_newest_whole_one_used(tmp_path, file, how):
     before, newest = save(tmp_path, 3), save(tmp_path, 4)
     damage(newest.path / file, how)
     found, warnings = newest_whole(tmp_path)
@@ -153,7 +142,7 @@ def test_damage_is_named_and_the_newest_whole_one_used(
         newest_whole(tmp_path)
 
 
-def test_pruning_keeps_the_newest_the_best_and_the_protected(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_the_best_and_the_protected(tmp_path):
     names = [save(tmp_path, step, loss).name
              for step, loss in enumerate([5.0, 4.0, 1.0, 3.0, 2.0, 2.5])]
     prune(tmp_path, keep=2, protected=[names[1]])
@@ -162,7 +151,7 @@ def test_pruning_keeps_the_newest_the_best_and_the_protected(tmp_path: Path) -> 
         *(names[step] for step in (1, 2, 4, 5)), "latest", "best"}
 
 
-def test_nothing_is_pruned_where_the_newest_is_damaged(tmp_path: Path) -> None:
+def test_nothing_is_pruned_where_the_newest_is_damaged(tmp_path):
     for step in range(3):
         newest = save(tmp_path, step)
     damage(newest.path / "model.safetensors", "a bit")
@@ -170,7 +159,7 @@ def test_nothing_is_pruned_where_the_newest_is_damaged(tmp_path: Path) -> None:
     assert len(list_checkpoints(tmp_path)) == 3
 
 
-def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path: Path) -> None:
+def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path):
     checkpoint = add_validation(save(tmp_path / "checkpoints", 3), Validation(loss=1.5))
     manifest = json.loads((checkpoint.path / MANIFEST).read_text())
     assert manifest["global_step"] == 3 and manifest["files"].keys() == {
@@ -195,9 +184,7 @@ DATA = {"train": "100 tokens, abc", "start_train_token": "0", "validation_sequen
     ({"train": "100 tokens, xyz"}, "train.json: the train file of tiny is 100 tokens, xyz, "),
     ({"start_train_token": "16"}, "train.json: start_train_token is 16, .* was trained with 0"),
 ])
-def test_a_checkpoint_of_another_run_is_refused(
-    workplace: Workplace, changes: dict, message: str
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused(workplace, changes, message):
     model = {k: v for k, v in changes.items() if k == "n_heads"}
     train = {k: v for k, v in changes.items() if k in ("random_seed", "optimizer")}
     workplace.add_run(model=model | {"drop_rate": 0.3}, train=train)
@@ -209,11 +196,11 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert "--fresh" in str(caught.value)
 
 
-def with_data(checkpoint: Checkpoint) -> Checkpoint:
+def with_data(checkpoint):
     return replace(checkpoint, meta=checkpoint.meta.model_copy(update={"data": DATA}))
 
 
-def test_another_length_of_a_validation_is_a_warning(workplace: Workplace) -> None:
+def test_another_length_of_a_validation_is_a_warning(workplace):
     workplace.add_run(model={"drop_rate": 0.3})
     checkpoint, run = with_data(save(workplace.root, 3)), load_run(workplace.runs_dir, "tiny")
     check_same_run(checkpoint, run, DATA)
@@ -228,9 +215,7 @@ def test_another_length_of_a_validation_is_a_warning(workplace: Workplace) -> No
     (lambda moments: moments.update(more=torch.zeros(1)), "more is"),
     (lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(3)}), r"\[3\]\), wanted"),
 ])
-def test_moments_that_do_not_fit_the_model_are_refused(
-    tmp_path: Path, change: Callable[[dict], object], message: str
-) -> None:
+def test_moments_that_do_not_fit_the_model_are_refused(tmp_path, change, message):
     checkpoint, path = save(tmp_path, 3), tmp_path / "latest/optimizer.safetensors"
     moments = {key: value.clone() for key, value in safetensors.torch.load_file(path).items()}
     change(moments)
@@ -243,17 +228,13 @@ def test_moments_that_do_not_fit_the_model_are_refused(
     ({"emb_dim": 32}, r"attention.output.bias is .*\[16\]\), wanted .*\[32\]\)"),
     ({"n_layers": 3}, r"blocks.2.* is absent, wanted .*"),
     ({"tie_weights": True}, r"head.weight is .*\[257, 16\]\), wanted absent")])
-def test_a_model_of_another_shape_is_refused(
-    tmp_path: Path, changes: dict, message: str
-) -> None:
+def test_a_model_of_another_shape_is_refused(tmp_path, changes, message):
     checkpoint = save(tmp_path, 3)
     with pytest.raises(UserError, match=f"cannot be loaded: .*{message}; restore model.json"):
         load_weights(checkpoint, GPTModel(MODEL.model_copy(update=changes)))
 
 
-def test_a_validation_joins_its_checkpoint_and_decides_which_is_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_joins_its_checkpoint_and_decides_which_is_best(tmp_path, monkeypatch):
     first, second = save(tmp_path, 3, None), save(tmp_path, 4, None)
     assert os.readlink(tmp_path / "best") == second.name  # no loss is known
     with monkeypatch.context() as patch:
@@ -276,9 +257,7 @@ def test_a_validation_joins_its_checkpoint_and_decides_which_is_best(
 
 
 @pytest.mark.parametrize("fault", ["save.links:full", "save.prune:full"])
-def test_a_failure_after_the_manifest_costs_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_a_failure_after_the_manifest_costs_no_checkpoint(tmp_path, monkeypatch, fault):
     writer = BackgroundSaver(tmp_path, keep=1)
     monkeypatch.setenv(VARIABLE, fault)
     for step in range(2):
@@ -294,7 +273,7 @@ def test_a_failure_after_the_manifest_costs_no_checkpoint(
     assert os.readlink(tmp_path / "latest") == kept.name and not writer.pop_failure()
 
 
-def test_a_full_disk_is_reported_as_enospc(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_as_enospc(tmp_path):
     """On a real full disk: safetensors has an error of its own for it."""
     place = tmp_path / "small"
     place.mkdir()
@@ -304,9 +283,7 @@ def test_a_full_disk_is_reported_as_enospc(tmp_path: Path) -> None:
         assert (caught.value.errno, caught.value.strerror) == (28, "No space left on device"), size
 
 
-def test_each_machine_checks_its_own_copy(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_machine_checks_its_own_copy(workplace, monkeypatch):
     workplace.add_run()
     run, dataset_dir = load_run(workplace.runs_dir, "tiny"), workplace.add_dataset()
     data = open_run_data(run, dataset_dir, world_size=4)
@@ -318,7 +295,7 @@ def test_each_machine_checks_its_own_copy(
     agreement = Agreement.in_one_process()
     monkeypatch.setattr(agreement, "from_rank_0", lambda *_: json.dumps([False, checkpoint.name]))
 
-    def prepared(*, rank: int, local_rank: int) -> PreparedRun:
+    def prepared(*, rank, local_rank):
         place = Process(rank, local_rank, world_size=4, device=torch.device("cpu"))
         return prepare_run(options, place, PhaseClock(), agreement)
 
@@ -328,12 +305,12 @@ def test_each_machine_checks_its_own_copy(
         assert prepared(rank=rank, local_rank=rank % 2).resume_from == checkpoint
 
 
-def recorded(steps: Iterable[int], learning_rate: float = 0.01) -> list[dict]:
+def recorded(steps, learning_rate=0.01):
     return [{"global_step": step, "train_loss": None, "learning_rate": learning_rate}
             for step in steps]
 
 
-def test_other_defaults_than_in_earlier_launches_are_a_warning(workplace: Workplace) -> None:
+def test_other_defaults_than_in_earlier_launches_are_a_warning(workplace):
     workplace.add_run(train={"optimizer": "muon", "learning_rate": None, "beta2": 0.9})
     run, checkpoint = load_run(workplace.runs_dir, "tiny"), save(workplace.root, 3)
     rates = recorded(range(4), learning_rate_at(run.train, 3, num_steps=9))
@@ -349,7 +326,7 @@ def test_other_defaults_than_in_earlier_launches_are_a_warning(workplace: Workpl
         assert len(found) == len(wanted) and all(map(str.__contains__, found, wanted))
 
 
-def test_missing_records_are_one_warning_that_names_the_steps(workplace: Workplace) -> None:
+def test_missing_records_are_one_warning_that_names_the_steps(workplace):
     workplace.add_run()
     checkpoint, run = save(workplace.root, 39), load_run(workplace.runs_dir, "tiny")
     for steps, missing in (
@@ -370,9 +347,7 @@ def test_missing_records_are_one_warning_that_names_the_steps(workplace: Workpla
     ({"schedule": "linear"}, 0.01 * 40 / 79, 80, ""),  # in its middle
     ({"schedule": "linear", "learning_rate": 0.005}, 0.01 * 40 / 79, 80, ""),
 ])
-def test_a_schedule_that_begins_again_is_one_warning(
-    workplace: Workplace, train: dict, was: float, num_steps: int, raised: str
-) -> None:
+def test_a_schedule_that_begins_again_is_one_warning(workplace, train, was, num_steps, raised):
     workplace.add_run(train=train)
     found = resume_warnings(save(workplace.root, 39), load_run(workplace.runs_dir, "tiny"),
                             recorded([9, 19, 29, 39], was), data={}, num_steps=num_steps)

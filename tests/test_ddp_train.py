@@ -1,12 +1,9 @@
 """The trainer end to end, on CPU, with real torchrun and gloo."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -37,24 +34,24 @@ from tests.support.workplace import (
 from tokens.token_file import TokenFile
 
 
-def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+def weights_of(run_dir):
     return load_file(run_dir / "checkpoints/latest/model.safetensors")
 
 
-def checkpoint_bytes(run_dir: Path) -> dict[str, bytes]:
+def checkpoint_bytes(run_dir):
     latest = run_dir / "checkpoints" / "latest"
     names = ("model.safetensors", "optimizer.safetensors")
     return {name: (latest / name).read_bytes() for name in names}
 
 
-def assert_close(run_dir: Path, reference_dir: Path) -> None:
+def assert_close(run_dir, reference_dir):
     wanted = weights_of(reference_dir)
     for name, value in weights_of(run_dir).items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, str]:
+def finished(tmp_path_factory):
     """A tiny run trained to its end by the command as a user gives it, which starts torchrun."""
     workplace = Workplace(tmp_path_factory.mktemp("finished"))
     workplace.add_run()
@@ -66,26 +63,24 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workplace, str]:
 
 
 @pytest.fixture
-def copied(finished: tuple[Workplace, str], tmp_path: Path) -> Workplace:
+def copied(finished, tmp_path):
     """A copy of the finished run and its dataset."""
     shutil.copytree(finished[0].root, tmp_path / "copied", symlinks=True)
     return Workplace(tmp_path / "copied")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_takes_long_at_the_end_is_behind_the_process_group(
-    monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_what_takes_long_at_the_end_is_behind_the_process_group(monkeypatch, rank):
     """In the group the other ranks would wait for it, and NCCL would call that a hang."""
     order: list[str] = []
 
     @contextmanager
-    def group(*_: object) -> Iterator[None]:
+    def group(*_):
         yield
         order.append("group left")
 
     class Trained:
-        def __init__(self, *_: object, **__: object) -> None:
+        def __init__(self, *_, **__):
             self.train = lambda agreement: order.append("trained")
             self.end = lambda global_step: order.append("ended")
 
@@ -96,7 +91,7 @@ def test_what_takes_long_at_the_end_is_behind_the_process_group(
     assert order == ["trained", "group left", *["ended"] * (rank == 0)]
 
 
-def test_a_finished_run_leaves_its_files(finished: tuple[Workplace, str]) -> None:
+def test_a_finished_run_leaves_its_files(finished):
     run_dir = finished[0].runs_dir / "tiny"
     found = {path.name for path in run_dir.iterdir()}
     assert found == {"model.json", "train.json", "metrics.jsonl", "summary.json", "checkpoints",
@@ -107,9 +102,7 @@ def test_a_finished_run_leaves_its_files(finished: tuple[Workplace, str]) -> Non
     assert all(re.fullmatch(r"\d{8}Z\d{6}-iteration-\d+|latest|best", n) for n in checkpoints)
 
 
-def test_metrics_have_one_line_per_report_and_one_per_validation(
-    finished: tuple[Workplace, str]
-) -> None:
+def test_metrics_have_one_line_per_report_and_one_per_validation(finished):
     records = read_lines(finished[0].runs_dir / "tiny" / "metrics.jsonl")
     steps = [r for r in records if "train_loss" in r]
     validations = [r for r in records if "validation_loss" in r]
@@ -127,7 +120,7 @@ def test_metrics_have_one_line_per_report_and_one_per_validation(
     assert not any(key.startswith("gpu_") for record in records for key in record)
 
 
-def test_the_summary_says_how_it_ended(finished: tuple[Workplace, str]) -> None:
+def test_the_summary_says_how_it_ended(finished):
     workplace, output = finished
     summary = summary_of(workplace.runs_dir / "tiny")
     assert summary["status"] == "finished" and summary["tokens"] == 1536
@@ -152,7 +145,7 @@ def test_the_summary_says_how_it_ended(finished: tuple[Workplace, str]) -> None:
     assert re.search(r"step \d+/12 \| loss \d\.\d+ .* tok/s", output)
 
 
-def test_the_validation_loss_is_that_of_the_saved_weights(finished: tuple[Workplace, str]) -> None:
+def test_the_validation_loss_is_that_of_the_saved_weights(finished):
     run = load_run(finished[0].runs_dir, "tiny")
     model = GPTModel(run.model).eval()
     model.load_state_dict(weights_of(run.run_dir))
@@ -162,7 +155,7 @@ def test_the_validation_loss_is_that_of_the_saved_weights(finished: tuple[Workpl
     assert validations_of(run.run_dir)[-1]["validation_loss"] == pytest.approx(loss, abs=1e-6)
 
 
-def test_a_finished_run_says_so_and_changes_nothing(finished: tuple[Workplace, str]) -> None:
+def test_a_finished_run_says_so_and_changes_nothing(finished):
     workplace = finished[0]
     before = workplace.files()
     assert "tiny is complete: 12 steps" in succeeded(workplace.torchrun(2, "tiny")).stdout
@@ -171,7 +164,7 @@ def test_a_finished_run_says_so_and_changes_nothing(finished: tuple[Workplace, s
     assert workplace.files() == before
 
 
-def test_fresh_sets_earlier_checkpoints_aside(copied: Workplace) -> None:
+def test_fresh_sets_earlier_checkpoints_aside(copied):
     run_dir = copied.runs_dir / "tiny"
     old, validations = checkpoint_bytes(run_dir), validations_of(run_dir)
     change(copied, "train", validate_on="all")
@@ -188,11 +181,11 @@ def test_fresh_sets_earlier_checkpoints_aside(copied: Workplace) -> None:
     assert checkpoint_bytes(run_dir) == old
 
 
-def checkpoint_after_five_steps(workplace: Workplace) -> str:
+def checkpoint_after_five_steps(workplace):
     return next(path.name for path in workplace.runs_dir.glob("tiny/checkpoints/*-iteration-4"))
 
 
-def test_a_run_can_resume_from_an_earlier_checkpoint(copied: Workplace) -> None:
+def test_a_run_can_resume_from_an_earlier_checkpoint(copied):
     run_dir = copied.runs_dir / "tiny"
     wanted = checkpoint_bytes(run_dir)
     succeeded(copied.torchrun(2, "tiny", checkpoint_after_five_steps(copied)))
@@ -202,7 +195,7 @@ def test_a_run_can_resume_from_an_earlier_checkpoint(copied: Workplace) -> None:
     assert len(list(run_dir.glob("set-aside/*/checkpoints/*"))) == 2
 
 
-def test_a_run_without_validation_takes_best_from_the_training_loss(workplace: Workplace) -> None:
+def test_a_run_without_validation_takes_best_from_the_training_loss(workplace):
     run_dir = workplace.add_run(train={
         "validation_interval": None, "validation_batches": None, "checkpoint_interval": 4,
         "gradient_accumulation_steps": 1, "min_train_tokens": 10 * 32, "learning_rate": 1e-9,
@@ -217,7 +210,7 @@ def test_a_run_without_validation_takes_best_from_the_training_loss(workplace: W
     assert best == min(metas, key=lambda meta: meta["loss"])
 
 
-def change(workplace: Workplace, file: str, **values: object) -> None:
+def change(workplace, file, **values):
     path = workplace.runs_dir / "tiny" / f"{file}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
@@ -229,16 +222,14 @@ def change(workplace: Workplace, file: str, **values: object) -> None:
     ("tiny best latest", "'latest': no directory of datasets"),
     ("tiny .", "--datasets-dir is"),
 ])
-def test_bad_input_is_one_line_and_status_2(
-    workplace: Workplace, arguments: str, message: str
-) -> None:
+def test_bad_input_is_one_line_and_status_2(workplace, arguments, message):
     workplace.add_run()
     workplace.add_dataset()
     assert message in refused(workplace, *arguments.split())
 
 
 @pytest.mark.parametrize("under_torchrun", [False, True])
-def test_bad_input_of_a_launch_is_reported_once(workplace: Workplace, under_torchrun: bool) -> None:
+def test_bad_input_of_a_launch_is_reported_once(workplace, under_torchrun):
     workplace.add_run(train={"min_train_tokens": 10**6})
     workplace.add_dataset()
     before = workplace.files()
@@ -274,24 +265,20 @@ def test_bad_input_of_a_launch_is_reported_once(workplace: Workplace, under_torc
     *((f"--prefetch {search}", f"--prefetch cannot be used with {search}")
       for search in ("--find-max-microbatch", "--find-learning-rate")),
 ])
-def test_options_that_contradict_each_other_are_refused(
-    monkeypatch: pytest.MonkeyPatch, arguments: str, message: str
-) -> None:
+def test_options_that_contradict_each_other_are_refused(monkeypatch, arguments, message):
     monkeypatch.setattr(sys, "argv", ["ddp_train.py", "tiny", *arguments.split()])
     with pytest.raises(UserError, match=re.escape(message)):
         read_command_line()
 
 
-def test_prefetch_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_under_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("DDP_TRAIN_TRIAL", raising=False)
     with pytest.raises(UserError, match="--prefetch needs no torchrun; start it with python"):
         Options("tiny", prefetch=True).check()
 
 
-def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(
-    finished: tuple[Workplace, str], copied: Workplace
-) -> None:
+def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(finished, copied):
     name = checkpoint_after_five_steps(copied)
     message = "was trained with 128 tokens per step, this launch has 64"
     before = copied.files()
@@ -308,10 +295,8 @@ def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(
     (["data/sets", "latest"], "data/sets", "latest"), (["data"], "data", None),
     (["/tmp", "20260101Z000000-iteration-4-1"], "/tmp", "20260101Z000000-iteration-4-1"),
 ])
-def test_the_originals_command_line_is_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], datasets_dir: str,
-    checkpoint: str | None
-) -> None:
+def test_the_originals_command_line_is_understood(tmp_path, monkeypatch, words, datasets_dir,
+                                                  checkpoint):
     for name in ("datasets", "data/sets"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -321,14 +306,12 @@ def test_the_originals_command_line_is_understood(
         assert command_line.main(["RUN", *words, flag], standalone_mode=False).find_max_microbatch
 
 
-def test_help_needs_no_run() -> None:
+def test_help_needs_no_run():
     result = succeeded(run_command(sys.executable, "ddp_train.py", "--help"))
     assert "Usage: ddp_train.py [OPTIONS] RUN [DATASETS_DIR] [CHECKPOINT]" in result.stdout
 
 
-def test_a_hub_dataset_is_downloaded_once_per_machine(
-    finished: tuple[Workplace, str], workplace: Workplace
-) -> None:
+def test_a_hub_dataset_is_downloaded_once_per_machine(finished, workplace):
     run_dir = workplace.add_run(train={"dataset": "owner/tiny"})
     dataset_dir = finished[0].datasets_dir / "tiny"
     files = {path.name: path.read_bytes() for path in dataset_dir.glob("*.safetensors")}
@@ -342,8 +325,9 @@ def test_a_hub_dataset_is_downloaded_once_per_machine(
 @pytest.mark.parametrize(("num_processes", "graphs_in_training"), [
     pytest.param(1, 1, marks=pytest.mark.thorough), (2, 3)])
 def test_nothing_is_compiled_again_after_the_first_validation_and_the_curve_is_that_of_eager_runs(
-    workplace: Workplace, num_processes: int, graphs_in_training: int
-) -> None:
+                                                                                                  workplace,
+                                                                                                  num_processes,
+                                                                                                  graphs_in_training):
     workplace.add_dataset()
     # A tied matrix has gradients from the first and the last graph; the last microbatch of a
     # validation is one sequence.
@@ -368,7 +352,7 @@ def test_nothing_is_compiled_again_after_the_first_validation_and_the_curve_is_t
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_gradients_are_averaged_in_the_dtype_that_is_asked_for(dtype: str) -> None:
+def test_gradients_are_averaged_in_the_dtype_that_is_asked_for(dtype):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     process = Process(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
     train = TrainConfig(**TINY_TRAIN | {"all_reduce_dtype": dtype})

@@ -1,8 +1,6 @@
 """The list of deliberate faults can be tried: each line and test is where it is said to be."""
 
-from __future__ import annotations
-
-from tests.support.deliberate_faults import Fault, read_faults
+from tests.support.deliberate_faults import read_faults
 from tests.support.workplace import PROJECT_DIR
 
 AREAS = {
@@ -13,7 +11,7 @@ AREAS = {
 }
 
 
-def problem_of(fault: Fault) -> str:
+def problem_of(fault):
     """Return why a fault cannot be tried; empty if it can."""
     try:
         compile(fault.broken(), fault.file, "exec")
@@ -28,7 +26,7 @@ def problem_of(fault: Fault) -> str:
     return "" if is_complete else f"{fault.area}: {fault.line!r}: incomplete"
 
 
-def test_every_fault_can_be_tried() -> None:
+def test_every_fault_can_be_tried():
     faults = read_faults()
     assert len(faults) >= 80 and {fault.area for fault in faults} == AREAS
     problems = list(filter(None, map(problem_of, faults)))

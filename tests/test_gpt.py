@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,14 +11,14 @@ from run_config import ModelConfig, load_run
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL
 
 
-def tiny_model(**changes: object) -> GPTModel:
+def tiny_model(**changes):
     torch.manual_seed(0)
     return GPTModel(ModelConfig(**TINY_MODEL | {"drop_rate": 0.0} | changes))
 
 
 @settings(max_examples=20, deadline=None)
 @given(position=st.integers(0, 15), replacement=st.integers(0, 256))
-def test_a_token_changes_no_logits_before_it(position: int, replacement: int) -> None:
+def test_a_token_changes_no_logits_before_it(position, replacement):
     model = tiny_model().double()
     token_ids = torch.arange(16)[None] * 7  # (1, T)
     changed = token_ids.clone()
@@ -31,7 +29,7 @@ def test_a_token_changes_no_logits_before_it(position: int, replacement: int) ->
         assert not torch.allclose(before[:, position:], after[:, position:])
 
 
-def test_gpt2_init_scales_the_residual_projections() -> None:
+def test_gpt2_init_scales_the_residual_projections():
     model = tiny_model(emb_dim=128, n_layers=8)
     block = model.blocks[3]
     assert block.attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -41,7 +39,7 @@ def test_gpt2_init_scales_the_residual_projections() -> None:
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])
-def test_zero_projections_start_with_the_loss_of_a_uniform_guess(tie_weights: bool) -> None:
+def test_zero_projections_start_with_the_loss_of_a_uniform_guess(tie_weights):
     model = tiny_model(init="zero_projections", tie_weights=tie_weights)
     for block in model.blocks:
         assert not block.attention.output.weight.any() and not block.mlp.output.weight.any()
@@ -54,14 +52,14 @@ def test_zero_projections_start_with_the_loss_of_a_uniform_guess(tie_weights: bo
     assert model.head_weight.grad.any() or tie_weights
 
 
-def test_the_original_has_163_million_parameters() -> None:
+def test_the_original_has_163_million_parameters():
     with torch.device("meta"):
         model = GPTModel(load_run(PROJECT_DIR / "runs", "original").model)
     assert model.num_parameters() == 163_009_536
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()  # and no mask
 
 
-def test_the_loss_is_the_mean_cross_entropy_of_the_logits() -> None:
+def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
     model = tiny_model()
     token_ids, targets = torch.randint(0, 257, (2, 3, 16))
     logits = model(token_ids)
@@ -70,7 +68,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits() -> None:
     torch.testing.assert_close(model(token_ids, targets), expected)
 
 
-def test_dropout_applies_in_training_mode_only() -> None:
+def test_dropout_applies_in_training_mode_only():
     model = tiny_model(drop_rate=0.5)
     token_ids = torch.randint(0, 257, (2, 16))
     assert not torch.equal(model(token_ids), model(token_ids))

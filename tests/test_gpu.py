@@ -1,11 +1,7 @@
 """Tests that need a GPU; skipped without one."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +11,10 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing import SnapshotBuffers
-from ddp_train import TrainingStep
 from processes.launch import nccl_in_use
 from run_config import ModelConfig
 from tests.support import steps
-from tests.support.workplace import Workplace, read_lines, succeeded, write_tokens
+from tests.support.workplace import read_lines, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, read_ahead
 from tokens.token_file import TokenFile
@@ -32,7 +27,7 @@ MODEL = ModelConfig(vocab_size=50257, context_length=256, emb_dim=256, n_heads=4
                     drop_rate=0.0, qkv_bias=False)
 
 
-def test_microbatches_arrive_whole_on_the_device(tmp_path) -> None:
+def test_microbatches_arrive_whole_on_the_device(tmp_path):
     tokens = np.arange(60_001, dtype=np.uint16)
     write_tokens(tmp_path / "t.safetensors", tokens)
     plan = BatchPlan(microbatch_size=10, gradient_accumulation_steps=1, world_size=1,
@@ -48,7 +43,7 @@ def test_microbatches_arrive_whole_on_the_device(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_a_run_trains_stops_and_resumes(workplace: Workplace, precision: str) -> None:
+def test_a_run_trains_stops_and_resumes(workplace, precision):
     """And its checkpoint has no padded rows."""
     workplace.add_dataset()
     changes = {"precision": precision, "gradient_accumulation_steps": 1, "min_train_tokens": 640}
@@ -66,14 +61,14 @@ def test_a_run_trains_stops_and_resumes(workplace: Workplace, precision: str) ->
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
-def step_of(**changes: object) -> TrainingStep:
+def step_of(**changes):
     return steps.step_of(torch.device("cuda", 0), **MODEL.model_dump() | {
         "microbatch_size": 8, "checkpoint_interval": 1, "validation_interval": None,
         "validation_batches": None, "precision": None} | changes)
 
 
 @contextmanager
-def synchronizing_is_an_error() -> Iterator[None]:
+def synchronizing_is_an_error():
     """Make PyTorch raise if the program waits for the device; check first that it does."""
     number = torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
@@ -85,7 +80,7 @@ def synchronizing_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def rising_tokens() -> Iterator[Microbatch]:
+def rising_tokens():
     """Yield sequences that rise by 1 to 3, which a model can learn."""
     generator = torch.Generator().manual_seed(0)
     while True:
@@ -94,13 +89,13 @@ def rising_tokens() -> Iterator[Microbatch]:
         yield Microbatch(0, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def losses_of(step: TrainingStep, num_steps: int) -> torch.Tensor:
+def losses_of(step, num_steps):
     batches = rising_tokens()
     return torch.stack([step.take(batches, num_microbatches=1, learning_rate=4e-4)[0]
                         for _ in range(num_steps)]).cpu()
 
 
-def test_the_default_is_the_fast_path_and_learns_like_float32() -> None:
+def test_the_default_is_the_fast_path_and_learns_like_float32():
     fast, plain = step_of(), step_of(precision="fp32", compile=False, residual_dtype="fp32")
     assert fast.train.compile and fast.train.precision == "bf16" and not plain.train.compile
     assert fast.losses.attention_kernel() in ("flash", "cudnn")  # PyTorch chooses by the card
@@ -114,7 +109,7 @@ def test_the_default_is_the_fast_path_and_learns_like_float32() -> None:
     {}, {"compile": False}, {"precision": "fp16", "head_chunks": 4},
     {"activation_checkpointing": True}, {"optimizer": "muon"},
 ])
-def test_a_step_with_its_data_never_waits_for_the_device(tmp_path: Path, changes: dict) -> None:
+def test_a_step_with_its_data_never_waits_for_the_device(tmp_path, changes):
     write_tokens(tmp_path / "t.safetensors", np.arange(100_000, dtype=np.uint16) % 50257)
     plan = BatchPlan(microbatch_size=8, gradient_accumulation_steps=2, world_size=1,
                      context_length=MODEL.context_length, num_steps=8)
@@ -129,7 +124,7 @@ def test_a_step_with_its_data_never_waits_for_the_device(tmp_path: Path, changes
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_step_that_is_not_finite_leaves_weights_and_moments_alone(precision: str) -> None:
+def test_a_step_that_is_not_finite_leaves_weights_and_moments_alone(precision):
     step, batches = step_of(precision=precision), rising_tokens()
     step.take(batches, num_microbatches=1, learning_rate=1e-3)
     before = SnapshotBuffers().take(step.state)
@@ -141,7 +136,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments_alone(precision: s
     torch.testing.assert_close(after.moments, before.moments, rtol=0, atol=0)
 
 
-def test_a_snapshot_is_a_copy_in_pinned_memory() -> None:
+def test_a_snapshot_is_a_copy_in_pinned_memory():
     step, batches, buffers = step_of(), rising_tokens(), SnapshotBuffers()
     step.take(batches, num_microbatches=1, learning_rate=1e-3)
     snapshot = buffers.take(step.state)
@@ -154,7 +149,7 @@ def test_a_snapshot_is_a_copy_in_pinned_memory() -> None:
     assert all(torch.equal(snapshot.weights[name], tensor) for name, tensor in kept.items())
 
 
-def test_compiled_validation_has_the_loss_of_eager_validation() -> None:
+def test_compiled_validation_has_the_loss_of_eager_validation():
     compiled, eager = step_of(), step_of(compile=False)
     _, token_ids, targets = next(rising_tokens())
     for step in (compiled, eager):
@@ -166,7 +161,7 @@ def test_compiled_validation_has_the_loss_of_eager_validation() -> None:
                                        eager.losses.validation(*part), rtol=2e-3, atol=0)
 
 
-def test_layers_compiled_separately_have_eager_gradients_over_nccl() -> None:
+def test_layers_compiled_separately_have_eager_gradients_over_nccl():
     """One process: a second would need a second GPU."""
     step = step_of(compile=False)
     loss = ByLayer(step.state.model)

@@ -1,7 +1,5 @@
 """The rules of CONTRIBUTING.md that a machine can check."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -23,7 +21,7 @@ WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "t
 LINES = {"ddp_train.py": 350, "checkpointing.py": 450}
 
 
-def tracked(*patterns: str) -> list[Path]:
+def tracked(*patterns):
     found = [path for pattern in patterns for path in PROJECT_DIR.glob(pattern)]
     return sorted(path for path in found if ".venv" not in path.parts)
 
@@ -33,16 +31,16 @@ SOURCES = [path for path in FILES if path.name != "__init__.py"]
 PRODUCT = [path for path in SOURCES if path.parent.name != "benchmarks"]
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     """Return a path's name relative to the project, for the tests' output."""
     return str(path.relative_to(PROJECT_DIR))
 
 
-def module_of(path: Path) -> str:
+def module_of(path):
     return name_of(path).removesuffix(".py").replace("/", ".")
 
 
-def imports_of(tree: ast.AST, *, at_import: bool = False) -> set[str]:
+def imports_of(tree, *, at_import=False):
     """Return the modules that code imports; with `at_import` without those inside functions."""
     nodes, modules = [tree], set()
     while nodes:
@@ -58,13 +56,13 @@ def imports_of(tree: ast.AST, *, at_import: bool = False) -> set[str]:
     return modules
 
 
-def test_the_root_holds_six_files_and_every_folder_has_its_place() -> None:
+def test_the_root_holds_six_files_and_every_folder_has_its_place():
     assert {path.stem for path in tracked("*.py")} == ROOT_FILES
     folders = {path.parent.name for path in tracked("*/__init__.py")} - {"tests"}
     assert folders <= set(RANK) and set(RANK) <= folders | ROOT_FILES | {"benchmarks"}
 
 
-def test_imports_go_only_from_left_to_right() -> None:
+def test_imports_go_only_from_left_to_right():
     for path in FILES:
         own = path.relative_to(PROJECT_DIR).parts[0].removesuffix(".py")
         for module in imports_of(ast.parse(path.read_text())):
@@ -74,12 +72,12 @@ def test_imports_go_only_from_left_to_right() -> None:
                 f"{name_of(path)} imports {module}")
 
 
-def test_no_file_imports_itself_through_others() -> None:
+def test_no_file_imports_itself_through_others():
     imported = {module_of(path): imports_of(ast.parse(path.read_text()), at_import=True)
                 for path in SOURCES}
     done: set[str] = set()
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
+    def visit(module, path):
         assert module not in path, " -> ".join((*path, module))
         if module in imported and module not in done:
             for other in imported[module]:
@@ -90,7 +88,7 @@ def test_no_file_imports_itself_through_others() -> None:
         visit(module, ())
 
 
-def test_commands_that_need_no_torch_do_not_import_it() -> None:
+def test_commands_that_need_no_torch_do_not_import_it():
     modules = {module_of(path): path for path in SOURCES}
     waiting = [module for module in modules for start in WITHOUT_TORCH
                if module == start or module.startswith(f"{start}.")]
@@ -105,7 +103,7 @@ def test_commands_that_need_no_torch_do_not_import_it() -> None:
         seen |= found
 
 
-def test_no_name_is_that_of_a_package_that_a_dependency_may_import() -> None:
+def test_no_name_is_that_of_a_package_that_a_dependency_may_import():
     names = {path.relative_to(PROJECT_DIR).parts[0].removesuffix(".py") for path in FILES}
     assert not names & packages_distributions().keys()
     assert not names & sys.stdlib_module_names
@@ -116,7 +114,7 @@ def test_no_name_is_that_of_a_package_that_a_dependency_may_import() -> None:
     assert not names & looked_for
 
 
-def test_files_and_functions_stay_small_and_have_docstrings() -> None:
+def test_files_and_functions_stay_small_and_have_docstrings():
     for path in PRODUCT:
         text = path.read_text()
         tree = ast.parse(text)
@@ -135,7 +133,7 @@ def test_files_and_functions_stay_small_and_have_docstrings() -> None:
                 assert ast.get_docstring(node), f"{path}: {node.name} has no docstring"
 
 
-def test_tests_mirror_the_folders_and_import_no_other_test() -> None:
+def test_tests_mirror_the_folders_and_import_no_other_test():
     tests = PROJECT_DIR / "tests"
     allowed = {*RANK, "support", "faults"}
     for path in sorted(tests.rglob("*.py")):
@@ -145,7 +143,7 @@ def test_tests_mirror_the_folders_and_import_no_other_test() -> None:
             assert not re.fullmatch(r"tests\.(.*\.)?test_\w+.*", module), f"{path}: {module}"
 
 
-def test_the_list_of_tests_names_every_file_once() -> None:
+def test_the_list_of_tests_names_every_file_once():
     listed = re.findall(r"`([\w/]*test_\w+\.py)`", (PROJECT_DIR / "tests/README.md").read_text())
     tests = PROJECT_DIR / "tests"
     found = [str(path.relative_to(tests)) for path in tests.rglob("test_*.py")]

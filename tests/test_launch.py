@@ -1,7 +1,5 @@
 """The files in launch/: their tools' own parsers, and real runs with stand-ins for the tools."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -9,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -35,7 +32,7 @@ SCANCEL = 'kill -USR1 $(cat srun.pid)'
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> tuple[Workplace, dict[str, str]]:
+def machine(tmp_path):
     """A copy of the project that has a tiny run, and an environment with the stand-ins."""
     workplace = Workplace(tmp_path)
     workplace.add_dataset()
@@ -54,7 +51,7 @@ def machine(tmp_path: Path) -> tuple[Workplace, dict[str, str]]:
     return workplace, os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
 
 
-def launch_options(command: str) -> tuple[object, object]:
+def launch_options(command):
     """Parse a command line that ends in `[torchrun ...] ddp_train.py ...`; return both parts."""
     words = command.replace("\\\n", " ").replace('"', "").split()
     script = words.index("ddp_train.py")
@@ -70,7 +67,7 @@ def launch_options(command: str) -> tuple[object, object]:
     return torchrun, options
 
 
-def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it() -> None:
+def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it():
     job = yaml.safe_load((LAUNCH_DIR / "skypilot.yaml").read_text())
     recovery = job["resources"]["job_recovery"]
     assert set(recovery["recover_on_exit_codes"]) == WORTH_A_RETRY
@@ -84,7 +81,7 @@ def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it() -> None:
     assert launch_options(prefetch.partition(".venv/bin/python ")[2])[1].prefetch
 
 
-def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs() -> None:
+def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs():
     task = yaml.safe_load((LAUNCH_DIR / "dstack.yaml").read_text())
     assert task["retry"]["on_events"] == ["no-capacity", "interruption"] and task["max_price"]
     assert task["commands"][0] == "set -e"  # dstack goes on after some commands that fail
@@ -93,9 +90,7 @@ def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs() ->
         assert str(place).startswith(f"{task['volumes'][0]['path']}/")
 
 
-def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(
-    machine: tuple[Workplace, dict[str, str]]
-) -> None:
+def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(machine):
     workplace, environment = machine
     environment |= {
         "SLURM_SUBMIT_DIR": str(workplace.root), "SLURM_JOB_NODELIST": "localhost",
@@ -114,9 +109,7 @@ def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("way", ["skypilot", "dstack", "two-hosts"])
-def test_a_preempted_job_resumes_with_the_same_command(
-    machine: tuple[Workplace, dict[str, str]], way: str, number: int
-) -> None:
+def test_a_preempted_job_resumes_with_the_same_command(machine, way, number):
     workplace, environment = machine
     command = script_of(way, workplace.root)
     environment |= {"RUN": "tiny", "NUM_HOSTS": "1"}
@@ -131,7 +124,7 @@ def test_a_preempted_job_resumes_with_the_same_command(
     assert summary_of(workplace.runs_dir / "tiny")["status"] == "finished"
 
 
-def script_of(way: str, root: Path) -> list[str]:
+def script_of(way, root):
     """Return the command that a tool would run, without the installation."""
     if way == "two-hosts":
         return ["bash", str(root / "launch/two-hosts.sh"), "localhost", "tiny"]
@@ -141,14 +134,14 @@ def script_of(way: str, root: Path) -> list[str]:
             .replace("/data/", f"{root}/").replace("$HOME/.local/bin:", "")]
 
 
-def test_two_hosts_meet_at_the_first_one() -> None:
+def test_two_hosts_meet_at_the_first_one():
     script = (LAUNCH_DIR / "two-hosts.sh").read_text()
     torchrun, _ = launch_options(script.partition("exec .venv/bin/")[2])
     assert torchrun.nnodes == "2" and torchrun.rdzv_backend == "c10d"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_systemd_accepts_the_service(tmp_path: Path) -> None:
+def test_systemd_accepts_the_service(tmp_path):
     text = (LAUNCH_DIR / "ddp-train@.service").read_text()
     unit = tmp_path / "ddp-train@.service"
     unit.write_text(text.replace("/home/ubuntu/ddp-train/.venv/bin/python", sys.executable)
@@ -157,12 +150,12 @@ def test_systemd_accepts_the_service(tmp_path: Path) -> None:
     assert result.returncode == 0 and not result.stderr, result.stderr
 
 
-def test_the_service_is_not_restarted_where_a_person_has_to_act() -> None:
+def test_the_service_is_not_restarted_where_a_person_has_to_act():
     text = (LAUNCH_DIR / "ddp-train@.service").read_text()
     assert "RestartPreventExitStatus=2 3 4\n" in text and "Restart=on-failure\n" in text
 
 
-def test_every_exit_status_says_whether_to_start_again() -> None:
+def test_every_exit_status_says_whether_to_start_again():
     """The table of the documentation, and what the files do."""
     text = (PROJECT_DIR / "docs" / "rented-machines.md").read_text()
     rows = dict(re.findall(r"^\| ([0-9 +n]+) \|.*\| (yes|no)[^|]*\|$", text, re.MULTILINE))
@@ -171,7 +164,7 @@ def test_every_exit_status_says_whether_to_start_again() -> None:
     assert {"0", "2", "3", "4", "130", "131", "137"} <= rows.keys()
 
 
-def test_shell_scripts_are_clean() -> None:
+def test_shell_scripts_are_clean():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     result = subprocess.run(["shellcheck", "-s", "bash", LAUNCH_DIR / "slurm.sbatch",

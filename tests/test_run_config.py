@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -10,27 +7,26 @@ from run_config import (
     AS_ORIGINAL,
     GROUPS,
     ModelConfig,
-    Run,
     TrainConfig,
     load_run,
     with_defaults,
 )
-from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, Workplace
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN
 
 
-def load(workplace: Workplace, **changes: dict) -> Run:
+def load(workplace, **changes):
     workplace.add_run(**changes)
     return load_run(workplace.runs_dir, "tiny")
 
 
-def test_runs_that_ship_are_valid() -> None:
+def test_runs_that_ship_are_valid():
     for path in (PROJECT_DIR / "runs").glob("*/train.json"):
         run = load_run(PROJECT_DIR / "runs", path.parent.name)
         assert run.model.vocab_size in (257, 50257)
         assert not run.warnings
 
 
-def test_the_originals_runs_have_its_settings() -> None:
+def test_the_originals_runs_have_its_settings():
     table = {"original": (6, 5922, 3200), "8xa100m40": (13, 617, 300), "8xa100m80": (28, 617, 300),
              "8xh100m80": (27, 617, 300), "8xb200m160": (64, 617, 300)}
     for name, settings in table.items():
@@ -73,7 +69,7 @@ WRONG = [
 ]
 
 
-def refused(run_dir: Path, file: str, **changes: object) -> str:
+def refused(run_dir, file, **changes):
     """Check that a changed config is refused in one line; return what follows the file's name."""
     path = run_dir / f"{file}.json"
     before = path.read_text()
@@ -87,13 +83,13 @@ def refused(run_dir: Path, file: str, **changes: object) -> str:
     return str(caught.value).removeprefix(f"{path}: ")
 
 
-def test_wrong_values_are_refused_in_one_line(workplace: Workplace) -> None:
+def test_wrong_values_are_refused_in_one_line(workplace):
     run_dir = workplace.add_run()
     for file, changes, message in WRONG:
         assert message in refused(run_dir, file, **changes), changes
 
 
-def test_numbers_beyond_their_limits_are_refused(workplace: Workplace) -> None:
+def test_numbers_beyond_their_limits_are_refused(workplace):
     """What has no upper limit does not decide how much memory or time is used."""
     run_dir, unlimited = workplace.add_run(), set()
     for file, config in (("model", ModelConfig), ("train", TrainConfig)):
@@ -114,20 +110,20 @@ def test_numbers_beyond_their_limits_are_refused(workplace: Workplace) -> None:
 
 
 @pytest.mark.parametrize("name", ["../tiny", "/etc", ".", "", "a/b", "tiny\n", "x" * 200])
-def test_run_names_stay_inside_the_runs_directory(workplace: Workplace, name: str) -> None:
+def test_run_names_stay_inside_the_runs_directory(workplace, name):
     workplace.add_run()
     with pytest.raises(UserError, match="is not a plain name.*letters.*at most 128") as found:
         load_run(workplace.runs_dir, name)
     assert ("no such directory" in str(found.value)) == (name not in ("/etc", "."))
 
 
-def test_the_error_for_a_missing_run_lists_the_existing_ones(workplace: Workplace) -> None:
+def test_the_error_for_a_missing_run_lists_the_existing_ones(workplace):
     workplace.add_run()
     with pytest.raises(UserError, match="no such run; .* has: tiny"):
         load_run(workplace.runs_dir, "tinny")
 
 
-def test_a_renamed_key_and_tied_torch_weights_cause_a_warning_each(workplace: Workplace) -> None:
+def test_a_renamed_key_and_tied_torch_weights_cause_a_warning_each(workplace):
     run = load(workplace, train={"microbatch_size": None, "minibatch_size": 4},
                model={"tie_weights": True, "init": "torch"})
     assert run.train.microbatch_size == 4
@@ -139,9 +135,7 @@ def test_a_renamed_key_and_tied_torch_weights_cause_a_warning_each(workplace: Wo
     ({}, 'set "decay_norms_and_biases": true, "precision": "fp16", "residual_dtype": "fp32"'),
     ({"use_amp": False}, 'set "decay_norms_and_biases": true; in model'),
     ({"precision": "bf16"}, None)])
-def test_a_run_of_the_original_is_told_what_other_defaults_apply(
-    workplace: Workplace, changes: dict, said: str | None
-) -> None:
+def test_a_run_of_the_original_is_told_what_other_defaults_apply(workplace, changes, said):
     keys = {"precision": None, "minibatch_size": 4, "microbatch_size": None} | changes
     warnings = [line for line in load(workplace, train=keys).warnings if "of the original" in line]
     assert bool(warnings) == (said is not None)
@@ -149,9 +143,7 @@ def test_a_run_of_the_original_is_told_what_other_defaults_apply(
         assert said in warnings[0] and warnings[0].endswith('; in model.json "init": "torch"')
 
 
-def test_a_limit_in_dollars_needs_a_price_of_which_the_command_lines_counts(
-    workplace: Workplace
-) -> None:
+def test_a_limit_in_dollars_needs_a_price_of_which_the_command_lines_counts(workplace):
     run = load(workplace, train={"max_cost_usd": 3.0})
     with pytest.raises(UserError, match="max_cost_usd needs the machine's price; set usd_per_hour"):
         run.priced(None)
@@ -159,7 +151,7 @@ def test_a_limit_in_dollars_needs_a_price_of_which_the_command_lines_counts(
     assert run.priced(1.0).priced(7.5).train.usd_per_hour == 7.5
 
 
-def test_the_defaults_with_muon_are_those_of_the_recipe(workplace: Workplace) -> None:
+def test_the_defaults_with_muon_are_those_of_the_recipe(workplace):
     """At the width of GPT-2 small, those of runs/gpt2-small-muon."""
     recipe = load_run(PROJECT_DIR / "runs", "gpt2-small-muon")
     model = recipe.model.model_dump(exclude={"init"})
@@ -187,7 +179,7 @@ def test_the_defaults_with_muon_are_those_of_the_recipe(workplace: Workplace) ->
     ({}, {"learning_rate": 0.01}, {"learning_rate": 0.01, "embedding_learning_rate": None,
                                    "matrix_learning_rate": 0.02}),
 ])
-def test_what_is_set_beside_muon_stays(model: dict, train: dict, wanted: dict[str, object]) -> None:
+def test_what_is_set_beside_muon_stays(model, train, wanted):
     given = {key: value for key, value in TINY_TRAIN.items() if key != "learning_rate"}
     found = with_defaults(ModelConfig(**TINY_MODEL | model),
                           TrainConfig(**given | {"optimizer": "muon"} | train))

@@ -1,7 +1,5 @@
 """The promises of SECURITY.md that no other test shows: printing, tokens, and the network."""
 
-from __future__ import annotations
-
 import ast
 import io
 import logging
@@ -9,10 +7,8 @@ import re
 import socket
 import sys
 import tomllib
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -52,12 +48,12 @@ PRINTERS, BARS = {"click.echo", "print", "tqdm.write"}, {"tqdm"}  # a bar prints
 OWN = ("tests", "benchmarks", ".venv")  # print nothing from outside, or to developers
 
 
-def is_inert(text: str) -> bool:
+def is_inert(text):
     """Return whether a terminal shows all of a text, and obeys none of it but line ends."""
     return all(c.isprintable() or c in "\n\t" for c in text)
 
 
-def test_text_keeps_its_lines_and_characters_and_loses_its_orders() -> None:
+def test_text_keeps_its_lines_and_characters_and_loses_its_orders():
     text = "Grüße, 世界\u3000\U0001f469\u200d\U0001f4bb\n\tx\n"
     assert visible(text) == text
     assert visible("\x1b[31m\r\n\x9b\u202e\ud800") == r"\x1b[31m\r" + "\n" + r"\x9b\u202e\ud800"
@@ -66,9 +62,9 @@ def test_text_keeps_its_lines_and_characters_and_loses_its_orders() -> None:
         assert chr(code) in "\n\t" or chr(code) not in visible(f"a{chr(code)}b")
 
 
-def prints_only_its_own(call: ast.Call) -> bool:
+def prints_only_its_own(call):
     """Return whether all that a call prints is its own text, numbers, or made visible."""
-    def is_safe(node: ast.expr) -> bool:
+    def is_safe(node):
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, ast.Call):
@@ -90,11 +86,11 @@ def prints_only_its_own(call: ast.Call) -> bool:
     return all(map(is_safe, call.args))
 
 
-def is_titled(call: ast.Call) -> bool:
+def is_titled(call):
     return any(keyword.arg == "desc" for keyword in call.keywords)
 
 
-def test_what_is_printed_is_made_visible() -> None:
+def test_what_is_printed_is_made_visible():
     found = []
     for pattern in ("*.py", "[a-z]*/*.py", "[a-z]*/*/*.py"):
         for path in PROJECT_DIR.glob(pattern):
@@ -109,7 +105,7 @@ def test_what_is_printed_is_made_visible() -> None:
             f"{path}:{node.lineno}: print text from outside through basics.errors.visible")
 
 
-def test_lines_and_errors_are_inert(capsys: pytest.CaptureFixture) -> None:
+def test_lines_and_errors_are_inert(capsys):
     for show in (print_line, print_error):
         show(HOSTILE)
         captured = capsys.readouterr()
@@ -118,9 +114,7 @@ def test_lines_and_errors_are_inert(capsys: pytest.CaptureFixture) -> None:
     assert UserError(HOSTILE).line().isprintable()
 
 
-def test_the_traceback_of_a_verb_is_inert(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_traceback_of_a_verb_is_inert(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lab", "compare"])
     monkeypatch.setattr(lab_main.cli, "invoke", Mock(side_effect=ValueError(HOSTILE)))
     with pytest.raises(SystemExit) as caught:
@@ -131,9 +125,7 @@ def test_the_traceback_of_a_verb_is_inert(
 
 
 @pytest.mark.parametrize("script", ["lab", "prepare_dataset.py"])
-def test_wrong_command_lines_are_one_inert_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, script: str
-) -> None:
+def test_wrong_command_lines_are_one_inert_line(monkeypatch, capsys, script):
     words = ["compare"] if script == "lab" else ["source", "output"]
     for arguments in ([*words, f"--{HOSTILE[:-1]}"], [*words, "--markdown=\x1b[2J"],
                       [*words, "--revision"], ["\x9b31m\n\x1b[2J"]):
@@ -147,9 +139,7 @@ def test_wrong_command_lines_are_one_inert_line(
 
 
 @pytest.mark.parametrize("script", ["lab", "prepare_dataset.py"])
-def test_ctrl_c_and_help_end_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, script: str
-) -> None:
+def test_ctrl_c_and_help_end_without_a_traceback(monkeypatch, capsys, script):
     command = lab_main.cli if script == "lab" else prepare_dataset.main
     for arguments, status, shown in ((["--help"], 0, "Usage: "), (["a", "b"], 130, "Interrupted")):
         with monkeypatch.context() as patched, pytest.raises(SystemExit) as caught:
@@ -162,9 +152,7 @@ def test_ctrl_c_and_help_end_without_a_traceback(
         assert "Traceback" not in captured.err
 
 
-def test_the_traceback_of_a_command_is_inert(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_traceback_of_a_command_is_inert(tmp_path, monkeypatch, capsys):
     fail = Mock(side_effect=RuntimeError(HOSTILE))
     monkeypatch.setattr("prepare_dataset.find_source", fail)
     monkeypatch.setattr(ddp_train, "launch", fail)
@@ -183,15 +171,13 @@ def test_the_traceback_of_a_command_is_inert(
     assert capsys.readouterr().err.startswith("Error: out of memory; set a smaller --workers")
 
 
-def test_the_console_of_a_run_shows_hostile_names_and_samples(
-    capsys: pytest.CaptureFixture
-) -> None:
+def test_the_console_of_a_run_shows_hostile_names_and_samples(capsys):
     RunLog.say(SimpleNamespace(is_active=True), f"sample:\n{HOSTILE}")
     out = capsys.readouterr().out
     assert is_inert(out) and out.startswith("sample:\na") and r"\u202e" in out
 
 
-def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch):
     monkeypatch.setattr("trainer.models.load_model", lambda *_, **__: None)
     monkeypatch.setattr(
         "lab.generate.stream_texts",
@@ -202,7 +188,7 @@ def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch: pytest.MonkeyP
         assert r"\x1b[2J" in result.output
 
 
-def test_names_from_the_hub_are_shown_in_the_summary_of_a_preparation(tmp_path: Path) -> None:
+def test_names_from_the_hub_are_shown_in_the_summary_of_a_preparation(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.safetensors").write_bytes(b"")
     progress = Progress.model_validate({"bad_files": [HOSTILE + "\nforged"], "num_bad_files": 1} | {
@@ -213,9 +199,7 @@ def test_names_from_the_hub_are_shown_in_the_summary_of_a_preparation(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["../outside.jsonl", "a/../../outside.jsonl", "/etc/x.jsonl"])
-def test_hub_files_outside_of_their_repository_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_hub_files_outside_of_their_repository_are_refused(tmp_path, monkeypatch, name):
     file = RepoFile(path=name, size=1, oid="0" * 40)
     monkeypatch.setattr("preparation.hub._files", lambda *_: [file])
     with serving(Hub({})) as hub, used_in_this_process(hub, tmp_path / "home"):
@@ -223,9 +207,7 @@ def test_hub_files_outside_of_their_repository_are_refused(
             hub_source(hub.repository, Choice(), text_column="text", raw_files=RawFiles(tmp_path))
 
 
-def test_the_hub_client_prints_nothing_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_client_prints_nothing_by_itself(tmp_path, monkeypatch):
     """Neither a server's warnings nor bars with the names of files, which are not made visible."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     said: list[str] = []
@@ -262,9 +244,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize(("answer", "place"), [
     *((answer, "environment") for answer in ANSWERS), ("rejected", "file")])
-def test_a_hub_that_repeats_the_token_does_not_get_it_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, place: str
-) -> None:
+def test_a_hub_that_repeats_the_token_does_not_get_it_printed(tmp_path, monkeypatch, answer, place):
     said, hub_of_answer = io.StringIO(), Hub({}, faults=[*map(replace, ANSWERS[answer])])
     with serving(hub_of_answer) as hub, used_in_this_process(hub, tmp_path / "home"):
         (tmp_path / "home").mkdir()
@@ -281,7 +261,7 @@ def test_a_hub_that_repeats_the_token_does_not_get_it_printed(
                for path in (tmp_path / "data").rglob("*") if path.is_file())
 
 
-def test_a_judge_that_repeats_the_key_does_not_get_it_printed() -> None:
+def test_a_judge_that_repeats_the_key_does_not_get_it_printed():
     body = f'{{"error": {{"message": "wrong key {TOKEN}"}}}}'.encode()
     assert _reason(body, None, TOKEN) == ("wrong key ***", None)
     assert _reason(f"wrong: {TOKEN}".encode(), None, TOKEN) == ("wrong: ***", None)
@@ -289,13 +269,13 @@ def test_a_judge_that_repeats_the_key_does_not_get_it_printed() -> None:
     assert _reason(b"", f"/{TOKEN}", TOKEN) == ("it redirects to /***", None)
 
 
-def test_a_refused_connection_is_recorded(tmp_path: Path) -> None:
+def test_a_refused_connection_is_recorded(tmp_path):
     with refused_network(tmp_path / "log"), pytest.raises(OSError, match="no network in this"):
         socket.create_connection(("192.0.2.1", 9), timeout=1)
     assert "192.0.2.1" in (tmp_path / "log").read_text()
 
 
-def test_the_lab_asks_no_other_machine(tmp_path: Path) -> None:
+def test_the_lab_asks_no_other_machine(tmp_path):
     place = train_tiny(tmp_path)
     for verb in (("plan", "tiny"), ("compare",), ("compare", "--published", "--csv"),
                  ("evaluate", "tiny", "--tokens", "64"),
@@ -306,7 +286,7 @@ def test_the_lab_asks_no_other_machine(tmp_path: Path) -> None:
         assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
 
 
-def test_preparing_own_files_asks_no_other_machine(tmp_path: Path) -> None:
+def test_preparing_own_files_asks_no_other_machine(tmp_path):
     (tmp_path / "a.txt").write_text("some text\n" * 50)
     (tmp_path / "b.txt").write_text("other text\n" * 50)
     with refused_network(tmp_path / "log"):
@@ -315,7 +295,7 @@ def test_preparing_own_files_asks_no_other_machine(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
 
 
-def test_training_asks_no_other_machine(tmp_path: Path) -> None:
+def test_training_asks_no_other_machine(tmp_path):
     place = Workplace(tmp_path)
     place.add_run(train={"min_train_tokens": 128, "validation_batches": 1, "compile": False})
     place.add_dataset()
@@ -330,7 +310,7 @@ def test_training_asks_no_other_machine(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
 
 
-def requirements() -> Iterator[Requirement]:
+def requirements():
     project = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"].values()
     tools = project["dependency-groups"]["test"]
@@ -338,7 +318,7 @@ def requirements() -> Iterator[Requirement]:
         yield from map(Requirement, texts)
 
 
-def test_no_lower_bound_is_below_a_known_fix() -> None:
+def test_no_lower_bound_is_below_a_known_fix():
     lowest = {each.name: Version(bound.version) for each in requirements()
               for bound in each.specifier if bound.operator == ">="}
     assert {"gguf", "wandb"} <= lowest.keys()  # those of the extras too

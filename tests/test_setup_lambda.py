@@ -1,7 +1,5 @@
 """The set-up script, run with fake system commands: no network, no root, no GPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -16,14 +14,14 @@ from tests.support.workplace import PROJECT_DIR
 SCRIPT = PROJECT_DIR / "setup_lambda.sh"
 
 
-def fake_command(folder: Path, name: str, body: str) -> None:
+def fake_command(folder, name, body):
     path = folder / name
     path.write_text(f"#!/bin/bash\n{body}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> dict[str, str]:
+def machine(tmp_path):
     """A fresh machine: a copy of the script, an empty home, and fakes of the commands it calls."""
     shutil.copy(SCRIPT, tmp_path / "setup_lambda.sh")
     commands = tmp_path / "commands"
@@ -44,17 +42,17 @@ def machine(tmp_path: Path) -> dict[str, str]:
     return {"PATH": str(commands), "HOME": str(tmp_path / "home"), "root": str(tmp_path)}
 
 
-def run_setup(machine: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_setup(machine):
     (Path(machine["root"]) / "calls").write_text("")
     return subprocess.run(["bash", f"{machine['root']}/setup_lambda.sh"], capture_output=True,
                           text=True, env=machine, timeout=60)
 
 
-def calls(machine: dict[str, str]) -> str:
+def calls(machine):
     return (Path(machine["root"]) / "calls").read_text()
 
 
-def test_a_fresh_machine_can_be_set_up_twice(machine: dict[str, str]) -> None:
+def test_a_fresh_machine_can_be_set_up_twice(machine):
     first = run_setup(machine)
     assert first.returncode == 0, first.stderr
     assert "curl" in calls(machine) and "fonts-humor-sans" in calls(machine)
@@ -75,9 +73,7 @@ OLD = 'uv pip install --no-config --torch-backend=cu128 --compile-bytecode torch
 
 @pytest.mark.parametrize(("driver", "is_old"), [
     ("580.65.06", False), ("570.133.20", True), ("525.60.13", True), ("", False)])
-def test_the_driver_decides_which_pytorch_is_installed(
-    machine: dict[str, str], driver: str, is_old: bool
-) -> None:
+def test_the_driver_decides_which_pytorch_is_installed(machine, driver, is_old):
     commands, home = Path(machine["PATH"]), Path(machine["HOME"])
     home.mkdir()
     (home / ".bashrc").write_text("alias ll='ls -l'\nexport UV_NO_SYNC=1\n")  # of an earlier time
@@ -91,9 +87,7 @@ def test_the_driver_decides_which_pytorch_is_installed(
     assert (home / ".profile").exists() == is_old == ("UV_NO_SYNC" in result.stdout)
 
 
-def test_a_driver_that_no_pytorch_supports_ends_it_before_any_download(
-    machine: dict[str, str]
-) -> None:
+def test_a_driver_that_no_pytorch_supports_ends_it_before_any_download(machine):
     fake_command(Path(machine["PATH"]), "nvidia-smi", "echo 470.256.02")
     result = run_setup(machine)
     assert result.returncode == 2 and calls(machine) == ""
@@ -101,9 +95,7 @@ def test_a_driver_that_no_pytorch_supports_ends_it_before_any_download(
                              " driver 525 or newer, best 580\n")
 
 
-def test_pip_is_used_if_the_installer_fails_and_a_missing_font_is_a_warning(
-    machine: dict[str, str]
-) -> None:
+def test_pip_is_used_if_the_installer_fails_and_a_missing_font_is_a_warning(machine):
     commands = Path(machine["PATH"])
     fake_command(commands, "curl", "exit 6")
     fake_command(commands, "apt-get", "exit 100")
@@ -116,7 +108,7 @@ def test_pip_is_used_if_the_installer_fails_and_a_missing_font_is_a_warning(
     assert "warning: not installed: git fontconfig fonts-humor-sans; charts use" in result.stderr
 
 
-def test_a_failing_step_and_a_machine_that_is_not_fit_are_failures(machine: dict[str, str]) -> None:
+def test_a_failing_step_and_a_machine_that_is_not_fit_are_failures(machine):
     fake_command(Path(machine["root"]), "uv", '[ "$3" = doctor ] && exit 1; echo 1; exit 0')
     result = run_setup(machine)
     assert result.returncode == 1 and "training would fail: see the problems" in result.stdout
@@ -129,7 +121,7 @@ def test_a_failing_step_and_a_machine_that_is_not_fit_are_failures(machine: dict
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("debootstrap") is None,
                     reason="needs root and debootstrap")
-def test_an_empty_debian_is_set_up_twice_and_trains(tmp_path: Path) -> None:
+def test_an_empty_debian_is_set_up_twice_and_trains(tmp_path):
     """Every command is one of the documentation; it takes some minutes and 12 GB of disk."""
     root = tmp_path / "root"
     subprocess.run(["debootstrap", "--variant=minbase", "bookworm", root], check=True)
@@ -141,7 +133,7 @@ def test_an_empty_debian_is_set_up_twice_and_trains(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "-q", PROJECT_DIR, root / "root/ddp-train"], check=True)
     commands = "mount -t proc proc /proc; mount -t sysfs sys /sys; cd /root/ddp-train; "
 
-    def inside(command: str) -> str:
+    def inside(command):
         result = subprocess.run(
             ["unshare", "--mount", "--pid", "--fork", "chroot", root, "bash", "-c",
              commands + command], capture_output=True, text=True,
@@ -159,7 +151,7 @@ def test_an_empty_debian_is_set_up_twice_and_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shell_scripts_are_clean() -> None:
+def test_shell_scripts_are_clean():
     result = subprocess.run(["shellcheck", SCRIPT, PROJECT_DIR / ".ci" / "run"],
                             capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

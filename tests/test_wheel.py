@@ -1,14 +1,11 @@
 """The wheel works without a checkout: in an empty folder, with only its own files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ UV = os.environ.get("UV") or shutil.which("uv")
 
 
 @pytest.mark.skipif(UV is None, reason="uv is not installed")
-def test_the_installed_commands_work_in_an_empty_folder(tmp_path: Path) -> None:
+def test_the_installed_commands_work_in_an_empty_folder(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(PROJECT_DIR, source, ignore=shutil.ignore_patterns(
         ".*", "__pycache__", "tests", "datasets", "checkpoints", "sweeps"))
@@ -33,7 +30,7 @@ def test_the_installed_commands_work_in_an_empty_folder(tmp_path: Path) -> None:
     folder.mkdir()
     commands = dict(line.split(" = ") for line in entry_points.splitlines() if " = " in line)
 
-    def call(command: str, *arguments: str) -> str:
+    def call(command, *arguments):
         module, function = commands[command].split(":")
         # As the script that an installer writes; the packages are those of this environment.
         code = (f"import sys; from {module} import {function} as run\n"

@@ -1,7 +1,5 @@
 """Divide the tokens of a run into global steps, accumulation steps, processes, microbatches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

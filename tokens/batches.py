@@ -1,7 +1,5 @@
 """Read a token file as a lazy sequence of microbatches."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Generator, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Read a token file: one uint16 vector in a safetensors file. Needs no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

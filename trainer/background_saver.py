@@ -1,7 +1,5 @@
 """Asynchronous checkpoint saver: training goes on while a thread writes."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The form of a model that is fastest on a device, compiling it, and where its code is kept."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Shapes as in `gpt.py`. Each statistic is () float32, or (n_layers,) if its name says "layer".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The launch of a run without torchrun: check it, then start torchrun."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """The training and the validation loss of a model, compiled if the run says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

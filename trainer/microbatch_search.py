@@ -1,7 +1,5 @@
 """Search for the largest microbatch that fits in memory and the fastest one."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

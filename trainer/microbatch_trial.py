@@ -6,8 +6,6 @@ would take memory of the GPU. A rank that fails says why in a file and ends; tor
 others. Rank 0 writes the result. A run of that size finds the compiled code in the cache.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Models by name: of a run, from a directory of weights, or from the hub."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

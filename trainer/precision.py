@@ -1,7 +1,5 @@
 """The number format and the attention kernel of a run: decided once, before anything is built."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

@@ -3,8 +3,6 @@
 Nothing is written into the run directory, and it is not locked: the run may be training.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

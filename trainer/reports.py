@@ -1,7 +1,5 @@
 """What a training run says and records: its start, losses, speed, samples, warnings, its end."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which checkpoint a launch resumes from, and whether it belongs to the run."""
 
-from __future__ import annotations
-
 import json
 import socket
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What runs beside training: charts, tracker, `--after-checkpoint`; and after it: `--when-done`."""
 
-from __future__ import annotations
-
 import gc
 import re
 import shlex

@@ -1,7 +1,5 @@
 """When a launch ends: its last step, --max-steps, a signal or a budget."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ A linear layer here has its matrix as (out, in); GPT-2's code, and `transformers
 files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

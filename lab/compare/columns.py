@@ -1,7 +1,5 @@
 """The columns of a comparison: as texts of a table, and as values for CSV and JSON."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable

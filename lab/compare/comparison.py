@@ -1,7 +1,5 @@
 """A comparison of runs: rows sorted by their loss, and notes on what compares and what does not."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

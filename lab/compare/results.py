@@ -1,7 +1,5 @@
 """Results of runs, and the published ones of the original system: figures, settings and status."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

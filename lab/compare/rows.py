@@ -1,7 +1,5 @@
 """Rows of a comparison: seeds merged, with the settings that differ and with their marks."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

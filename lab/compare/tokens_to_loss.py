@@ -1,7 +1,5 @@
 """The tokens and dollars after which a run's validation loss reaches a given one."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What a check is about and what it finds, checks that stop no other, and their report."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import textwrap

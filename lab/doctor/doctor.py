@@ -1,7 +1,5 @@
 """`lab doctor`: check whether this machine, or each node of a launch, is fit to train."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

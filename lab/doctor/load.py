@@ -4,8 +4,6 @@ It appends a line when it begins a part of the tests, and one with what it found
 or hangs leaves the part in which it did.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Start the load tests in processes of their own, and judge what they found."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Checks of a machine: its GPUs as the driver and PyTorch see them, its memory and limits."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """What the nodes of one torchrun have in common, and one exchange over all their processes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks of a run: RAM, configs, dataset, batch, memory, checkpoints, the hub."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import suppress

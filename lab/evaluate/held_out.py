@@ -1,7 +1,5 @@
 """The loss of models on held-out tokens, and which tokens these are."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Choose the models of `lab evaluate`, load each of them, measure it and record the results."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

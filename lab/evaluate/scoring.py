@@ -4,8 +4,6 @@ Texts are split into tokens and scored as in the lm-eval harness: each choice fo
 after a space; an empty context is the end-of-text token; what does not fit loses its beginning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Prompts, choices and figures are those of lm-eval's tasks of the same names (LAM
 lambada_openai, and BLiMP all files that are given, as one task).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """One question with the answers to it: the request to a judge, and its reply."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Instruction data, the prompts made from it, and files of models' answers."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json

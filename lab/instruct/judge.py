@@ -1,7 +1,5 @@
 """`lab judge`: a language model scores the answers of other models."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The judge: requests to an OpenAI-compatible endpoint, and when to repeat them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

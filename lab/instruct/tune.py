@@ -1,7 +1,5 @@
 """`lab tune`: fine-tune a model on instructions, and write its answers to held-out ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

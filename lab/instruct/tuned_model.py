@@ -1,7 +1,5 @@
 """Tune a model, write it with its card, then its answers: the work of `lab tune`."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fine-tuning on instructions: encode entries, train until validation loss rises."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

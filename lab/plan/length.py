@@ -1,7 +1,5 @@
 """The length of a run that a budget buys, at the speed that was measured for the run."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import replace

@@ -6,8 +6,6 @@ fewer. The loss is that of compiled code where the run compiles on a GPU. Letter
 H heads, L layers.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace

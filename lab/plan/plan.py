@@ -1,7 +1,5 @@
 """`lab plan`: estimate the memory, hours and dollars of a run before it is launched."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

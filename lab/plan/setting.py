@@ -1,7 +1,5 @@
 """What the memory of a run depends on, and the sizes of its model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from run_config import ModelConfig, Precision, TrainConfig

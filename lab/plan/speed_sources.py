@@ -4,8 +4,6 @@ First choice is a run of one's own on that GPU, then a measurement that ships wi
 then an estimate.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The tables of `lab plan`, and the lines that explain them."""
 
-from __future__ import annotations
-
 import textwrap
 
 from basics.text import dollars, gb

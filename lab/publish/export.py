@@ -1,7 +1,5 @@
 """Export a model to a directory that `transformers` loads: a standard GPT-2, no custom code."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import AbstractContextManager, suppress

@@ -1,7 +1,5 @@
 """A model's README.md: its card, in the format that the hub reads, with what was measured of it."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`lab publish`: export a run's model, and upload models and datasets to the hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

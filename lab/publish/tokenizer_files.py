@@ -1,7 +1,5 @@
 """Write the files from which `transformers` loads this project's tokenizers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

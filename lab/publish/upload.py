@@ -1,7 +1,5 @@
 """Prepare what `lab publish` uploads, a dataset or an exported model, and upload it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

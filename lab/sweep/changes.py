@@ -1,7 +1,5 @@
 """Changes to the settings of a run: read from the command line, checked, applied."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

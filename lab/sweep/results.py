@@ -1,7 +1,5 @@
 """The variants of a sweep beside its baseline: differences, verdicts, and what is stacked."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """What the page asks for: the states of runs, and the points and samples of one."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path

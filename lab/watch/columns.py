@@ -1,7 +1,5 @@
 """The records of a run as columns, and the points that the page draws of them."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The page as one file without a server: the same page, and the answers that it would ask for."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """The state of runs, as `lab list` and `lab watch` show it. Needs no torch."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Sequence

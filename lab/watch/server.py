@@ -1,7 +1,5 @@
 """The server of the page: read-only, for who started it only, and nothing but what it needs."""
 
-from __future__ import annotations
-
 import gzip
 import re
 import secrets

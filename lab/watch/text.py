@@ -1,7 +1,5 @@
 """`lab watch --text`: the state of runs in a terminal, drawn anew while they train."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

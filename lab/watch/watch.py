@@ -1,7 +1,5 @@
 """`lab watch`: a page of training runs that follows them while they train."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

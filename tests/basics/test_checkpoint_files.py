@@ -1,9 +1,6 @@
 """Checkpoints on file systems without links; which checkpoints are of the run."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -26,10 +23,9 @@ from checkpointing import (
     save_checkpoint,
 )
 from processes.command_line import Options
-from run_config import Run, load_run
+from run_config import load_run
 from tests.support import odd_files
 from tests.support.checkpoints import describe, save, state
-from tests.support.workplace import Workplace
 from trainer.resuming import choose_checkpoint
 from trainer.startup import PreparedRun
 
@@ -37,9 +33,7 @@ NAME = "20260101Z000000-iteration-3"
 A, B = Identity(name="aa"), Identity(name="bb")
 
 
-def test_without_links_latest_and_best_are_files_that_name_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_links_latest_and_best_are_files_that_name_checkpoints(tmp_path, monkeypatch):
     for patch in odd_files.patches(tmp_path):
         monkeypatch.setattr(*patch)
     saved = [save(tmp_path / "checkpoints", step, loss) for step, loss in ((1, 1.0), (2, 2.0))]
@@ -52,7 +46,7 @@ def test_without_links_latest_and_best_are_files_that_name_checkpoints(
     assert not find_damage(aside_dir / "checkpoints" / saved[1].name, thoroughly=True)
 
 
-def test_a_plain_file_that_names_no_checkpoint_is_replaced(tmp_path: Path) -> None:
+def test_a_plain_file_that_names_no_checkpoint_is_replaced(tmp_path):
     link = tmp_path / "latest"
     for content in (b"", b"../../etc\n", b"\0" * 200):
         link.write_bytes(content)
@@ -60,7 +54,7 @@ def test_a_plain_file_that_names_no_checkpoint_is_replaced(tmp_path: Path) -> No
     assert save(tmp_path, 1).path == link.resolve()
 
 
-def test_only_directories_with_a_manifest_are_checkpoints(tmp_path: Path) -> None:
+def test_only_directories_with_a_manifest_are_checkpoints(tmp_path):
     (tmp_path / NAME).mkdir()
     (tmp_path / f"{NAME}-1").symlink_to(NAME)
     (tmp_path / "mine-iteration-3").mkdir()
@@ -71,18 +65,18 @@ def test_only_directories_with_a_manifest_are_checkpoints(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def run(workplace: Workplace) -> Run:
+def run(workplace):
     workplace.add_run()
     return load_run(workplace.runs_dir, "tiny")
 
 
-def save_as(run: Run, identity: Identity, *steps: int, loss: float = 1.0) -> None:
+def save_as(run, identity, *steps, loss=1.0):
     for step in steps:
         meta = describe(step, loss).model_copy(update={"identity": identity.name})
         save_checkpoint(run.checkpoints_dir, SnapshotBuffers().take(state(step)), meta)
 
 
-def launch(run: Run, *, checkpoint: str | None = None, fresh: bool = False) -> tuple[int, list]:
+def launch(run, *, checkpoint=None, fresh=False):
     """Choose as a launch does, and record what it trains; return the step, and the warnings."""
     options = Options("tiny", checkpoint=checkpoint, fresh=fresh)
     name, *warnings = choose_checkpoint(run, options)
@@ -95,23 +89,23 @@ def launch(run: Run, *, checkpoint: str | None = None, fresh: bool = False) -> t
     return prepared.first_step - 1, warnings
 
 
-def steps(run: Run) -> list[int]:
+def steps(run):
     return [found.meta.global_step for found in list_checkpoints(run.checkpoints_dir)]
 
 
-def name_at(run: Run, step: int, *, foreign: bool = False) -> str:
+def name_at(run, step, *, foreign=False):
     return next(found.name for found in list_checkpoints(run.checkpoints_dir, foreign=foreign)
                 if found.meta.global_step == step)
 
 
-def bring_back(run: Run) -> None:
+def bring_back(run):
     """Put everything that was set aside back, as a copy that never deletes does."""
     for path in run.run_dir.glob("set-aside/*/checkpoints/*"):
         if not (run.checkpoints_dir / path.name).exists():
             shutil.copytree(path, run.checkpoints_dir / path.name)
 
 
-def test_a_run_goes_on_as_what_it_is(run: Run) -> None:
+def test_a_run_goes_on_as_what_it_is(run):
     assert launch(run) == (-1, [])
     identity = read_identity(run.run_dir)
     assert launch(run) == (-1, []) and read_identity(run.run_dir) == identity  # nothing saved yet
@@ -123,7 +117,7 @@ def test_a_run_goes_on_as_what_it_is(run: Run) -> None:
     assert read_identity(run.run_dir).earlier == {identity.name: 19}
 
 
-def test_a_run_that_starts_over_leaves_its_checkpoints_wherever_they_come_from(run: Run) -> None:
+def test_a_run_that_starts_over_leaves_its_checkpoints_wherever_they_come_from(run):
     write_identity(run.run_dir, A)
     save_as(run, A, 9, 19, 39, loss=0.1)
     assert launch(run, fresh=True) == (-1, []) and steps(run) == []
@@ -138,7 +132,7 @@ def test_a_run_that_starts_over_leaves_its_checkpoints_wherever_they_come_from(r
     assert steps(run) == [4] and len(list(run.checkpoints_dir.glob("*-iteration-*"))) == 1
 
 
-def test_a_step_back_keeps_what_was_before_and_leaves_what_came_after(run: Run) -> None:
+def test_a_step_back_keeps_what_was_before_and_leaves_what_came_after(run):
     write_identity(run.run_dir, A)
     save_as(run, A, 9, 19, 29)
     assert launch(run, checkpoint=name_at(run, 19)) == (19, []) and steps(run) == [9, 19]
@@ -153,7 +147,7 @@ def test_a_step_back_keeps_what_was_before_and_leaves_what_came_after(run: Run) 
     assert read_identity(run.run_dir).earlier == {A.name: 9}
 
 
-def test_two_steps_back_keep_the_whole_line() -> None:
+def test_two_steps_back_keep_the_whole_line():
     line = A.after_step_back(A.name, 19)
     again = line.after_step_back(line.name, 39)
     assert again.earlier == {A.name: 19, line.name: 39}
@@ -166,14 +160,14 @@ def test_two_steps_back_keep_the_whole_line() -> None:
     assert aside.earlier == {A.name: 25} and not aside.includes(line.name, 21)
 
 
-def test_another_runs_checkpoint_is_used_if_it_is_named(run: Run) -> None:
+def test_another_runs_checkpoint_is_used_if_it_is_named(run):
     write_identity(run.run_dir, B)
     save_as(run, A, 9)
     save_as(run, B, 4)
     assert launch(run, checkpoint=name_at(run, 9, foreign=True)) == (9, []) and steps(run) == [9]
 
 
-def test_a_damaged_or_partial_newest_checkpoint_is_no_step_back(run: Run) -> None:
+def test_a_damaged_or_partial_newest_checkpoint_is_no_step_back(run):
     write_identity(run.run_dir, A)
     save_as(run, A, 9, 19, 29)
     damaged, partial = (run.checkpoints_dir / name_at(run, step) for step in (19, 29))
@@ -186,7 +180,7 @@ def test_a_damaged_or_partial_newest_checkpoint_is_no_step_back(run: Run) -> Non
     assert any(warning.startswith(f"{partial}: has no manifest, ") for warning in warnings)
 
 
-def test_checkpoints_of_one_run_are_enough_and_those_of_several_are_refused(run: Run) -> None:
+def test_checkpoints_of_one_run_are_enough_and_those_of_several_are_refused(run):
     save_as(run, A, 9, 19)
     assert launch(run) == (19, []) and read_identity(run.run_dir) == A
     (run.run_dir / IDENTITY).unlink()
@@ -196,7 +190,7 @@ def test_checkpoints_of_one_run_are_enough_and_those_of_several_are_refused(run:
     assert launch(run, checkpoint=name_at(run, 4)) == (4, []) and steps(run) == [4]
 
 
-def test_a_damaged_identity_is_refused(run: Run) -> None:
+def test_a_damaged_identity_is_refused(run):
     save_as(run, A, 9)
     for content in ("", "{}}", '{"name": "../up"}', '{"name": 3}', "[" * 10**5):
         (run.run_dir / IDENTITY).write_text(content)

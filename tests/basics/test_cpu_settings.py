@@ -1,9 +1,6 @@
 """Threads that spin: limited before torch is imported, unless a person has chosen."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 
 import pytest
 
@@ -13,15 +10,14 @@ from processes.before_torch import check_before_torch
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch):
     for name in ("RANK", *CHOSEN_BY_USER):
         monkeypatch.setenv(name, "")  # so that it is restored afterwards
         monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("command", [check_before_torch, main])
-def test_both_commands_limit_it(command: Callable[[], None],
-                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_commands_limit_it(command, monkeypatch):
     monkeypatch.setattr("sys.argv", ["command", "--help"])
     monkeypatch.setattr("gc.disable", lambda: None)  # what else is done before torch is imported
     monkeypatch.setattr("signal.signal", lambda *_: None)
@@ -31,7 +27,7 @@ def test_both_commands_limit_it(command: Callable[[], None],
 
 
 @pytest.mark.parametrize("name", sorted(CHOSEN_BY_USER))
-def test_a_choice_in_the_environment_is_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_in_the_environment_is_kept(name, monkeypatch):
     monkeypatch.setenv(name, "7")
     limit_spinning()
     assert {key: os.environ[key] for key in CHOSEN_BY_USER & os.environ.keys()} == {name: "7"}

@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -8,7 +5,7 @@ from basics.directory_lock import LOCK_NAME, locked
 from basics.errors import UserError
 
 
-def test_a_temporary_directory_goes_with_its_lock(tmp_path: Path) -> None:
+def test_a_temporary_directory_goes_with_its_lock(tmp_path):
     directory = tmp_path / "a/b"
     with locked(directory, busy="busy", is_temporary=True):
         (directory / LOCK_NAME).touch()  # as where directories cannot be locked

@@ -1,12 +1,10 @@
 """How commands begin: Ctrl-C while they import, and what a terminal cannot show."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
 
-from tests.support.workplace import Workplace, run_command
+from tests.support.workplace import run_command
 
 # Runs a command, and presses Ctrl-C as soon as it imports a module.
 CTRL_C = """
@@ -26,9 +24,7 @@ how(sys.argv[0], run_name="__main__")
     ("click", "ddp_train.py", ["tiny"]), ("torch", "ddp_train.py", ["tiny"]),
     ("click", "prepare_dataset.py", ["--help"]), ("click", "lab", ["--help"]),
     ("lab.list_runs", "lab", ["list"])])
-def test_ctrl_c_while_a_command_imports_is_one_line(
-    workplace: Workplace, module: str, script: str, arguments: list[str]
-) -> None:
+def test_ctrl_c_while_a_command_imports_is_one_line(workplace, module, script, arguments):
     workplace.add_run()
     if script == "ddp_train.py":
         arguments = workplace.arguments(*arguments)
@@ -38,7 +34,7 @@ def test_ctrl_c_while_a_command_imports_is_one_line(
     assert result.stderr.strip() == "Interrupted"
 
 
-def test_output_that_is_not_utf_8_is_no_error() -> None:
+def test_output_that_is_not_utf_8_is_no_error():
     code = "from basics.entry_points import begin_command as b; b(); print('a→b')"
     result = run_command(sys.executable, "-c", code, PYTHONIOENCODING="latin-1")
     assert result.stdout == "a\\u2192b\n", result.stderr

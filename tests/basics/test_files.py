@@ -1,8 +1,5 @@
 """Files are replaced in one step, and nothing is read or written through a link."""
 
-from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -11,11 +8,11 @@ from basics.files import append_whole, read_regular_file, replacing, write_atomi
 from tests.support import odd_files
 
 
-def names(directory: Path) -> list[str]:
+def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_file_is_replaced_and_an_error_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_an_error_leaves_the_old_one(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt), replacing(path) as file:
@@ -28,7 +25,7 @@ def test_a_file_is_replaced_and_an_error_leaves_the_old_one(tmp_path: Path) -> N
     assert path.read_text() == "new" and names(tmp_path) == ["a.json"]
 
 
-def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_at_the_temporary_name_is_not_followed(tmp_path):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / ".a.json.partial").symlink_to(tmp_path / "victim")
     write_atomically(tmp_path / "a.json", "näu")
@@ -37,7 +34,7 @@ def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.json", "victim"]
 
 
-def test_a_link_is_not_read_and_a_large_file_neither(tmp_path: Path) -> None:
+def test_a_link_is_not_read_and_a_large_file_neither(tmp_path):
     append_whole(tmp_path / "a", "12")
     append_whole(tmp_path / "a", "3")
     assert read_regular_file(tmp_path / "a") == "123"
@@ -48,9 +45,7 @@ def test_a_link_is_not_read_and_a_large_file_neither(tmp_path: Path) -> None:
         read_regular_file(tmp_path / "b")
 
 
-def test_fsync_of_a_directory_may_be_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsync_of_a_directory_may_be_refused(tmp_path, monkeypatch):
     for patch in odd_files.patches(tmp_path):
         monkeypatch.setattr(*patch)
     files.fsync(tmp_path)

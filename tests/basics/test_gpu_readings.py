@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 
 import pynvml
@@ -11,11 +9,11 @@ from tests.support.fake_nvml import H100, FakeNvml
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch):
+def install(monkeypatch):
     return lambda nvml: monkeypatch.setitem(sys.modules, "pynvml", nvml)
 
 
-def test_all_that_a_gpu_tells_is_read(install) -> None:
+def test_all_that_a_gpu_tells_is_read(install):
     install(FakeNvml({"GPU-1": H100}))
     assert read_gpus() == [GpuReading(
         name="NVIDIA H100 80GB HBM3", uuid="GPU-1", memory_used_gib=20, memory_total_gib=80,
@@ -26,13 +24,13 @@ def test_all_that_a_gpu_tells_is_read(install) -> None:
     assert nvml_failure() is None
 
 
-def test_the_gpus_of_a_run_are_read_in_its_order(install) -> None:
+def test_the_gpus_of_a_run_are_read_in_its_order(install):
     install(FakeNvml({f"GPU-{n}": H100 | {"nvmlDeviceGetTemperatureV": n} for n in range(4)}))
     assert [gpu.temperature_c for gpu in read_gpus()] == [0, 1, 2, 3]
     assert [gpu.temperature_c for gpu in read_gpus(["GPU-3", "GPU-1"])] == [3, 1]
 
 
-def test_what_a_gpu_does_not_tell_is_none_and_zero_is_a_value(install) -> None:
+def test_what_a_gpu_does_not_tell_is_none_and_zero_is_a_value(install):
     install(FakeNvml({"GPU-1": {"nvmlDeviceGetPowerUsage": pynvml.NVMLError_NoPermission(),
                                 "nvmlDeviceGetCurrentClocksEventReasons": 1,  # idle
                                 "nvmlDeviceGetTotalEnergyConsumption": 0,
@@ -42,7 +40,7 @@ def test_what_a_gpu_does_not_tell_is_none_and_zero_is_a_value(install) -> None:
 
 
 @pytest.mark.parametrize("lacks", [True, False])
-def test_old_drivers_and_packages_are_asked_in_their_words(install, lacks: bool) -> None:
+def test_old_drivers_and_packages_are_asked_in_their_words(install, lacks):
     new = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetTemperatureV")
     answers = {key: value for key, value in H100.items() if key not in new}
     install(FakeNvml({"GPU-1": answers | {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x20,
@@ -52,14 +50,14 @@ def test_old_drivers_and_packages_are_asked_in_their_words(install, lacks: bool)
     assert (gpu.throttle_reasons, gpu.temperature_c) == (("sw thermal slowdown",), 55)
 
 
-def test_a_lost_gpu_keeps_its_place(install) -> None:
+def test_a_lost_gpu_keeps_its_place(install):
     install(FakeNvml({"GPU-1": "lost", "GPU-2": H100}))
     lost, found = read_gpus()
     assert lost == GpuReading(driver_version="580.65.06") and found.uuid == "GPU-2"
     assert read_gpus(["GPU-2", "GPU-1", "GPU-3"]) == [found, lost, lost]
 
 
-def test_without_a_driver_or_its_package_there_are_no_gpus(install) -> None:
+def test_without_a_driver_or_its_package_there_are_no_gpus(install):
     install(FakeNvml({"GPU-1": H100}, init=pynvml.NVMLError_DriverNotLoaded()))
     assert read_gpus() == [] and nvml_failure() == "Driver Not Loaded"
     install(None)
@@ -67,7 +65,7 @@ def test_without_a_driver_or_its_package_there_are_no_gpus(install) -> None:
 
 
 @pytest.mark.gpu
-def test_pytorchs_id_is_the_drivers() -> None:
+def test_pytorchs_id_is_the_drivers():
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     (gpu,) = read_gpus([uuid])
     assert gpu.uuid == uuid and gpu.name == torch.cuda.get_device_name(0)

@@ -1,10 +1,7 @@
 """Why PyTorch cannot use a machine's GPUs (texts of torch.cuda.init()); the code's version."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -32,7 +29,7 @@ CASES = {
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def machine(monkeypatch, tmp_path):
     """A machine whose GPUs PyTorch was built for, and does not find; return its /dev."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -43,9 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("sees_gpus", [True, False])
-def test_each_cause_is_named_with_what_helps(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, sees_gpus: bool
-) -> None:
+def test_each_cause_is_named_with_what_helps(machine, monkeypatch, sees_gpus):
     if sees_gpus:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     else:
@@ -57,9 +52,7 @@ def test_each_cause_is_named_with_what_helps(
         assert f"use them: {cause}; " in str(caught.value) and remedy in str(caught.value)
 
 
-def test_a_machine_without_gpus_and_one_that_hides_them_train_on_the_cpu(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_gpus_and_one_that_hides_them_train_on_the_cpu(machine, monkeypatch):
     assert num_gpus() == 0
     (machine / "nvidia0").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -70,18 +63,18 @@ IDENTITY = ("-c", "user.name=a", "-c", "user.email=a@example.org")
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch):
     (tmp_path / "ddp_train.py").write_text("first")
     monkeypatch.setattr(facts, "PROJECT_DIR", tmp_path)
     return tmp_path
 
 
-def git(project: Path, *arguments: str) -> str:
+def git(project, *arguments):
     return subprocess.run(["git", *IDENTITY, *arguments], cwd=project, check=True,
                           capture_output=True, text=True).stdout.strip()
 
 
-def test_it_is_the_commit_with_a_digest_of_changed_files(project: Path) -> None:
+def test_it_is_the_commit_with_a_digest_of_changed_files(project):
     git(project, "init", "-q"), git(project, "add", "."), git(project, "commit", "-qm", "first")
     commit = git(project, "rev-parse", "--short=12", "HEAD")
     git(project, "tag", "v1")  # no tag takes the commit's place
@@ -94,9 +87,7 @@ def test_it_is_the_commit_with_a_digest_of_changed_files(project: Path) -> None:
     assert facts.code_version() not in (second, commit)
 
 
-def test_without_its_own_repository_it_is_the_version_and_a_digest(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_own_repository_it_is_the_version_and_a_digest(project, monkeypatch):
     git(project, "init", "-q"), git(project, "add", "."), git(project, "commit", "-qm", "first")
     (project / "inside").mkdir()
     monkeypatch.setattr(facts, "PROJECT_DIR", project / "inside")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 
 import pytest
@@ -19,7 +17,7 @@ NOT_STARTED = "CUBLAS_STATUS_NOT_INITIALIZED when calling `{}(handle)`"
     "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
     "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED", "ncclSystemError: Failed to CUDA calloc async",
 ])
-def test_texts_of_a_gpu(text: str) -> None:
+def test_texts_of_a_gpu(text):
     assert says_out_of_memory(text)
     assert is_out_of_memory(RuntimeError(text)) and is_out_of_gpu_memory(RuntimeError(text))
 
@@ -31,7 +29,7 @@ def test_texts_of_a_gpu(text: str) -> None:
     "No valid triton configs. OutOfMemoryError: out of resource: triton_mm, Required: 262144",
     "CUDA error: an illegal memory access was encountered", "a path named /memory/out",
 ])
-def test_texts_of_other_errors(text: str) -> None:
+def test_texts_of_other_errors(text):
     assert not says_out_of_memory(text) and not is_out_of_memory(RuntimeError(text))
 
 
@@ -39,11 +37,11 @@ def test_texts_of_other_errors(text: str) -> None:
     MemoryError(), MemoryError("out of memory"), OSError(errno.ENOMEM, "Cannot allocate memory"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
     RuntimeError("std::bad_alloc")], ids=repr)
-def test_the_machines_memory_is_not_the_gpus(error: BaseException) -> None:
+def test_the_machines_memory_is_not_the_gpus(error):
     assert is_out_of_memory(error) and not is_out_of_gpu_memory(error)
 
 
-def test_what_led_to_an_error_counts_unless_it_is_suppressed() -> None:
+def test_what_led_to_an_error_counts_unless_it_is_suppressed():
     for how, counts in (("from", True), ("handling", True), ("from none", False)):
         first, error = torch.OutOfMemoryError("no text that names it"), RuntimeError("second")
         error.__context__ = first
@@ -53,7 +51,7 @@ def test_what_led_to_an_error_counts_unless_it_is_suppressed() -> None:
 
 
 @pytest.mark.gpu
-def test_the_drivers_text_is_recognised() -> None:
+def test_the_drivers_text_is_recognised():
     torch.cuda.init()
     with pytest.raises(RuntimeError) as of_code:
         torch.cuda.check_error(2)  # cudaErrorMemoryAllocation

@@ -1,7 +1,5 @@
 """Work that may never end."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -9,13 +7,13 @@ import pytest
 from basics.time_limit import within
 
 
-def test_work_in_time_returns_its_result_or_raises_its_error() -> None:
+def test_work_in_time_returns_its_result_or_raises_its_error():
     assert within(60.0, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         within(60.0, lambda: 1 / 0)
 
 
-def test_work_that_does_not_end_is_left_alone() -> None:
+def test_work_that_does_not_end_is_left_alone():
     never = threading.Event()
     with pytest.raises(TimeoutError):
         within(0.05, never.wait)

@@ -1,19 +1,14 @@
 """The four calls of `on_gpu.py`: in process with stand-in rows, and whole without a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import tarfile
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from benchmarks import on_gpu, on_gpu_rows
 from benchmarks.on_gpu import FIRST, Call, Item, page
@@ -36,34 +31,31 @@ COMMON = ("torch==2.11.*", "transformers", "numpy", "pytest", "pip", "click<9", 
 
 
 @pytest.fixture(autouse=True)
-def unchanged_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def unchanged_process(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(on_gpu.signal, "signal", lambda *_: None)
 
 
-def call_with(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str,
-              **rows: Callable[..., dict[str, Any]]) -> Result:
+def call_with(monkeypatch, out, *arguments, **rows):
     """Make a call that measures these rows."""
     monkeypatch.setattr(Call, "items", lambda *_: [
         Item(name, 100, measure) for name, measure in rows.items()])
     return CliRunner().invoke(on_gpu.main, ["a", "--out", str(out), "--try-on-cpu", *arguments])
 
 
-def statuses(out: Path) -> list[tuple[str, str]]:
+def statuses(out):
     return [(line["row"], line["status"]) for line in read(out / "results.jsonl")]
 
 
-def fail(*_: object) -> dict[str, Any]:
+def fail(*_):
     raise RowFailed("no memory")
 
 
-def good(*_: object) -> dict[str, Any]:
+def good(*_):
     return {"answer": 42}
 
 
-def test_a_row_that_fails_is_a_line_and_others_are_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_fails_is_a_line_and_others_are_measured_once(tmp_path, monkeypatch):
     rows = {"bad": fail, "good": good}
     assert call_with(monkeypatch, tmp_path, **rows).exit_code == 0
     assert statuses(tmp_path) == [("bad", "failed"), ("good", "ok")]
@@ -77,10 +69,8 @@ def test_a_row_that_fails_is_a_line_and_others_are_measured_once(
     assert statuses(tmp_path)[2:] == [("bad", "ok")]
 
 
-def test_a_call_that_is_ended_leaves_an_archive_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(*_: object) -> dict[str, Any]:
+def test_a_call_that_is_ended_leaves_an_archive_and_goes_on(tmp_path, monkeypatch):
+    def end(*_):
         raise SystemExit(143)  # as on SIGTERM
 
     assert call_with(monkeypatch, tmp_path, good=good, slow=end).exit_code == 143
@@ -91,8 +81,8 @@ def test_a_call_that_is_ended_leaves_an_archive_and_goes_on(
     assert "good: not begun" in result.output
 
 
-def test_what_ran_out_of_time_is_measured_again_if_that_can_help(tmp_path: Path) -> None:
-    def measure(*_: object) -> dict[str, Any]:
+def test_what_ran_out_of_time_is_measured_again_if_that_can_help(tmp_path):
+    def measure(*_):
         raise RowFailed("ran out of time after 20 s")
 
     for name, left in (("row", 20), ("row", 999), ("tests, search", 999)):
@@ -100,7 +90,7 @@ def test_what_ran_out_of_time_is_measured_again_if_that_can_help(tmp_path: Path)
     assert [status for _, status in statuses(tmp_path)] == ["cut off", "failed", "cut off"]
 
 
-def test_each_row_of_the_four_calls_fits_into_nine_minutes(tmp_path: Path) -> None:
+def test_each_row_of_the_four_calls_fits_into_nine_minutes(tmp_path):
     items = [item for name in "abcd"
              for item in Call(name, tmp_path, True, tmp_path).items(tmp_path / "tokens")]
     assert max(item.seconds for item in items) <= 9 * 60 - on_gpu.RESERVE_SECONDS + 5
@@ -111,9 +101,7 @@ def test_each_row_of_the_four_calls_fits_into_nine_minutes(tmp_path: Path) -> No
     assert (PROJECT_DIR / on_gpu.SEARCH_TEST).read_text().count("pytest.mark.gpu") == 1
 
 
-def test_tests_that_passed_are_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tests_that_passed_are_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setenv(on_gpu_rows.RESULTS, str(tmp_path / "results.jsonl"))
     for name, when, outcome in (("b[c d]", "setup", "passed"), ("b[c d]", "call", "passed"),
                                 ("e", "call", "failed"), ("f", "setup", "skipped")):
@@ -131,18 +119,18 @@ def test_tests_that_passed_are_not_repeated(
         "--deselect=tests/a.py::b[c d]", "--deselect=tests/a.py::f"]
 
 
-def line_of(row: str, **values: Any) -> dict[str, Any]:
+def line_of(row, **values):
     return {"row": row, "status": "ok", "losses": [], "precision": "bf16", "machine": H100,
             "compile_seconds": 9.0, "peak_mib": 36e3, "microbatch_size": 64,
             "time": "2026-11-30T10:00:00"} | values
 
 
-def cells(text: str, row: str) -> list[str]:
+def cells(text, row):
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {row} ")]
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
-def test_the_page_shows_what_was_measured_and_lab_plan_reads_its_speed(tmp_path: Path) -> None:
+def test_the_page_shows_what_was_measured_and_lab_plan_reads_its_speed(tmp_path):
     lines = [line_of(ORIGINAL, tokens_per_second=60e3, precision="fp16", losses=[11.02]),
              line_of(FIRST, tokens_per_second=480e3, losses=[11.0, 9.0]),
              line_of(HUGGING_FACE.format("bf16"), status="failed", reason="out of memory"),
@@ -165,12 +153,12 @@ def test_the_page_shows_what_was_measured_and_lab_plan_reads_its_speed(tmp_path:
     assert page({}, call.task("ours")).startswith("# Measurements on a GPU\n")
 
 
-def test_the_instructions_are_those_that_are_tried_without_network() -> None:
+def test_the_instructions_are_those_that_are_tried_without_network():
     text = " ".join((PROJECT_DIR / "benchmarks/README.md").read_text().split())
     assert f"python {BRING}" in text and f"python {UNPACK}" in text
 
 
-def test_only_what_runs_on_the_device_is_read_from_a_trace() -> None:
+def test_only_what_runs_on_the_device_is_read_from_a_trace():
     assert on_gpu_rows.kernels_of_trace({"traceEvents": [
         {"name": "nvjet_a", "cat": "kernel", "dur": 6000.0},
         {"name": "nvjet_a", "cat": "kernel", "dur": 3000.0},
@@ -180,7 +168,7 @@ def test_only_what_runs_on_the_device_is_read_from_a_trace() -> None:
         {"name": "process_name", "ph": "M"}]}) == {"nvjet_a": 3.0, "Memset (Device)": 0.01}
 
 
-def done(*command: object, **options: Any) -> str:
+def done(*command, **options):
     finished = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     return finished.stdout
@@ -188,7 +176,7 @@ def done(*command: object, **options: Any) -> str:
 
 @pytest.mark.thorough  # builds an environment, 5 GB, and compiles on the CPU
 @pytest.mark.timeout(7200)
-def test_all_calls_pass_without_network_on_the_lowest_pytorch(tmp_path: Path) -> None:
+def test_all_calls_pass_without_network_on_the_lowest_pytorch(tmp_path):
     if not shutil.which("uv") or subprocess.run(["uv", "python", "find", "3.12"]).returncode:
         pytest.skip("needs uv and Python 3.12")
     if subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"]).returncode:

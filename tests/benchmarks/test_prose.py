@@ -1,15 +1,12 @@
 """The prose corpus: sentences only, in a fixed order, from packages that apt-get downloads."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import tarfile
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from benchmarks import prose
 from benchmarks.prose import main
@@ -21,11 +18,11 @@ PAGE = (b"<html><head><title>No</title></head><body><nav>" + SENTENCE.format("me
 NUMBERS = "one two three four five".split()
 
 
-def page(number: str) -> bytes:
+def page(number):
     return PAGE.replace(b"{}", SENTENCE.format(number).encode())
 
 
-def add_package(folder: Path, name: str, files: dict[str, bytes]) -> None:
+def add_package(folder, name, files):
     """Write a package that the stand-in for dpkg-deb unpacks: a tar file."""
     with tarfile.open(folder / f"{name}_1.0_all.deb", "w") as archive:
         for path, data in files.items():
@@ -35,7 +32,7 @@ def add_package(folder: Path, name: str, files: dict[str, bytes]) -> None:
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packages(tmp_path, monkeypatch):
     """Stand-ins for apt-get and dpkg-deb, and the folder of packages that they know."""
     known, commands = tmp_path / "known", tmp_path / "bin"
     known.mkdir()
@@ -52,15 +49,15 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return known
 
 
-def run(output: Path, *names: str) -> Result:
+def run(output, *names):
     return CliRunner().invoke(main, [str(output), *(f"--package={name}" for name in names)])
 
 
-def texts(output: Path) -> list[str]:
+def texts(output):
     return [json.loads(line)["text"] for line in (output / "prose.jsonl").open()]
 
 
-def test_keeps_each_sentence_once_and_nothing_else(packages: Path, tmp_path: Path) -> None:
+def test_keeps_each_sentence_once_and_nothing_else(packages, tmp_path):
     add_package(packages, "pages", {
         "one.html": page("one"), "again.html": page("one"), "link.de.html": page("German"),
         "genindex.html": page("index"), "two.html": page("two"), "LICENSE": page("licence"),
@@ -77,9 +74,7 @@ def test_keeps_each_sentence_once_and_nothing_else(packages: Path, tmp_path: Pat
     assert sorted(texts(tmp_path / "out")) == sorted(map(SENTENCE.format, NUMBERS[:4]))
 
 
-def test_the_order_is_the_same_each_time_and_another_version_is_reported(
-    packages: Path, tmp_path: Path
-) -> None:
+def test_the_order_is_the_same_each_time_and_another_version_is_reported(packages, tmp_path):
     add_package(packages, "dict-devil", {f"{index}.html": page(number * 10)
                                          for index, number in enumerate(NUMBERS)})
     add_package(packages, "a", {"page.html": page("first")})
@@ -91,7 +86,7 @@ def test_the_order_is_the_same_each_time_and_another_version_is_reported(
                                        ("first", *(number * 10 for number in NUMBERS))]
 
 
-def test_a_package_that_apt_lacks_is_one_line(packages: Path, tmp_path: Path) -> None:
+def test_a_package_that_apt_lacks_is_one_line(packages, tmp_path):
     result = run(tmp_path / "out", "nothing")
     assert result.exit_code == 2 and "E: no nothing" in result.output
     assert result.output.count("\n") == 1 and not (tmp_path / "out").exists()

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 from click.testing import CliRunner
@@ -18,7 +15,7 @@ from tests.support.workplace import PROJECT_DIR
 TWINS = PROJECT_DIR / "benchmarks/twins"
 
 
-def test_twins_are_valid_runs_of_one_dataset_each() -> None:
+def test_twins_are_valid_runs_of_one_dataset_each():
     for name in (path.name for path in TWINS.iterdir()):
         run = load_run(TWINS, name)
         assert run.train.dataset == f"prose-{name.split('-')[0]}"
@@ -26,7 +23,7 @@ def test_twins_are_valid_runs_of_one_dataset_each() -> None:
         assert not run.warnings
 
 
-def test_the_projected_dollars_are_those_of_lab_plan() -> None:
+def test_the_projected_dollars_are_those_of_lab_plan():
     text = (PROJECT_DIR / "benchmarks/recipes.md").read_text()
     command, = re.findall(r"^uv run lab (plan gpt2-small-one-dollar .*)$", text, re.MULTILINE)
     plan = json.loads(run_lab(*command.split(), "--json", "--runs-dir",
@@ -39,7 +36,7 @@ def test_the_projected_dollars_are_those_of_lab_plan() -> None:
                 f" {usd['low']:.2f} to {usd['high']:.2f} |" in text)
 
 
-def add_run(sweep_dir: Path, name: str, *, tokens: int, losses: list[float]) -> None:
+def add_run(sweep_dir, name, *, tokens, losses):
     """Write a finished run with evenly spaced validations."""
     run_dir = sweep_dir / name
     run_dir.mkdir(parents=True)
@@ -53,7 +50,7 @@ def add_run(sweep_dir: Path, name: str, *, tokens: int, losses: list[float]) -> 
         "status": "finished", "tokens": tokens, "validation_loss": losses[-1]}))
 
 
-def table(sweeps_dir: Path) -> list[list[str]]:
+def table(sweeps_dir):
     """Return the cells below the head."""
     result = CliRunner().invoke(main, ["--sweeps-dir", str(sweeps_dir)])
     assert result.exit_code == 0, result.output
@@ -61,7 +58,7 @@ def table(sweeps_dir: Path) -> list[list[str]]:
             for line in result.output.splitlines()[2:]]
 
 
-def test_the_share_of_a_baselines_tokens_is_paired_by_seed(tmp_path: Path) -> None:
+def test_the_share_of_a_baselines_tokens_is_paired_by_seed(tmp_path):
     for seed, shift in ((42, 0.0), (43, 0.2)):
         add_run(tmp_path / "bytes-original", f"baseline-seed-{seed}", tokens=1000,
                 losses=[3.0 + shift, 2.5 + shift])
@@ -72,9 +69,7 @@ def test_the_share_of_a_baselines_tokens_is_paired_by_seed(tmp_path: Path) -> No
         "2.350 (2 seeds)", "-0.250", "-0.885 to +0.385", "310", "31.0%", "18.3% to 43.7%"]]
 
 
-def test_changed_variants_are_named_and_drawn_and_other_directories_are_left_out(
-    tmp_path: Path
-) -> None:
+def test_changed_variants_are_named_and_drawn_and_other_directories_are_left_out(tmp_path):
     for name in ("baseline-seed-42", "learning_rate-0.01-seed-42", "baseline-seed-42.old"):
         add_run(tmp_path / "bytes-muon", name, tokens=400, losses=[2.8, 2.6])
     add_run(tmp_path / "bytes-original", "baseline-seed-42", tokens=1000, losses=[3.0, 2.5])
@@ -89,6 +84,6 @@ def test_changed_variants_are_named_and_drawn_and_other_directories_are_left_out
         assert np.isclose(pixels, color, atol=0.01).all(axis=1).any()
 
 
-def test_without_runs_it_says_what_to_do(tmp_path: Path) -> None:
+def test_without_runs_it_says_what_to_do(tmp_path):
     result = CliRunner().invoke(main, ["--sweeps-dir", str(tmp_path)])
     assert isinstance(result.exception, UserError) and "run those commands" in str(result.exception)

@@ -1,17 +1,14 @@
 """The systems of the speed benchmark do equal work, and each measurement is kept."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from benchmarks import systems, throughput
 from benchmarks.systems import Task, measure, time_steps
@@ -61,7 +58,7 @@ class GPT(nn.Module):
 """
 
 
-def task_of(name: str, system: str, num_steps: int = 80, **changes: Any) -> Task:
+def task_of(name, system, num_steps=80, **changes):
     return Task(name, system, changes, SHAPE, "cpu", 2, 4, num_steps)
 
 
@@ -71,28 +68,25 @@ TASKS = [task_of(REFERENCE, "ours", precision="fp32"), task_of("ours", "ours"),
 
 
 @pytest.fixture(scope="module")
-def tokens_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens_path(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("dataset") / "zipf", TASKS[0])
 
 
 @pytest.fixture(scope="module")
-def lines(tokens_path: Path) -> list[dict[str, Any]]:
+def lines(tokens_path):
     """Measurements in this process."""
     return [{"row": task.name, "status": "ok"} | measure(task, tokens_path) for task in TASKS]
 
 
-def test_all_systems_have_the_same_curve_and_its_speed_is_that_of_the_median_block(
-    lines: list[dict[str, Any]]
-) -> None:
+def test_all_systems_have_the_same_curve_and_its_speed_is_that_of_the_median_block(lines):
     assert differences(lines) == []
     for line in lines:
         assert len(line["losses"]) == 80 and line["microbatch_size"] == 2
         assert sorted(line["blocks"])[1] == line["tokens_per_second"]
 
 
-def test_a_model_with_an_error_and_curves_that_prove_nothing_are_reported(
-    lines: list[dict[str, Any]], tokens_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_an_error_and_curves_that_prove_nothing_are_reported(lines, tokens_path,
+                                                                          monkeypatch):
     attention = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda q, k, v, **_: attention(q, k, v))  # without the mask
@@ -103,10 +97,10 @@ def test_a_model_with_an_error_and_curves_that_prove_nothing_are_reported(
         assert "too level" in differences([lines[0] | {"losses": losses}])[-1]
 
 
-def test_steps_are_timed_in_three_blocks_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_timed_in_three_blocks_after_a_warm_up(monkeypatch):
     clock, taken = [0.0], []
 
-    def step() -> int:
+    def step():
         taken.append(0)
         clock[0] += 9.0 if len(taken) <= 4 else 0.5 if len(taken) <= 14 else 0.1
         return len(taken)
@@ -118,23 +112,21 @@ def test_steps_are_timed_in_three_blocks_after_a_warm_up(monkeypatch: pytest.Mon
     assert speed["tokens_per_second"] == pytest.approx(1000)
 
 
-def test_ids_follow_zipfs_law_over_the_whole_vocabulary(tmp_path: Path) -> None:
+def test_ids_follow_zipfs_law_over_the_whole_vocabulary(tmp_path):
     path = write_tokens(tmp_path / "zipf", replace(TASKS[0], num_steps=2000))
     counts = np.bincount(systems.TokenFile(path).read(0, 128_000))
     assert len(counts) > 0.9 * SHAPE["vocab_size"]
     assert counts[0] / counts[9] == pytest.approx(10, rel=0.2)
 
 
-def test_a_row_is_measured_in_a_process_of_its_own(tokens_path: Path, tmp_path: Path) -> None:
+def test_a_row_is_measured_in_a_process_of_its_own(tokens_path, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
     nanogpt = task_of("nanoGPT", "nanogpt", 7, folder=str(tmp_path), precision="bf16")
     result = measure_row(nanogpt, tokens_path, tmp_path / "a", 200)
     assert len(result["blocks"]) == 3 and result["losses"] == []
 
 
-def test_a_process_that_fails_or_takes_too_long_has_a_reason_and_leaves_no_child(
-    tmp_path: Path
-) -> None:
+def test_a_process_that_fails_or_takes_too_long_has_a_reason_and_leaves_no_child(tmp_path):
     with pytest.raises(RowFailed, match="^ValueError: wrong$"):
         run(["-c", "raise ValueError('wrong')"], tmp_path, 60)
     with pytest.raises(RowFailed, match="ran out of time after 3 s"):
@@ -146,18 +138,16 @@ def test_a_process_that_fails_or_takes_too_long_has_a_reason_and_leaves_no_child
 
 
 @pytest.mark.thorough  # the tests of runs train in CI
-def test_a_whole_run_is_measured(tokens_path: Path, tmp_path: Path) -> None:
+def test_a_whole_run_is_measured(tokens_path, tmp_path):
     result = measure_row(task_of(WHOLE_RUN, "whole run"), tokens_path, tmp_path / "run", 200)
     assert len(result["blocks"]) == 3 and result["seconds_by_phase"]["training"] > 0
 
 
-def test_a_second_call_measures_what_is_missing_or_has_failed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_path):
     asked: list[str] = []
     fails = {ORIGINAL}
 
-    def fake(task: Task, *_: object) -> dict[str, Any]:
+    def fake(task, *_):
         asked.append(task.name)
         if task.name in fails:
             raise RowFailed("not compiled: no compiler")
@@ -165,7 +155,7 @@ def test_a_second_call_measures_what_is_missing_or_has_failed(
                 "losses": [5 - 0.1 * step for step in range(10)], "microbatch_size": 2,
                 "compile_seconds": 0.0, "machine": {"device": "a test"}}
 
-    def call(*arguments: str) -> Result:
+    def call(*arguments):
         return CliRunner().invoke(throughput.main, [
             "--device", "cpu", "--output", str(tmp_path / "out.jsonl"), *arguments])
 
@@ -186,7 +176,7 @@ def test_a_second_call_measures_what_is_missing_or_has_failed(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_row_divides_the_global_batch_and_has_a_name_of_its_own(device: str) -> None:
+def test_every_row_divides_the_global_batch_and_has_a_name_of_its_own(device):
     tasks = tasks_of(device, Path("nanogpt"))
     assert len({(task.name, task.model) for task in tasks}) == len(tasks)
     for task in tasks:

@@ -3,14 +3,11 @@
 Without the option, only the diagonal: 8 of 64 cells. `test_faults.py` checks some faults in detail.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import time
 from itertools import product
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -22,7 +19,7 @@ from tests.support.runs import (
     validations_of,
     weights_of,
 )
-from tests.support.workplace import Workplace, succeeded
+from tests.support.workplace import succeeded
 
 SETTINGS = {"hang_timeout_seconds": 8.0, "collective_timeout_seconds": 6.0, "validate_on": "all"}
 FAULTS = {"raise": "raise", "oom": "oom", "kill": "kill", "exit": "exit", "hang": "hang",
@@ -63,11 +60,11 @@ PATIENCE, HANG_PATIENCE = 2 * 10.0, 2 * (8.0 + 10.0)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory):
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "cell" in metafunc.fixturenames:
         is_whole = metafunc.config.getoption("--thorough")
         cells = CELLS if is_whole else CELLS[:: len(PLACES) + 1]  # the diagonal
@@ -75,9 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                                                  for fault, (phase, rank) in cells])
 
 
-def test_whatever_fails_all_ranks_end_and_the_run_resumes(
-    workplace: Workplace, undisturbed: Path, cell: tuple[str, tuple[str, int]], is_timed: bool
-) -> None:
+def test_whatever_fails_all_ranks_end_and_the_run_resumes(workplace, undisturbed, cell, is_timed):
     fault, (phase, rank) = cell
     workplace.add_dataset()
     run_dir = workplace.add_run(train=SETTINGS)
@@ -106,11 +101,11 @@ def test_whatever_fails_all_ranks_end_and_the_run_resumes(
 
 
 @pytest.fixture
-def is_timed(request: pytest.FixtureRequest) -> bool:
+def is_timed(request):
     return request.config.getoption("--thorough")
 
 
-def check_end(result: CompletedProcess[str], status: int, words: str, rank: int) -> None:
+def check_end(result, status, words, rank):
     """Check the exit status and the last line of a run."""
     assert result.returncode != -signal.SIGKILL, "it hung"
     # torchrun prints the status of the first process that exited last.

@@ -1,7 +1,5 @@
 """Faults of a run: how it ends, and that the same command resumes it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,7 +10,6 @@ import tempfile
 import termios
 import time
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +33,6 @@ from tests.support.runs import (
 from tests.support.thorough import thorough_but
 from tests.support.workplace import (
     PROJECT_DIR,
-    Workplace,
     ended,
     read_lines,
     start_forked,
@@ -46,19 +42,18 @@ from trainer import startup
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory):
     """The run directory of a run without faults."""
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
 
 
 @pytest.fixture
-def run_dir(workplace: Workplace) -> Path:
+def run_dir(workplace):
     workplace.add_dataset()
     return workplace.add_run(train=SETTINGS)
 
 
-def assert_resumes_to_the_same_result(workplace: Workplace, run_dir: Path, undisturbed: Path, *,
-                                     stopped_between: bool = False) -> None:
+def assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, *, stopped_between=False):
     """Resume; a run stopped between two reports has one more report line."""
     succeeded(workplace.torchrun(2, "tiny"))
     assert weights_of(run_dir) == weights_of(undisturbed)
@@ -82,9 +77,7 @@ PLACES = [("train", 0, 7), ("train", 1, 7), ("validate", 0, 5)]
         "save.snapshot", "save.meta", "save.weights", "save.optimizer", "save.manifest",
         "save.links", "validate", "save.validation", "chart")),
      ("save.manifest", 3), ("save.validation", 3), ("chart", 3)]))
-def test_killed_anywhere_between_two_steps(
-    workplace: Workplace, run_dir: Path, undisturbed: Path, place: str, hit: int
-) -> None:
+def test_killed_anywhere_between_two_steps(workplace, run_dir, undisturbed, place, hit):
     assert with_fault(workplace, f"{place}:kill:rank=0:hit={hit}").returncode != 0
     assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
     assert summary_of(run_dir)["best"]["loss"] == summary_of(undisturbed)["best"]["loss"]
@@ -92,9 +85,7 @@ def test_killed_anywhere_between_two_steps(
     assert charts[0].read_bytes() == charts[1].read_bytes()
 
 
-def test_a_kill_during_a_validation_costs_no_step(
-    workplace: Workplace, undisturbed: Path
-) -> None:
+def test_a_kill_during_a_validation_costs_no_step(workplace, undisturbed):
     workplace.add_dataset()
     run_dir = workplace.add_run()
     # In the last validation, as soon as the checkpoint before it is whole: links are renewed at the
@@ -114,9 +105,7 @@ def test_a_kill_during_a_validation_costs_no_step(
 @pytest.mark.parametrize("place", thorough_but(
     ["save.weights", "save.manifest"],
     ["save.meta", "save.weights", "save.optimizer", "save.manifest"]))
-def test_a_full_disk_costs_one_checkpoint(
-    workplace: Workplace, run_dir: Path, undisturbed: Path, place: str
-) -> None:
+def test_a_full_disk_costs_one_checkpoint(workplace, run_dir, undisturbed, place):
     # The validation that follows tries again.
     result = succeeded(with_fault(workplace, f"{place}:full:hit=2;{place}:full:rank=0:hit=2"))
     assert ("warning: the checkpoint of step 10 could not be written (No space left on device;"
@@ -126,9 +115,8 @@ def test_a_full_disk_costs_one_checkpoint(
     assert weights_of(run_dir) == weights_of(undisturbed)
 
 
-def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(
-    workplace: Workplace, run_dir: Path, undisturbed: Path
-) -> None:
+def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(workplace, run_dir,
+                                                                      undisturbed):
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "save.meta:full"})
     assert result.returncode == 4
@@ -143,10 +131,8 @@ def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(
      (10, "SIGUSR1", "train", 1, 7)],
     [(*asked, *place) for asked in ((15, "SIGTERM"), (2, "SIGINT"), (10, "SIGUSR1"), (1, "SIGHUP"))
      for place in PLACES]))
-def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
-    workplace: Workplace, run_dir: Path, undisturbed: Path, number: int, name: str, rank: int,
-    place: str, hit: int
-) -> None:
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(workplace, run_dir, undisturbed,
+                                                             number, name, rank, place, hit):
     fault = f"{place}:signal:rank={rank}:hit={hit}:number={number};train:slow:seconds=0.05"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
     assert result.returncode == 128 + number, result.stderr
@@ -163,10 +149,8 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
 
 @pytest.mark.parametrize("num_processes", thorough_but(  # it starts torchrun itself, or under one
     [None], [None, 2]))
-def test_a_closed_terminal_stops_a_run_with_a_checkpoint(
-    workplace: Workplace, run_dir: Path, undisturbed: Path, tmp_path: Path,
-    num_processes: int | None
-) -> None:
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint(workplace, run_dir, undisturbed, tmp_path,
+                                                         num_processes):
     terminal, its_end = os.openpty()
     termios.tcsetwinsize(its_end, (24, 80))  # so that there are bars
     for name in ("stdout", "stderr"):
@@ -186,7 +170,7 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint(
 
 
 @pytest.mark.parametrize("fault", ["signal:number=15", "kill"])
-def test_a_stop_during_data_preparation_leaves_no_files(workplace: Workplace, fault: str) -> None:
+def test_a_stop_during_data_preparation_leaves_no_files(workplace, fault):
     run_dir = workplace.add_run(train={"dataset": "python-stdlib"})
     result = workplace.ddp_train("tiny", **{VARIABLE: f"provide:{fault}"})
     assert result.returncode == (-15 if "signal" in fault else -9)
@@ -195,9 +179,7 @@ def test_a_stop_during_data_preparation_leaves_no_files(workplace: Workplace, fa
     assert os.listdir(workplace.datasets_dir) == ["python-stdlib"]
 
 
-def test_a_stop_during_compilation_exits_and_can_be_resumed(
-    workplace: Workplace, run_dir: Path, undisturbed: Path
-) -> None:
+def test_a_stop_during_compilation_exits_and_can_be_resumed(workplace, run_dir, undisturbed):
     fault = "compile:signal:rank=1:number=15"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
     assert result.returncode == 128 + 15
@@ -205,9 +187,7 @@ def test_a_stop_during_compilation_exits_and_can_be_resumed(
     assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
 
 
-def test_a_validation_on_one_rank_may_take_longer_than_a_collective(
-    workplace: Workplace, undisturbed: Path
-) -> None:
+def test_a_validation_on_one_rank_may_take_longer_than_a_collective(workplace, undisturbed):
     workplace.add_dataset()
     run_dir = workplace.add_run(train={"collective_timeout_seconds": 6.0})
     result = succeeded(with_fault(workplace, "validate:slow:rank=0:hit=1:seconds=8"))
@@ -217,9 +197,7 @@ def test_a_validation_on_one_rank_may_take_longer_than_a_collective(
 
 
 @pytest.mark.parametrize("rank", thorough_but([1], [0, 1]))
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
-    workplace: Workplace, run_dir: Path, rank: int
-) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(workplace, run_dir, rank):
     result = succeeded(with_fault(workplace, f"gradient:nan:rank={rank}:hit=3"))  # in step 2
     assert "steps skipped because of a non-finite gradient: 1" in result.stdout
     records = [r for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
@@ -228,7 +206,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
     assert summary_of(run_dir)["skipped_steps"] == 1
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run(workplace: Workplace) -> None:
+def test_too_many_skipped_steps_in_a_row_end_the_run(workplace):
     workplace.add_dataset()
     run_dir = workplace.add_run(train=SETTINGS | {"max_skipped_steps": 3, "weight_decay": 0.5})
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
@@ -243,9 +221,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(workplace: Workplace) -> No
         run_dir / "metrics.jsonl").read_text() + (run_dir / "summary.json").read_text()
 
 
-def test_a_run_that_ends_with_a_validation_that_is_not_finite_has_failed(
-    workplace: Workplace
-) -> None:
+def test_a_run_that_ends_with_a_validation_that_is_not_finite_has_failed(workplace):
     """Its weights are finite, and fewer steps were skipped than may be."""
     workplace.add_dataset()
     run_dir = workplace.add_run(train={"learning_rate": 1e30, "min_train_tokens": 10 * 64})
@@ -257,9 +233,7 @@ def test_a_run_that_ends_with_a_validation_that_is_not_finite_has_failed(
     assert summary["reason"] == "the last validation loss is not finite"
 
 
-def test_a_second_launch_is_refused_and_names_the_first(
-    workplace: Workplace, run_dir: Path
-) -> None:
+def test_a_second_launch_is_refused_and_names_the_first(workplace, run_dir):
     """While it is slow, but not to be taken for hung; what only reads takes no lock."""
     train_path = run_dir / "train.json"
     train_path.write_text(train_path.read_text().replace(": 4.0", ": 600.0"))
@@ -281,9 +255,7 @@ def test_a_second_launch_is_refused_and_names_the_first(
     succeeded(workplace.torchrun(2, "tiny"))
 
 
-def test_too_little_disk_space_is_an_error_before_training(
-    workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_disk_space_is_an_error_before_training(workplace, run_dir, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000, total=1))
     run = load_run(workplace.runs_dir, "tiny")
     with pytest.raises(UserError, match="a checkpoint takes .* GB, and the disk has 0.00 GB free"):
@@ -293,9 +265,7 @@ def test_too_little_disk_space_is_an_error_before_training(
 
 
 @pytest.mark.parametrize("rank", thorough_but([0], [0, 1]))
-def test_torchrun_restarts_a_killed_rank(
-    workplace: Workplace, undisturbed: Path, rank: int, num_restarts: int
-) -> None:
+def test_torchrun_restarts_a_killed_rank(workplace, undisturbed, rank, num_restarts):
     workplace.add_dataset()
     for number in range(num_restarts):
         run_dir = workplace.add_run(f"run-{number}", train=SETTINGS)
@@ -308,7 +278,7 @@ def test_torchrun_restarts_a_killed_rank(
     print(f"\n{num_restarts} of {num_restarts} restarts recovered")
 
 
-def restarted(workplace: Workplace, fault: str, *arguments: str) -> CompletedProcess[str]:
+def restarted(workplace, fault, *arguments):
     """Train a run whose processes torchrun starts again after a fault."""
     with tempfile.TemporaryDirectory() as folder:
         return succeeded(ended(*start_forked(
@@ -317,9 +287,8 @@ def restarted(workplace: Workplace, fault: str, *arguments: str) -> CompletedPro
 
 
 @pytest.mark.parametrize("beginning", ["--fresh", "a named checkpoint"])
-def test_a_restart_resumes_even_if_the_launch_had_fresh_or_a_checkpoint(
-    workplace: Workplace, run_dir: Path, undisturbed: Path, beginning: str
-) -> None:
+def test_a_restart_resumes_even_if_the_launch_had_fresh_or_a_checkpoint(workplace, run_dir,
+                                                                        undisturbed, beginning):
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
     first = (run_dir / "checkpoints/latest").readlink().name
     succeeded(workplace.torchrun(2, "tiny"))
@@ -333,9 +302,7 @@ def test_a_restart_resumes_even_if_the_launch_had_fresh_or_a_checkpoint(
     assert len(list((run_dir / "set-aside").iterdir())) == 1
 
 
-def test_max_steps_counts_over_a_restart(
-    workplace: Workplace, run_dir: Path, undisturbed: Path
-) -> None:
+def test_max_steps_counts_over_a_restart(workplace, run_dir, undisturbed):
     """When the fifth of eight steps is saved, a process is killed."""
     result = restarted(workplace, "save.links:kill:hit=2:attempt=0", "tiny", "--max-steps", "8")
     assert "resuming from " in result.stdout
@@ -345,7 +312,7 @@ def test_max_steps_counts_over_a_restart(
     assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
 
 
-def test_a_crash_has_the_status_of_its_signal(workplace: Workplace, run_dir: Path) -> None:
+def test_a_crash_has_the_status_of_its_signal(workplace, run_dir):
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
                                  **{VARIABLE: "train:signal:number=4:rank=1:hit=7"})
     assert result.returncode == 128 + 4  # SIGILL; 4 alone is a full disk

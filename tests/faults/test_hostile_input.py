@@ -1,14 +1,12 @@
 """Untrusted files and names: one error line, status 2, no file changed, no code executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,16 +35,16 @@ pytestmark = pytest.mark.timeout(60)  # a pipe that is opened would block for ev
 class RunsCode:
     """A pickle of this runs a command when it is loaded."""
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self):
         return os.system, (f"touch {MARK}",)
 
 
-def header(text: bytes, tensors: bytes = b"") -> bytes:
+def header(text, tensors=b""):
     """Return a safetensors file."""
     return struct.pack("<Q", len(text)) + text + tensors
 
 
-def tokens_header(**changes: object) -> bytes:
+def tokens_header(**changes):
     facts = {"dtype": "U16", "shape": [4000], "data_offsets": [0, 8000]} | changes
     return header(json.dumps({"tokens": facts}).encode(), bytes(8000))
 
@@ -83,25 +81,25 @@ TOKEN_FILES = {
 }
 
 
-def write_pickle(path: Path) -> None:
+def write_pickle(path):
     path.write_bytes(pickle.dumps(RunsCode()))
 
 
-def many_tensors(path: Path) -> None:
+def many_tensors(path):
     facts = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     path.write_bytes(header(("{" + ",".join(
         f'"{number}":{facts}' for number in range(1_500_000)) + "}").encode()))
 
 
-def tensors(change: Callable[[dict], None]) -> Callable[[Path], None]:
-    def make(path: Path) -> None:
+def tensors(change):
+    def make(path):
         found = safetensors.numpy.load_file(path)
         change(found)
         safetensors.numpy.save_file(found, path)
     return make
 
 
-def meta(**changes: object) -> Callable[[Path], object]:
+def meta(**changes):
     return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -125,18 +123,18 @@ CHECKPOINT_NAMES = ["../..", "/etc", "latest/..", "x" * 3000, "\x1b[31m", "tiny\
 
 
 @pytest.fixture(autouse=True)
-def no_code_was_run() -> Iterator[None]:
+def no_code_was_run():
     yield
     assert not MARK.exists()
 
 
 @pytest.mark.parametrize("under_torchrun", [False, True])
-def test_valid_input_is_accepted(tiny: Workplace, under_torchrun: bool) -> None:
+def test_valid_input_is_accepted(tiny, under_torchrun):
     with pytest.raises(pytest.fail.Exception, match="the input was accepted"):
         refused(tiny, "tiny", under_torchrun=under_torchrun)
 
 
-def test_an_invalid_config_is_refused(tiny: Workplace) -> None:
+def test_an_invalid_config_is_refused(tiny):
     for case, content in CONFIG_CONTENTS.items():
         (tiny.runs_dir / "tiny/train.json").write_bytes(content)
         with pytest.raises(UserError, match=r"tiny/train.json: ") as caught:
@@ -145,7 +143,7 @@ def test_an_invalid_config_is_refused(tiny: Workplace) -> None:
         assert line.isprintable() and len(line) <= LONGEST_ERROR, case
 
 
-def test_an_invalid_token_file_is_refused(tiny: Workplace) -> None:
+def test_an_invalid_token_file_is_refused(tiny):
     path = tiny.datasets_dir / "tiny/train.safetensors"
     for case, content in TOKEN_FILES.items():
         path.write_bytes(content)
@@ -158,9 +156,7 @@ def test_an_invalid_token_file_is_refused(tiny: Workplace) -> None:
 @pytest.mark.parametrize(("split", "position", "where"), [
     ("train", 170, "rank 1 failed in waiting at step 2"),
     ("validation", 40, "rank 0 failed in validation at step 5")])
-def test_an_id_outside_the_vocabulary_ends_all_processes(
-    tiny: Workplace, split: str, position: int, where: str
-) -> None:
+def test_an_id_outside_the_vocabulary_ends_all_processes(tiny, split, position, where):
     tokens = np.zeros(4000, dtype=np.uint16)
     tokens[position] = 300
     write_tokens(tiny.datasets_dir / f"tiny/{split}.safetensors", tokens)
@@ -171,7 +167,7 @@ def test_an_id_outside_the_vocabulary_ends_all_processes(
     assert "exitcode  : 2" in result.stderr and 'batches.py", line' not in result.stderr
 
 
-def test_an_unknown_checkpoint_name_is_refused(tiny: Workplace) -> None:
+def test_an_unknown_checkpoint_name_is_refused(tiny):
     for name in CHECKPOINT_NAMES:
         line = refused(tiny, "tiny", name)  # with a slash it would be the directory of the datasets
         assert re.search(": no directory of datasets|and --datasets-dir is|: no checkpoint '2026",
@@ -179,7 +175,7 @@ def test_an_unknown_checkpoint_name_is_refused(tiny: Workplace) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+def trained(tmp_path_factory):
     """A run with one checkpoint."""
     workplace = Workplace(tmp_path_factory.mktemp("trained"))
     workplace.add_run(train={"gradient_accumulation_steps": 1})
@@ -189,14 +185,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 
 @pytest.fixture
-def resumable(trained: Workplace, tmp_path: Path) -> tuple[Workplace, Path]:
+def resumable(trained, tmp_path):
     shutil.copytree(trained.root, tmp_path / "copy", symlinks=True)
     workplace = Workplace(tmp_path / "copy")
     (checkpoint,) = (workplace.runs_dir / "tiny/checkpoints").glob("*-iteration-2")
     return workplace, checkpoint
 
 
-def renew_manifest(checkpoint: Path) -> None:
+def renew_manifest(checkpoint):
     """Write a manifest that fits the changed files, as an attacker would."""
     written = read_manifest(checkpoint)
     (checkpoint / MANIFEST).unlink()
@@ -204,9 +200,7 @@ def renew_manifest(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CHECKPOINT_FILES)
-def test_a_hostile_checkpoint_is_refused(
-    resumable: tuple[Workplace, Path], case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_checkpoint_is_refused(resumable, case, monkeypatch):
     workplace, checkpoint = resumable
     file, make = CHECKPOINT_FILES[case]
     make(checkpoint / file)
@@ -217,7 +211,7 @@ def test_a_hostile_checkpoint_is_refused(
     assert ("damaged: meta.json" if file == "meta.json" else "cannot be loaded: ") in line
 
 
-def test_a_process_refuses_as_the_call_in_this_one_does(tiny: Workplace) -> None:
+def test_a_process_refuses_as_the_call_in_this_one_does(tiny):
     (tiny.datasets_dir / "tiny/train.safetensors").write_bytes(TOKEN_FILES["a pickle"])
     before = contents(tiny.root)
     result = tiny.ddp_train("tiny")
@@ -226,7 +220,7 @@ def test_a_process_refuses_as_the_call_in_this_one_does(tiny: Workplace) -> None
     assert result.stderr == refused(tiny, "tiny")
 
 
-def test_a_run_resumes_with_damaged_records(resumable: tuple[Workplace, Path]) -> None:
+def test_a_run_resumes_with_damaged_records(resumable):
     workplace, _ = resumable
     for file in ("metrics.jsonl", "summary.json"):
         (workplace.runs_dir / "tiny" / file).write_bytes(b"\xff{" + b'{"a":' * 10**5)
@@ -235,7 +229,7 @@ def test_a_run_resumes_with_damaged_records(resumable: tuple[Workplace, Path]) -
     assert [r["global_step"] for r in read_lines(workplace.runs_dir / "tiny/metrics.jsonl")] == [3]
 
 
-def test_no_file_of_the_project_unpickles_code() -> None:
+def test_no_file_of_the_project_unpickles_code():
     paths = [path for path in PROJECT_DIR.glob("**/*.py")
              if path.relative_to(PROJECT_DIR).parts[0] not in (".venv", "tests")]
     assert PROJECT_DIR / "checkpointing.py" in paths

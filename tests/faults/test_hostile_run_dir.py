@@ -1,8 +1,5 @@
 """Untrusted files in a run directory: refused with one error line, or skipped."""
 
-from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +8,7 @@ from basics.failpoints import MARKS, VARIABLE
 from reporting.metrics_file import MAX_RECORDS_BYTES, read_metrics
 from tests.support.in_process import contents, refused
 from tests.support.runs import read_only, wait_for
-from tests.support.workplace import Workplace, start_forked, succeeded
+from tests.support.workplace import start_forked, succeeded
 
 NO_RECORDS = [
     b'{"global_step": 0, "seconds": 1e999}', b'{"global_step": 0, "usd": 1e999}',
@@ -25,11 +22,11 @@ NO_RECORDS = [
 ]
 
 
-def place_in(workplace: Workplace, name: str) -> Path:
+def place_in(workplace, name):
     return workplace.runs_dir / "tiny" / name
 
 
-def test_what_is_of_another_kind_is_refused(tiny: Workplace) -> None:
+def test_what_is_of_another_kind_is_refused(tiny):
     for name in ("metrics.jsonl", "summary.json", "heartbeat.json"):
         place_in(tiny, name).mkdir()
         line = refused(tiny, "tiny")
@@ -41,20 +38,20 @@ def test_what_is_of_another_kind_is_refused(tiny: Workplace) -> None:
         place_in(tiny, name).unlink()
 
 
-def test_records_that_are_too_large_are_refused(tmp_path: Path) -> None:
+def test_records_that_are_too_large_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"\x0b" * (MAX_RECORDS_BYTES + 1))
     with pytest.raises(UserError, match=r"metrics.jsonl: .* move it away"):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-def test_records_with_invalid_numbers_are_skipped(tmp_path: Path) -> None:
+def test_records_with_invalid_numbers_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for line in NO_RECORDS:
         path.write_bytes(line + b'\n{"global_step": 1, "train_loss": null}\n')
         assert read_metrics(path) == [{"global_step": 1, "train_loss": None}], line[:40]
 
 
-def test_a_read_only_checkpoints_directory_is_refused(tiny: Workplace) -> None:
+def test_a_read_only_checkpoints_directory_is_refused(tiny):
     place_in(tiny, "checkpoints").mkdir()
     before = contents(tiny.root)
     with read_only(place_in(tiny, "checkpoints")):
@@ -62,9 +59,7 @@ def test_a_read_only_checkpoints_directory_is_refused(tiny: Workplace) -> None:
     assert contents(tiny.root) == before
 
 
-def test_the_process_that_starts_torchrun_holds_the_lock_while_it_prepares(
-    tiny: Workplace,
-) -> None:
+def test_the_process_that_starts_torchrun_holds_the_lock_while_it_prepares(tiny):
     """Without torchrun the first process downloads the data: a second one must not do it too."""
     marks = tiny.root / "marks"
     first, _ = start_forked("ddp_train.py", tiny.arguments("tiny", "--nproc-per-node", "1"),

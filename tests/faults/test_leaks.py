@@ -1,20 +1,18 @@
 """Long runs leak nothing; every run exits cleanly: `--thorough` (2,000 steps), `--exits 100`."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.workplace import Workplace, children_of, ended, start_forked, succeeded
+from tests.support.workplace import children_of, ended, start_forked, succeeded
 
 WARM_UP_STEPS = 1000  # the allocator still grows by a few MiB in the first steps
 EVENTFUL = {"validation_interval": 50, "keep_checkpoints": 2}
 MIB = 2**20
 
 
-def held_by(pid: int) -> dict[str, int]:
+def held_by(pid):
     """Return what a process holds now."""
     status = dict(line.split(":", 1)
                   for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -24,9 +22,7 @@ def held_by(pid: int) -> dict[str, int]:
 
 
 @pytest.mark.thorough
-def test_steps_leak_no_memory_files_or_threads(
-    workplace: Workplace, tmp_path: Path, num_steps: int
-) -> None:
+def test_steps_leak_no_memory_files_or_threads(workplace, tmp_path, num_steps):
     """With validations, checkpoints and charts, after 1,000 steps of warm-up."""
     num_steps += WARM_UP_STEPS
     workplace.add_dataset(num_tokens=num_steps * 128 + 1000)
@@ -57,7 +53,7 @@ def test_steps_leak_no_memory_files_or_threads(
             assert min(s[name] for s in late) <= min(s[name] for s in early)
 
 
-def test_runs_exit_cleanly(workplace: Workplace, num_exits: int) -> None:
+def test_runs_exit_cleanly(workplace, num_exits):
     workplace.add_dataset()
     for number in range(num_exits):
         workplace.add_run(f"run-{number}")
@@ -67,10 +63,10 @@ def test_runs_exit_cleanly(workplace: Workplace, num_exits: int) -> None:
 
 
 @pytest.fixture
-def num_steps(request: pytest.FixtureRequest) -> int:
+def num_steps(request):
     return 2000 if request.config.getoption("--thorough") else 300
 
 
 @pytest.fixture
-def num_exits(request: pytest.FixtureRequest) -> int:
+def num_exits(request):
     return request.config.getoption("--exits")

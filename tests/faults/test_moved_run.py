@@ -1,7 +1,5 @@
 """A run on machines that are taken away: nothing but a copy of it goes on to the next one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -36,9 +34,7 @@ needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is
 
 @needs_rsync
 @pytest.mark.parametrize("num_moves", [2, pytest.param(5, marks=pytest.mark.thorough)])
-def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(
-    tmp_path: Path, num_moves: int
-) -> None:
+def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(tmp_path, num_moves):
     undisturbed = train_undisturbed(tmp_path / "undisturbed", OFTEN)
     copies, reached = tmp_path / "copies", -1
     copies.mkdir()
@@ -64,7 +60,7 @@ def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(
 
 
 @needs_rsync
-def test_the_checkpoint_of_a_stop_signal_is_copied(workplace: Workplace) -> None:
+def test_the_checkpoint_of_a_stop_signal_is_copied(workplace):
     workplace.add_dataset()
     run_dir, copies = workplace.add_run(train=SETTINGS), workplace.root / "copies"
     copies.mkdir()
@@ -76,7 +72,7 @@ def test_the_checkpoint_of_a_stop_signal_is_copied(workplace: Workplace) -> None
     assert summary_of(copies / "tiny")["status"] == "stopped"
 
 
-def new_machine(root: Path, copies: Path) -> Workplace:
+def new_machine(root, copies):
     """Return an empty machine, with what the copy has of the run, or else a new run."""
     machine = Workplace(root)
     machine.add_dataset()
@@ -88,7 +84,7 @@ def new_machine(root: Path, copies: Path) -> Workplace:
     return machine
 
 
-def train_until_copied(machine: Workplace, copies: Path, *, after: int) -> str:
+def train_until_copied(machine, copies, *, after):
     """Train until the copy has a newer checkpoint; kill everything. Return what was printed."""
     process, (stdout, _) = start_forked(
         "ddp_train.py", machine.arguments("tiny", "--after-checkpoint", RSYNC % copies),
@@ -109,6 +105,6 @@ def train_until_copied(machine: Workplace, copies: Path, *, after: int) -> str:
     return stdout.read_text()
 
 
-def newest_in(copies: Path) -> int:
+def newest_in(copies):
     found = list_checkpoints(copies / "tiny/checkpoints")
     return found[-1].meta.global_step if found else -1

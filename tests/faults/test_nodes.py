@@ -1,7 +1,5 @@
 """Several nodes: two of torchrun's agents on this machine, each with a process of the run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -10,9 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -43,20 +39,19 @@ SLOWLY = {VARIABLE: "train:slow:seconds=0.2"}
 class Cluster:
     """Two nodes that share the run directory; each has its own datasets, or they share them."""
 
-    def __init__(self, root: Path, *, shares_datasets: bool = False) -> None:
+    def __init__(self, root, *, shares_datasets=False):
         self.runs = Workplace(root)
         shared = root / "datasets"
         self.datasets_dirs = [shared if shares_datasets else root / name / "datasets"
                               for name in NODES]
         self.started: list = []
 
-    def add_dataset(self) -> None:
+    def add_dataset(self):
         for datasets_dir in set(self.datasets_dirs):
             node = Workplace(datasets_dir.parent)
             node.add_dataset()
 
-    def start(self, run: str = "tiny", *, environment: dict[str, str] | None = None,
-              max_restarts: int = 0, namespaces: list[str] | None = None) -> None:
+    def start(self, run="tiny", *, environment=None, max_restarts=0, namespaces=None):
         with socket.socket() as taken:  # the system gives this port to no other process
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
@@ -74,21 +69,21 @@ class Cluster:
                 min_nodes=2, max_nodes=2, run_id="cluster", rdzv_endpoint=f"{address}:{port}",
                 max_restarts=max_restarts, **place))
 
-    def end(self) -> list[CompletedProcess[str]]:
+    def end(self):
         return [ended(*started) for started in self.started]
 
-    def train(self, run: str = "tiny", **options: object) -> list[CompletedProcess[str]]:
+    def train(self, run="tiny", **options):
         self.start(run, **options)
         return self.end()
 
-    def pids(self, node: int) -> list[int]:
+    def pids(self, node):
         """Return the process ids of an agent and its worker."""
         agent = self.started[node][0].pid
         return [agent, *children_of(agent)]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory):
     """The run directory of a run on two nodes without any fault."""
     cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
     cluster.add_dataset()
@@ -99,20 +94,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
+def cluster(tmp_path):
     cluster = Cluster(tmp_path)
     cluster.add_dataset()
     cluster.runs.add_run()
     return cluster
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """The first node holds torchrun's store, so losing it is the harder case."""
     for name in {"node", "rank"} & set(metafunc.fixturenames):
         metafunc.parametrize(name, [0, 1] if metafunc.config.getoption("--thorough") else [0])
 
 
-def assert_is_complete(cluster: Cluster, undisturbed: Path) -> None:
+def assert_is_complete(cluster, undisturbed):
     run_dir = cluster.runs.runs_dir / "tiny"
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert validations_of(run_dir) == validations_of(undisturbed)
@@ -120,7 +115,7 @@ def assert_is_complete(cluster: Cluster, undisturbed: Path) -> None:
     assert sorted(steps, key=int) == ["4", "9", "11"]  # each is written once
 
 
-def test_two_nodes_train_the_same_as_one(tmp_path: Path, undisturbed: Path) -> None:
+def test_two_nodes_train_the_same_as_one(tmp_path, undisturbed):
     alone = Workplace(tmp_path)
     alone.add_dataset()
     one_node = alone.add_run()
@@ -129,9 +124,7 @@ def test_two_nodes_train_the_same_as_one(tmp_path: Path, undisturbed: Path) -> N
         assert found == pytest.approx(wanted, rel=1e-4)  # a node alone has other threads
 
 
-def test_when_a_node_dies_the_other_ends_and_the_run_resumes(
-    cluster: Cluster, undisturbed: Path, node: int
-) -> None:
+def test_when_a_node_dies_the_other_ends_and_the_run_resumes(cluster, undisturbed, node):
     cluster.start(environment=SLOWLY)
     wait_for(cluster.runs.runs_dir / "tiny/checkpoints/latest")
     for pid in cluster.pids(node):
@@ -149,9 +142,7 @@ def test_when_a_node_dies_the_other_ends_and_the_run_resumes(
 
 # The second node's torchrun does not hold the store: the first one's would wait for it for long.
 @pytest.mark.parametrize(("victim", "number"), [("torchrun", 1), ("process", 0)])
-def test_a_signal_to_one_node_stops_both_with_a_checkpoint(
-    cluster: Cluster, undisturbed: Path, victim: str, number: int
-) -> None:
+def test_a_signal_to_one_node_stops_both_with_a_checkpoint(cluster, undisturbed, victim, number):
     cluster.start(environment=SLOWLY)
     wait_for(cluster.runs.runs_dir / "tiny/checkpoints/latest")
     os.kill(cluster.pids(number)[victim == "process"], signal.SIGTERM)
@@ -169,9 +160,7 @@ def test_a_signal_to_one_node_stops_both_with_a_checkpoint(
 
 # Without a watch on each other, the first node would wait for the second one for two days.
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_node_that_ends_while_the_run_is_prepared_ends_the_other(
-    cluster: Cluster, number: int
-) -> None:
+def test_a_node_that_ends_while_the_run_is_prepared_ends_the_other(cluster, number):
     marks = cluster.runs.root / "marks"
     cluster.start(environment={VARIABLE: "prepare:slow:rank=1:seconds=300", MARKS: str(marks)})
     wait_for(marks)
@@ -187,9 +176,8 @@ def test_a_node_that_ends_while_the_run_is_prepared_ends_the_other(
     assert not (cluster.runs.runs_dir / "tiny/checkpoints").exists()
 
 
-def test_both_nodes_restart_when_a_process_of_one_was_killed(
-    tmp_path: Path, undisturbed: Path, num_restarts: int, rank: int
-) -> None:
+def test_both_nodes_restart_when_a_process_of_one_was_killed(tmp_path, undisturbed, num_restarts,
+                                                             rank):
     for number in range(num_restarts):
         cluster = Cluster(tmp_path / str(number))
         cluster.add_dataset()
@@ -221,7 +209,7 @@ def test_a_dataset_is_downloaded_once_for_each_directory(
 
 
 @pytest.fixture
-def namespaces() -> Iterator[list[str]]:
+def namespaces():
     """Two connected network namespaces, 10.83.0.1 and 10.83.0.2; nothing names the interface."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and iproute2")
@@ -242,14 +230,13 @@ def namespaces() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def ip(*arguments: str) -> None:
+def ip(*arguments):
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 @pytest.mark.thorough
-def test_two_machines_that_lose_their_connection_end_and_resume_later(
-    namespaces: list[str], tmp_path: Path, undisturbed: Path
-) -> None:
+def test_two_machines_that_lose_their_connection_end_and_resume_later(namespaces, tmp_path,
+                                                                      undisturbed):
     cluster = Cluster(tmp_path)
     cluster.add_dataset()
     settings = {"hang_timeout_seconds": 5.0, "collective_timeout_seconds": 30.0}

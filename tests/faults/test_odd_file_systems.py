@@ -1,8 +1,5 @@
 """A whole run where the run directory lies on a file system that lacks calls."""
 
-from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -19,13 +16,13 @@ from tests.support.runs import (
     with_deadlines,
 )
 from tests.support.thorough import thorough_but
-from tests.support.workplace import Workplace, succeeded
+from tests.support.workplace import succeeded
 
 KEPT = SETTINGS | {"keep_checkpoints": 1}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory):
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), KEPT)
 
 
@@ -34,9 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [f"{place}:kill:rank=0:hit={hit}" for place, hit in (
         ("save.manifest", 1), ("save.remove", 1), ("save.validation", 2), ("save.links", 2),
         ("save.prune", 1), ("record", 1))]))
-def test_a_killed_run_resumes_to_the_same_weights(
-    workplace: Workplace, undisturbed: Path, fault: str
-) -> None:
+def test_a_killed_run_resumes_to_the_same_weights(workplace, undisturbed, fault):
     workplace.add_dataset()
     run_dir = workplace.add_run(train=KEPT)
     environment = {odd_files.VARIABLE: str(workplace.runs_dir)} | with_deadlines(heartbeat=0.5)

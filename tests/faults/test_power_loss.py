@@ -5,13 +5,10 @@ made or changed since a directory was last flushed some first part is on the dis
 was not flushed is whole, cut short or empty.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 import safetensors.torch
 
 import checkpointing
@@ -38,14 +35,14 @@ class Recorder:
     root: Path
     operations: list[tuple[str, str, object]] = field(default_factory=list)
 
-    def note(self, kind: str, path: Path | str, value: object = None) -> None:
+    def note(self, kind, path, value=None):
         self.operations.append((kind, str(Path(path).relative_to(self.root)), value))
 
-    def attach(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def watch(owner: object, name: str, kind: str, place: int) -> None:
+    def attach(self, monkeypatch):
+        def watch(owner, name, kind, place):
             genuine = getattr(owner, name)
 
-            def watched(*arguments: object, **options: object) -> object:
+            def watched(*arguments, **options):
                 result = genuine(*arguments, **options)
                 path, value = Path(arguments[place]), None
                 if kind == "write":
@@ -69,7 +66,7 @@ class Recorder:
             watch(module, "fsync", "flush", 0)
         write_atomically = files.write_atomically
 
-        def watched_write(path: Path, text: str, **options: object) -> None:
+        def watched_write(path, text, **options):
             self.note("write", files.partial_file(path), text.encode())
             write_atomically(path, text, **options)
 
@@ -77,7 +74,7 @@ class Recorder:
             monkeypatch.setattr(module, "write_atomically", watched_write)
 
 
-def after_power_loss(operations: list, root: Path, rng: random.Random) -> None:
+def after_power_loss(operations, root, rng):
     """Create a state that a disk may have after these operations."""
     flushed = {place: at for at, (kind, place, _) in enumerate(operations) if kind == "flush"}
     lost_from: dict[str, int] = {}  # by directory, the first change of names that is gone
@@ -103,9 +100,8 @@ def after_power_loss(operations: list, root: Path, rng: random.Random) -> None:
             target.replace(root / value)
 
 
-def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(tmp_path,
+                                                                              monkeypatch):
     checkpoints_dir = tmp_path / "real" / "checkpoints"
     checkpoints_dir.parent.mkdir()
     recorder = Recorder(checkpoints_dir.parent)
@@ -135,9 +131,7 @@ def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
             clean_up(root, from_step=step + 1)  # what the next start does
 
 
-def test_after_a_power_loss_a_run_has_the_old_records_or_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_power_loss_a_run_has_the_old_records_or_the_new_ones(tmp_path, monkeypatch):
     run_dir = tmp_path / "real"
     run_dir.mkdir()
     lines = "".join(f'{{"global_step": {step}}}\n' for step in range(9))
@@ -163,9 +157,7 @@ def test_after_a_power_loss_a_run_has_the_old_records_or_the_new_ones(
             assert (root / "metrics.jsonl").read_text() in expected
 
 
-def test_metrics_are_durable_before_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_durable_before_the_checkpoint(tmp_path, monkeypatch):
     """A resumed run has no other record of the steps before it."""
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     recorder, writer = Recorder(tmp_path), BackgroundSaver(tmp_path / "checkpoints")

@@ -1,7 +1,5 @@
 """Kills at random moments: `pytest tests/faults/test_storm.py --storm 200 --relaunches 100`."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -11,7 +9,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -24,7 +21,6 @@ from run_config import load_run
 from tests.support.runs import metrics_of, validations_of, weights_of
 from tests.support.workplace import (
     PROJECT_DIR,
-    Workplace,
     children_of,
     start_forked,
     succeeded,
@@ -37,7 +33,7 @@ LONGEST_LAUNCH = 9.0  # the same, for launches that import everything anew
 VICTIMS = ("rank 0", "rank 1", "both", "torchrun", "all")
 
 
-def test_kills_at_random_moments_change_no_result(workplace: Workplace, num_kills: int) -> None:
+def test_kills_at_random_moments_change_no_result(workplace, num_kills):
     random.seed(num_kills)
     workplace.add_dataset(num_tokens=8000)
     undisturbed = workplace.add_run("undisturbed", train=SETTINGS)
@@ -59,7 +55,7 @@ def test_kills_at_random_moments_change_no_result(workplace: Workplace, num_kill
     print(f"\n{killed} kills in {round_number} runs: 0 lost, 0 corrupt, 0 differing")
 
 
-def assert_is_as_undisturbed(run_dir: Path, undisturbed: Path) -> None:
+def assert_is_as_undisturbed(run_dir, undisturbed):
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert validations_of(run_dir) == validations_of(undisturbed)
     steps = [r["global_step"] for r in metrics_of(run_dir) if "train_loss" in r]
@@ -68,7 +64,7 @@ def assert_is_as_undisturbed(run_dir: Path, undisturbed: Path) -> None:
         assert find_damage(checkpoint.path, thoroughly=True) == ""
 
 
-def kill_once(workplace: Workplace, name: str) -> bool:
+def kill_once(workplace, name):
     """Start a run and kill a random part of it; return False if the run finished first."""
     process, _ = start_forked("ddp_train.py", workplace.arguments(name), num_processes=2,
                               environment={VARIABLE: "train:slow:seconds=0.05"})
@@ -90,16 +86,14 @@ def kill_once(workplace: Workplace, name: str) -> bool:
     return True
 
 
-def wait_until_gone(pids: list[int], victim: str) -> None:
+def wait_until_gone(pids, victim):
     until = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < until, f"a process is still running after {victim} was killed"
         time.sleep(0.02)
 
 
-def test_a_command_typed_again_after_a_kill_is_not_refused(
-    workplace: Workplace, num_relaunches: int
-) -> None:
+def test_a_command_typed_again_after_a_kill_is_not_refused(workplace, num_relaunches):
     """The first kills come when torchrun has just started its processes: they are orphans then."""
     random.seed(num_relaunches)
     workplace.add_dataset(num_tokens=8000)
@@ -122,14 +116,14 @@ def test_a_command_typed_again_after_a_kill_is_not_refused(
           f" {said.count('waiting for another launch to end')} launches waited for orphans")
 
 
-def launch(workplace: Workplace, name: str, log: IO[str]) -> subprocess.Popen[bytes]:
+def launch(workplace, name, log):
     return subprocess.Popen(
         [sys.executable, "ddp_train.py", *workplace.arguments(name, "--nproc-per-node", "2")],
         cwd=PROJECT_DIR, env=os.environ | {VARIABLE: "train:slow:seconds=0.05"},
         stdout=log, stderr=log, start_new_session=True)
 
 
-def kill_soon(workplace: Workplace, name: str, number: int, log: IO[str]) -> str:
+def kill_soon(workplace, name, number, log):
     """Launch a run, and kill its process group or all of it; return when, "" if it ended first."""
     run_dir = workplace.runs_dir / name
     (run_dir / "heartbeat.json").unlink(missing_ok=True)
@@ -155,10 +149,10 @@ def kill_soon(workplace: Workplace, name: str, number: int, log: IO[str]) -> str
 
 
 @pytest.fixture
-def num_relaunches(request: pytest.FixtureRequest) -> int:
+def num_relaunches(request):
     return request.config.getoption("--relaunches")
 
 
 @pytest.fixture
-def num_kills(request: pytest.FixtureRequest) -> int:
+def num_kills(request):
     return request.config.getoption("--storm")

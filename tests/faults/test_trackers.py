@@ -1,9 +1,6 @@
 """Runs with a tracker: it gets all records, and holds nothing up."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,24 +14,24 @@ from tests.support.runs import (
     with_deadlines,
 )
 from tests.support.trackers import in_tensorboard
-from tests.support.workplace import Workplace, read_lines, succeeded
+from tests.support.workplace import read_lines, succeeded
 
 SETTINGS = {"diagnostics_interval": 4}
 STEPS = "global_step"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory):
     """The run directory of a run without a tracker."""
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), SETTINGS)
 
 
-def add(workplace: Workplace, tracker: str) -> Path:
+def add(workplace, tracker):
     workplace.add_dataset()
     return workplace.add_run(train=SETTINGS | {"tracker": tracker})
 
 
-def test_a_tracker_that_hangs_changes_nothing(workplace: Workplace, undisturbed: Path) -> None:
+def test_a_tracker_that_hangs_changes_nothing(workplace, undisturbed):
     run_dir = add(workplace, "trackio")
     package = workplace.root / "stand-in" / "trackio"
     package.mkdir(parents=True)
@@ -48,9 +45,7 @@ def test_a_tracker_that_hangs_changes_nothing(workplace: Workplace, undisturbed:
     assert not TrackedRun.load(run_dir).sent.get("trackio")
 
 
-def test_a_run_that_is_killed_goes_on_in_the_same_tracked_run(
-    workplace: Workplace, undisturbed: Path
-) -> None:
+def test_a_run_that_is_killed_goes_on_in_the_same_tracked_run(workplace, undisturbed):
     run_dir = add(workplace, "tensorboard")
     assert workplace.torchrun(2, "tiny", **{VARIABLE: "validate:kill:rank=0:hit=2"}).returncode
     tracked = TrackedRun.load(run_dir)

@@ -1,9 +1,6 @@
 """One tiny trained run for all tests of the lab: each test gets a copy."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,20 +10,20 @@ from tests.support.workplace import Workplace, train_tiny
 
 
 @pytest.fixture(scope="session")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+def trained_once(tmp_path_factory):
     return Workplace(made_once(tmp_path_factory, "trained", lambda root: train_tiny(
         root, validation_batches=15, usd_per_hour=36.0)))
 
 
 @pytest.fixture
-def trained(trained_once: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+def trained(trained_once, tmp_path_factory):
     """A workplace with a trained run, which the test may change."""
     root = tmp_path_factory.mktemp("copy") / "workplace"
     return Workplace(shutil.copytree(trained_once.root, root, symlinks=True))
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Use one thread: on a busy machine, threads that wait for each other take much longer."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

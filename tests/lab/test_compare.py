@@ -1,7 +1,5 @@
 """`lab compare`: its rows, marks and notes; CSV, JSON, Markdown, HTML and charts."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io
@@ -10,12 +8,9 @@ import math
 import re
 import shutil
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from playwright.sync_api import sync_playwright
@@ -25,9 +20,8 @@ from basics.errors import UserError
 from lab.compare import charts as comparison_charts
 from lab.compare.charts import draw_comparison, loss_points, memory_points
 from lab.compare.columns import csv_of, table_of, values_of
-from lab.compare.comparison import Comparison, compare
+from lab.compare.comparison import compare
 from lab.compare.results import PUBLISHED_PATH, find_results, read_published
-from lab.compare.rows import Row
 from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
 from lab.table import Column, Table
 from tests.support.json_schemas import checked
@@ -35,7 +29,7 @@ from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.markdown import HOSTILE as HOSTILE_TEXT
 from tests.support.markdown import active_parts
 from tests.support.watching import ODD_VALUES
-from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, Workplace, draw_bare
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, draw_bare
 
 SLICE = {"dataset": "tiny", "split": "validation", "start_token": 0, "num_tokens": 400}
 CHARTS = ("loss-curves.png", "loss-over-batch.png", "memory-over-microbatch.png")
@@ -44,12 +38,10 @@ CHARTS = ("loss-curves.png", "loss-over-batch.png", "memory-over-microbatch.png"
 class Runs:
     """Writes the files of trained runs: 12 steps of 8 sequences of 16 tokens."""
 
-    def __init__(self, workplace: Workplace) -> None:
+    def __init__(self, workplace):
         self.dir, self._workplace = workplace.runs_dir, workplace
 
-    def add(self, name: str, *, losses: tuple[float | None, ...] = (3.2, 3.1, None),
-            train: dict[str, Any] | None = None, model: dict[str, Any] | None = None,
-            summary: dict[str, Any] | None = None) -> Path:
+    def add(self, name, *, losses=(3.2, 3.1, None), train=None, model=None, summary=None):
         """Add a finished run with training, validation and test loss (from `lab evaluate`)."""
         run_dir = self._workplace.add_run(name, train=train, model=model)
         train_loss, validation_loss, test_loss = losses
@@ -74,7 +66,7 @@ class Runs:
             self.evaluate(name, test_loss)
         return run_dir
 
-    def record(self, name: str, *, tokens: int = 1536, usd: float | None = None) -> None:
+    def record(self, name, *, tokens=1536, usd=None):
         """Write the metrics of 12 steps, with validations after steps 6 and 12."""
         lines = []
         for step in range(12):
@@ -87,7 +79,7 @@ class Runs:
         path = self.dir / name / "metrics.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def add_batches(self) -> None:
+    def add_batches(self):
         """Add runs with three batches: losses of a parabola, memory of a line."""
         for size in (1, 2, 4):
             self.add(f"batch-{size}", train={"microbatch_size": size},
@@ -95,39 +87,39 @@ class Runs:
                      summary={"machine": {"device": "AMD EPYC", "precision": "fp32",
                                           "processes": 2, "peak_memory_gib": 1.0 + size}})
 
-    def evaluate(self, name: str, loss: float, **where: Any) -> None:
+    def evaluate(self, name, loss, **where):
         with (self.dir / name / "evaluations.jsonl").open("a") as file:
             file.write(json.dumps({"target": name, "checkpoint": "best-iteration-9",
                                    "global_step": 9, "loss": loss, "perplexity": 1.0}
                                   | SLICE | where) + "\n")
 
-    def compare(self, *names: str, published: bool = False) -> Comparison:
+    def compare(self, *names, published=False):
         return compare(find_results(self.dir, names) + (read_published() if published else []))
 
-    def run(self, *arguments: str) -> Result:
+    def run(self, *arguments):
         return run_lab("compare", *arguments, "--runs-dir", str(self.dir))
 
-    def csv(self, *arguments: str) -> dict[str, dict[str, str]]:
+    def csv(self, *arguments):
         """Return the rows of CSV by run."""
         text = succeeded(self.run("--csv", *arguments)).stdout
         return {row["run"]: row for row in csv.DictReader(io.StringIO(text))}
 
 
 @pytest.fixture
-def runs(workplace: Workplace) -> Runs:
+def runs(workplace):
     workplace.runs_dir.mkdir()
     return Runs(workplace)
 
 
-def names_of(comparison: Comparison) -> list[str]:
+def names_of(comparison):
     return [row.name for row in comparison.rows]
 
 
-def row_of(comparison: Comparison, name: str) -> Row:
+def row_of(comparison, name):
     return next(row for row in comparison.rows if name in row.name)
 
 
-def cells_of(comparison: Comparison, name: str) -> dict[str, str]:
+def cells_of(comparison, name):
     """Return one row of the Markdown table, by column head."""
     lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
              for line in table_of(comparison).markdown().splitlines()
@@ -135,7 +127,7 @@ def cells_of(comparison: Comparison, name: str) -> dict[str, str]:
     return next(dict(zip(lines[0], line, strict=True)) for line in lines if name in line[0])
 
 
-def test_csv_row_has_all_figures_of_a_run(runs: Runs) -> None:
+def test_csv_row_has_all_figures_of_a_run(runs):
     runs.add("one", losses=(3.25, 3.125, 3.0625))
     row = runs.csv()["one"]
     assert {key: float(row[key]) for key in row if key not in (
@@ -151,7 +143,7 @@ def test_csv_row_has_all_figures_of_a_run(runs: Runs) -> None:
     assert row["test_slice"] == "tiny/validation, 400 tokens from token 0"
 
 
-def test_the_score_of_a_judge_stands_beside_the_losses(runs: Runs) -> None:
+def test_the_score_of_a_judge_stands_beside_the_losses(runs):
     for name, lines in {"judged": [{"score": 1.0}, {"score": 21.5, "score_interval": [18, 25]}],
                         "once": [{"score": 0, "score_interval": None}], "never": [],
                         "damaged": [{"score": "x"}, {"score": 1e99}]}.items():
@@ -171,7 +163,7 @@ def test_the_score_of_a_judge_stands_beside_the_losses(runs: Runs) -> None:
         "21.5", "J on 2026-11-23", "18", "25"]
 
 
-def test_differences_are_shown_relative_to_most_runs(runs: Runs) -> None:
+def test_differences_are_shown_relative_to_most_runs(runs):
     for name in ("base", "same", "wide", "clipped"):
         runs.add(name, train={"clipping_max_norm": 3.5 if name == "clipped" else None},
                  model={"emb_dim": 32 if name == "wide" else 16},
@@ -187,7 +179,7 @@ def test_differences_are_shown_relative_to_most_runs(runs: Runs) -> None:
     assert cells_of(runs.compare("base"), "base").get("differences") is None
 
 
-def test_settings_come_from_the_json_files_if_there_is_no_summary(runs: Runs) -> None:
+def test_settings_come_from_the_json_files_if_there_is_no_summary(runs):
     runs.add("a", train={"weight_decay": 0.25})
     runs.add("b")
     (runs.dir / "a" / "summary.json").unlink()
@@ -203,9 +195,7 @@ def test_settings_come_from_the_json_files_if_there_is_no_summary(runs: Runs) ->
     ((3.0, 3.3, 3.0), (2.0, None, None), ["b", "a"], "sorted by training loss"),
     ((3.0, 3.3, 3.1), (None, None, None), ["a", "b"], "rows without it come last (1)"),
 ])
-def test_rows_are_sorted_by_the_loss_that_all_rows_have(
-    runs: Runs, a: tuple, b: tuple, order: list[str], note: str
-) -> None:
+def test_rows_are_sorted_by_the_loss_that_all_rows_have(runs, a, b, order, note):
     runs.add("a", losses=a)
     runs.add("b", losses=b)
     comparison = runs.compare()
@@ -213,7 +203,7 @@ def test_rows_are_sorted_by_the_loss_that_all_rows_have(
     assert note in comparison.notes[0]
 
 
-def test_running_run_does_not_change_the_loss_that_rows_are_sorted_by(runs: Runs) -> None:
+def test_running_run_does_not_change_the_loss_that_rows_are_sorted_by(runs):
     runs.add("a", losses=(3.0, 3.0, 3.2))
     runs.add("b", losses=(3.0, 3.1, 3.1))
     runs.add("busy", losses=(2.0, 2.0, None), summary={"status": "running"})
@@ -221,7 +211,7 @@ def test_running_run_does_not_change_the_loss_that_rows_are_sorted_by(runs: Runs
     assert names_of(runs.compare()) == ["b", "a", "busy (running)", "nothing-yet"]
 
 
-def test_test_losses_on_other_tokens_are_marked_and_not_sorted_by(runs: Runs) -> None:
+def test_test_losses_on_other_tokens_are_marked_and_not_sorted_by(runs):
     for name, validation, test in (("a", 3.3, 3.0), ("b", 3.2, 3.1), ("c", 3.1, 3.2)):
         runs.add(name, losses=(3.0, validation, test))
     assert names_of(runs.compare()) == ["a", "b", "c"]
@@ -248,16 +238,14 @@ EARLY = {"checkpoint": "early-iteration-4", "global_step": 4}
     ({"best": None, "global_step": None}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 4.0),
     ({"best": "?", "global_step": None}, [(3.5, {}), (5.0, EARLY)], 3.5),
 ])
-def test_test_loss_is_that_of_the_best_checkpoint_else_of_the_last(
-    runs: Runs, summary: dict, measured: list[tuple[float, dict]], loss: float | None
-) -> None:
+def test_test_loss_is_that_of_the_best_checkpoint_else_of_the_last(runs, summary, measured, loss):
     runs.add("a", losses=(3.0, 3.0, None), summary=summary)
     for found, where in measured:
         runs.evaluate("a", found, **where)
     assert runs.compare().rows[0].figures["test_loss"] == loss
 
 
-def test_test_loss_is_on_the_slice_that_most_rows_have(runs: Runs) -> None:
+def test_test_loss_is_on_the_slice_that_most_rows_have(runs):
     for name in ("a", "b"):
         runs.add(name, losses=(3.0, 3.0, None))
         runs.evaluate(name, 3.5)
@@ -272,7 +260,7 @@ def test_test_loss_is_on_the_slice_that_most_rows_have(runs: Runs) -> None:
     assert not any(row.is_of_other_slice for row in runs.compare().rows)
 
 
-def test_runs_that_differ_only_in_their_seed_are_one_row(runs: Runs) -> None:
+def test_runs_that_differ_only_in_their_seed_are_one_row(runs):
     for seed, loss in ((1, 3.0), (2, 3.1), (3, 3.2)):
         runs.add(f"seed-{seed}", losses=(loss + 1, loss, None), train={"random_seed": seed},
                  summary={"usd": {"validation": 0.0, "total": float(seed)}})
@@ -297,18 +285,14 @@ def test_runs_that_differ_only_in_their_seed_are_one_row(runs: Runs) -> None:
     ({"random_seed": 2}, {"batch": {"microbatch_size": 2, "gradient_accumulation_steps": 2,
                                     "world_size": 4, "context_length": 16, "num_steps": 12}}),
 ])
-def test_runs_that_differ_in_more_than_their_seed_are_separate_rows(
-    runs: Runs, train: dict, summary: dict
-) -> None:
+def test_runs_that_differ_in_more_than_their_seed_are_separate_rows(runs, train, summary):
     runs.add("a", train={"random_seed": 1})
     runs.add("b", train=train, summary=summary)
     assert len(runs.compare().rows) == 2
 
 
 @pytest.mark.parametrize(("loss", "is_within"), [(3.59, True), (3.60, False)])
-def test_difference_within_the_seed_spread_is_marked(
-    runs: Runs, loss: float, is_within: bool
-) -> None:
+def test_difference_within_the_seed_spread_is_marked(runs, loss, is_within):
     for seed in (1, 2, 3):
         runs.add(f"seed-{seed}", losses=(3.0, 2.9 + seed / 10, None), train={"random_seed": seed})
     runs.add("other", losses=(3.0, loss, None), train={"weight_decay": 0.5})
@@ -322,7 +306,7 @@ def test_difference_within_the_seed_spread_is_marked(
     assert any(text in note and "0.1000, 2 degrees" in note for note in comparison.notes)
 
 
-def test_running_run_shows_its_figures_so_far(runs: Runs) -> None:
+def test_running_run_shows_its_figures_so_far(runs):
     run_dir = runs.add("busy")
     runs.record("busy", usd=2.0)
     (run_dir / "summary.json").write_text(json.dumps(
@@ -336,7 +320,7 @@ def test_running_run_shows_its_figures_so_far(runs: Runs) -> None:
     assert {key: row.figures[key] for key in expected} == pytest.approx(expected)
 
 
-def test_missing_or_untrained_runs_are_user_errors(runs: Runs, tmp_path: Path) -> None:
+def test_missing_or_untrained_runs_are_user_errors(runs, tmp_path):
     assert "holds no trained run" in error_line(runs.run())
     runs.add("trained")
     runs._workplace.add_run("fresh")
@@ -356,9 +340,7 @@ def test_missing_or_untrained_runs_are_user_errors(runs: Runs, tmp_path: Path) -
     assert "nan is not a finite number" in runs.run("--usd-per-hour", "trained=nan").output
 
 
-def test_charts_can_be_drawn_with_hostile_records(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_charts_can_be_drawn_with_hostile_records(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(comparison_charts, "draw_by_hand", draw_bare)
     run_dir = runs.add("a", summary={"machine": {"peak_memory_gib": 1e14}})
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -370,7 +352,7 @@ def test_charts_can_be_drawn_with_hostile_records(
     assert len(written) == 3
 
 
-def test_runs_whose_long_names_begin_alike_have_their_own_colors(runs: Runs) -> None:
+def test_runs_whose_long_names_begin_alike_have_their_own_colors(runs):
     for end in "ab":
         runs.add("long" * 15 + end, train={"learning_rate": 0.1 + (end == "b")})
     figure = Figure()
@@ -381,7 +363,7 @@ def test_runs_whose_long_names_begin_alike_have_their_own_colors(runs: Runs) -> 
     assert {line.get_color() for line in figure.axes[1].lines} == {"C0", "C1"}
 
 
-def test_published_rows_are_marked_and_have_their_figures(runs: Runs) -> None:
+def test_published_rows_are_marked_and_have_their_figures(runs):
     runs.add("mine")
     comparison, rows = runs.compare(published=True), runs.csv("--published")
     published = {name: row for name, row in rows.items() if row["status"] == "published"}
@@ -401,7 +383,7 @@ def test_published_rows_are_marked_and_have_their_figures(runs: Runs) -> None:
     assert any(note.startswith("* published results ") for note in comparison.notes)
 
 
-def test_published_losses_and_memory_are_fitted_as_published() -> None:
+def test_published_losses_and_memory_are_fitted_as_published():
     rows = compare(read_published()).rows
     (losses,), (memory,) = loss_points(rows, "test_loss"), memory_points(rows)
     found = dict(zip(losses.x, losses.y, strict=True))
@@ -424,11 +406,11 @@ def test_published_losses_and_memory_are_fitted_as_published() -> None:
     np.testing.assert_allclose(y, intercept + slope * np.array(x))
 
 
-def line_of(figure: Figure, label: str) -> Any:
+def line_of(figure, label):
     return next(line for line in figure.axes[0].lines if label in line.get_label())
 
 
-def test_runs_with_equal_settings_form_one_curve_over_the_batch_size(runs: Runs) -> None:
+def test_runs_with_equal_settings_form_one_curve_over_the_batch_size(runs):
     runs.add_batches()
     runs.add("clipped", train={"clipping_max_norm": 9.0})
     runs.add("stopped", train={"microbatch_size": 8}, summary={"status": "stopped"})
@@ -441,7 +423,7 @@ def test_runs_with_equal_settings_form_one_curve_over_the_batch_size(runs: Runs)
     assert "minimum of the fit: 3.0000 at 4" in line_of(figure, "minimum").get_label()
 
 
-def test_memory_lines_are_those_of_one_model_and_precision_and_of_searches(runs: Runs) -> None:
+def test_memory_lines_are_those_of_one_model_and_precision_and_of_searches(runs):
     for name, size, gib, width, precision in (
             ("small-1", 1, 3.0, 16, "bf16"), ("small-2", 2, 4.0, 16, "bf16"),
             ("wide-1", 1, 10.0, 32, "bf16"), ("wide-4", 4, 40.0, 32, "bf16"),
@@ -463,7 +445,7 @@ def test_memory_lines_are_those_of_one_model_and_precision_and_of_searches(runs:
     assert line_of(figure, "2.00 GiB + 0.500 GiB per sequence")
 
 
-def test_texts_are_escaped_in_markdown_html_and_csv(runs: Runs) -> None:
+def test_texts_are_escaped_in_markdown_html_and_csv(runs):
     for name, dataset in (("a", "<script>"), ("b", "<script>"), ("c", HOSTILE_TEXT)):
         runs.add(name, train={"dataset": dataset})  # the most frequent value is in a note
     table = table_of(runs.compare())
@@ -481,7 +463,7 @@ def test_texts_are_escaped_in_markdown_html_and_csv(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("width", range(56, 130, 7))
-def test_wrapped_columns_of_any_width_leave_room_for_all_figures(width: int) -> None:
+def test_wrapped_columns_of_any_width_leave_room_for_all_figures(width):
     table = Table([Column("run", "left", 20), Column("differences", "left", 28), Column("loss")],
                   [["name " * 20, "x=1 " * 30, "12345"], ["日本語" * 12, "y" * 80, "-"]])
     heads, _, first, *others = table.terminal(width).splitlines()
@@ -491,7 +473,7 @@ def test_wrapped_columns_of_any_width_leave_room_for_all_figures(width: int) -> 
 
 
 @pytest.mark.parametrize("width", [100, 250])
-def test_terminal_table_fits_and_names_its_hidden_columns(runs: Runs, width: int) -> None:
+def test_terminal_table_fits_and_names_its_hidden_columns(runs, width):
     for seed in (1, 2, 3):
         runs.add(f"a-rather-long-name-of-a-run-{seed}", train={"random_seed": seed},
                  losses=(3.0, 3.0, 3.0 + seed / 100))
@@ -505,16 +487,14 @@ def test_terminal_table_fits_and_names_its_hidden_columns(runs: Runs, width: int
     assert "3.0200 ± 0.0100 (n=3)" in table
 
 
-def share_of(color: str, path: Path) -> float:
+def share_of(color, path):
     from matplotlib.colors import to_rgb
 
     pixels = imread(path)[..., :3]
     return float((np.abs(pixels - np.array(to_rgb(color))).max(axis=-1) < 0.1).mean())
 
 
-def test_one_command_prints_the_table_draws_the_charts_and_writes_a_page(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_one_command_prints_the_table_draws_the_charts_and_writes_a_page(runs, tmp_path):
     runs.add_batches()
     page = tmp_path / "page.html"
     result = runs.run("--published", "--html", str(page), "--charts", str(tmp_path / "charts"))
@@ -531,7 +511,7 @@ def test_one_command_prints_the_table_draws_the_charts_and_writes_a_page(
 
 
 @pytest.mark.skipif(shutil.which("chromium-headless-shell") is None, reason="needs Chromium")
-def test_the_page_shows_all_columns_in_a_window_of_1200_pixels(runs: Runs, tmp_path: Path) -> None:
+def test_the_page_shows_all_columns_in_a_window_of_1200_pixels(runs, tmp_path):
     runs.add_batches()
     page = tmp_path / "page.html"
     succeeded(runs.run("--published", "--html", str(page)))
@@ -546,9 +526,7 @@ def test_the_page_shows_all_columns_in_a_window_of_1200_pixels(runs: Runs, tmp_p
     assert whole <= shown
 
 
-def test_missing_charts_are_reported_and_old_charts_are_deleted(
-    runs: Runs, tmp_path: Path
-) -> None:
+def test_missing_charts_are_reported_and_old_charts_are_deleted(runs, tmp_path):
     runs.add("a", summary={"status": "stopped"})
     (runs.dir / "a" / "metrics.jsonl").unlink()
     charts = tmp_path / "charts"
@@ -561,7 +539,7 @@ def test_missing_charts_are_reported_and_old_charts_are_deleted(
     assert not list(charts.iterdir())
 
 
-def test_runs_are_priced_afterwards(runs: Runs) -> None:
+def test_runs_are_priced_afterwards(runs):
     gpus = {"machine": {"device": "H100", "device_type": "cuda", "processes": 8}}
     runs.add("priced", losses=(3.0, 4.0, None), summary=gpus | {"usd": None})
     runs.record("priced")
@@ -574,7 +552,7 @@ def test_runs_are_priced_afterwards(runs: Runs) -> None:
     assert float(rows["other"]["usd"]) == pytest.approx(0.025)
 
 
-def test_published_rows_are_part_of_the_wheel(tmp_path: Path) -> None:
+def test_published_rows_are_part_of_the_wheel(tmp_path):
     build = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert PUBLISHED_PATH.exists()
     assert f"/{PUBLISHED_PATH.relative_to(PROJECT_DIR)}" in build["targets"]["wheel"]["include"]
@@ -582,7 +560,7 @@ def test_published_rows_are_part_of_the_wheel(tmp_path: Path) -> None:
         read_published(tmp_path / "published.json")
 
 
-def validations(*losses: float | None, usd: float | None = 1.0) -> list[dict[str, Any]]:
+def validations(*losses, usd=1.0):
     """Return records of validations after 100, 200, ... tokens; each 100 tokens cost `usd`."""
     return [{"global_step": i, "tokens": 100 * (i + 1), "validation_loss": loss}
             | ({} if usd is None else {"usd": usd * (i + 1)}) for i, loss in enumerate(losses)]
@@ -596,21 +574,17 @@ def validations(*losses: float | None, usd: float | None = 1.0) -> list[dict[str
     ((5.0, None, 3.0), 4.0, Reached(200, 2.0)),
     ((), 3.5, None),
 ])
-def test_tokens_to_a_loss_are_interpolated_between_validations(
-    losses: tuple[float | None, ...], target: float, expected: Reached | None
-) -> None:
+def test_tokens_to_a_loss_are_interpolated_between_validations(losses, target, expected):
     assert first_reaching(validations(*losses), target) == expected
 
 
-def record_losses(runs: Runs, name: str, *losses: float, **train: Any) -> None:
+def record_losses(runs, name, *losses, **train):
     runs.add(name, losses=(3.0, losses[-1], None), train=train)
     (runs.dir / name / "metrics.jsonl").write_text(
         "".join(json.dumps(record) + "\n" for record in validations(*losses)))
 
 
-def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(runs, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     record_losses(runs, "slow", 6.0, 5.0, 4.0)
     record_losses(runs, "fast", 5.0, 4.0, 3.0, learning_rate=0.02)
@@ -629,7 +603,7 @@ def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(
     assert runs.compare("slow").reference is None
 
 
-def test_tokens_to_a_loss_are_a_mean_over_seeds_each_with_its_own_loss(runs: Runs) -> None:
+def test_tokens_to_a_loss_are_a_mean_over_seeds_each_with_its_own_loss(runs):
     for seed, shift in ((42, 0.0), (43, 1.0)):
         record_losses(runs, f"base-{seed}", 5.0 + shift, 3.0 + shift, random_seed=seed)
         record_losses(runs, f"fast-{seed}", 4.0 + shift, 2.0 + shift, random_seed=seed,
@@ -644,7 +618,7 @@ def test_tokens_to_a_loss_are_a_mean_over_seeds_each_with_its_own_loss(runs: Run
     assert first_reaching(validations(5.0, 3.0, usd=None), 4.0) == Reached(150, None)
 
 
-def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs: Runs) -> None:
+def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs):
     for name, loss, bits in (("long", 3.0, 0.9), ("short", 1.2, 1.2 / math.log(2)),
                              ("unknown", 1.0, None)):
         runs.add(name, losses=(3.0, loss, None), train={"dataset": name}, summary={} if bits is None
@@ -664,7 +638,7 @@ def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs: Runs) 
     assert runs.csv()["long"]["validation_bits_per_byte"] == "0.9"
 
 
-def test_the_comparison_is_a_json_document_with_the_columns_of_csv(runs: Runs) -> None:
+def test_the_comparison_is_a_json_document_with_the_columns_of_csv(runs):
     for name, loss in (("a", 3.0), ("b", 3.1)):
         runs.add(name, losses=(3.2, loss, None), train={"learning_rate": loss})
     printed = runs.run("--json").stdout

@@ -1,7 +1,5 @@
 """`lab doctor`: the command, its report, the isolation of its checks, and several nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -9,14 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import click
 import psutil
@@ -41,7 +36,7 @@ from lab.doctor.check import (
     print_checks,
 )
 from lab.doctor.load_tests import Load, load_tests
-from tests.support.json_schemas import DoctorsCheck, checked
+from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab
 from tests.support.workplace import PROJECT_DIR, Workplace
 
@@ -50,14 +45,14 @@ FACTS = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 1, "problem": ["", ""]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Workplace:
+def place(tmp_path):
     workplace = Workplace(tmp_path)
     workplace.add_run()
     workplace.add_dataset()
     return workplace
 
 
-def load_of(num_gpus: int, part: str = "", **ended: Any) -> Load:
+def load_of(num_gpus, part="", **ended):
     """Return what one process has found that has begun a part 20 seconds before its end."""
     load = Load(seconds=120.0, **ended)
     if part:
@@ -70,12 +65,12 @@ def load_of(num_gpus: int, part: str = "", **ended: Any) -> Load:
 class Stand:
     """A machine with these GPUs, whose load tests end with this; no disk is measured."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.load, self.gpus, self.pid = load_of(0, how="ImportError: no such library"), [], None
         self.busy: list[str] = []
 
         @contextmanager
-        def tests(subject: Subject) -> Iterator[Any]:
+        def tests(subject):
             self.busy.append(subject.busy)
             yield lambda: self.load
 
@@ -86,17 +81,17 @@ class Stand:
 
 
 @pytest.fixture
-def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
+def stand(monkeypatch):
     return Stand(monkeypatch)
 
 
-def report_of(output: str) -> dict[str, DoctorsCheck]:
+def report_of(output):
     """Return the checks by their names, from the JSON document."""
     report, = checked(output).reports
     return report.named()
 
 
-def test_a_machine_without_gpus_is_fit_to_train_a_run(place: Workplace) -> None:
+def test_a_machine_without_gpus_is_fit_to_train_a_run(place):
     """All of it is real: under torchrun two processes multiply matrices and exchange data."""
     before = place.files()
     result = run_lab("doctor", *place.arguments("tiny", "--json", "--time-limit", "200"))
@@ -113,7 +108,7 @@ def test_a_machine_without_gpus_is_fit_to_train_a_run(place: Workplace) -> None:
 
 
 @pytest.mark.thorough
-def test_two_nodes_print_a_report_each_and_add_up_numbers_together(place: Workplace) -> None:
+def test_two_nodes_print_a_report_each_and_add_up_numbers_together(place):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     launches = [subprocess.Popen(
@@ -132,9 +127,7 @@ def test_two_nodes_print_a_report_each_and_add_up_numbers_together(place: Workpl
         assert "the run's configs" in found["nodes"].text
 
 
-def test_only_the_first_process_of_a_node_reports(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_process_of_a_node_reports(place, monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2",
                         "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -158,9 +151,7 @@ STOPPED = {  # the last part that was begun, GPUs, the end: the verdict, and par
 
 
 @pytest.mark.parametrize("case", STOPPED)
-def test_a_gpu_that_hangs_or_crashes_its_process_is_not_fit(
-    place: Workplace, stand: Stand, case: str
-) -> None:
+def test_a_gpu_that_hangs_or_crashes_its_process_is_not_fit(place, stand, case):
     part, num_gpus, end, verdict, text = STOPPED[case]
     stand.load = load_of(num_gpus, part, **end)
     stand.gpus = [GpuReading(name="NVIDIA L4")] * num_gpus
@@ -170,19 +161,19 @@ def test_a_gpu_that_hangs_or_crashes_its_process_is_not_fit(
     assert line.verdict == verdict and text in line.text and line.advice
 
 
-def test_a_run_with_wrong_configs_is_not_fit(place: Workplace, stand: Stand) -> None:
+def test_a_run_with_wrong_configs_is_not_fit(place, stand):
     (place.runs_dir / "tiny" / "train.json").write_text("{}")
     result = run_lab("doctor", *place.arguments("tiny", "--json"))
     found = report_of(result.output)
     assert result.exit_code == 1 and found["configs"].verdict == PROBLEM and "dataset" not in found
 
 
-def test_an_unknown_run_is_one_line(place: Workplace) -> None:
+def test_an_unknown_run_is_one_line(place):
     line = error_line(run_lab("doctor", *place.arguments("other")))
     assert "no such run" in line and "tiny" in line
 
 
-def test_beside_a_training_nothing_is_loaded(place: Workplace, stand: Stand) -> None:
+def test_beside_a_training_nothing_is_loaded(place, stand):
     run_lab("doctor", *place.arguments("tiny"))
     stand.pid = 7
     found = report_of(run_lab("doctor", *place.arguments("tiny", "--json")).output)
@@ -192,10 +183,8 @@ def test_beside_a_training_nothing_is_loaded(place: Workplace, stand: Stand) -> 
 
 @pytest.mark.parametrize(("used_gib", "is_trained", "status"), [
     (38.0, False, 1), (38.99, True, 0), (2.0, False, 0), (None, False, 0)])
-def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
-    place: Workplace, stand: Stand, monkeypatch: pytest.MonkeyPatch,
-    used_gib: float | None, is_trained: bool, status: int
-) -> None:
+def test_a_gpu_whose_memory_others_have_taken_is_not_fit(place, stand, monkeypatch, used_gib,
+                                                         is_trained, status):
     """A process that a killed run has left; beside a training of the run itself all is well."""
     place.add_run("large", model={"emb_dim": 768, "n_heads": 12, "n_layers": 12},
                   train={"microbatch_size": 8, "compile": False})
@@ -211,16 +200,14 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
     assert status == 0 or ("GPU 1 has 2.00 GiB free" in found.text and "nvidia-smi" in found.advice)
 
 
-def of_this_test() -> list[psutil.Process]:
+def of_this_test():
     return [process for process in psutil.process_iter(["cmdline", "environ"])
             if "lab.doctor.load" in (process.info["cmdline"] or ())
             and (process.info["environ"] or {}).get("DOCTORS_TEST") == str(os.getpid())]
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_processes_that_hang_or_die_are_told_and_ended(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch, is_dead: bool
-) -> None:
+def test_processes_that_hang_or_die_are_told_and_ended(place, monkeypatch, is_dead):
     monkeypatch.setenv("DOCTORS_TEST", str(os.getpid()))
     if is_dead:
         monkeypatch.setenv("PYTHONHOME", "/nowhere")
@@ -233,10 +220,10 @@ def test_processes_that_hang_or_die_are_told_and_ended(
     assert of_this_test() == []
 
 
-def test_a_check_that_raises_or_hangs_stops_no_other(place: Workplace) -> None:
+def test_a_check_that_raises_or_hangs_stops_no_other(place):
     forever = threading.Event()
 
-    def failing(error: Exception, _: Subject) -> Finding:
+    def failing(error, _):
         raise error
 
     checks = make_checks({
@@ -257,10 +244,8 @@ def test_a_check_that_raises_or_hangs_stops_no_other(place: Workplace) -> None:
 @pytest.mark.parametrize(("function", "name", "text"), [
     ("read_gpus", "GPUs", "the driver does not answer"),
     ("load_run", "configs", "no answer within 0.1 s")])
-def test_a_driver_or_a_disk_that_never_answers_is_no_hang(
-    place: Workplace, stand: Stand, monkeypatch: pytest.MonkeyPatch, function: str, name: str,
-    text: str
-) -> None:
+def test_a_driver_or_a_disk_that_never_answers_is_no_hang(place, stand, monkeypatch, function, name,
+                                                          text):
     forever = threading.Event()
     monkeypatch.setattr(doctor, function, lambda *_: forever.wait())
     monkeypatch.setattr(doctor, "DRIVER_SECONDS", 0.1)
@@ -277,9 +262,7 @@ CHECKS = {"short": ok("fine"), "a longer name": Finding(WARNING, "a word " * 30,
 
 
 @pytest.mark.parametrize("columns", [60, 120])
-def test_a_report_is_aligned_fits_the_terminal_and_obeys_no_text(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_aligned_fits_the_terminal_and_obeys_no_text(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     show = click.Command("show", callback=lambda: print_checks(CHECKS, "tiny"))
     plain, colored = (CliRunner().invoke(show, color=color).output for color in (False, True))
@@ -305,7 +288,7 @@ NODES = {  # how node 1 differs: the verdict, and a part of the text
 
 
 @pytest.mark.parametrize("case", NODES)
-def test_nodes_are_compared(case: str) -> None:
+def test_nodes_are_compared(case):
     changes, verdict, text = NODES[case]
     one = {"node": 0, "versions": VERSIONS, "is_busy": False}
     other = one | {"node": 1} | changes
@@ -313,9 +296,7 @@ def test_nodes_are_compared(case: str) -> None:
     assert found.verdict == verdict and text in found.text
 
 
-def test_a_process_that_does_not_come_is_named_and_nothing_is_added_up(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_does_not_come_is_named_and_nothing_is_added_up(monkeypatch):
     store = dist.HashStore()
     for rank in ("0", "2"):
         store.set(f"process/{rank}", json.dumps({"node": int(rank), "is_busy": False}))
@@ -339,9 +320,7 @@ EXCHANGES = {  # what it does: parts of the text and of the advice
 
 
 @pytest.mark.parametrize("case", EXCHANGES)
-def test_an_exchange_of_all_nodes_that_fails_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_an_exchange_of_all_nodes_that_fails_is_a_problem(monkeypatch, case):
     work, text, advice = EXCHANGES[case]
     everybody = [{"node": node, "versions": {}, "is_busy": False} for node in (0, 1)]
     monkeypatch.setenv("GROUP_RANK", "0")
@@ -355,8 +334,7 @@ def test_an_exchange_of_all_nodes_that_fails_is_a_problem(
     assert list(nodes.check_nodes(None, is_busy=False, time_limit=0.2)) == ["nodes"]
 
 
-def test_a_wheels_code_is_that_of_a_checkout(tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheels_code_is_that_of_a_checkout(tmp_path, monkeypatch):
     """It is installed among the modules of other packages."""
     for name in ("gpt.py", "lab/generate.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

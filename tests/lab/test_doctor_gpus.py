@@ -1,14 +1,11 @@
 """What `lab doctor` makes of GPUs: readings of the driver and of PyTorch are stand-ins."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ import torch.distributed as dist
 
 from basics.gpu_readings import GIB, GpuReading
 from lab.doctor import load, machine_checks
-from lab.doctor.check import OK, PROBLEM, SKIPPED, WARNING, Finding, Subject
+from lab.doctor.check import OK, PROBLEM, SKIPPED, WARNING, Subject
 from lab.doctor.load_tests import PARTS, Load, check_load, how_it_failed
 from lab.doctor.machine_checks import check_gpus, check_readings, in_use, visible_gpus
 from processes.launch import Process
@@ -37,7 +34,7 @@ CLOCKS = {"sm_clock_mhz": 1400, "max_sm_clock_mhz": 1410, "temperature_c": 55,
 PRODUCTS = {"flops": 250e12, "dtype": "bfloat16", "name": "NVIDIA A100-SXM4-40GB", "gpu": CLOCKS}
 
 
-def subject(**changes: Any) -> Subject:
+def subject(**changes):
     return Subject(Path("runs"), Path("datasets"), **{
         "all_gpus": GPUS, "gpus": GPUS, "num_processes": 4, "world_size": 4} | changes)
 
@@ -45,14 +42,12 @@ def subject(**changes: Any) -> Subject:
 @pytest.mark.parametrize(("variable", "found"), [
     (None, [0, 1, 2, 3]), ("", []), ("2", [2]), ("3, 1", [3, 1]), ("0,7,1", [0]), ("-1", []),
     ("GPU-2aaa", [2]), ("GPU-2aaa0000,0", [2, 0])])
-def test_hidden_gpus_are_those_that_cuda_hides(variable: str | None, found: list[int]) -> None:
+def test_hidden_gpus_are_those_that_cuda_hides(variable, found):
     assert visible_gpus(GPUS, variable) == [GPUS[number] for number in found]
 
 
 @pytest.mark.parametrize("variable", [None, "0", "GPU-whole", "MIG-second,MIG-first"])
-def test_a_part_of_a_gpu_has_its_own_readings(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None
-) -> None:
+def test_a_part_of_a_gpu_has_its_own_readings(monkeypatch, variable):
     """Others use the rest of the card, which is none of ours."""
     parts = {name: {"nvmlDeviceGetName": "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
                     "nvmlDeviceGetUUID": name,
@@ -72,7 +67,7 @@ def test_a_part_of_a_gpu_has_its_own_readings(
     assert found.uuid == ("MIG-second" if variable and "MIG" in variable else "MIG-first")
 
 
-def test_a_gpu_that_others_use_is_found() -> None:
+def test_a_gpu_that_others_use_is_found():
     assert in_use(GPUS) == ""
     assert in_use([GPU, replace(GPU, use_percent=98)]) == "in use: GPU 1 (0.5 GiB, 98%)"
     assert in_use([replace(GPU, memory_used_gib=38)]) == "in use: GPU 0 (38.0 GiB, 0%)"
@@ -116,7 +111,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_readings_get_their_verdict(case: str) -> None:
+def test_readings_get_their_verdict(case):
     name, about, changes, verdict, text = CASES[case]
     about, facts = subject(**about), FACTS | changes
     found = ({"GPUs": check_gpus(about, facts)} | check_readings(about, facts))[name]
@@ -124,12 +119,12 @@ def test_readings_get_their_verdict(case: str) -> None:
     assert bool(found.advice) == (verdict in (WARNING, PROBLEM))
 
 
-def test_a_machine_without_gpus_has_no_lines_on_them() -> None:
+def test_a_machine_without_gpus_has_no_lines_on_them():
     facts = FACTS | {"num_gpus": 0, "cuda": None}
     assert check_readings(subject(gpus=(), all_gpus=()), facts) == {}
 
 
-def test_a_run_that_sets_bf16_needs_it(tmp_path: Path) -> None:
+def test_a_run_that_sets_bf16_needs_it(tmp_path):
     place = Workplace(tmp_path)
     place.add_run(train={"precision": "bf16"})
     about = subject(run=load_run(place.runs_dir, "tiny"))
@@ -138,8 +133,7 @@ def test_a_run_that_sets_bf16_needs_it(tmp_path: Path) -> None:
         "remove precision and residual_dtype from train.json, or take a newer GPU")
 
 
-def judged(name: str, changes: dict[str, Any] | None = None, *,
-           fourth: dict[str, Any] | None = None, **end: Any) -> Finding | None:
+def judged(name, changes=None, *, fourth=None, **end):
     """Judge four processes that have found the usual, changed; the fourth one differs by more.
 
     Args:
@@ -178,14 +172,14 @@ JUDGED = {  # the part, what differs in all, and in the fourth: the verdict, and
 
 
 @pytest.mark.parametrize("case", JUDGED)
-def test_what_the_load_tests_find_gets_its_verdict(case: str) -> None:
+def test_what_the_load_tests_find_gets_its_verdict(case):
     name, changes, fourth, verdict, text = JUDGED[case]
     found = judged(name, changes, fourth=fourth)
     assert found.verdict == verdict and text in found.text
     assert bool(found.advice) == (verdict != OK)
 
 
-def test_only_heat_and_a_weak_supply_count_as_slowed_down() -> None:
+def test_only_heat_and_a_weak_supply_count_as_slowed_down():
     text = "1,400 to 1,400 of 1,410 MHz under load, at most 55 °C"
     assert judged("clocks") == (OK, text, "")
     hot = CLOCKS | {"throttle_reasons": ["sw power cap", "hw thermal slowdown"]}
@@ -227,24 +221,20 @@ FAILED = {  # the part, how the fourth ends: the verdict, parts of the text and 
 
 
 @pytest.mark.parametrize("case", FAILED)
-def test_a_part_that_fails_on_one_of_four_is_told(case: str) -> None:
+def test_a_part_that_fails_on_one_of_four_is_told(case):
     name, end, verdict, text, advice = FAILED[case]
     found = judged(name, **end)
     assert found.verdict == verdict and text in found.text and advice in found.advice
 
 
 @pytest.mark.parametrize(("last_came", "verdict"), [(118.0, WARNING), (110.0, PROBLEM)])
-def test_an_exchange_hangs_only_after_its_last_process_has_come(
-    last_came: float, verdict: str
-) -> None:
+def test_an_exchange_hangs_only_after_its_last_process_has_come(last_came, verdict):
     load = Load(seconds=120.0, **LATE)
     load.begun["PyTorch"], load.begun["all-reduce"] = {0: 90.0, 1: 90.0}, {0: 95.0, 1: last_came}
     assert check_load(load)["all-reduce"].verdict == verdict
 
 
-def test_a_process_tells_what_it_finds_and_loads_only_what_it_should(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_tells_what_it_finds_and_loads_only_what_it_should(tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(load, "MATMUL_SIZE_ON_CPU", 32)
@@ -284,15 +274,11 @@ Root Cause (first observed failure):
     (REPORT.format(code=-7), (3, "killed by SIGBUS")),
     (REPORT.format(code=1), (3, "ModuleNotFoundError: No module named 'x'")),
     ("ImportError: libcudart", (None, "ImportError: libcudart")), ("", (None, "exit status 9"))])
-def test_how_the_processes_failed_is_read_from_torchruns_report(
-    log: str, found: tuple[int | None, str]
-) -> None:
+def test_how_the_processes_failed_is_read_from_torchruns_report(log, found):
     assert how_it_failed(log, 9) == found
 
 
-def test_the_exchange_is_tried_over_gloo_too_and_a_wrong_sum_is_seen(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exchange_is_tried_over_gloo_too_and_a_wrong_sum_is_seen(monkeypatch):
     """Training with NCCL waits in a group of gloo, whose connections are others."""
     groups, all_reduce = [], dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: (
@@ -307,7 +293,7 @@ def test_the_exchange_is_tried_over_gloo_too_and_a_wrong_sum_is_seen(
     assert not found["is_right"]
 
 
-def test_pairs_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_that_cannot_reach_each_other(monkeypatch):
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda i, j: {i, j} != {0, 2})
     verdict, text, _ = load.unreachable_peers(3)["finding"]
     assert verdict == WARNING and text == "2 of 6 pairs of GPUs cannot, such as 0 and 2"
@@ -317,9 +303,7 @@ def test_pairs_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("kernel", "device", "verdict"), [
     ("flash", "cuda", OK), ("math", "cuda", WARNING), ("math", "cpu", OK)])
-def test_slow_attention_on_a_gpu_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, kernel: str, device: str, verdict: str
-) -> None:
+def test_slow_attention_on_a_gpu_is_a_warning(monkeypatch, kernel, device, verdict):
     for name in ("check_attention", "choose_forward_options"):
         monkeypatch.setattr(load, name, lambda *_: None)
     monkeypatch.setattr(load, "resolve_for_device", lambda train, _: train)
@@ -328,7 +312,7 @@ def test_slow_attention_on_a_gpu_is_a_warning(
     assert found.verdict == verdict and found.text.startswith(f"{kernel}, in ")
 
 
-def test_the_kernel_doubles_a_vector_on_tritons_interpreter() -> None:
+def test_the_kernel_doubles_a_vector_on_tritons_interpreter():
     pytest.importorskip("triton")
     program = ("import torch; from lab.doctor.load import triton_kernel;"
                " print(triton_kernel(torch.device('cpu'))['finding'][0])")

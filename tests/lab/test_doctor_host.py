@@ -1,7 +1,5 @@
 """What `lab doctor` finds on the machine, for the run, and on the hub."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource
@@ -10,16 +8,14 @@ import socket
 import sysconfig
 from collections import namedtuple
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from basics import machine
 from basics.gpu_readings import GpuReading
 from lab.doctor import machine_checks, run_checks
-from lab.doctor.check import OK, PROBLEM, WARNING, Checks, Subject, make_checks
+from lab.doctor.check import OK, PROBLEM, WARNING, Subject, make_checks
 from run_config import load_run
 from tests.support.hub_server import (
     Fault,
@@ -36,23 +32,22 @@ Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Workplace:
+def place(tmp_path):
     return Workplace(tmp_path)
 
 
-def subject(place: Workplace, *, train: dict[str, Any] | None = None,
-            model: dict[str, Any] | None = None, **about: Any) -> Subject:
+def subject(place, *, train=None, model=None, **about):
     """Return the tiny run, changed, on a CPU with 100 GiB."""
     place.add_run(train=train, model=model)
     return Subject(place.runs_dir, place.datasets_dir, "tiny",
                    run=load_run(place.runs_dir, "tiny"), **{"available_gib": 100.0} | about)
 
 
-def checks(about: Subject, module: Any = run_checks) -> Checks:
+def checks(about, module=run_checks):
     return make_checks(module.CHECKS | (getattr(module, "OF_RUN", {}) if about.run else {}), about)
 
 
-def test_the_disk_of_the_runs_is_measured_and_nothing_is_left(place: Workplace) -> None:
+def test_the_disk_of_the_runs_is_measured_and_nothing_is_left(place):
     found = checks(subject(place), machine_checks)
     assert "MB/s" in found["disk of runs"].text
     assert "disk of datasets" not in found  # it is the same one
@@ -60,15 +55,13 @@ def test_the_disk_of_the_runs_is_measured_and_nothing_is_left(place: Workplace) 
 
 
 @pytest.mark.parametrize(("available", "verdict"), [(100, OK), (20, WARNING), (10, PROBLEM)])
-def test_ram_is_compared_with_what_processes_and_snapshot_need(
-    place: Workplace, available: float, verdict: str
-) -> None:
+def test_ram_is_compared_with_what_processes_and_snapshot_need(place, available, verdict):
     found = run_checks.check_ram(subject(
         place, gpus=GPUS, num_processes=8, world_size=8, available_gib=available))
     assert found.verdict == verdict and "24.5" in found.text  # 8 times 3, and a block
 
 
-def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     unlimited = machine.available_ram_gib(), machine.num_usable_cores()
     for name, text in {"memory.max": "max", "memory.current": "5", "cpu.max": "max 100000",
@@ -81,8 +74,7 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
     assert (machine.available_ram_gib(), machine.num_usable_cores()) == (2**20 / 2**30, 0.5)
 
 
-def test_what_each_process_needs_is_found(place: Workplace,
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_each_process_needs_is_found(place, monkeypatch):
     about = subject(place, train={"compile": False}, gpus=GPUS, num_processes=8)
     for cores, limit, free, verdict in (
             (16.0, resource.RLIM_INFINITY, 2**33, OK), (16.0, 4096, 2**30, OK),
@@ -97,9 +89,8 @@ def test_what_each_process_needs_is_found(place: Workplace,
     assert "shared memory" not in machine_checks.check_limits(replace(about, num_processes=1))
 
 
-def test_a_host_name_without_an_address_is_a_problem(place: Workplace,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: Any) -> None:
+def test_a_host_name_without_an_address_is_a_problem(place, monkeypatch):
+    def unknown(*_):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     about = Subject(place.runs_dir, place.datasets_dir)
@@ -125,9 +116,7 @@ COMPILERS = {  # CC, what is installed, train.json: the verdict, and a part of t
 
 
 @pytest.mark.parametrize("case", COMPILERS)
-def test_a_compiler_is_missed_where_the_step_is_compiled(
-    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_a_compiler_is_missed_where_the_step_is_compiled(place, tmp_path, monkeypatch, case):
     named, installed, train, verdict, text = COMPILERS[case]
     monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
@@ -145,9 +134,7 @@ def test_a_compiler_is_missed_where_the_step_is_compiled(
         assert found.text.startswith(f"no {tmp_path}/Python.h")
 
 
-def test_the_speed_of_a_disk_takes_no_more_than_its_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_speed_of_a_disk_takes_no_more_than_its_room(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(machine_checks.os, "fsync", written.append)
     monkeypatch.setattr(machine_checks, "CHUNK_BYTES", 2**10)
@@ -168,12 +155,10 @@ DISKS = {  # bytes a second or an error, file system, may it be written: verdict
 
 
 @pytest.mark.parametrize("case", DISKS)
-def test_a_disk_gets_its_verdict(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_a_disk_gets_its_verdict(place, monkeypatch, case):
     speed, file_system, may_write, verdict, text = DISKS[case]
 
-    def write_speed(*_: Any) -> float | None:
+    def write_speed(*_):
         if isinstance(speed, Exception):
             raise speed
         return speed
@@ -187,7 +172,7 @@ def test_a_disk_gets_its_verdict(
     assert found.verdict == verdict and text in found.text and bool(found.advice) == (verdict != OK)
 
 
-def test_the_runs_own_things(place: Workplace) -> None:
+def test_the_runs_own_things(place):
     place.add_dataset()
     about = subject(place, num_processes=2, world_size=2)
     found = checks(about)
@@ -216,7 +201,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_with_a_run_is_found(place: Workplace, case: str) -> None:
+def test_what_is_wrong_with_a_run_is_found(place, case):
     train, name, verdict, text = WRONG[case]
     place.add_dataset()
     found = checks(subject(place, train=train, world_size=2))[name]
@@ -225,9 +210,7 @@ def test_what_is_wrong_with_a_run_is_found(place: Workplace, case: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "verdict"), [(16, OK), (76, WARNING), (200, PROBLEM)])
-def test_a_microbatch_is_compared_with_the_memory_of_a_gpu(
-    place: Workplace, size: int, verdict: str
-) -> None:
+def test_a_microbatch_is_compared_with_the_memory_of_a_gpu(place, size, verdict):
     gpt2 = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
             "n_layers": 12, "drop_rate": 0.0}
     found = run_checks.check_microbatch(subject(
@@ -236,8 +219,7 @@ def test_a_microbatch_is_compared_with_the_memory_of_a_gpu(
     assert found.verdict == verdict and "of the 38.2 GiB of a GPU" in found.text
 
 
-def test_room_for_one_checkpoint_and_for_all(place: Workplace,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_one_checkpoint_and_for_all(place, monkeypatch):
     about = subject(place)
     size = run_checks.bytes_of_checkpoint(about.run)
     for free, verdict in ((size - 1, PROBLEM), (size * 2, WARNING), (size * 100, OK)):
@@ -245,7 +227,7 @@ def test_room_for_one_checkpoint_and_for_all(place: Workplace,
         assert run_checks.check_checkpoints(about).verdict == verdict
 
 
-def test_nothing_is_asked_of_the_network_unasked(place: Workplace, tmp_path: Path) -> None:
+def test_nothing_is_asked_of_the_network_unasked(place, tmp_path):
     with refused_network(tmp_path / "log"):
         place.add_dataset("someone/tokens")
         here = subject(place, train={"dataset": "someone/tokens"})  # on this machine already
@@ -254,8 +236,7 @@ def test_nothing_is_asked_of_the_network_unasked(place: Workplace, tmp_path: Pat
     assert not (tmp_path / "log").exists()
 
 
-def test_a_dataset_of_the_hub_is_looked_up(place: Workplace, tmp_path: Path,
-                                           tokens_hub: Hub) -> None:
+def test_a_dataset_of_the_hub_is_looked_up(place, tmp_path, tokens_hub):
     with used_in_this_process(tokens_hub, tmp_path / "home"):
         found = checks(subject(place, train={"dataset": "someone/tokens"}))
         assert found["dataset"].verdict == OK
@@ -267,7 +248,7 @@ def test_a_dataset_of_the_hub_is_looked_up(place: Workplace, tmp_path: Path,
         assert missing["dataset"].verdict == PROBLEM and missing["dataset"].advice
 
 
-def test_a_model_of_the_hub_is_looked_up(place: Workplace, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_looked_up(place, tmp_path):
     with (serving(Hub({}, repository="someone/model", kind="models")) as hub,
           used_in_this_process(hub, tmp_path / "home")):
         about = subject(place, train={"init_from": "someone/model"})
@@ -276,7 +257,7 @@ def test_a_model_of_the_hub_is_looked_up(place: Workplace, tmp_path: Path) -> No
         assert not {"initial model", "hub token"} & checks(about).keys()
 
 
-def test_a_hub_that_does_not_answer_is_no_hang(place: Workplace, tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer_is_no_hang(place, tmp_path):
     hub = Hub({})
     hub.endpoint = "http://127.0.0.1:9"
     with used_in_this_process(hub, tmp_path / "home"):
@@ -284,7 +265,7 @@ def test_a_hub_that_does_not_answer_is_no_hang(place: Workplace, tmp_path: Path)
     assert found["hub"].verdict == WARNING and "does not answer" in found["hub"].text
 
 
-def token(role: str, *permissions: str) -> dict[str, Any]:
+def token(role, *permissions):
     scoped = [{"entity": {"name": "me"}, "permissions": permissions}]
     return {"name": "me", "auth": {"accessToken": {
         "role": role, "fineGrained": {"scoped": scoped}}}}
@@ -293,17 +274,14 @@ def token(role: str, *permissions: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("answer", "may_write"), [
     (token("write"), True), (token("fineGrained", "repo.write"), True), (token("read"), False),
     (token("fineGrained", "repo.content.read"), False), ({}, False)])
-def test_what_a_token_may_do_is_told(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], may_write: bool
-) -> None:
+def test_what_a_token_may_do_is_told(place, monkeypatch, answer, may_write):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
     monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda _: answer)
     found = run_checks.check_token(Subject(place.runs_dir, place.datasets_dir, is_online=True))
     assert found.verdict == OK and ("may not write" in found.text) == (not may_write)
 
 
-def test_a_token_is_never_shown(place: Workplace, tmp_path: Path,
-                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_never_shown(place, tmp_path, monkeypatch):
     token = "hf_marker0123456789"
     echo = {"X-Error-Message": f"Bearer {token}", "X-Request-Id": token}
     for status in (401, 400):

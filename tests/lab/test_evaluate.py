@@ -1,7 +1,5 @@
 """`lab evaluate`: losses on held-out tokens, their intervals, and the choice of models."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import Result
 from matplotlib.figure import Figure
 
 from basics.errors import UserError
@@ -21,32 +18,31 @@ from tests.support.hub_server import Hub, serving
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.lm_eval_tasks import write_records
 from tests.support.models import export, random_model
-from tests.support.workplace import Workplace, read_lines, write_tokens
+from tests.support.workplace import read_lines, write_tokens
 from tokens.token_file import TokenFile
 from trainer.models import LoadedModel
 
 MODEL = {"vocab_size": 257, "context_length": 16}
 
 
-def lab_evaluate(workplace: Workplace, *arguments: str, **environment: str) -> Result:
+def lab_evaluate(workplace, *arguments, **environment):
     return run_lab(*workplace.arguments("evaluate", *arguments), **environment)
 
 
-def rows_of(result: Result) -> list[list[str]]:
+def rows_of(result):
     """Return the cells of the printed table."""
     _, _, *lines = succeeded(result).stdout.splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
 
 
-def raise_(error: Exception) -> None:
+def raise_(error):
     raise error
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("context_length", [8, 12, 50, 256])
-def test_figures_match_their_definitions_for_any_context_and_microbatch(
-    context_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_match_their_definitions_for_any_context_and_microbatch(context_length, tmp_path,
+                                                                        monkeypatch):
     """The mean over the slice's tokens; the interval of blocks of 16 tokens, or longer sequences.
     """
     monkeypatch.setattr(held_out, "BLOCK_TOKENS", 16)
@@ -85,7 +81,7 @@ def test_figures_match_their_definitions_for_any_context_and_microbatch(
         assert bits.interval[0] < bits.value < bits.interval[1]
 
 
-def test_the_default_slice_is_that_of_the_published_results() -> None:
+def test_the_default_slice_is_that_of_the_published_results():
     class Long:
         path, num_tokens = Path("validation.safetensors"), 100_000_000
 
@@ -93,7 +89,7 @@ def test_the_default_slice_is_that_of_the_published_results() -> None:
     assert (found.start_token, found.num_tokens) == (50_000_000, 19_660_800)
 
 
-def test_a_run_has_the_loss_of_its_own_validation(trained: Workplace) -> None:
+def test_a_run_has_the_loss_of_its_own_validation(trained):
     result = lab_evaluate(trained, "tiny", "--tokens", str(15 * 2 * 16))
     (title, *cells, tokens, start, of), = rows_of(result)
     loss, perplexity, bits = (cell.split(" [")[0] for cell in cells)
@@ -110,9 +106,7 @@ def test_a_run_has_the_loss_of_its_own_validation(trained: Workplace) -> None:
     assert record["loss"] == pytest.approx(float(loss), abs=1e-6) and record["global_step"] >= 4
 
 
-def test_several_targets_are_one_table_with_the_lowest_loss_first(
-    trained: Workplace, tmp_path: Path
-) -> None:
+def test_several_targets_are_one_table_with_the_lowest_loss_first(trained, tmp_path):
     worse = export(random_model(**MODEL), tmp_path / "worse@1")
     checkpoint = str(trained.runs_dir / "tiny/checkpoints/latest")
     rows = rows_of(lab_evaluate(trained, str(worse), "tiny", checkpoint, "--checkpoint", "latest"))
@@ -121,9 +115,7 @@ def test_several_targets_are_one_table_with_the_lowest_loss_first(
     assert rows[0][1] == rows[1][1] < rows[2][1]
 
 
-def test_a_model_on_the_hub_is_downloaded_unless_it_is_of_another_architecture(
-    trained: Workplace, tmp_path: Path
-) -> None:
+def test_a_model_on_the_hub_is_downloaded_unless_it_is_of_another_architecture(trained, tmp_path):
     directory = export(random_model(**MODEL), tmp_path / "model")
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
     hub = Hub(files | {"pytorch_model.bin": b"not asked for"}, repository="someone/model",
@@ -142,7 +134,7 @@ def test_a_model_on_the_hub_is_downloaded_unless_it_is_of_another_architecture(
     assert not other.downloads("model.safetensors")
 
 
-def test_only_the_split_that_is_measured_is_downloaded(trained: Workplace, tmp_path: Path) -> None:
+def test_only_the_split_that_is_measured_is_downloaded(trained, tmp_path):
     files = {f"{split}.safetensors": (trained.datasets_dir / f"tiny/{split}.safetensors")
              .read_bytes() for split in ("train", "validation")}
     options = "--dataset", "someone/tokens", "--tokens", "64"
@@ -170,8 +162,7 @@ def test_only_the_split_that_is_measured_is_downloaded(trained: Workplace, tmp_p
     ("model", "--dataset: name the dataset to evaluate all targets on (no target is a run)"),
     ("model@latest --dataset tiny", "is no run, so it has no checkpoints"),
 ])
-def test_a_user_error_is_one_line(trained: Workplace, arguments: str, message: str,
-                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_error_is_one_line(trained, arguments, message, monkeypatch):
     monkeypatch.chdir(trained.root)
     trained.add_run("new")
     export(random_model(**MODEL), trained.root / "model")
@@ -180,12 +171,11 @@ def test_a_user_error_is_one_line(trained: Workplace, arguments: str, message: s
     assert message in error_line(lab_evaluate(trained, *arguments.split(" ")))
 
 
-def test_under_torchrun_it_is_refused(trained: Workplace) -> None:
+def test_under_torchrun_it_is_refused(trained):
     assert "start it without torchrun" in error_line(lab_evaluate(trained, "tiny", WORLD_SIZE="2"))
 
 
-def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch,
-                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_of_memory_is_one_line(monkeypatch, capsys):
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
         monkeypatch.setattr(__main__.cli, "main", lambda *_, error=error, **__: raise_(error))
@@ -201,9 +191,7 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch,
     assert error.startswith("Traceback") and error.endswith("RuntimeError: another\n")
 
 
-def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(
-    trained: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(trained, monkeypatch):
     drawn: list[Figure] = []
     monkeypatch.setattr(held_out, "BLOCK_TOKENS", 64)
     monkeypatch.setattr(results, "draw_by_hand", lambda path, plot: drawn.append(
@@ -232,7 +220,7 @@ def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(
             pytest.approx(record[f"{key}_interval"], abs=1e-6) for record in found]
 
 
-def test_each_checkpoint_that_is_named_is_measured_once(trained: Workplace) -> None:
+def test_each_checkpoint_that_is_named_is_measured_once(trained):
     first, *_, last = [c.name for c in list_checkpoints(trained.runs_dir / "tiny/checkpoints")]
     for arguments in (("tiny", "--checkpoint", f"{first},{last}"),
                       (f"tiny@{first}", f"tiny@{last}", f"tiny@{last}"),
@@ -247,9 +235,7 @@ def test_each_checkpoint_that_is_named_is_measured_once(trained: Workplace) -> N
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
-def test_damaged_checkpoints_are_left_out_of_all_and_refused_by_name(
-    trained: Workplace, damage: str
-) -> None:
+def test_damaged_checkpoints_are_left_out_of_all_and_refused_by_name(trained, damage):
     first, *others = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
     weights = first.path / "model.safetensors"
     content = weights.read_bytes()
@@ -263,7 +249,7 @@ def test_damaged_checkpoints_are_left_out_of_all_and_refused_by_name(
     assert result.stderr.count("warning: left out: ") == 1 and first.name in result.stderr
 
 
-def test_a_late_error_loses_no_result(trained: Workplace, tmp_path: Path) -> None:
+def test_a_late_error_loses_no_result(trained, tmp_path):
     broken = export(random_model(**MODEL), tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"junk")
     result = lab_evaluate(trained, "tiny", str(broken))

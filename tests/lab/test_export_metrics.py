@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,27 +7,26 @@ from processes.run_lock import lock_run, release_run
 from processes.signals import DEADLINES
 from reporting import tracker
 from reporting.tracker import TrackedRun
-from run_config import Run
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.network import refused_network
 from tests.support.trackers import add_records, add_summary, in_tensorboard, tracked_run
-from tests.support.workplace import Workplace, run_command
+from tests.support.workplace import run_command
 from tests.support.workplace import succeeded as process_succeeded
 
 
 @pytest.fixture
-def run(workplace: Workplace) -> Run:
+def run(workplace):
     run = tracked_run(workplace, "none")
     add_records(run, 0, 1)
     return run
 
 
-def export(run: Run, *arguments: str) -> str:
+def export(run, *arguments):
     return succeeded(run_lab("export-metrics", "tiny", "--to", "tensorboard", *arguments,
                              "--runs-dir", str(run.run_dir.parent))).output
 
 
-def test_only_what_is_new_is_sent(run: Run, tmp_path: Path) -> None:
+def test_only_what_is_new_is_sent(run, tmp_path):
     with refused_network(tmp_path / "log"):
         assert export(run) == "tensorboard: 2 records added\n"
         assert export(run) == "tensorboard: 0 records added\n"
@@ -43,7 +39,7 @@ def test_only_what_is_new_is_sent(run: Run, tmp_path: Path) -> None:
     assert values["final/train_loss"] == [(3, 1.5)]
 
 
-def test_another_directory_and_fresh_get_everything(run: Run, tmp_path: Path) -> None:
+def test_another_directory_and_fresh_get_everything(run, tmp_path):
     export(run)
     first = TrackedRun.load(run.run_dir)
     assert "2 records" in export(run, "--output", str(tmp_path / "out"))
@@ -55,9 +51,7 @@ def test_another_directory_and_fresh_get_everything(run: Run, tmp_path: Path) ->
     assert len(list((run.run_dir / "tensorboard").iterdir())) == 2
 
 
-def test_trackio_prints_nothing_itself(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackio_prints_nothing_itself(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     result = process_succeeded(run_command(
         sys.executable, "-m", "lab", "export-metrics", "tiny", "--to", "trackio", "--runs-dir",
@@ -65,10 +59,8 @@ def test_trackio_prints_nothing_itself(
     assert (result.stdout, result.stderr) == ("trackio: 2 records added\n", "")
 
 
-def test_what_cannot_be_exported_is_one_line(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(status: int = 2) -> str:
+def test_what_cannot_be_exported_is_one_line(run, monkeypatch):
+    def refused(status=2):
         return error_line(run_lab("export-metrics", "tiny", "--to", "tensorboard",
                                   "--runs-dir", str(run.run_dir.parent)), status=status)
 
@@ -76,7 +68,7 @@ def test_what_cannot_be_exported_is_one_line(
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         assert "--to tensorboard needs the package tensorboard: run `uv sync" in refused()
     with monkeypatch.context() as patch:
-        def fail(*_: object, **__: object) -> None:
+        def fail(*_, **__):
             raise OSError("full")
 
         patch.setattr(tracker, "open_tracker", fail)

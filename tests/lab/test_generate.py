@@ -1,25 +1,21 @@
-from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 
 from gpt import GPTModel
 from lab.generate import StreamedText, stream_texts
 from reporting.sampling import SamplingOptions, generate_tokens, stream_tokens
 from run_config import ModelConfig
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.workplace import TINY_MODEL, Workplace
+from tests.support.workplace import TINY_MODEL
 from trainer.models import LoadedModel
 
 
-def generate(workplace: Workplace, *arguments: str) -> Result:
+def generate(workplace, *arguments):
     return run_lab("generate", *arguments, "--runs-dir", str(workplace.runs_dir))
 
 
-def tiny_model(**changes: Any) -> GPTModel:
+def tiny_model(**changes):
     torch.manual_seed(0)
     return GPTModel(ModelConfig(**TINY_MODEL | {"init": "torch"} | changes))
 
@@ -28,16 +24,14 @@ def tiny_model(**changes: Any) -> GPTModel:
     (("nix",), "no such run"), (("new",), "no checkpoint yet; train the run first"),
     (("tiny", "--checkpoint", "nix"), "no checkpoint 'nix'"),
 ])
-def test_a_user_error_is_one_line(
-    trained: Workplace, arguments: tuple[str, ...], message: str
-) -> None:
+def test_a_user_error_is_one_line(trained, arguments, message):
     trained.add_run("new")
     assert message in error_line(generate(trained, *arguments))
     nan = generate(trained, "tiny", "--temperature", "nan")
     assert nan.exit_code == 2 and "'--temperature': nan is not a finite number" in nan.stderr
 
 
-def test_temperature_zero_picks_the_most_likely_token() -> None:
+def test_temperature_zero_picks_the_most_likely_token():
     model = tiny_model()
     ids = generate_tokens(model, [5], SamplingOptions(max_new_tokens=5, temperature=0))
     context = [5]
@@ -49,7 +43,7 @@ def test_temperature_zero_picks_the_most_likely_token() -> None:
         assert ids == generate_tokens(model, [5], same)
 
 
-def test_top_k_draws_only_from_the_k_most_likely_tokens() -> None:
+def test_top_k_draws_only_from_the_k_most_likely_tokens():
     model = tiny_model().eval()
     allowed = set(model(torch.tensor([[7]]))[0, -1].topk(3).indices.tolist())
     drawn = {generate_tokens(model, [7], SamplingOptions(1, temperature=5, top_k=3, seed=s))[0]
@@ -57,7 +51,7 @@ def test_top_k_draws_only_from_the_k_most_likely_tokens() -> None:
     assert drawn == allowed
 
 
-def uncached(model: GPTModel, prompt: list[int], count: int, *, seed: int) -> list[int]:
+def uncached(model, prompt, count, *, seed):
     """The same generation without a cache: one forward pass over the context per token."""
     generator, longest = torch.Generator().manual_seed(seed), model.config.context_length
     context, drawn = prompt[-longest:], []
@@ -77,14 +71,14 @@ def uncached(model: GPTModel, prompt: list[int], count: int, *, seed: int) -> li
     ({}, 1), ({}, 16), ({}, 40), ({"tie_weights": True, "qkv_bias": True}, 4),
     ({"context_length": 5}, 1), ({"context_length": 5}, 40), ({"context_length": 1}, 4),
 ], ids=str)
-def test_the_cache_changes_no_token(changes: dict[str, Any], length: int) -> None:
+def test_the_cache_changes_no_token(changes, length):
     model = tiny_model(**changes).eval()
     prompt = [i * 7 % 257 for i in range(length)]
     options = SamplingOptions(max_new_tokens=50, seed=3)  # three times the context
     assert generate_tokens(model, prompt, options) == uncached(model, prompt, 50, seed=3)
 
 
-def test_each_token_is_computed_once() -> None:
+def test_each_token_is_computed_once():
     model, lengths = tiny_model(context_length=64), []
     model.blocks[0].mlp.register_forward_pre_hook(lambda _, inputs: lengths.append(
         inputs[0].shape[1]))
@@ -92,7 +86,7 @@ def test_each_token_is_computed_once() -> None:
     assert lengths == [3] + [1] * 29
 
 
-def test_each_of_several_samples_equals_a_single_one() -> None:
+def test_each_of_several_samples_equals_a_single_one():
     model, prompt = tiny_model(), [5, 6]
     before = torch.get_rng_state()
     together = list(stream_tokens(model, prompt, SamplingOptions(20, seed=7, num_samples=3)))
@@ -102,7 +96,7 @@ def test_each_of_several_samples_equals_a_single_one() -> None:
     assert torch.equal(torch.get_rng_state(), before)  # training draws from it
 
 
-def test_a_sample_ends_at_its_stop_token_and_the_others_continue() -> None:
+def test_a_sample_ends_at_its_stop_token_and_the_others_continue():
     model, prompt = tiny_model(), [5, 6]
     free = [generate_tokens(model, prompt, SamplingOptions(20, seed=seed)) for seed in (0, 1)]
     stop = free[0][4]
@@ -126,13 +120,12 @@ def test_a_sample_ends_at_its_stop_token_and_the_others_continue() -> None:
     ([b"\xc3", b"\xa9t", b"\xc3"], (), ["", "ét", "", "\ufffd"]),
     ([b"a"], ("",), ["a", ""]),
 ])
-def test_text_is_shown_once_it_cannot_be_a_stop_string(pieces: list[bytes], stops: tuple[str, ...],
-                                          wanted: list[str]) -> None:
+def test_text_is_shown_once_it_cannot_be_a_stop_string(pieces, stops, wanted):
     text = StreamedText(stops)
     assert [*(text.add(piece) for piece in pieces), text.add(b"", is_last=True)] == wanted
 
 
-def test_generation_ends_when_all_samples_are_stopped() -> None:
+def test_generation_ends_when_all_samples_are_stopped():
     target = LoadedModel("tiny", tiny_model(), "bytes")
     options = SamplingOptions(60, num_samples=2)
     whole = ["".join(parts) for parts in zip(*stream_texts(target, "a", options), strict=True)]
@@ -143,7 +136,7 @@ def test_generation_ends_when_all_samples_are_stopped() -> None:
     assert len(texts[0]) <= 10
 
 
-def test_a_text_ends_at_the_end_of_text_token() -> None:
+def test_a_text_ends_at_the_end_of_text_token():
     target = LoadedModel("tiny", tiny_model(), "bytes")
     target.model.head.weight.data[256] = 0.0
     free = ["".join(parts) for parts in zip(*stream_texts(
@@ -151,7 +144,7 @@ def test_a_text_ends_at_the_end_of_text_token() -> None:
     assert len(free[0]) < 300 and "<|endoftext|>" not in free[0]
 
 
-def test_samples_and_stops_on_the_command_line(trained: Workplace) -> None:
+def test_samples_and_stops_on_the_command_line(trained):
     arguments = ("tiny", "--prompt", "import", "--max-new-tokens", "40", "--seed", "5")
     alone = [succeeded(generate(trained, *arguments[:-1], seed)).stdout for seed in ("5", "6")]
     assert alone[0] != alone[1] and alone[0].startswith("import")

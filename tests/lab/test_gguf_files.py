@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import importlib.util
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from basics.errors import UserError
-from gpt import GPTModel
 from lab.instruct.instructions import Entry, chat_template
 from lab.publish.export import Extras, write_export
 from lab.publish.gguf_files import GGUF_FILES
 from tests.support.lab_cli import error_line, publish, succeeded
 from tests.support.models import random_model
 from tests.support.tokenizers import write_tokenizer
-from tests.support.workplace import Workplace
 from tokens.tokenizer import BYTE_LETTERS, name_of
 from trainer.models import LoadedModel
 
@@ -30,8 +24,7 @@ needs_runtime = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None
 TEXTS = ["the cat", "naïve 😀", "1234 it's", "\n\n def f(x):", "hat  hat\t", "它是 mat!"]
 
 
-def target_of(model: GPTModel, tmp_path: Path, /, *, tokenizer: str = "bytes",
-              **changes: object) -> LoadedModel:
+def target_of(model, tmp_path, /, *, tokenizer="bytes", **changes):
     """Return a model with a tokenizer: `gpt2`, `bytes`, or `own` for one in a file."""
     if tokenizer != "own":
         return LoadedModel("mine", model, tokenizer)
@@ -39,21 +32,21 @@ def target_of(model: GPTModel, tmp_path: Path, /, *, tokenizer: str = "bytes",
     return LoadedModel("mine", model, name_of(path.read_bytes()), tokenizer_path=path)
 
 
-def exported(target: LoadedModel, tmp_path: Path, *, chat_template: str | None = None) -> Path:
+def exported(target, tmp_path, *, chat_template=None):
     return write_export(target, tmp_path / "export", "tags: ddp-train", Extras(
         chat_template=chat_template, with_gguf=True))
 
 
-def fields_of(path: Path) -> dict[str, object]:
+def fields_of(path):
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
-def tensors_of(path: Path) -> dict[str, np.ndarray]:
+def tensors_of(path):
     return {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type)
             for tensor in gguf.GGUFReader(path).tensors}
 
 
-def largest_error(weight: np.ndarray, kind: str) -> np.ndarray:
+def largest_error(weight, kind):
     """Return how far each number may be from what a type of weights can hold."""
     if kind == "F32":
         return np.zeros_like(weight)
@@ -67,9 +60,7 @@ def largest_error(weight: np.ndarray, kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize(("tied", "bias", "emb_dim"), [
     (True, False, 64), (False, True, 24)])  # 24 is no multiple of a block of 32
-def test_the_tensors_read_back_are_the_weights(
-    tmp_path: Path, tied: bool, bias: bool, emb_dim: int
-) -> None:
+def test_the_tensors_read_back_are_the_weights(tmp_path, tied, bias, emb_dim):
     model = random_model(**SHAPE | {"emb_dim": emb_dim}, vocab_size=264, tie_weights=tied,
                          qkv_bias=bias)
     output = exported(target_of(model, tmp_path), tmp_path)
@@ -98,7 +89,7 @@ def test_the_tensors_read_back_are_the_weights(
             assert off.max() <= 0, (name, tensor)
 
 
-def test_the_facts_are_those_of_the_model(tmp_path: Path) -> None:
+def test_the_facts_are_those_of_the_model(tmp_path):
     target = target_of(random_model(**SHAPE, vocab_size=264), tmp_path)
     fields = fields_of(exported(target, tmp_path, chat_template="{{ x }}") / "model-Q8_0.gguf")
     wanted = {"general.architecture": "gpt2", "gpt2.context_length": 64, "gpt2.block_count": 2,
@@ -112,7 +103,7 @@ def test_the_facts_are_those_of_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tokenizer", "vocab_size"), [
     ("bytes", 264), ("own", 310), pytest.param("gpt2", 50304, marks=pytest.mark.thorough)])
-def test_each_id_has_its_token(tmp_path: Path, tokenizer: str, vocab_size: int) -> None:
+def test_each_id_has_its_token(tmp_path, tokenizer, vocab_size):
     target = target_of(random_model(**SHAPE, vocab_size=vocab_size), tmp_path, tokenizer=tokenizer)
     fields = fields_of(exported(target, tmp_path) / "model-F16.gguf")
     ours, tokens = target.load_tokenizer(), fields["tokenizer.ggml.tokens"]
@@ -128,7 +119,7 @@ def test_each_id_has_its_token(tmp_path: Path, tokenizer: str, vocab_size: int) 
 
 
 @torch.no_grad()
-def test_transformers_loads_a_gguf_file(tmp_path: Path) -> None:
+def test_transformers_loads_a_gguf_file(tmp_path):
     model = random_model(**SHAPE | {"context_length": 1024}, vocab_size=264, tie_weights=False)
     output = exported(target_of(model, tmp_path), tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(output, gguf_file="model-F16.gguf").eval()
@@ -141,8 +132,7 @@ def test_transformers_loads_a_gguf_file(tmp_path: Path) -> None:
 @needs_runtime
 @pytest.mark.parametrize(("tokenizer", "vocab_size", "tied"), [
     ("bytes", 257, True), ("own", 300, False), ("gpt2", 50257, True)])
-def test_llama_cpp_computes_the_same(tmp_path: Path, tokenizer: str, vocab_size: int,
-                                     tied: bool) -> None:
+def test_llama_cpp_computes_the_same(tmp_path, tokenizer, vocab_size, tied):
     model = random_model(**SHAPE, vocab_size=vocab_size, tie_weights=tied)
     target = target_of(model, tmp_path, tokenizer=tokenizer)
     output, ours = exported(target, tmp_path), target.load_tokenizer()
@@ -161,7 +151,7 @@ def test_llama_cpp_computes_the_same(tmp_path: Path, tokenizer: str, vocab_size:
 
 
 @needs_runtime
-def test_llama_cpp_makes_the_prompt_of_the_tuning(tmp_path: Path) -> None:
+def test_llama_cpp_makes_the_prompt_of_the_tuning(tmp_path):
     model = random_model(**SHAPE | {"context_length": 320}, vocab_size=257)
     output = exported(target_of(model, tmp_path), tmp_path, chat_template=chat_template())
     entry = Entry(instruction="Add  them.\n", input="1, 2", output="")
@@ -174,7 +164,7 @@ def test_llama_cpp_makes_the_prompt_of_the_tuning(tmp_path: Path) -> None:
     assert found["choices"][0]["message"]["content"] == wanted["choices"][0]["text"]
 
 
-def llama_cpp(path: Path) -> Any:
+def llama_cpp(path):
     """Start a server of llama.cpp in this process."""
     import xllamacpp
 
@@ -199,9 +189,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": Tru
     ({"end_of_word_suffix": "</w>", "merges": []}, "has end_of_word_suffix"),
     ({"vocab": {"a": 0, "b": 1}, "merges": []}, "has no entry for 254 of the 256 bytes"),
 ])
-def test_a_tokenizer_that_gguf_cannot_hold_is_refused(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
+def test_a_tokenizer_that_gguf_cannot_hold_is_refused(tmp_path, changes, message):
     if not changes.keys() & {"pre_tokenizer", "normalizer", "model"}:
         parts = json.loads((write_tokenizer(tmp_path) / "tokenizer.json").read_text())
         changes = {"model": parts["model"] | changes}
@@ -211,7 +199,7 @@ def test_a_tokenizer_that_gguf_cannot_hold_is_refused(
     assert "leave out --gguf" in caught.value.line() and not (tmp_path / "export").exists()
 
 
-def test_models_that_gguf_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_models_that_gguf_cannot_hold_are_refused(tmp_path):
     model = random_model(vocab_size=257)
     with torch.no_grad():
         model.blocks[0].mlp.up.weight[0, 0] = 1e5
@@ -221,9 +209,7 @@ def test_models_that_gguf_cannot_hold_are_refused(tmp_path: Path) -> None:
             exported(target_of(refused, tmp_path), tmp_path)
 
 
-def test_publish_writes_gguf_files_under_the_name_of_the_card(
-    trained: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publish_writes_gguf_files_under_the_name_of_the_card(trained, tmp_path, monkeypatch):
     output, again = tmp_path / "export", tmp_path / "again"
     result = succeeded(publish(trained, "tiny", "--output", str(output), "--gguf"))
     succeeded(publish(trained, str(output), "--output", str(again), "--gguf"))

@@ -1,10 +1,6 @@
 """`lab plan RUN --budget USD --save`: the length that a budget buys, at a measured speed."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,21 +10,20 @@ from processes.run_lock import release_run
 from reporting.speed import flops_per_token
 from run_config import load_run
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.workplace import TINY_TRAIN, Workplace
+from tests.support.workplace import TINY_TRAIN
 
 STEP = 2 * 2 * 2 * 16  # tokens of a step on two processes
 LAUNCH = {"steps": 49, "tokens": 49 * STEP, "seconds": 4.9}  # 10 steps a second
 
 
 @pytest.fixture(autouse=True)
-def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def released(monkeypatch):
     monkeypatch.setattr(length, "read_gpus", list)
     yield
     release_run()
 
 
-def add_run(workplace: Workplace, *, file: str = "microbatch-search.json",
-            train: dict | None = None, **changes: object) -> Path:
+def add_run(workplace, *, file="microbatch-search.json", train=None, **changes):
     """Write a run with a file of a speed: 10 steps a second on two processes."""
     run_dir = workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
@@ -38,15 +33,13 @@ def add_run(workplace: Workplace, *, file: str = "microbatch-search.json",
     return run_dir
 
 
-def save(workplace: Workplace, *arguments: str):
+def save(workplace, *arguments):
     return run_lab("plan", "tiny", "--runs-dir", str(workplace.runs_dir), "--save", *arguments)
 
 
 @pytest.mark.parametrize("speed", [
     {}, {"file": "summary.json", "tokens_per_second": 1.0, "this_launch": LAUNCH}])
-def test_the_length_is_what_the_budget_buys_at_the_measured_speed(
-    workplace: Workplace, speed: dict
-) -> None:
+def test_the_length_is_what_the_budget_buys_at_the_measured_speed(workplace, speed):
     """Each 5 steps a validation of 6 sequences takes a third of the work of 6 on one process."""
     run_dir = add_run(workplace, **speed)
     result = succeeded(save(workplace, "--budget", "10", "--usd-per-hour", "3600"))  # 10 seconds
@@ -56,7 +49,7 @@ def test_the_length_is_what_the_budget_buys_at_the_measured_speed(
     model = load_run(workplace.runs_dir, "tiny").model
     work = 10 * STEP / 2 * flops_per_token(model)  # FLOPs of a process in a second
 
-    def seconds(steps: int) -> float:
+    def seconds(steps):
         return steps / 10 + -(-steps // 5) * 6 * 16 * flops_per_token(model) / 3 / work
 
     assert seconds(steps) <= 10 < seconds(steps + 1)
@@ -67,7 +60,7 @@ def test_the_length_is_what_the_budget_buys_at_the_measured_speed(
         f" start-up and checkpoints\nmeasured: 1,280 tokens/s on 2x A100 ({file})\n")
 
 
-def test_all_other_text_of_the_file_stays(workplace: Workplace) -> None:
+def test_all_other_text_of_the_file_stays(workplace):
     rest = ' "microbatch_size": 2, "gradient_accumulation_steps": 2, "checkpoint_interval": 5,' \
         ' "precision": "fp32", "usd_per_hour": 3600.0}'
     run_dir = add_run(workplace)
@@ -94,9 +87,7 @@ NOT_MEASURED = ("no speed was measured with its settings on this machine; run dd
     *({"train": TINY_TRAIN | change} for change in (
         {"microbatch_size": 4}, {"optimizer": "muon"}, {"compile": True}, {"precision": None})),
 ], ids=str)
-def test_without_a_speed_of_such_a_run_nothing_is_written(
-    workplace: Workplace, changes: dict
-) -> None:
+def test_without_a_speed_of_such_a_run_nothing_is_written(workplace, changes):
     recorded = changes.pop("train", TINY_TRAIN)
     run_dir = add_run(workplace, **changes)
     for path in run_dir.glob("*[hy].json"):
@@ -110,9 +101,8 @@ def test_without_a_speed_of_such_a_run_nothing_is_written(
 
 @pytest.mark.parametrize(("gpus", "is_here"), [(["A100", "A100"], True), (["H100"], False),
                                                (["A100"], False), ([None], True)])
-def test_a_speed_of_other_gpus_than_this_machine_has_is_not_used(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, gpus: list, is_here: bool
-) -> None:
+def test_a_speed_of_other_gpus_than_this_machine_has_is_not_used(workplace, monkeypatch, gpus,
+                                                                 is_here):
     add_run(workplace)
     monkeypatch.setattr(length, "read_gpus", lambda: [GpuReading(name=name) for name in gpus])
     result = save(workplace, "--budget", "10", "--usd-per-hour", "3600")
@@ -120,7 +110,7 @@ def test_a_speed_of_other_gpus_than_this_machine_has_is_not_used(
     assert (result.exit_code == 0) == is_here
 
 
-def test_a_run_that_has_begun_keeps_its_length(workplace: Workplace) -> None:
+def test_a_run_that_has_begun_keeps_its_length(workplace):
     run_dir = add_run(workplace, train={"min_train_tokens": 100 * STEP - 5, "usd_per_hour": 3600.0,
                                         "validation_interval": None, "validation_batches": None,
                                         "checkpoint_interval": 5})
@@ -144,9 +134,7 @@ OPTIONS = "--save needs --budget, --usd-per-hour needs --save; neither goes with
     ([], OPTIONS), (["--budget", "9", "--json"], OPTIONS),
     (["--budget", "9", "--machine", "a=1xH100@2"], OPTIONS),
 ])
-def test_what_cannot_be_saved_is_one_line(
-    workplace: Workplace, arguments: list[str], message: str
-) -> None:
+def test_what_cannot_be_saved_is_one_line(workplace, arguments, message):
     add_run(workplace)
     before = workplace.files()
     assert message in error_line(save(workplace, *arguments))

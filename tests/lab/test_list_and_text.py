@@ -1,14 +1,11 @@
 """`lab list` and `lab watch --text`: what they show of runs, also of hostile and damaged ones."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +15,13 @@ from lab.watch import text
 from lab.watch.text import BLOCKS, screen, sparkline
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.workplace import PROJECT_DIR, Workplace
+from tests.support.workplace import PROJECT_DIR
 
 HOSTILE = "\x1b]0;x\x07[red]<b>"
 
 
 @pytest.fixture
-def runs_dir(workplace: Workplace) -> Path:
+def runs_dir(workplace):
     """A run that trains, one that was finished, one that was killed, one that is new."""
     for name in ("trains", "finished", "killed", "new"):
         run_dir = workplace.add_run(name)
@@ -37,7 +34,7 @@ def runs_dir(workplace: Workplace) -> Path:
     return workplace.runs_dir
 
 
-def write_run(run_dir: Path, status: str) -> None:
+def write_run(run_dir, status):
     steps = range(100) if status == "finished" else range(40)
     (run_dir / "summary.json").write_text(json.dumps(
         {"status": status, "reason": None, "num_steps": 100, "global_step": steps[-1]}))
@@ -49,13 +46,13 @@ def write_run(run_dir: Path, status: str) -> None:
         {"global_step": 9, "prompt": "Once", "text": f" upon {HOSTILE}"}) + "\n")
 
 
-def shown(runs_dir: Path, *names: str, width: int = 100) -> str:
+def shown(runs_dir, *names, width=100):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(screen(runs_dir, names, width))
     return console.file.getvalue()
 
 
-def test_all_runs_are_listed_with_their_status_and_progress(runs_dir: Path) -> None:
+def test_all_runs_are_listed_with_their_status_and_progress(runs_dir):
     output = succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
     *lines, total = output.splitlines()[2:]
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
@@ -67,9 +64,7 @@ def test_all_runs_are_listed_with_their_status_and_progress(runs_dir: Path) -> N
     assert total == "in all: 0:06:00, US$1.80"
 
 
-def test_the_sum_of_all_runs_counts_those_without_a_price_and_those_killed_at_their_start(
-    runs_dir: Path
-) -> None:
+def test_the_sum_of_all_runs_counts_those_without_a_price_and_those_killed_at_their_start(runs_dir):
     (runs_dir / "new/heartbeat.json").write_text('{"seconds": 40.0}')
     output = succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
     assert output.splitlines()[-1] == "in all: 0:06:40, US$1.80 and 1 of 4 runs without a price"
@@ -77,18 +72,18 @@ def test_the_sum_of_all_runs_counts_those_without_a_price_and_those_killed_at_th
                                                     str(runs_dir))).stdout
 
 
-def test_the_help_names_every_command_with_a_whole_sentence() -> None:
+def test_the_help_names_every_command_with_a_whole_sentence():
     output = " ".join(run_lab("--help").output.split())
     assert "..." not in output.partition("Commands:")[2]
     assert "RUN in TensorBoard, Weights & Biases or Trackio. gen" in output
 
 
-def test_a_run_that_was_not_launched_can_be_named(runs_dir: Path) -> None:
+def test_a_run_that_was_not_launched_can_be_named(runs_dir):
     output = succeeded(run_lab("list", "new", "--runs-dir", str(runs_dir))).stdout
     assert "not launched" in output and "trains" not in output
 
 
-def test_a_long_reason_is_cut_before_names_and_figures(runs_dir: Path) -> None:
+def test_a_long_reason_is_cut_before_names_and_figures(runs_dir):
     (runs_dir / "finished/summary.json").write_text(json.dumps(
         {"status": "stopped", "reason": "the budget is spent " * 9, "num_steps": 100,
          "global_step": 99}))
@@ -97,7 +92,7 @@ def test_a_long_reason_is_cut_before_names_and_figures(runs_dir: Path) -> None:
     assert [*line.split()[-5:]] == ["100/100", "3.0200", "-", "0:03:20", "1.00"]
 
 
-def test_the_list_is_a_json_document(runs_dir: Path) -> None:
+def test_the_list_is_a_json_document(runs_dir):
     document = checked(run_lab("list", "--json", "--runs-dir", str(runs_dir)).stdout)
     states = {state.name: state for state in document.runs}
     assert states["trains"].seconds_left == pytest.approx(120)
@@ -108,19 +103,19 @@ def test_the_list_is_a_json_document(runs_dir: Path) -> None:
     assert [state.name for state in one.runs] == ["finished"]
 
 
-def test_a_directory_cannot_forge_a_row(runs_dir: Path) -> None:
+def test_a_directory_cannot_forge_a_row(runs_dir):
     (runs_dir / "x\nforged finished").mkdir()
     (runs_dir / "x\nforged finished/train.json").write_text("{}")
     assert "forged" not in succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
 
 
 @pytest.mark.parametrize("verb", [["list"], ["watch", "--text"]])
-def test_a_run_that_is_unknown_is_one_line(verb: list[str], runs_dir: Path) -> None:
+def test_a_run_that_is_unknown_is_one_line(verb, runs_dir):
     line = error_line(run_lab(*verb, "none", "--runs-dir", str(runs_dir)))
     assert "no run 'none'; trained runs: finished, killed, trains" in line
 
 
-def test_a_run_that_trains_has_a_panel_and_the_others_a_row(runs_dir: Path) -> None:
+def test_a_run_that_trains_has_a_panel_and_the_others_a_row(runs_dir):
     output = shown(runs_dir)
     panel, table = output[:output.rindex("╯")], output[output.rindex("╯"):]
     for part in ("trains", "40%, step 40 of 100, 0:02:00 left (until ", "4.2200  █",
@@ -132,15 +127,13 @@ def test_a_run_that_trains_has_a_panel_and_the_others_a_row(runs_dir: Path) -> N
         runs_dir, "killed")
 
 
-def lines_of(runs_dir: Path, height: int) -> list[str]:
+def lines_of(runs_dir, height):
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
     console.print(screen(runs_dir, (), 100, height))
     return console.file.getvalue().splitlines()
 
 
-def test_panels_that_do_not_fit_become_rows_and_the_rest_is_counted(
-    runs_dir: Path, workplace: Workplace
-) -> None:
+def test_panels_that_do_not_fit_become_rows_and_the_rest_is_counted(runs_dir, workplace):
     for number in range(4):
         write_run(workplace.add_run(f"other-{number}"), "running")
     whole = lines_of(runs_dir, 200)
@@ -155,7 +148,7 @@ def test_panels_that_do_not_fit_become_rows_and_the_rest_is_counted(
         assert panels + rows + missing == 7, height
 
 
-def test_a_long_sample_is_cut_at_its_end_and_only_there(runs_dir: Path) -> None:
+def test_a_long_sample_is_cut_at_its_end_and_only_there(runs_dir):
     text = "a \n b" + "".join(f" word{n}" for n in range(100))
     (runs_dir / "trains/samples.jsonl").write_text(json.dumps(
         {"global_step": 9, "prompt": "/a/long/path" * 20, "text": text}) + "\n")
@@ -165,16 +158,14 @@ def test_a_long_sample_is_cut_at_its_end_and_only_there(runs_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_hostile_text_is_shown_and_nothing_is_wider_than_the_terminal(
-    runs_dir: Path, width: int
-) -> None:
+def test_hostile_text_is_shown_and_nothing_is_wider_than_the_terminal(runs_dir, width):
     output = shown(runs_dir, width=width)
     assert "\x1b]0" not in output and "\x07" not in output
     assert "[red]<b>" in "".join(line.strip("│ ") for line in output.splitlines())
     assert max(map(len, output.splitlines())) <= width
 
 
-def test_the_sparkline_shows_the_course_whatever_the_scale_of_the_first_steps() -> None:
+def test_the_sparkline_shows_the_course_whatever_the_scale_of_the_first_steps():
     falling = [10.0, *(3 - step / 100 for step in range(99))]
     drawn = sparkline(falling, 50)
     assert len(drawn) == 50 and drawn[0] == drawn[5] == BLOCKS[-1] and drawn[-1] == BLOCKS[0]
@@ -183,15 +174,13 @@ def test_the_sparkline_shows_the_course_whatever_the_scale_of_the_first_steps() 
     assert sparkline([1.0], 50) == "" and set(sparkline([2.0, 2.0], 9)) == {BLOCKS[0]}
 
 
-def test_a_terminal_is_drawn_anew_until_control_c(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_is_drawn_anew_until_control_c(runs_dir, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(text, "Console", lambda **_: Console(
         file=terminal, width=100, height=60, force_terminal=True, color_system=None))
     sleeps = []
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         sleeps.append(seconds)
         if len(sleeps) == 2:
             raise KeyboardInterrupt
@@ -205,7 +194,7 @@ def test_a_terminal_is_drawn_anew_until_control_c(
     assert first and "78%, step 78 of 100" in second
 
 
-def test_without_a_terminal_it_is_shown_once(runs_dir: Path) -> None:
+def test_without_a_terminal_it_is_shown_once(runs_dir):
     result = subprocess.run(
         [sys.executable, "-m", "lab", "watch", "--text", "--runs-dir", runs_dir],
         cwd=PROJECT_DIR, capture_output=True, text=True, timeout=60)

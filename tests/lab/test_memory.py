@@ -1,7 +1,5 @@
 """The memory model compared with PyTorch's profiler, and with a GPU if there is one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -19,7 +17,7 @@ from tests.support.training_memory import (
     WIDE,
     peak_of_training,
 )
-from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, forked, succeeded
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, succeeded
 
 SHAPES = {"many tokens": MANY_TOKENS, "large vocabulary": MANY_WORDS, "wide": WIDE}
 PRECISIONS = ("fp32", "bf16")
@@ -44,7 +42,7 @@ CHANGES = {
 CPU = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     """Measure every change in both precisions, each with one shape; all shapes if thorough."""
     if "change" not in metafunc.fixturenames:
         return
@@ -55,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if is_thorough or k == (i + j) % len(shapes)])
 
 
-def configs(shape: dict, **changes: object) -> tuple[ModelConfig, TrainConfig]:
+def configs(shape, **changes):
     model = {k: v for k, v in changes.items() if k in ModelConfig.model_fields}
     train = {k: v for k, v in changes.items() if k in TrainConfig.model_fields}
     return (ModelConfig(**{"drop_rate": 0.0, "qkv_bias": False} | shape | model),
@@ -64,21 +62,19 @@ def configs(shape: dict, **changes: object) -> tuple[ModelConfig, TrainConfig]:
 
 @pytest.mark.parametrize("tie_weights", [False, True])
 @pytest.mark.parametrize("qkv_bias", [False, True])
-def test_num_parameters_equals_that_of_the_built_model(tie_weights: bool, qkv_bias: bool) -> None:
+def test_num_parameters_equals_that_of_the_built_model(tie_weights, qkv_bias):
     model = ModelConfig(**TINY_MODEL | {"tie_weights": tie_weights, "qkv_bias": qkv_bias})
     assert num_parameters(model) == GPTModel(model).num_parameters()
 
 
-def test_prediction_is_within_10_percent_of_the_measured_peak(
-    shape: str, precision: str, change: str
-) -> None:
+def test_prediction_is_within_10_percent_of_the_measured_peak(shape, precision, change):
     model, train = configs(SHAPES[shape], precision=precision, **CHANGES[change])
     measured = peak_of_training(model, train, CPU)
     setting = Setting(model, train, precision, num_processes=1, on_gpu=False)
     assert peak_memory(setting, train.microbatch_size).total == pytest.approx(measured, rel=0.1)
 
 
-def test_a_residual_stream_in_bf16_needs_less() -> None:
+def test_a_residual_stream_in_bf16_needs_less():
     model, train = configs(MANY_TOKENS, precision="bf16", microbatch_size=6,
                            gradient_accumulation_steps=1, residual_dtype="bf16")
     measured = peak_of_training(model, train, CPU)
@@ -89,9 +85,7 @@ def test_a_residual_stream_in_bf16_needs_less() -> None:
 @pytest.mark.parametrize(("precision", "head_chunks", "compiled", "eager"), [
     ("bf16", None, 4, 12), ("fp16", None, 4, 12), ("fp32", None, 8, 12),
     ("bf16", 4, 4, 10), ("fp16", 4, 4, 10), ("fp32", 4, 8, 8)])
-def test_a_compiled_loss_has_no_logits_in_float32(
-    precision: str, head_chunks: int | None, compiled: int, eager: int
-) -> None:
+def test_a_compiled_loss_has_no_logits_in_float32(precision, head_chunks, compiled, eager):
     """Bytes per logit; tests/ops/test_linear_cross_entropy.py counts the buffers."""
     V, T = 2**16, 64  # logits are nearly all that grows with the microbatch
     for compiles, wanted in ((None, compiled), (True, compiled), (False, eager)):
@@ -105,7 +99,7 @@ def test_a_compiled_loss_has_no_logits_in_float32(
             replace(setting, train=train.model_copy(update={"compile": False})), 8).logits
 
 
-def test_fp16_sums_the_heads_gradient_in_float32() -> None:
+def test_fp16_sums_the_heads_gradient_in_float32():
     model, train = configs(MANY_WORDS, head_chunks=3, compile=False)
     bf16, fp16 = (peak_memory(Setting(model, train, precision, num_processes=1), 3).logits
                   for precision in ("bf16", "fp16"))
@@ -115,9 +109,8 @@ def test_fp16_sums_the_heads_gradient_in_float32() -> None:
 @pytest.mark.parametrize(("shape", "optimizer", "tolerance"), [
     (MANY_WORDS, {}, 0.04),  # buckets are 5%
     (WIDE, {"optimizer": "muon"}, 0.1)])
-def test_ddp_buckets_replace_gradients_with_several_processes(
-    shape: dict, optimizer: dict, tolerance: float, workplace: Workplace
-) -> None:
+def test_ddp_buckets_replace_gradients_with_several_processes(shape, optimizer, tolerance,
+                                                              workplace):
     model, train = configs(shape, precision="bf16", microbatch_size=6,
                            gradient_accumulation_steps=2, **optimizer)
     workplace.add_run(model=model.model_dump(), train=train.model_dump(exclude_none=True))
@@ -130,7 +123,7 @@ def test_ddp_buckets_replace_gradients_with_several_processes(
     assert predicted.total == pytest.approx(measured, rel=tolerance)
 
 
-def test_processes_share_the_work_of_muon() -> None:
+def test_processes_share_the_work_of_muon():
     """Each holds temporary tensors for its share of the matrices, and all updates."""
     model, train = configs(GPT2_SMALL | {"context_length": 16}, optimizer="muon")
     one, eight = (peak_memory(Setting(model, train, "bf16", num_processes=n), 1).logits
@@ -143,9 +136,7 @@ def test_processes_share_the_work_of_muon() -> None:
 
 @pytest.mark.parametrize("num_processes", [1, 8])
 @pytest.mark.parametrize("global_batch_size", [None, 12, 40])
-def test_largest_microbatch_fits_and_the_next_one_does_not(
-    global_batch_size: int | None, num_processes: int
-) -> None:
+def test_largest_microbatch_fits_and_the_next_one_does_not(global_batch_size, num_processes):
     model, train = configs(GPT2_SMALL, gradient_accumulation_steps=1)
     train = train.model_copy(update={"global_batch_size": global_batch_size})
     setting = Setting(model, train, "bf16", num_processes)
@@ -161,9 +152,7 @@ def test_largest_microbatch_fits_and_the_next_one_does_not(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("microbatch_size", [1, 8, 24])
 @pytest.mark.parametrize("drop_rate", [0.0, 0.1])
-def test_prediction_is_within_10_percent_on_a_gpu(
-    precision: str, microbatch_size: int, drop_rate: float
-) -> None:
+def test_prediction_is_within_10_percent_on_a_gpu(precision, microbatch_size, drop_rate):
     model, train = configs(GPT2_SMALL, precision=precision, drop_rate=drop_rate,
                            microbatch_size=microbatch_size, compile=False)
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
-import pytest
 from huggingface_hub import ModelCard
 
 from checkpointing import find_checkpoint
@@ -13,13 +9,12 @@ from processes.run_lock import write_heartbeat
 from run_config import load_run
 from tests.support.lab_cli import error_line, publish, succeeded
 from tests.support.markdown import HOSTILE, active_parts
-from tests.support.workplace import Workplace
 from trainer.models import load_model
 
 CHARTS = {"loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
 
 
-def card_of(workplace: Workplace, **train: object) -> str:
+def card_of(workplace, **train):
     """Return the card of a run that says that it was trained with these settings."""
     path = workplace.runs_dir / "tiny/summary.json"
     summary = json.loads(path.read_text())
@@ -29,11 +24,11 @@ def card_of(workplace: Workplace, **train: object) -> str:
                       Request("tiny", datasets_dir=workplace.datasets_dir))
 
 
-def words_of(card: str) -> str:
+def words_of(card):
     return " ".join(card.split())
 
 
-def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:
+def test_the_card_has_all_results(trained, tmp_path):
     run_dir, output = trained.runs_dir / "tiny", tmp_path / "export"
     checkpoint = find_checkpoint(run_dir / "checkpoints", "best")
     measured = {"checkpoint": checkpoint.name, "global_step": checkpoint.meta.global_step,
@@ -66,9 +61,7 @@ def test_the_card_has_all_results(trained: Workplace, tmp_path: Path) -> None:
         assert wanted in card.text, wanted
 
 
-def test_no_path_of_the_machine_is_in_a_card(
-    trained: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_path_of_the_machine_is_in_a_card(trained, monkeypatch):
     card = card_of(trained, init_from=str(trained.root / "secret-place/gpt2-weights"))
     assert 'pipeline("text-generation", model=".")' in card
     assert "trained from the weights of `gpt2-weights` on" in words_of(card)
@@ -89,7 +82,7 @@ def test_no_path_of_the_machine_is_in_a_card(
 CARD_OF_MINE = "---\nlicense: cc-by-4.0\nlanguage:\n- de\n- pt-BR\n---\n"
 
 
-def test_licence_and_languages_are_those_of_the_dataset(tmp_path: Path) -> None:
+def test_licence_and_languages_are_those_of_the_dataset(tmp_path):
     for name in ("gpjt/fineweb-gpt2-tokens", "gpjt/fineweb-edu-gpt2-tokens",
                  "HuggingFaceFW/fineweb"):
         assert declared_of(name, tmp_path) == ("odc-by", ["en"])
@@ -114,16 +107,14 @@ def test_licence_and_languages_are_those_of_the_dataset(tmp_path: Path) -> None:
         assert declared_of(name, tmp_path) == (None, [])
 
 
-def test_a_run_has_the_licence_of_its_dataset_only_if_trained_from_scratch(
-    trained: Workplace
-) -> None:
+def test_a_run_has_the_licence_of_its_dataset_only_if_trained_from_scratch(trained):
     (trained.datasets_dir / "tiny/README.md").write_text(CARD_OF_MINE)
     for start, licence in ((None, "cc-by-4.0"), ("someone/gpt", None)):
         data = ModelCard(card_of(trained, init_from=start)).data
         assert (data.license, data.language) == (licence, ["de", "pt-BR"])
 
 
-def test_licence_and_languages_can_be_named(trained: Workplace) -> None:
+def test_licence_and_languages_can_be_named(trained):
     for option, value in (("--license", "My Licence"), ("--license", "mit\ntags: x"),
                           ("--license", ""), ("--language", "English"), ("--language", "e\x1b")):
         assert option in error_line(publish(trained, "tiny", option, value))
@@ -135,7 +126,7 @@ def test_licence_and_languages_can_be_named(trained: Workplace) -> None:
     assert (card.data.license, card.data.language) == ("mit", ["de", "pt-BR"])
 
 
-def test_what_was_written_into_a_card_stays_there(trained: Workplace) -> None:
+def test_what_was_written_into_a_card_stays_there(trained):
     succeeded(publish(trained, "tiny", "--gguf"))
     export_dir = trained.runs_dir / "tiny/export"
     path = export_dir / "README.md"
@@ -151,14 +142,14 @@ def test_what_was_written_into_a_card_stays_there(trained: Workplace) -> None:
             assert text == with_own
 
 
-def test_a_card_describes_the_training_not_a_later_config(trained: Workplace) -> None:
+def test_a_card_describes_the_training_not_a_later_config(trained):
     path = trained.runs_dir / "tiny/train.json"
     path.write_text(path.read_text().replace('"tiny"', '"other"').replace("0.01", "0.123"))
     card = card_of(trained)
     assert "tokens of `tiny`" in card and '"learning_rate": 0.01' in card and "other" not in card
 
 
-def test_damaged_and_hostile_records_never_break_a_card(trained: Workplace) -> None:
+def test_damaged_and_hostile_records_never_break_a_card(trained):
     run_dir = trained.runs_dir / "tiny"
     target = load_model("tiny", runs_dir=trained.runs_dir)
     evaluations = [
@@ -186,7 +177,7 @@ def test_damaged_and_hostile_records_never_break_a_card(trained: Workplace) -> N
         assert active_parts(card) <= CHARTS
 
 
-def test_the_card_says_that_training_goes_on(trained: Workplace) -> None:
+def test_the_card_says_that_training_goes_on(trained):
     run = load_run(trained.runs_dir, "tiny")
     finished = json.loads(run.summary_path.read_text())
     for status, has_heartbeat, goes_on in (("running", False, False), ("running", True, True),

@@ -1,18 +1,13 @@
-from __future__ import annotations
-
 import errno
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -29,8 +24,8 @@ from tests.support.lab_cli import error_line, publish, succeeded
 from tests.support.models import random_model
 from tests.support.tokenizers import write_tokenizer
 from tests.support.tuning import add_tunable_run, tune
-from tests.support.upload_server import UploadHub, taking_uploads
-from tests.support.workplace import Workplace, run_command
+from tests.support.upload_server import taking_uploads
+from tests.support.workplace import run_command
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
 from tokens.tokenizer import choose_tokenizer, load_tokenizer
@@ -43,42 +38,40 @@ CHARTS = {"loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
 
 
 @pytest.fixture
-def hub() -> Iterator[UploadHub]:
+def hub():
     with taking_uploads() as hub:
         yield hub
 
 
 @pytest.fixture
-def tuned(workplace: Workplace) -> Path:
+def tuned(workplace):
     """The directory of a tuned model."""
     add_tunable_run(workplace)
     succeeded(tune(workplace, "--max-epochs", "1", "--max-new-tokens", "1"))
     return workplace.runs_dir / "tiny/tuned"
 
 
-def uploading_error(result: Result, *, status: int = 2) -> str:
+def uploading_error(result, *, status=2):
     """Return the error line of an upload that failed after the files were listed."""
     assert isinstance(result.exception, UserError), result.output + repr(result.exception)
     assert "bytes  model.safetensors" in result.stdout and result.exception.status == status
     return result.exception.line()
 
 
-def names_in(directory: Path) -> set[str]:
+def names_in(directory):
     return {path.name for path in directory.iterdir()}
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
+def files_of(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def no_tokenizer() -> LoadedModel:
+def no_tokenizer():
     return LoadedModel("mine", random_model(vocab_size=61), None)
 
 
 @torch.no_grad()
-def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(
-    trained: Workplace, tmp_path: Path
-) -> None:
+def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(trained, tmp_path):
     output = tmp_path / "export"
     result = succeeded(publish(trained, "tiny", "--output", str(output)))
     assert names_in(output) == EXPORTED | CHARTS and f"written to {output}" in result.stdout
@@ -95,7 +88,7 @@ def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_transformers_loads_the_tokenizers(name: str, tmp_path: Path) -> None:
+def test_transformers_loads_the_tokenizers(name, tmp_path):
     write_tokenizer_files(tmp_path, name, context_length=1024)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(name)
@@ -106,9 +99,7 @@ def test_transformers_loads_the_tokenizers(name: str, tmp_path: Path) -> None:
     assert theirs.model_max_length == 1024
 
 
-def test_an_existing_repository_keeps_its_visibility(
-    trained: Workplace, tmp_path: Path, hub: UploadHub
-) -> None:
+def test_an_existing_repository_keeps_its_visibility(trained, tmp_path, hub):
     for options, is_private, found in (((), False, "public; add --public"),
                                        (("--public",), True, "private; omit --public")):
         hub.repositories["model", "someone/tiny"] = {"private": is_private, "files": {}}
@@ -117,7 +108,7 @@ def test_an_existing_repository_keeps_its_visibility(
         assert hub.files("model", "someone/tiny") == {} and not hub.large_files
 
 
-def test_a_model_is_uploaded(trained: Workplace, tmp_path: Path, hub: UploadHub) -> None:
+def test_a_model_is_uploaded(trained, tmp_path, hub):
     export_dir = trained.runs_dir / "tiny/export"
     for options, kind in (((), "private"), (("--public",), "public")):
         name = f"someone/{kind}"
@@ -135,9 +126,7 @@ def test_a_model_is_uploaded(trained: Workplace, tmp_path: Path, hub: UploadHub)
         assert f'model="{name}"' in files["README.md"].decode()
 
 
-def test_a_broken_upload_is_retried_and_can_be_repeated(
-    trained: Workplace, tmp_path: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_upload_is_retried_and_can_be_repeated(trained, tmp_path, hub, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between attempts
     environment = hub.environment(tmp_path)
     for place, fault in (("/lfs/", (99, 400)), ("/commit/", (99, 503)), ("/commit/", (99, 0))):
@@ -158,8 +147,7 @@ def test_a_broken_upload_is_retried_and_can_be_repeated(
         assert ("model", "someone/other") not in hub.repositories
 
 
-def test_a_dataset_is_uploaded_unchanged(workplace: Workplace, tmp_path: Path,
-                                         hub: UploadHub) -> None:
+def test_a_dataset_is_uploaded_unchanged(workplace, tmp_path, hub):
     directory = workplace.add_dataset()
     (directory / "README.md").write_text("---\nlicense: mit\n---\n")
     (directory / ".train.safetensors.scan.json").write_text("{}")
@@ -175,7 +163,7 @@ def test_a_dataset_is_uploaded_unchanged(workplace: Workplace, tmp_path: Path,
     assert "apply only to models" in error_line(publish(workplace, *command, "--license", "mit"))
 
 
-def test_what_a_link_points_to_is_not_published(workplace: Workplace, tmp_path: Path) -> None:
+def test_what_a_link_points_to_is_not_published(workplace, tmp_path):
     directory, charts_dir = workplace.add_dataset(), tmp_path / "run"
     charts_dir.mkdir()
     (tmp_path / "token").write_text("hf_secret")
@@ -192,9 +180,7 @@ def test_what_a_link_points_to_is_not_published(workplace: Workplace, tmp_path: 
         assert not (tmp_path / "export").exists()
 
 
-def test_an_export_replaces_an_earlier_one_and_nothing_else(
-    trained: Workplace, tmp_path: Path
-) -> None:
+def test_an_export_replaces_an_earlier_one_and_nothing_else(trained, tmp_path):
     output = tmp_path / "export"
     for _ in range(2):
         succeeded(publish(trained, "tiny", "--output", str(output)))
@@ -209,7 +195,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(
     assert "a model from elsewhere" in error_line(publish(trained, "tiny", "--output", str(output)))
 
 
-def test_one_command_at_a_time_writes_an_export(tmp_path: Path) -> None:
+def test_one_command_at_a_time_writes_an_export(tmp_path):
     output = write_export(no_tokenizer(), tmp_path / "export", "tags: ddp-train")
     work_dir = tmp_path / ".export.ddp-train-export"
     work_dir.mkdir()
@@ -225,9 +211,7 @@ def test_one_command_at_a_time_writes_an_export(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"export"}
 
 
-def test_an_export_is_on_the_disk_before_it_replaces_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
     written: list[str] = []
     output, rename = tmp_path / "export", Path.rename
     write_export(no_tokenizer(), output, "tags: ddp-train")
@@ -239,15 +223,13 @@ def test_an_export_is_on_the_disk_before_it_replaces_another(
     assert written[-4:] == ["new", "export to old", "new to export", tmp_path.name]
 
 
-def test_an_export_that_cannot_be_written_leaves_the_earlier_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
     output = write_export(no_tokenizer(), tmp_path / "export", "tags: ddp-train")
     before = files_of(output)
 
     for error in (OSError(errno.ENOSPC, "No space left on device"),
                   SafetensorError("I/O error: No space left on device (os error 28)")):
-        def fail(*_: object, error: Exception = error) -> None:
+        def fail(*_, error=error):
             raise error
 
         monkeypatch.setattr(export, "write_tensors", fail)
@@ -257,7 +239,7 @@ def test_an_export_that_cannot_be_written_leaves_the_earlier_one(
         assert names_in(tmp_path) == {"export"} and files_of(output) == before
 
 
-def test_a_user_error_is_one_line(trained: Workplace, tmp_path: Path) -> None:
+def test_a_user_error_is_one_line(trained, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to("elsewhere")
     (tmp_path / "file").write_text("mine")
@@ -273,9 +255,7 @@ def test_a_user_error_is_one_line(trained: Workplace, tmp_path: Path) -> None:
     assert not (trained.runs_dir / "tiny/export").exists()
 
 
-def test_a_tuned_model_is_published_with_its_template_and_card(
-    workplace: Workplace, tuned: Path, tmp_path: Path, hub: UploadHub
-) -> None:
+def test_a_tuned_model_is_published_with_its_template_and_card(workplace, tuned, tmp_path, hub):
     before, output = files_of(tuned), tmp_path / "export"
     result = publish(workplace, str(tuned), "--output", str(output), "--license", "cc-by-4.0")
     assert f"written to {output}" in succeeded(result).stdout and files_of(tuned) == before
@@ -300,7 +280,7 @@ def test_a_tuned_model_is_published_with_its_template_and_card(
     assert "not a plain name" in error_line(publish(workplace, str(tuned)))
 
 
-def test_an_export_can_be_published_again(trained: Workplace, tmp_path: Path) -> None:
+def test_an_export_can_be_published_again(trained, tmp_path):
     succeeded(publish(trained, "tiny"))
     card = "---\ntags:\n- ddp-train\n---\n\nx\n"
     for place in (trained.runs_dir / "tiny/export",
@@ -310,9 +290,7 @@ def test_an_export_can_be_published_again(trained: Workplace, tmp_path: Path) ->
         assert files_of(place) == before
 
 
-def test_a_kill_while_an_export_is_replaced_loses_nothing(
-    trained: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_an_export_is_replaced_loses_nothing(trained, monkeypatch):
     succeeded(publish(trained, "tiny"))
     place = trained.runs_dir / "tiny/export"
     before = files_of(place)
@@ -326,14 +304,13 @@ def test_a_kill_while_an_export_is_replaced_loses_nothing(
     assert [path.name for path in place.parent.glob(".*export*")] == []
 
 
-def test_a_run_that_removes_what_is_read_is_read_again_and_damage_is_an_error(
-    trained: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_removes_what_is_read_is_read_again_and_damage_is_an_error(trained, tmp_path,
+                                                                              monkeypatch):
     checkpoints_dir = trained.runs_dir / "tiny/checkpoints"
     load_weights, opened = models.load_weights, []
     command = "tiny", "--checkpoint", "latest", "--output", str(tmp_path / "export")
 
-    def go_on_and_load(checkpoint, model) -> None:
+    def go_on_and_load(checkpoint, model):
         opened.append(checkpoint.name)
         if len(opened) < 3:  # save the next checkpoint and remove the others, as a run does
             newest = list_checkpoints(checkpoints_dir)[-1]
@@ -358,21 +335,20 @@ def test_a_run_that_removes_what_is_read_is_read_again_and_damage_is_an_error(
     assert "has changed since it was written" in error_line(publish(trained, *command))
 
 
-def test_a_tokenizer_that_is_removed_after_the_weights_were_read_is_read_again(
-    trained: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_is_removed_after_the_weights_were_read_is_read_again(trained, tmp_path,
+                                                                               monkeypatch):
     checkpoints_dir = trained.runs_dir / "tiny/checkpoints"
     newest = list_checkpoints(checkpoints_dir)[-1]
     own = write_tokenizer(tmp_path / "own", vocab_size=257)
     weights, exported = load_file(newest.path / "model.safetensors"), []
 
-    def save(number: int) -> None:
+    def save(number):
         save_checkpoint(checkpoints_dir, Snapshot(weights, {}), newest.meta.model_copy(update={
             "global_step": newest.meta.global_step + number,
             "tokenizer": choose_tokenizer(str(own)).name,
             "tokenizer_file": (own / "tokenizer.json").read_bytes()}))
 
-    def go_on_and_write(target: LoadedModel, *arguments: Any) -> Path:
+    def go_on_and_write(target, *arguments):
         exported.append(target.checkpoint.name)
         if len(exported) == 1:
             save(2)
@@ -387,7 +363,7 @@ def test_a_tokenizer_that_is_removed_after_the_weights_were_read_is_read_again(
         own / "tokenizer.json").read_bytes()
 
 
-def test_an_export_can_be_fine_tuned(trained: Workplace, tmp_path: Path) -> None:
+def test_an_export_can_be_fine_tuned(trained, tmp_path):
     output = tmp_path / "export"
     succeeded(publish(trained, "tiny", "--output", str(output)))
     model = AutoModelForCausalLM.from_pretrained(output).train()
@@ -408,7 +384,7 @@ def test_an_export_can_be_fine_tuned(trained: Workplace, tmp_path: Path) -> None
     assert difference.abs().max() < 1e-4 and back.tokenizer_name == "bytes"
 
 
-def test_tokens_load_with_safetensors_alone(workplace: Workplace) -> None:
+def test_tokens_load_with_safetensors_alone(workplace):
     path = workplace.add_dataset() / "train.safetensors"
     code = ("import sys\nfrom safetensors import safe_open\n"
             f"with safe_open({str(path)!r}, framework='numpy') as file:\n"

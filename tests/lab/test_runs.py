@@ -1,11 +1,8 @@
 """The one reader of runs: status, progress, time left and money, also of damaged records."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -23,19 +20,19 @@ COMMANDS = (["list"], ["list", "--json"], ["watch", "--text"], ["watch", "--expo
 
 
 @pytest.fixture
-def runs_dir(tmp_path: Path) -> Path:
+def runs_dir(tmp_path):
     path = tmp_path / "runs"
     path.mkdir()
     return path
 
 
-def beat(run_dir: Path, *, age: float = 0.0, phase: str = "training", **values: float) -> None:
+def beat(run_dir, *, age=0.0, phase="training", **values):
     path = run_dir / "heartbeat.json"
     path.write_text(json.dumps({"phase": phase, "global_step": 1} | values))
     os.utime(path, (time.time() - age, time.time() - age))
 
 
-def test_the_state_of_a_finished_run(runs_dir: Path) -> None:
+def test_the_state_of_a_finished_run(runs_dir):
     add_run(runs_dir, "done", global_step=99, seconds={"training": 9.0, "startup": 1.5},
             usd={"training": 0.4, "total": 0.5}, machine={"peak_memory_gib": 3.25})
     state = read_state(runs_dir, "done")
@@ -46,7 +43,7 @@ def test_the_state_of_a_finished_run(runs_dir: Path) -> None:
     assert state.seconds_left is None and state.warnings == ()
 
 
-def test_the_state_of_a_running_run(runs_dir: Path) -> None:
+def test_the_state_of_a_running_run(runs_dir):
     run_dir = add_run(runs_dir, "live", status="running", seconds={"training": 0.0})
     beat(run_dir, phase="validation")
     append(run_dir, report(110, mfu=0.41, usd=0.25, gpu_memory_gib=[10.5, None, 70.25],
@@ -59,7 +56,7 @@ def test_the_state_of_a_running_run(runs_dir: Path) -> None:
             for part in ("3 of the last", "2.0 GiB free")] == [True, True]
 
 
-def test_the_time_left_counts_validations_and_not_what_a_resumed_run_lost(runs_dir: Path) -> None:
+def test_the_time_left_counts_validations_and_not_what_a_resumed_run_lost(runs_dir):
     run_dir = add_run(runs_dir, "live", status="running", steps=0)
     for step in range(10, 101, 10):  # 0.1 seconds a step; 500 were lost before step 51
         append(run_dir, report(step, seconds=step / 10 + 500 * (step > 50)))
@@ -67,7 +64,7 @@ def test_the_time_left_counts_validations_and_not_what_a_resumed_run_lost(runs_d
     assert read_state(runs_dir, "live").seconds_left == pytest.approx(100 * (0.1 + 9 / 90))
 
 
-def test_every_command_tells_the_same_time_and_money(runs_dir: Path) -> None:
+def test_every_command_tells_the_same_time_and_money(runs_dir):
     """A killed run: its heartbeat is later than its last record."""
     run_dir = add_run(runs_dir, "killed", status="running", steps=0, seconds={"startup": 1.0},
                       usd={"startup": 0.01, "total": 0.01})
@@ -92,9 +89,7 @@ def test_every_command_tells_the_same_time_and_money(runs_dir: Path) -> None:
     ({"status": 3}, None, 0, "summary damaged"), ([], None, 0, "summary damaged"),
     (None, None, 0, "no summary"), (None, 0, 0, "running"),
 ])
-def test_the_status_of_a_run(
-    runs_dir: Path, summary: object, heartbeat: float | None, written: float, status: str
-) -> None:
+def test_the_status_of_a_run(runs_dir, summary, heartbeat, written, status):
     run_dir = add_run(runs_dir, "run")
     (run_dir / "summary.json").write_text(json.dumps(summary))
     if summary is None:
@@ -118,14 +113,12 @@ def test_the_status_of_a_run(
      ("GPU 1: hw slowdown, hw thermal slowdown",)),
     (["hw slowdown", "", "hw slowdown", "sw thermal slowdown"],
      ("GPU 0, 2: hw slowdown", "GPU 3: sw thermal slowdown"))])
-def test_only_slowdowns_by_heat_and_supply_are_warned_of(
-    runs_dir: Path, throttling: list[str], warnings: tuple[str, ...]
-) -> None:
+def test_only_slowdowns_by_heat_and_supply_are_warned_of(runs_dir, throttling, warnings):
     append(add_run(runs_dir, "live", status="running"), report(110, gpu_throttling=throttling))
     assert read_state(runs_dir, "live").warnings == warnings
 
 
-def test_a_validation_long_before_the_end_of_the_records_is_found(runs_dir: Path) -> None:
+def test_a_validation_long_before_the_end_of_the_records_is_found(runs_dir):
     run_dir = add_run(runs_dir, "long", steps=50)
     append(run_dir, *(report(step) for step in range(60, 60_000, 10)))
     assert (run_dir / "metrics.jsonl").stat().st_size > 2 * END_BYTES
@@ -135,7 +128,7 @@ def test_a_validation_long_before_the_end_of_the_records_is_found(runs_dir: Path
     assert read_state(runs_dir, "long").validation_loss == 1.25
 
 
-def test_launched_runs_are_plain_names_inside_the_directory(runs_dir: Path, tmp_path: Path) -> None:
+def test_launched_runs_are_plain_names_inside_the_directory(runs_dir, tmp_path):
     for name in ("b", "a", "<b>"):
         add_run(runs_dir, name)
     add_run(tmp_path, "outside")
@@ -155,7 +148,7 @@ def test_launched_runs_are_plain_names_inside_the_directory(runs_dir: Path, tmp_
         assert "--runs-dir" in error_line(run_lab(verb, "--runs-dir", str(tmp_path / "none")))
 
 
-def survives(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def survives(runs_dir, monkeypatch):
     """Run every command that reads runs; return what they print."""
     monkeypatch.chdir(runs_dir)
     return [succeeded(run_lab(*command, "--runs-dir", str(runs_dir))).output
@@ -163,9 +156,7 @@ def survives(runs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("value", ODD_VALUES)
-def test_odd_numbers_are_unknown_and_every_command_survives_them(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_odd_numbers_are_unknown_and_every_command_survives_them(runs_dir, monkeypatch, value):
     run_dir = add_run(runs_dir, "odd", steps=0)
     add_run(runs_dir, "good")
     keys = ("global_step", "num_steps", "tokens", "seconds", "usd", "machine", "train_loss",
@@ -190,9 +181,7 @@ def test_odd_numbers_are_unknown_and_every_command_survives_them(
 
 @pytest.mark.parametrize("kind", ["", "\n\n", "[" * 100_000, "\0" * 100, "null", '{"a":1}',
                                   "link", "pipe", "directory", "huge"])
-def test_odd_files_are_no_error_for_any_command(
-    runs_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_odd_files_are_no_error_for_any_command(runs_dir, tmp_path, monkeypatch, kind):
     outside = add_run(tmp_path, "outside") / "metrics.jsonl"
     run_dir = add_run(runs_dir, "odd", steps=0)
     add_run(runs_dir, "good")

@@ -1,12 +1,8 @@
 """The sources of the MFU that `lab plan` expects: own runs, shipped measurements, estimates."""
 
-from __future__ import annotations
-
 import json
 import os
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,6 @@ from lab.plan.speed_sources import (
     MEASURED,
     MEASURED_PATH,
     OWN,
-    ExpectedSpeed,
     expected_speed,
     read_measured,
     read_own,
@@ -27,7 +22,7 @@ from reporting.speed import find_gpu
 from reporting.summary import RunEnd, summarise
 from run_config import load_run
 from tests.support.lab_cli import run_lab, succeeded
-from tests.support.workplace import PROJECT_DIR, Workplace
+from tests.support.workplace import PROJECT_DIR
 from tokens.batch_plan import BatchPlan
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -43,11 +38,11 @@ LONG = {"min_train_tokens": 10**9, "validation_interval": None, "validation_batc
         "checkpoint_interval": 100, "precision": "bf16"}
 
 
-def changed(model: dict[str, Any], train: dict[str, Any], precision: Any = "bf16") -> Setting:
+def changed(model, train, precision="bf16"):
     return Setting(MODEL.model_copy(update=model), TRAIN.model_copy(update=train), precision, 1)
 
 
-def add_summary(runs_dir: Path, name: str, *, age: int = 0, **changes: Any) -> Path:
+def add_summary(runs_dir, name, *, age=0, **changes):
     """Write a summary of 1,000 steps at 3 M tokens a second on eight H100."""
     path = runs_dir / name / "summary.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,11 +55,11 @@ def add_summary(runs_dir: Path, name: str, *, age: int = 0, **changes: Any) -> P
     return path
 
 
-def expected(runs_dir: Path, device: str = H100, wanted: Setting = WANTED) -> ExpectedSpeed:
+def expected(runs_dir, device=H100, wanted=WANTED):
     return expected_speed(wanted, find_gpu(device), read_measured(runs_dir))
 
 
-def test_an_own_run_tells_the_speed_of_its_steps_after_the_first(tmp_path: Path) -> None:
+def test_an_own_run_tells_the_speed_of_its_steps_after_the_first(tmp_path):
     add_summary(tmp_path, "mine")
     speed = expected(tmp_path)  # without compilation, and without earlier launches
     assert speed.mfu == pytest.approx(3e6 * 854.44e6 / 8 / 989e12, rel=1e-4)
@@ -85,7 +80,7 @@ def test_an_own_run_tells_the_speed_of_its_steps_after_the_first(tmp_path: Path)
     {"model": MODEL.model_dump() | {"drop_rate": 0.1}},
     {"this_launch": LAUNCH | {"tokens": 10**14}}, {"this_launch": LAUNCH | {"tokens": 10**7}},
 ], ids=str)
-def test_a_run_that_cannot_be_compared_is_not_used(tmp_path: Path, changes: dict) -> None:
+def test_a_run_that_cannot_be_compared_is_not_used(tmp_path, changes):
     add_summary(tmp_path, "mine", **changes)
     assert expected(tmp_path).source == "public"
 
@@ -95,7 +90,7 @@ def test_a_run_that_cannot_be_compared_is_not_used(tmp_path: Path, changes: dict
     {"machine": MACHINE | {"precision": "fp16"}}, {"machine": MACHINE | {"attention": "cudnn"}},
     {"model": MODEL.model_dump() | {"n_layers": 24}},
 ], ids=str)
-def test_a_stopped_a_short_and_a_similar_run_are_used(tmp_path: Path, changes: dict) -> None:
+def test_a_stopped_a_short_and_a_similar_run_are_used(tmp_path, changes):
     add_summary(tmp_path, "mine", **changes)
     assert expected(tmp_path).source == "own run"
 
@@ -106,11 +101,11 @@ def test_a_stopped_a_short_and_a_similar_run_are_used(tmp_path: Path, changes: d
     {"machine": MACHINE | {"processes": 10**9}}, {"machine": MACHINE | {"device": "NVIDIA\nH100"}},
     {"model": {}},
 ], ids=lambda changes: str(changes)[:80])
-def test_absurd_values_in_a_summary_are_passed_by(tmp_path: Path, changes: dict) -> None:
+def test_absurd_values_in_a_summary_are_passed_by(tmp_path, changes):
     assert read_own(add_summary(tmp_path, "mine", **changes)) is None
 
 
-def test_damaged_summaries_and_folders_that_are_no_runs_are_passed_by(tmp_path: Path) -> None:
+def test_damaged_summaries_and_folders_that_are_no_runs_are_passed_by(tmp_path):
     for name, text in (("half", '{"status": "fini'), ("list", "[]"), ("bytes", "\xff")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "summary.json").write_text(text, encoding="latin-1")
@@ -120,7 +115,7 @@ def test_damaged_summaries_and_folders_that_are_no_runs_are_passed_by(tmp_path: 
     assert read_measured(tmp_path)[OWN] == read_measured(tmp_path / "no such place")[OWN] == []
 
 
-def test_the_nearest_in_size_and_then_the_newest_run_is_used(tmp_path: Path) -> None:
+def test_the_nearest_in_size_and_then_the_newest_run_is_used(tmp_path):
     add_summary(tmp_path, "smaller", model=MODEL.model_dump() | {"n_layers": 8}, age=0)
     assert expected(tmp_path).detail.endswith("(run smaller)")
     for name, age in (("old", 300), ("new", 100), ("middle", 200)):
@@ -128,9 +123,7 @@ def test_the_nearest_in_size_and_then_the_newest_run_is_used(tmp_path: Path) -> 
     assert expected(tmp_path).detail.endswith("(run new)")
 
 
-def test_a_shipped_measurement_comes_after_own_runs_and_before_the_estimate(
-    tmp_path: Path
-) -> None:
+def test_a_shipped_measurement_comes_after_own_runs_and_before_the_estimate(tmp_path):
     path, gpu = tmp_path / "measured.json", find_gpu("H200")
     path.write_text(json.dumps([ROW]))
     speed = expected_speed(WANTED, gpu, read_measured(tmp_path, path))
@@ -145,7 +138,7 @@ def test_a_shipped_measurement_comes_after_own_runs_and_before_the_estimate(
 
 @pytest.mark.parametrize("text", [None, "{}", json.dumps([ROW | {"mfu": 0.4}]),
                                   json.dumps([ROW | {"tokens_per_second": 0}])])
-def test_damaged_measurements_are_a_user_error(tmp_path: Path, text: str | None) -> None:
+def test_damaged_measurements_are_a_user_error(tmp_path, text):
     path = tmp_path / "measured.json"
     if text is not None:
         path.write_text(text)
@@ -153,7 +146,7 @@ def test_damaged_measurements_are_a_user_error(tmp_path: Path, text: str | None)
         read_measured(tmp_path, path)
 
 
-def test_the_shipped_measurements_are_valid_and_part_of_the_wheel(tmp_path: Path) -> None:
+def test_the_shipped_measurements_are_valid_and_part_of_the_wheel(tmp_path):
     for found in read_measured(tmp_path)[MEASURED]:
         gpu = find_gpu(found.device)
         assert gpu is not None and 0 < found.mfu(gpu) < 1 and found.source
@@ -161,7 +154,7 @@ def test_the_shipped_measurements_are_valid_and_part_of_the_wheel(tmp_path: Path
     assert f"/{MEASURED_PATH.relative_to(PROJECT_DIR)}" in build["targets"]["wheel"]["include"]
 
 
-def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path: Path) -> None:
+def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path):
     speed = expected(tmp_path)
     assert (speed.mfu, speed.source) == (0.39, "public") and "not measured" in speed.detail
     speed = expected(tmp_path, "AMD Instinct MI300X")
@@ -182,9 +175,7 @@ def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path: Path) -> N
     ({}, {"activation_checkpointing": True}, "bf16",
      "recomputation, which adds a third of the work"),
 ])
-def test_a_public_figure_counts_only_for_such_a_run(
-    tmp_path: Path, model: dict, train: dict, precision: str, reason: str
-) -> None:
+def test_a_public_figure_counts_only_for_such_a_run(tmp_path, model, train, precision, reason):
     wanted = changed(model, train, precision)
     found = expected(tmp_path, wanted=wanted)
     assert found.source == "rough" and found.detail.endswith(f"no public figure for: {reason}")
@@ -195,7 +186,7 @@ def test_a_public_figure_counts_only_for_such_a_run(
                         {"compile": "compiled"}.get(key, key): value
                         for key, value in train.items()})
         assert expected(tmp_path, wanted=wanted).source == "own run"
-def test_the_plan_of_a_run_uses_an_own_run_and_says_which(workplace: Workplace) -> None:
+def test_the_plan_of_a_run_uses_an_own_run_and_says_which(workplace):
     workplace.add_run(model=MODEL.model_dump(), train=LONG)
     add_summary(workplace.runs_dir, "fast", this_launch=LAUNCH | {"seconds": 750.0})
     result = succeeded(run_lab("plan", "tiny", "--runs-dir", str(workplace.runs_dir)))
@@ -209,7 +200,7 @@ def test_the_plan_of_a_run_uses_an_own_run_and_says_which(workplace: Workplace) 
     assert "\n  A100-80, public: 51% in public runs on several GPUs; not measured with" in costs
 
 
-def test_a_slow_own_run_is_not_faster_than_the_highest_estimate(workplace: Workplace) -> None:
+def test_a_slow_own_run_is_not_faster_than_the_highest_estimate(workplace):
     workplace.add_run(model=MODEL.model_dump(), train=LONG)
     add_summary(workplace.runs_dir, "slow", this_launch=LAUNCH | {"seconds": 15_000.0})
     found = estimate(load_run(workplace.runs_dir, "tiny"), Machine.parse("x=8xH100@10"),
@@ -218,9 +209,7 @@ def test_a_slow_own_run_is_not_faster_than_the_highest_estimate(workplace: Workp
     assert found.hours.low < found.hours.expected <= found.hours.high
 
 
-def test_the_summary_of_a_resumed_run_tells_the_speed_of_its_last_launch(
-    workplace: Workplace
-) -> None:
+def test_the_summary_of_a_resumed_run_tells_the_speed_of_its_last_launch(workplace):
     workplace.add_run(model=MODEL.model_dump())
     run = load_run(workplace.runs_dir, "tiny")
     clock = PhaseClock()

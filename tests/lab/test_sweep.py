@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -7,10 +5,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
 
 from basics.directory_lock import lock_directory
 from lab.compare import charts as comparison_charts
@@ -22,7 +18,7 @@ from tests.support.in_process import contents
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.runs import wait_for
-from tests.support.workplace import PROJECT_DIR, Workplace, draw_bare, read_lines
+from tests.support.workplace import PROJECT_DIR, draw_bare, read_lines
 
 STUB = Path(stub_trainer.__file__)
 SETTINGS = {"min_train_tokens": 1000, "gradient_accumulation_steps": None, "learning_rate": 0.02}
@@ -31,48 +27,46 @@ SETTINGS = {"min_train_tokens": 1000, "gradient_accumulation_steps": None, "lear
 class Sweeps:
     """Runs `lab sweep` in process, with a stand-in for the trainer."""
 
-    def __init__(self, workplace: Workplace) -> None:
+    def __init__(self, workplace):
         self.workplace, self.dir = workplace, workplace.root / "sweeps"
         self.tiny = self.dir / "tiny"
 
-    def command(self, *arguments: str) -> list[str]:
+    def command(self, *arguments):
         return ["sweep", "tiny", *arguments, "--runs-dir", str(self.workplace.runs_dir),
                 "--sweeps-dir", str(self.dir),
                 "--datasets-dir", str(self.workplace.datasets_dir)]
 
-    def run(self, *arguments: str) -> Result:
+    def run(self, *arguments):
         return run_lab(*self.command(*arguments))
 
-    def cells(self, *arguments: str) -> dict[str, list[str]]:
+    def cells(self, *arguments):
         """Run to the end; return the cells of `table.md` by the change."""
         succeeded(self.run(*arguments))
         return self.table()
 
-    def table(self) -> dict[str, list[str]]:
+    def table(self):
         rows = [[cell.strip() for cell in line.split("|")[1:-1]]
                 for line in (self.tiny / "table.md").read_text().splitlines()
                 if line.startswith("|")]
         return {row[0]: row[1:] for row in rows[2:]}
 
-    def launches(self) -> list[str]:
+    def launches(self):
         """Return the directories of the runs that were started, in their order."""
         path = self.tiny / "launches"
         return path.read_text().split() if path.exists() else []
 
-    def train_json(self, run: str) -> dict[str, Any]:
+    def train_json(self, run):
         return json.loads((self.tiny / run / "train.json").read_text())
 
 
 @pytest.fixture
-def sweeps(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Sweeps:
+def sweeps(workplace, monkeypatch):
     workplace.add_run(train=SETTINGS)
     monkeypatch.setattr(execution, "SCRIPT", STUB)
     return Sweeps(workplace)
 
 
-def test_each_variant_is_trained_with_each_seed_and_compared(
-    sweeps: Sweeps, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_each_variant_is_trained_with_each_seed_and_compared(sweeps, capfd):
     """With --json, standard output has the document and nothing else."""
     result = succeeded(sweeps.run("--change", "drop_rate=0,learning_rate=0.01", "--change",
                                   "drop_rate=0.5", "--seeds", "2", "--json"))
@@ -98,7 +92,7 @@ def test_each_variant_is_trained_with_each_seed_and_compared(
     assert document.stop_reason is None
 
 
-def test_runs_differ_only_in_the_change_and_the_seed(sweeps: Sweeps) -> None:
+def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
     succeeded(sweeps.run("--change", "weight_decay=0", "--seeds", "2"))
     base, changed, second = map(sweeps.train_json, (
         "baseline-seed-42", "weight_decay-0-seed-42", "weight_decay-0-seed-43"))
@@ -136,9 +130,7 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps: Sweeps) -> None:
     (["--change", "drop_rate=0", "other"], "one BASE is changed"),
     (["--change", "drop_rate=0", "--", "--nproc_per_node=2"], "--nproc-per-node N"),
 ])
-def test_mistakes_are_one_line_and_nothing_is_written(
-    sweeps: Sweeps, arguments: list[str], words: str
-) -> None:
+def test_mistakes_are_one_line_and_nothing_is_written(sweeps, arguments, words):
     before = contents(sweeps.workplace.root)
     separated = ["--", *arguments[arguments.index("--") + 1:]] if "--" in arguments else []
     own = arguments[:arguments.index("--")] if separated else arguments
@@ -151,9 +143,7 @@ def test_mistakes_are_one_line_and_nothing_is_written(
     ({"validation_interval": None, "checkpoint_interval": 3, "validation_batches": None},
      "a sweep compares validation losses"),
     ({"max_hours": 1.0}, "drop it from")])
-def test_a_base_that_cannot_be_compared_is_refused(
-    sweeps: Sweeps, train: dict, words: str
-) -> None:
+def test_a_base_that_cannot_be_compared_is_refused(sweeps, train, words):
     sweeps.workplace.add_run("other", train=SETTINGS | train)
     result = run_lab("sweep", "other", *sweeps.command("--change", "drop_rate=0")[2:])
     assert words in error_line(result) and not (sweeps.dir / "other").exists()
@@ -165,11 +155,11 @@ def test_a_base_that_cannot_be_compared_is_refused(
     ("a=1,2,b= 3", {"a": "1,2", "b": 3}),
     ('a=["x,b=3', {"a": '["x', "b": 3}),
 ])
-def test_commas_separate_changes_only_before_a_key(text: str, changes: dict[str, Any]) -> None:
+def test_commas_separate_changes_only_before_a_key(text, changes):
     assert parse_change(text) == changes
 
 
-def test_runs_may_start_from_the_best_weights_of_a_run(sweeps: Sweeps) -> None:
+def test_runs_may_start_from_the_best_weights_of_a_run(sweeps):
     best = sweeps.workplace.runs_dir / "tiny/checkpoints/best"
     best.mkdir(parents=True)
     sweeps.workplace.add_run("tuned", train=SETTINGS | {"init_from": "tiny"})
@@ -182,7 +172,7 @@ def test_runs_may_start_from_the_best_weights_of_a_run(sweeps: Sweeps) -> None:
         assert train["init_from"] == str(best)
 
 
-def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps: Sweeps) -> None:
+def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps):
     succeeded(sweeps.run("--change", 'sample_prompts=["a,b","c"],init=torch,clipping_max_norm=null',
                          "--change", "precision=null,global_batch_size=4,validate_on=all"))
     first, second = sorted({run.rsplit("-seed", 1)[0] for run in sweeps.launches()}
@@ -194,9 +184,8 @@ def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps: Sweeps) -> Non
     assert "precision" not in train and train["global_batch_size"] == 4
 
 
-def test_a_range_is_fitted_with_the_baseline_and_charts_are_drawn_when_asked_for(
-    sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_range_is_fitted_with_the_baseline_and_charts_are_drawn_when_asked_for(sweeps,
+                                                                                 monkeypatch):
     for module in (report, comparison_charts):
         monkeypatch.setattr(module, "draw_by_hand", draw_bare)
     cells = sweeps.cells("--range", "learning_rate=0.005,0.02,0.04", "--change", "drop_rate=0",
@@ -220,14 +209,12 @@ def test_a_range_is_fitted_with_the_baseline_and_charts_are_drawn_when_asked_for
      "global_batch_size: no curve is fitted; it needs the losses of 3"),
     (["drop_rate=0,0.2"], "drop_rate: no curve is fitted"),  # zero has no logarithm
 ])
-def test_a_range_without_a_minimum_says_so(
-    sweeps: Sweeps, arguments: list[str], words: str
-) -> None:
+def test_a_range_without_a_minimum_says_so(sweeps, arguments, words):
     text = succeeded(sweeps.run("--range", *arguments)).stdout
     assert words in text and ("fitted" in text) == bool(words)
 
 
-def test_the_same_command_trains_nothing_again_and_other_changes_are_added(sweeps: Sweeps) -> None:
+def test_the_same_command_trains_nothing_again_and_other_changes_are_added(sweeps):
     first = sweeps.cells("--change", "drop_rate=0")
     num_launches = len(sweeps.launches())
     assert sweeps.cells("--change", "drop_rate=0.0") == sweeps.cells() == first
@@ -241,9 +228,7 @@ def test_the_same_command_trains_nothing_again_and_other_changes_are_added(sweep
     assert sweeps.cells("--seeds", "1") == cells  # seeds are not taken back
 
 
-def test_a_base_that_leaves_keys_to_muons_defaults_is_changed_and_continued(
-    sweeps: Sweeps
-) -> None:
+def test_a_base_that_leaves_keys_to_muons_defaults_is_changed_and_continued(sweeps):
     path = sweeps.workplace.runs_dir / "tiny/train.json"
     train = {key: value for key, value in json.loads(path.read_text()).items()
              if key != "learning_rate"}
@@ -256,7 +241,7 @@ def test_a_base_that_leaves_keys_to_muons_defaults_is_changed_and_continued(
     assert changed["weight_decay"] == 0.1 and "beta2" not in changed
 
 
-def test_a_changed_base_and_edited_runs_are_refused(sweeps: Sweeps) -> None:
+def test_a_changed_base_and_edited_runs_are_refused(sweeps):
     succeeded(sweeps.run("--change", "drop_rate=0"))
     path = sweeps.workplace.runs_dir / "tiny/train.json"
     before = path.read_text()
@@ -273,13 +258,13 @@ def test_a_changed_base_and_edited_runs_are_refused(sweeps: Sweeps) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"base": 1}'])
-def test_a_damaged_plan_is_one_line(sweeps: Sweeps, text: str) -> None:
+def test_a_damaged_plan_is_one_line(sweeps, text):
     succeeded(sweeps.run("--change", "drop_rate=0"))
     (sweeps.tiny / "sweep.json").write_text(text)
     assert "sweep.json: " in error_line(sweeps.run())
 
 
-def test_two_sweeps_in_one_directory_are_refused(sweeps: Sweeps) -> None:
+def test_two_sweeps_in_one_directory_are_refused(sweeps):
     sweeps.tiny.mkdir(parents=True)
     descriptor = lock_directory(sweeps.tiny)
     try:
@@ -289,7 +274,7 @@ def test_two_sweeps_in_one_directory_are_refused(sweeps: Sweeps) -> None:
     assert "another sweep runs in this directory" in line and not list(sweeps.tiny.iterdir())
 
 
-def test_a_run_that_fails_is_a_line_of_the_table(sweeps: Sweeps) -> None:
+def test_a_run_that_fails_is_a_line_of_the_table(sweeps):
     arguments = [text for value in (9, 8, 7) for text in ("--change", f"weight_decay={value}")]
     result = succeeded(sweeps.run(*arguments, "--change", "drop_rate=0"))
     assert "weight_decay=8, seed 42: failed (status 2)" in result.stdout
@@ -303,7 +288,7 @@ def test_a_run_that_fails_is_a_line_of_the_table(sweeps: Sweeps) -> None:
     assert sweeps.launches()[num_launches:] == ["weight_decay-8-seed-42", "weight_decay-7-seed-42"]
 
 
-def test_without_a_baseline_nothing_is_compared(sweeps: Sweeps) -> None:
+def test_without_a_baseline_nothing_is_compared(sweeps):
     sweeps.workplace.add_run("failing", train=SETTINGS | {"weight_decay": 8})
     result = run_lab("sweep", "failing", *sweeps.command("--change", "drop_rate=0")[2:])
     assert result.exit_code == 2
@@ -311,7 +296,7 @@ def test_without_a_baseline_nothing_is_compared(sweeps: Sweeps) -> None:
     assert (sweeps.dir / "failing/launches").read_text().split() == ["baseline-seed-42"]
 
 
-def test_improvements_are_stacked(sweeps: Sweeps) -> None:
+def test_improvements_are_stacked(sweeps):
     arguments = ["--change", "drop_rate=0", "--range", "learning_rate=0.01,0.012",
                  "--change", "clipping_max_norm=0.5", "--seeds", "2", "--stack"]
     result = succeeded(sweeps.run(*arguments))
@@ -326,7 +311,7 @@ def test_improvements_are_stacked(sweeps: Sweeps) -> None:
     assert len(sweeps.launches()) == num_launches
 
 
-def test_with_one_seed_the_stack_says_that_noise_is_unknown(sweeps: Sweeps) -> None:
+def test_with_one_seed_the_stack_says_that_noise_is_unknown(sweeps):
     changes = ("--change", "drop_rate=0", "--change", "drop_rate=0.5", "--stack")
     result = succeeded(sweeps.run(*changes))
     assert "stack: nothing to train: fewer than two changes" in result.stdout
@@ -336,7 +321,7 @@ def test_with_one_seed_the_stack_says_that_noise_is_unknown(sweeps: Sweeps) -> N
     assert "all together: drop_rate=0,learning_rate=0.01" in sweeps.table()
 
 
-def test_changes_that_cannot_be_combined_are_not_stacked(sweeps: Sweeps) -> None:
+def test_changes_that_cannot_be_combined_are_not_stacked(sweeps):
     result = succeeded(sweeps.run("--change", "use_amp=false,drop_rate=0", "--change",
                                   "precision=bf16,learning_rate=0.01", "--stack"))
     assert re.search('stack: .* cannot be trained: .*use_amp is false but precision is "bf16"',
@@ -346,7 +331,7 @@ def test_changes_that_cannot_be_combined_are_not_stacked(sweeps: Sweeps) -> None
 
 @pytest.mark.parametrize("budget", [["--budget-hours", "0.07"],
                                     ["--budget-usd", "2.52", "--usd-per-hour", "36"]])
-def test_no_run_is_started_that_would_pass_the_budget(sweeps: Sweeps, budget: list[str]) -> None:
+def test_no_run_is_started_that_would_pass_the_budget(sweeps, budget):
     changes = ["--change", "drop_rate=0", "--change", "weight_decay=0"]
     result = succeeded(sweeps.run(*changes, *budget))  # 252 s; each run takes 100 s
     assert "sweep stopped: budget: weight_decay=0, seed 42 would take about 0.0278" in result.stdout
@@ -362,13 +347,11 @@ def test_no_run_is_started_that_would_pass_the_budget(sweeps: Sweeps, budget: li
     (["--change", "drop_rate=0", "--budget-hours", "0.0277"],
      "budget: it was spent before drop_rate=0, seed 42; the same command with a larger"),
 ])
-def test_why_a_budget_stops_a_sweep_is_said(
-    sweeps: Sweeps, arguments: list[str], words: str
-) -> None:
+def test_why_a_budget_stops_a_sweep_is_said(sweeps, arguments, words):
     assert words in succeeded(sweeps.run(*arguments)).stdout
 
 
-def test_the_running_run_is_stopped_at_the_limit(sweeps: Sweeps) -> None:
+def test_the_running_run_is_stopped_at_the_limit(sweeps):
     """A run that waits for a signal gets it from the budget, and continues later."""
     sweeps.workplace.add_run("waiting", train=SETTINGS | {"weight_decay": 6})
     arguments = sweeps.command("--change", "weight_decay=0")[2:]
@@ -380,7 +363,7 @@ def test_the_running_run_is_stopped_at_the_limit(sweeps: Sweeps) -> None:
     assert len(read_lines(runs / "baseline-seed-42/metrics.jsonl")) == stub_trainer.STEPS
 
 
-def started(sweeps: Sweeps, *arguments: str) -> subprocess.Popen:
+def started(sweeps, *arguments):
     """Start a sweep in a process of its own."""
     code = ("import sys, lab.sweep.execution, lab.__main__\n"
             "from pathlib import Path\n"
@@ -391,9 +374,7 @@ def started(sweeps: Sweeps, *arguments: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(
-    sweeps: Sweeps, number: signal.Signals
-) -> None:
+def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(sweeps, number):
     arguments = ["--change", "weight_decay=6", "--change", "drop_rate=0"]
     process = started(sweeps, *arguments)
     waiting = sweeps.tiny / "weight_decay-6-seed-42"
@@ -414,12 +395,12 @@ def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(
     assert cells["weight_decay=6"][0] == cells["drop_rate=0"][0] == "1/1"
 
 
-def test_losses_on_other_validation_tokens_are_not_compared(sweeps: Sweeps) -> None:
+def test_losses_on_other_validation_tokens_are_not_compared(sweeps):
     cells = sweeps.cells("--change", "start_val_token=5")
     assert cells["start_val_token=5"][2:6] == ["-", "-", "other validation tokens", "-"]
 
 
-def test_the_command_of_a_run() -> None:
+def test_the_command_of_a_run():
     command = Launch(Path("data"), nproc_per_node=2, usd_per_hour=3.5).command(Path("sweeps/x/run"))
     assert command[1:] == [str(execution.SCRIPT), "run", "--runs-dir", "sweeps/x",
                            "--datasets-dir", "data", "--nproc-per-node", "2", "--usd-per-hour",

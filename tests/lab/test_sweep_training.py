@@ -1,7 +1,5 @@
 """A sweep with the real trainer, stopped in the middle and continued."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -16,7 +14,7 @@ from basics.failpoints import VARIABLE
 from lab.sweep import execution
 from tests.support.lab_cli import run_lab, succeeded
 from tests.support.runs import summary_of, wait_for
-from tests.support.workplace import Workplace, read_lines, start_forked
+from tests.support.workplace import read_lines, start_forked
 
 SLOW = "learning_rate-0.03-seed-42"  # so that it is stopped after its first checkpoint
 
@@ -24,15 +22,15 @@ SLOW = "learning_rate-0.03-seed-42"  # so that it is stopped after its first che
 class Forked:
     """A launch of the trainer, forked from a process that has torch loaded, like a Popen."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command):
         _, script, name, *arguments = command
         fault = {VARIABLE: "train:slow:hit=25:seconds=1"} if name == SLOW else {}
         self._process, _ = start_forked(Path(script).name, [name, *arguments], environment=fault)
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         os.kill(self._process.pid, number)
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("ddp_train.py", timeout)
@@ -40,9 +38,7 @@ class Forked:
 
 
 @pytest.mark.thorough
-def test_a_sweep_stopped_in_the_middle_of_a_run_is_continued(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_stopped_in_the_middle_of_a_run_is_continued(workplace, monkeypatch):
     monkeypatch.setattr(execution, "start", Forked)
     workplace.add_dataset()
     workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 60 * 32,
@@ -52,7 +48,7 @@ def test_a_sweep_stopped_in_the_middle_of_a_run_is_continued(
                             "--nproc-per-node", "1", "--sweeps-dir", str(sweep_dir.parent)]
     second = sweep_dir / SLOW
 
-    def stop_in_the_second_run() -> None:
+    def stop_in_the_second_run():
         wait_for(second / "checkpoints/latest")
         os.kill(os.getpid(), signal.SIGTERM)
 

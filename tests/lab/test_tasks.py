@@ -1,14 +1,10 @@
 """`lab evaluate --task`: questions, scores and errors; lm-eval is the reference."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
 
 from basics.errors import UserError
 from lab.evaluate import measure
@@ -29,11 +25,11 @@ MAY_BE_EMPTY = ("activity_label", "ctx_a", "ctx_b", "question", "goal")  # befor
 RECORDS = {name: records_of(name, 1)[0] for name in NAMES}
 
 
-def lab_evaluate(workplace: Workplace, *arguments: str, **environment: str) -> Result:
+def lab_evaluate(workplace, *arguments, **environment):
     return run_lab(*workplace.arguments("evaluate", *arguments), **environment)
 
 
-def likes_the(**changes: Any) -> LoadedModel:
+def likes_the(**changes):
     """Return a random model of GPT-2's tokens whose likeliest token is often " the"."""
     model = random_model(vocab_size=50257, **changes)
     model.final_norm.bias.data.fill_(0.5)
@@ -41,9 +37,7 @@ def likes_the(**changes: Any) -> LoadedModel:
     return LoadedModel("x", model, "gpt2")
 
 
-def test_lm_eval_gives_an_export_the_same_scores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lm_eval_gives_an_export_the_same_scores(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # read at the first import
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     from lm_eval import simple_evaluate
@@ -75,7 +69,7 @@ def test_lm_eval_gives_an_export_the_same_scores(
     assert num_cut  # texts longer than the context
 
 
-def test_all_tasks_are_one_table_and_one_record_each(trained: Workplace) -> None:
+def test_all_tasks_are_one_table_and_one_record_each(trained):
     for name in NAMES:
         write_records(trained.root / f"{name}.jsonl", shortened(records_of(name, 3)))
     arguments = [f"--task={name}={trained.root}/{name}.jsonl" for name in NAMES]
@@ -93,9 +87,7 @@ def test_all_tasks_are_one_table_and_one_record_each(trained: Workplace) -> None
         assert f" {record['accuracy']:.4f} [{low:.4f}, {high:.4f}] " in line
 
 
-def test_losses_and_tasks_are_one_json_document_on_stdout(
-    trained: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_and_tasks_are_one_json_document_on_stdout(trained, monkeypatch):
     write_records(questions := trained.root / "piqa.jsonl", shortened(records_of("piqa", 3)))
     monkeypatch.setattr(measure, "read_quiz",
                         lambda *wanted: print("a library's line") or read_quiz(*wanted))
@@ -116,7 +108,7 @@ def test_losses_and_tasks_are_one_json_document_on_stdout(
     assert alone.loss is None and alone.tasks[0].questions == 3
 
 
-def shortened(value: Any) -> Any:
+def shortened(value):
     """Make texts fit into the tiny run's context of 16 bytes."""
     if isinstance(value, list):
         return [shortened(item) for item in value]
@@ -126,7 +118,7 @@ def shortened(value: Any) -> Any:
     return " ".join(word[:3] for word in value.split()[:2]) + "." if is_text else value
 
 
-def test_hellaswag_is_cleaned_of_markup(tmp_path: Path) -> None:
+def test_hellaswag_is_cleaned_of_markup(tmp_path):
     record = {"ind": 4, "activity_label": "Baking", "ctx_a": "A man [step] stands  there.",
               "ctx_b": "he [title] opens", "label": "2", "split": "val",
               "endings": ["the oven.", " a [x] window", "his eyes [title] sleeps", "the door"]}
@@ -138,7 +130,7 @@ def test_hellaswag_is_cleaned_of_markup(tmp_path: Path) -> None:
             ["the oven.", "a window", "his eyes. sleeps", "the door"], 2)]
 
 
-def test_the_formats_of_the_authors_are_read(tmp_path: Path) -> None:
+def test_the_formats_of_the_authors_are_read(tmp_path):
     arc = {"id": "x", "answerKey": "2", "question": {"stem": "Why?", "choices": [
         {"text": "so", "label": "1"}, {"text": "no", "label": "2"}]}}
     write_records(tmp_path / "ARC-Easy-Test.jsonl", [arc])
@@ -154,7 +146,7 @@ def test_the_formats_of_the_authors_are_read(tmp_path: Path) -> None:
         read_quiz("piqa", str(tmp_path / "valid.jsonl"))
 
 
-def test_minimal_pairs_are_named_by_their_kind_and_may_be_many_files(tmp_path: Path) -> None:
+def test_minimal_pairs_are_named_by_their_kind_and_may_be_many_files(tmp_path):
     pair = {"sentence_good": "a b.", "sentence_bad": "b a.", "UID": "some_island"}
     (tmp_path / "data").mkdir()
     for number, kind in enumerate(("some_island", "other_island")):
@@ -169,7 +161,7 @@ def test_minimal_pairs_are_named_by_their_kind_and_may_be_many_files(tmp_path: P
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_without_valid_questions_is_a_user_error(name: str, tmp_path: Path) -> None:
+def test_a_file_without_valid_questions_is_a_user_error(name, tmp_path):
     path, good = tmp_path / "val.jsonl", json.dumps(RECORDS[name])
     contents = ["", "\n", "junk", "[]", "{}", "[" * 10_000, "\xff"]
     for column in TASKS[name].columns.split(", "):
@@ -192,8 +184,7 @@ def test_a_file_without_valid_questions_is_a_user_error(name: str, tmp_path: Pat
     (("--with-loss", "--task", "blimp=pairs.jsonl"),
      "Error: blimp, pairs.jsonl, question 2: a choice has 21 tokens, but tiny has a context of 16"),
 ])
-def test_a_user_error_is_one_line(trained: Workplace, arguments: tuple[str, ...], message: str,
-                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_error_is_one_line(trained, arguments, message, monkeypatch):
     monkeypatch.chdir(trained.root)
     (trained.root / "empty").mkdir()
     write_records(trained.root / "pairs.jsonl", [
@@ -203,7 +194,7 @@ def test_a_user_error_is_one_line(trained: Workplace, arguments: tuple[str, ...]
     assert not (trained.runs_dir / "tiny/evaluations.jsonl").exists()
 
 
-def test_a_text_that_loses_its_beginning_is_reported(trained: Workplace) -> None:
+def test_a_text_that_loses_its_beginning_is_reported(trained):
     write_records(trained.root / "words.jsonl", [{"text": "too long for this model"},
                                                  {"text": "short enough"}])
     result = lab_evaluate(trained, "tiny", "--task", f"lambada={trained.root}/words.jsonl")
@@ -211,7 +202,7 @@ def test_a_text_that_loses_its_beginning_is_reported(trained: Workplace) -> None
             " beginning, as in lm-eval") in succeeded(result).stderr
 
 
-def test_equal_choices_are_a_tie_that_the_first_one_wins() -> None:
+def test_equal_choices_are_a_tie_that_the_first_one_wins():
     """In different batches, their log probabilities could differ in the last bit."""
     target = LoadedModel("x", random_model(vocab_size=257, context_length=32), "bytes")
     questions = [Question("a" * n, ["b" * 9, "b" * 9, "c" * 5], right=1) for n in range(1, 22)]
@@ -230,10 +221,7 @@ def test_equal_choices_are_a_tie_that_the_first_one_wins() -> None:
     ("blimp", ["a_island/train-00000-of-00001.parquet", "b_island/train-00000-of-00001.parquet"],
      ["README.md"]),
 ])
-def test_questions_are_downloaded_from_the_hub(
-    name: str, wanted: list[str], others: list[str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_questions_are_downloaded_from_the_hub(name, wanted, others, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     write_records(path := tmp_path / Path(wanted[0]).name, records_of(name, 3))
     hub = Hub(dict.fromkeys(wanted, path.read_bytes()) | dict.fromkeys(others, b"x"),
@@ -245,21 +233,21 @@ def test_questions_are_downloaded_from_the_hub(
     assert not any(hub.downloads(other) for other in others)
 
 
-def test_nothing_is_downloaded_for_a_target_that_does_not_exist(tmp_path: Path) -> None:
+def test_nothing_is_downloaded_for_a_target_that_does_not_exist(tmp_path):
     with serving(Hub({}, repository="Rowan/hellaswag")) as hub:
         result = lab_evaluate(Workplace(tmp_path), "nix", "--task", "hellaswag",
                               **hub.environment(tmp_path / "home"))
         assert "no such run" in error_line(result) and not hub.requests
 
 
-def test_a_hub_dataset_without_the_questions_is_a_user_error(tmp_path: Path) -> None:
+def test_a_hub_dataset_without_the_questions_is_a_user_error(tmp_path):
     hub = Hub({"README.md": b"x"}, repository="someone/questions")
     with (serving(hub), used_in_this_process(hub, tmp_path / "home"),
           pytest.raises(UserError, match="has no file of PIQA's questions; give baber/piqa or")):
         read_quiz("piqa", "someone/questions")
 
 
-def test_the_default_datasets_are_those_of_lm_eval() -> None:
+def test_the_default_datasets_are_those_of_lm_eval():
     """What the hub's test server cannot show: the names that the tasks have in lm-eval."""
     tasks = Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
     for name, file in (("hellaswag", "hellaswag/hellaswag.yaml"), ("piqa", "piqa/piqa.yaml"),

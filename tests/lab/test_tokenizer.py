@@ -1,17 +1,13 @@
 """`lab tokenizer`, and the whole path: a dataset, a run, its text, its evaluation, its export."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
@@ -27,16 +23,16 @@ from tests.support.workplace import Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.batches import byte_lengths
 from tokens.tokenizer import choose_tokenizer
-from trainer.models import LoadedModel, load_model
+from trainer.models import load_model
 
 WORDS = ["the cat sat", "on the mat", "naïve 🎉 café", "and the hat", "它是它的", "it's 1234"]
 
 
-def lab_tokenizer(source: Path, output: Path, *arguments: str) -> Result:
+def lab_tokenizer(source, output, *arguments):
     return run_lab("tokenizer", str(source), "--output", str(output), *arguments)
 
 
-def test_a_tokenizer_is_trained_always_to_the_same_file(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_always_to_the_same_file(tmp_path):
     source = write_source("jsonl", tmp_path / "source")
     outputs = [tmp_path / "a", tmp_path / "b"]
     left = tmp_path / ".b.tokenizer-partial/tokenizer"  # by a command that was killed
@@ -56,7 +52,7 @@ def test_a_tokenizer_is_trained_always_to_the_same_file(tmp_path: Path) -> None:
     assert len(least.encode_ordinary("the cat")) == 7
 
 
-def test_as_many_damaged_files_as_in_a_preparation_are_left_out(tmp_path: Path) -> None:
+def test_as_many_damaged_files_as_in_a_preparation_are_left_out(tmp_path):
     source = tmp_path / "source"
     write_parquet(source, *([text, f"{text} {i}"] for i in range(100) for text in TEXTS[:1]))
     corrupt(source / "007.parquet", footer=False)
@@ -67,7 +63,7 @@ def test_as_many_damaged_files_as_in_a_preparation_are_left_out(tmp_path: Path) 
     assert "009.parquet" in line and "of the files cannot be read, more than 1: replace" in line
 
 
-def test_the_number_of_cores_does_not_change_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cores_does_not_change_the_file(monkeypatch):
     found = set()
     for parallel in ("true", "false"):
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
@@ -75,7 +71,7 @@ def test_the_number_of_cores_does_not_change_the_file(monkeypatch: pytest.Monkey
     assert len(found) == 1
 
 
-def test_only_so_much_text_is_read(tmp_path: Path) -> None:
+def test_only_so_much_text_is_read(tmp_path):
     write_parquet(tmp_path / "source", ["abcabc " * 100_000, "abcabc " * 100_000, "z" * 500_000])
     output = tmp_path / "a"
     result = succeeded(lab_tokenizer(tmp_path / "source", output, "--vocab-size", "260",
@@ -85,7 +81,7 @@ def test_only_so_much_text_is_read(tmp_path: Path) -> None:
     assert b'"zz"' not in (output / "tokenizer.json").read_bytes()
 
 
-def test_a_user_error_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_user_error_is_one_line_and_writes_nothing(tmp_path):
     source, output = write_source("txt", tmp_path / "source"), tmp_path / "out"
     for size in ("256", "65537", "-1"):
         result = lab_tokenizer(source, output, "--vocab-size", size)
@@ -99,7 +95,7 @@ def test_a_user_error_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
-def test_the_next_command_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
+def test_the_next_command_can_be_pasted_into_a_shell(tmp_path):
     source, output = tmp_path / "my documents", tmp_path / "it's mine"
     source.mkdir()
     lines = [json.dumps({"body text": text}) for text in TEXTS]
@@ -112,7 +108,7 @@ def test_the_next_command_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
         str(output), "--text-column", "body text"]
 
 
-def test_a_tokenizer_is_trained_on_the_split_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_on_the_split_that_is_asked_for(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for split, text in (("train", "ab"), ("test", "xy")):
@@ -125,7 +121,7 @@ def test_a_tokenizer_is_trained_on_the_split_that_is_asked_for(tmp_path: Path) -
     assert found == [[["a", "b"]], [["x", "y"]]]
 
 
-def train_both(root: Path) -> None:
+def train_both(root):
     """Train two tiny runs on the same text: one in tokens of its own, one in bytes."""
     workplace = Workplace(root)
     documents = workplace.root / "documents"
@@ -145,16 +141,16 @@ def train_both(root: Path) -> None:
 
 
 @pytest.fixture
-def trained(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Workplace:
+def trained(tmp_path_factory, tmp_path):
     root = made_once(tmp_path_factory, "own-tokenizer", train_both)
     return Workplace(shutil.copytree(root, tmp_path / "workplace", symlinks=True))
 
 
-def target_of(workplace: Workplace, name: str = "own") -> LoadedModel:
+def target_of(workplace, name="own"):
     return load_model(name, runs_dir=workplace.runs_dir, device=torch.device("cpu"))
 
 
-def test_a_run_writes_text_of_its_tokenizer_and_bits_per_byte(trained: Workplace) -> None:
+def test_a_run_writes_text_of_its_tokenizer_and_bits_per_byte(trained):
     samples = read_lines(trained.runs_dir / "own/samples.jsonl")
     assert len(samples) == 2 and all(sample["text"] for sample in samples)
     for name in ("own", "bytes"):
@@ -167,9 +163,7 @@ def test_a_run_writes_text_of_its_tokenizer_and_bits_per_byte(trained: Workplace
     assert ratio == pytest.approx(0.6931, rel=0.02)  # bytes; end-of-text tokens add none
 
 
-def test_a_run_needs_no_dataset_to_write_text_and_to_be_exported(
-    trained: Workplace, tmp_path: Path
-) -> None:
+def test_a_run_needs_no_dataset_to_write_text_and_to_be_exported(trained, tmp_path):
     output = tmp_path / "export"
     shutil.rmtree(trained.datasets_dir / "own")
     shutil.rmtree(trained.root / "own")
@@ -194,7 +188,7 @@ def test_a_run_needs_no_dataset_to_write_text_and_to_be_exported(
     assert "(tokenizer.json)" in (output / "README.md").read_text()
 
 
-def test_bits_per_byte_compare_runs_with_different_tokenizers(trained: Workplace) -> None:
+def test_bits_per_byte_compare_runs_with_different_tokenizers(trained):
     compare = ("compare", "--runs-dir", str(trained.runs_dir))
     assert "the bits are not of the same text" in succeeded(run_lab(*compare)).stdout
     result = succeeded(run_lab(*trained.arguments("evaluate", "own", "bytes")))
@@ -221,7 +215,7 @@ def test_bits_per_byte_compare_runs_with_different_tokenizers(trained: Workplace
     assert "losses (nats per token) do not compare" in table and "not of the same text" not in table
 
 
-def test_text_of_another_tokenizer_or_other_text_is_not_measured(trained: Workplace) -> None:
+def test_text_of_another_tokenizer_or_other_text_is_not_measured(trained):
     assert "validation.safetensors: the tokenizer is bytes, but that of own is sha256:" in (
         error_line(run_lab(*trained.arguments("evaluate", "own", "--dataset", "bytes"))))
     assert "--start-token and --tokens would choose different text" in error_line(
@@ -236,7 +230,7 @@ def test_text_of_another_tokenizer_or_other_text_is_not_measured(trained: Workpl
         run_lab(*trained.arguments("evaluate", "own", "bytes")))
 
 
-def test_a_dataset_without_its_tokenizer_is_refused_by_the_trainer(trained: Workplace) -> None:
+def test_a_dataset_without_its_tokenizer_is_refused_by_the_trainer(trained):
     trained.add_run("new", model={"vocab_size": 304}, train={"dataset": "own"})
     path = trained.datasets_dir / "own/tokenizer.json"
     content = path.read_text()
@@ -248,7 +242,7 @@ def test_a_dataset_without_its_tokenizer_is_refused_by_the_trainer(trained: Work
         assert message in refused(trained, "new").replace(os.linesep, "")
 
 
-def test_a_damaged_copy_makes_a_checkpoint_damaged(trained: Workplace) -> None:
+def test_a_damaged_copy_makes_a_checkpoint_damaged(trained):
     for path in (trained.runs_dir / "own/checkpoints").glob("*/tokenizer.json"):
         path.write_text(path.read_text().replace("true", "True", 1))
     assert "tokenizer.json has changed since it was written" in error_line(

@@ -1,13 +1,10 @@
 """`lab tune`: the data, the loop, the answers, and the tuned model with its card."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 import math
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -26,7 +23,6 @@ from lab.instruct.tuning import IGNORED, TuneOptions, Tuner, encode_entries
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.markdown import HOSTILE, active_parts
 from tests.support.tuning import MODEL, add_tunable_run, answers_in, entries_of, tune, write_entries
-from tests.support.workplace import Workplace
 from tokens.tokenizer import load_tokenizer
 from trainer.models import LoadedModel, load_model
 
@@ -36,23 +32,22 @@ END = 256
 
 
 @pytest.fixture
-def tuned_place(workplace: Workplace) -> Workplace:
+def tuned_place(workplace):
     """A run with a checkpoint, and instructions that all have the same output."""
     return add_tunable_run(workplace)
 
 
-def encoded(prompt: str, *, input: str = "", output: str = "Yes.", context_length: int = 192,
-            loss_on: str = "response"):
+def encoded(prompt, *, input="", output="Yes.", context_length=192, loss_on="response"):
     return encode_entries([Entry(instruction=prompt, input=input, output=output)],
                           load_tokenizer("bytes"), context_length=context_length, loss_on=loss_on)
 
 
-def tuner(options: TuneOptions = OPTIONS, **model: object) -> Tuner:
+def tuner(options=OPTIONS, **model):
     torch.manual_seed(0)
     return Tuner(GPTModel(MODEL.model_copy(update=model)), options, pad_id=END)
 
 
-def test_only_the_response_and_the_end_of_text_are_targets() -> None:
+def test_only_the_response_and_the_end_of_text_are_targets():
     prompt = list(
         b"Below is an instruction that describes a task. Write a response that appropriately"
         b" completes the request.\n\n### Instruction:\na\n\n### Input:\nb\n\n### Response:\n"
@@ -65,7 +60,7 @@ def test_only_the_response_and_the_end_of_text_are_targets() -> None:
     assert whole.targets == [*prompt[1:], *b"Yes.", END]
 
 
-def test_entries_longer_than_the_context_are_cut_or_skipped() -> None:
+def test_entries_longer_than_the_context_are_cut_or_skipped():
     length = len(Entry(instruction="a", output="").prompt())
     fits, cut, full, none = (encoded("a", context_length=length + more) for more in (4, 3, 0, -1))
     assert (fits.num_cut, fits.num_skipped) == (0, 0)
@@ -75,12 +70,12 @@ def test_entries_longer_than_the_context_are_cut_or_skipped() -> None:
     assert (none.examples, none.num_cut, none.num_skipped) == ([], 0, 1)
 
 
-def test_an_end_of_text_marker_in_the_data_is_plain_text() -> None:
+def test_an_end_of_text_marker_in_the_data_is_plain_text():
     [example] = encoded("<|endoftext|>", output="<|endoftext|>").examples
     assert END not in example.token_ids and example.targets.count(END) == 1
 
 
-def test_the_loss_is_the_mean_over_tokens_for_any_batch_size() -> None:
+def test_the_loss_is_the_mean_over_tokens_for_any_batch_size():
     examples = [encoded("a" * n, output="b" * (n + 1)).examples[0] for n in range(5)]
     losses = []
     for size in (1, 2, 5):
@@ -97,9 +92,7 @@ def test_the_loss_is_the_mean_over_tokens_for_any_batch_size() -> None:
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(1100, (935, 110, 55)), (10, (8, 1, 1))])
-def test_the_split_is_that_of_the_book(
-    tmp_path: Path, count: int, sizes: tuple[int, int, int]
-) -> None:
+def test_the_split_is_that_of_the_book(tmp_path, count, sizes):
     path = write_entries(tmp_path / "data.json", count, output="x")
     found = load_entries(path)
     assert (len(found.train), len(found.test), len(found.validation)) == sizes
@@ -108,7 +101,7 @@ def test_the_split_is_that_of_the_book(
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_best_epoch_is_restored_when_validation_loss_rises() -> None:
+def test_the_best_epoch_is_restored_when_validation_loss_rises():
     train = [encoded(f"Ask {n}").examples[0] for n in range(8)]
     validation = [encoded(f"Ask {n}", output="Yet!").examples[0] for n in range(3)]
     one, seen = tuner(), []
@@ -122,10 +115,10 @@ def test_the_best_epoch_is_restored_when_validation_loss_rises() -> None:
     assert not one.model.training
 
 
-def test_the_seed_determines_dropout_and_order() -> None:
+def test_the_seed_determines_dropout_and_order():
     train = [encoded(f"Ask {n}", output=str(n) * 9).examples[0] for n in range(8)]
 
-    def first_loss(seed: int, drop_rate: float) -> float:
+    def first_loss(seed, drop_rate):
         one = tuner(dataclasses.replace(OPTIONS, max_epochs=1, seed=seed), drop_rate=drop_rate)
         torch.seed()  # the earlier random state does not matter
         one.run(train, train, lambda epoch: None)
@@ -135,7 +128,7 @@ def test_the_seed_determines_dropout_and_order() -> None:
     assert first_loss(1, 0.0) != first_loss(2, 0.0)
 
 
-def test_the_tuned_model_answers_the_test(tuned_place: Workplace) -> None:
+def test_the_tuned_model_answers_the_test(tuned_place):
     lines = succeeded(tune(tuned_place, "--max-epochs", "10")).stdout.splitlines()
     assert lines[0] == "tiny: 34 entries for training, 2 for validation, 4 for the test"
     assert lines[1].startswith("epoch 0: before training, validation loss 5.")
@@ -157,12 +150,12 @@ def test_the_tuned_model_answers_the_test(tuned_place: Workplace) -> None:
 
 @pytest.mark.parametrize(("name", "output"), [("openai-community/gpt2", "gpt2-answers.json"),
                                               ("exports/mine/", "mine-answers.json")])
-def test_what_is_no_run_has_its_answers_in_the_current_directory(name: str, output: str) -> None:
+def test_what_is_no_run_has_its_answers_in_the_current_directory(name, output):
     target = LoadedModel(name, GPTModel(MODEL), "gpt2")
     assert default_place(target, "instruction-answers.json", "-answers.json") == Path(output)
 
 
-def test_cut_and_skipped_entries_are_reported(tuned_place: Workplace) -> None:
+def test_cut_and_skipped_entries_are_reported(tuned_place):
     data = tuned_place.root / "data.json"
     entries = entries_of(data)
     entries[0]["output"] = entries[39]["output"] = "long " * 50
@@ -188,9 +181,7 @@ def test_cut_and_skipped_entries_are_reported(tuned_place: Workplace) -> None:
     ("[]", "has 0 entries; give 10 or more"),
     (None, "cannot be read: No such file"),
 ])
-def test_invalid_data_is_a_user_error(
-    tmp_path: Path, content: str | None, message: str
-) -> None:
+def test_invalid_data_is_a_user_error(tmp_path, content, message):
     path = tmp_path / "data.json"
     if content is not None:
         path.write_text(content)
@@ -199,7 +190,7 @@ def test_invalid_data_is_a_user_error(
     assert f"{path}: " in str(caught.value) and message in str(caught.value)
 
 
-def test_errors_are_found_before_tuning(tuned_place: Workplace) -> None:
+def test_errors_are_found_before_tuning(tuned_place):
     data = write_entries(tuned_place.root / "nine.json", 9, output="")
     assert "nine.json: has 9 entries" in error_line(tune(tuned_place, data=data))
     for output in (tuned_place.root, data / "a.json"):
@@ -216,9 +207,7 @@ def test_errors_are_found_before_tuning(tuned_place: Workplace) -> None:
     assert not (tuned_place.runs_dir / "tiny/instruction-answers.json").exists()
 
 
-def test_losses_that_are_not_finite_do_not_prevent_answers(
-    tuned_place: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_that_are_not_finite_do_not_prevent_answers(tuned_place, monkeypatch):
     monkeypatch.setattr(Tuner, "_train", lambda *_: math.nan)
     succeeded(tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1"))
     record = answers_in(tuned_place)
@@ -227,15 +216,15 @@ def test_losses_that_are_not_finite_do_not_prevent_answers(
 
 
 @contextmanager
-def serving(content: bytes, *, status: int = 200, cut: int = 0) -> Iterator[tuple[str, list]]:
+def serving(content, *, status=200, cut=0):
     """Serve one file; yield its address and the list of requests."""
     requests = []
 
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             requests.append(self.path)
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
@@ -251,9 +240,7 @@ def serving(content: bytes, *, status: int = 200, cut: int = 0) -> Iterator[tupl
         server.server_close()
 
 
-def test_the_data_of_the_book_is_downloaded_once(
-    tuned_place: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_data_of_the_book_is_downloaded_once(tuned_place, monkeypatch):
     content = (tuned_place.root / "data.json").read_bytes()
     with serving(content) as (url, requests):
         monkeypatch.setattr(instructions, "DEFAULT_URL", url)
@@ -272,9 +259,7 @@ def test_the_data_of_the_book_is_downloaded_once(
     ({"content": b" " * 6000}, "it has more than 5,999 bytes"),
     (None, "refused"),
 ])
-def test_a_failed_download_names_the_alternative(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict | None, message: str
-) -> None:
+def test_a_failed_download_names_the_alternative(tmp_path, monkeypatch, answer, message):
     monkeypatch.setattr(instructions, "MAX_DOWNLOAD_BYTES", 5999)
     with serving(**answer or {"content": b""}) as (url, _):
         monkeypatch.setattr(instructions, "DEFAULT_URL", url)
@@ -286,23 +271,21 @@ def test_a_failed_download_names_the_alternative(
     assert not list(tmp_path.iterdir())
 
 
-def failed_download(directory: Path) -> str:
+def failed_download(directory):
     with pytest.raises(UserError) as caught:
         fetch_default_entries(directory / "datasets")
     return str(caught.value)
 
 
-def tuned_dir(workplace: Workplace) -> Path:
+def tuned_dir(workplace):
     return workplace.runs_dir / "tiny/tuned"
 
 
-def card_of(workplace: Workplace) -> ModelCard:
+def card_of(workplace):
     return ModelCard.load(tuned_dir(workplace) / "README.md")
 
 
-def test_the_tuned_model_is_kept_with_the_weights_of_the_best_epoch(
-    tuned_place: Workplace
-) -> None:
+def test_the_tuned_model_is_kept_with_the_weights_of_the_best_epoch(tuned_place):
     succeeded(tune(tuned_place, "--max-epochs", "10"))
     tuned = load_model(str(tuned_dir(tuned_place)), runs_dir=tuned_place.runs_dir)
     assert tuned.tokenizer_name == "bytes" and tuned.model.config.drop_rate == 0
@@ -328,9 +311,7 @@ def test_the_tuned_model_is_kept_with_the_weights_of_the_best_epoch(
 
 
 @pytest.mark.parametrize("text", ["", "näive\n  {{ text }} <|x|>\n"])
-def test_the_chat_template_renders_the_prompt_of_the_tuning(
-    tuned_place: Workplace, text: str
-) -> None:
+def test_the_chat_template_renders_the_prompt_of_the_tuning(tuned_place, text):
     succeeded(tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1"))
     tokenizer = AutoTokenizer.from_pretrained(tuned_dir(tuned_place))
     entry = Entry(instruction=" Äsk \n\"'\\n {% x %}", input=text, output="Yes.")
@@ -349,7 +330,7 @@ def test_the_chat_template_renders_the_prompt_of_the_tuning(
         tokenizer.apply_chat_template([{"role": "system", "content": "x"}], tokenize=False)
 
 
-def test_the_card_says_what_the_model_was_tuned_on(tuned_place: Workplace) -> None:
+def test_the_card_says_what_the_model_was_tuned_on(tuned_place):
     succeeded(tune(tuned_place, "--max-epochs", "2", "--max-new-tokens", "1"))
     card, record = card_of(tuned_place), answers_in(tuned_place)
     facts = card.data.to_dict()
@@ -366,9 +347,7 @@ def test_the_card_says_what_the_model_was_tuned_on(tuned_place: Workplace) -> No
     assert str(tuned_place.root) not in card.content and "/tmp" not in card.content
 
 
-def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(
-    tuned_place: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(tuned_place, monkeypatch):
     succeeded(tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1"))
     monkeypatch.chdir(tuned_place.root)
     base = tuned_dir(tuned_place).rename(tuned_place.root / HOSTILE)
@@ -384,7 +363,7 @@ def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(
     assert card.data.base_model == "someone/gpt" and "# gpt-tuned" in card.text
 
 
-def test_a_model_output_that_holds_something_else_is_refused(tuned_place: Workplace) -> None:
+def test_a_model_output_that_holds_something_else_is_refused(tuned_place):
     other = tuned_place.root / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
@@ -394,7 +373,7 @@ def test_a_model_output_that_holds_something_else_is_refused(tuned_place: Workpl
     assert tuned_place.files() == before
 
 
-def test_the_model_that_is_tuned_is_not_replaced(tuned_place: Workplace) -> None:
+def test_the_model_that_is_tuned_is_not_replaced(tuned_place):
     succeeded(tune(tuned_place, "--max-epochs", "1", "--max-new-tokens", "1"))
     base = tuned_dir(tuned_place)
     (tuned_place.root / "link").symlink_to(base)

@@ -1,7 +1,5 @@
 """`lab watch`: its points, its server, its command and its export, without a browser."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib
@@ -10,12 +8,8 @@ import re
 import socket
 import threading
 import tomllib
-from http.client import HTTPResponse
-from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
 
 from lab.watch.answers import Watched
 from lab.watch.columns import MAX_POINTS, Columns, bucket_size
@@ -35,7 +29,7 @@ from tests.support.watching import (
 
 
 @pytest.fixture
-def runs_dir(tmp_path: Path) -> Path:
+def runs_dir(tmp_path):
     path = tmp_path / "runs"
     path.mkdir()
     return path
@@ -44,13 +38,11 @@ def runs_dir(tmp_path: Path) -> Path:
 # Reading records that grow
 
 
-def steps_of(columns: Columns) -> list[float]:
+def steps_of(columns):
     return [step + 1 for step in columns.read().get("global_step", ())]
 
 
-def test_only_appended_whole_lines_are_parsed(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_appended_whole_lines_are_parsed(runs_dir, monkeypatch):
     path = add_run(runs_dir, "live", steps=30) / "metrics.jsonl"
     columns, line, parsed = Columns(path), lines(report(40, mfu="x")), []
     assert steps_of(columns) == [10, 20, 30]
@@ -65,7 +57,7 @@ def test_only_appended_whole_lines_are_parsed(
 
 
 @pytest.mark.parametrize("is_in_place", [False, True])
-def test_a_file_that_was_replaced_is_read_anew(runs_dir: Path, is_in_place: bool) -> None:
+def test_a_file_that_was_replaced_is_read_anew(runs_dir, is_in_place):
     path = add_run(runs_dir, "live", steps=40) / "metrics.jsonl"
     columns = Columns(path)
     assert steps_of(columns) == [10, 20, 30, 40]
@@ -80,12 +72,12 @@ def test_a_file_that_was_replaced_is_read_anew(runs_dir: Path, is_in_place: bool
     assert steps_of(columns) == []
 
 
-def points(runs_dir: Path, name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def points(runs_dir, name, **options):
     found = Watched(runs_dir).run(name, **options)
     return found["x"], found["lines"]
 
 
-def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir: Path) -> None:
+def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir):
     append(add_run(runs_dir, "gpus", steps=10), report(
         20, gpu_power_w=[100, 300], gpu_memory_gib=[1.0, None, 3.0],
         gpu_throttling=["sw power cap", "hw slowdown"]))
@@ -98,7 +90,7 @@ def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir: Path) -> None:
 
 @pytest.mark.parametrize("odd", [
     "no JSON", {"mfu": "x"}, {"usd": -1}, {"global_step": 2.5}, {"gpu_power_w": [None, "x"]}])
-def test_an_odd_line_among_many_changes_no_other(runs_dir: Path, odd: dict | str) -> None:
+def test_an_odd_line_among_many_changes_no_other(runs_dir, odd):
     """Without one pyarrow parses them all; an odd one is left out, as each command does."""
     records = [report(step, mfu=0.4, gpu_power_w=[100, step], gpu_throttling=["", "hw slowdown"],
                       train_loss=[None, 2.5][step % 2], layer_grad_norm=[1.0])
@@ -114,13 +106,13 @@ def test_an_odd_line_among_many_changes_no_other(runs_dir: Path, odd: dict | str
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 1000, 1001, 2000, 2001, 100_003])
-def test_a_point_is_a_power_of_two_of_records(num_rows: int) -> None:
+def test_a_point_is_a_power_of_two_of_records(num_rows):
     size = bucket_size(num_rows)
     assert size & (size - 1) == 0 and -(-num_rows // size) <= MAX_POINTS
     assert size == 1 or -(-num_rows // (size // 2)) > MAX_POINTS
 
 
-def test_points_are_bounded_and_keep_means_spikes_sums_and_validations(runs_dir: Path) -> None:
+def test_points_are_bounded_and_keep_means_spikes_sums_and_validations(runs_dir):
     run_dir = add_run(runs_dir, "long", steps=0)
     spike = 1_777
     append(run_dir, *(report(10 * n, train_loss=9.0 if n == spike else 1.0, train_loss_min=0.5,
@@ -138,7 +130,7 @@ def test_points_are_bounded_and_keep_means_spikes_sums_and_validations(runs_dir:
     assert [y for y in found["validation_loss"]["y"] if y] == [2]
 
 
-def test_a_range_is_thinned_by_itself(runs_dir: Path) -> None:
+def test_a_range_is_thinned_by_itself(runs_dir):
     append(add_run(runs_dir, "long", steps=0),
            *(report(10 * n, usd=float(n)) for n in range(1, 5001)))
     assert points(runs_dir, "long", within=("steps", 20_005.0, 21_005.0))[0]["steps"] == [
@@ -147,7 +139,7 @@ def test_a_range_is_thinned_by_itself(runs_dir: Path) -> None:
     assert points(runs_dir, "long", within=("steps", 9e9, 1e10))[1]["usd"]["y"] == [5000]
 
 
-def test_an_axis_never_goes_back(runs_dir: Path) -> None:
+def test_an_axis_never_goes_back(runs_dir):
     append(add_run(runs_dir, "odd", steps=0), report(10), report(30), report(20, seconds=9.0),
            report(40, seconds=1.0, train_loss=1e30))
     x, found = points(runs_dir, "odd")
@@ -158,19 +150,19 @@ def test_an_axis_never_goes_back(runs_dir: Path) -> None:
 # The server
 
 
-def json_of(server: Server, path: str) -> dict:
+def json_of(server, path):
     response, body = ask(server, path)
     assert response.status == 200, body
     assert response.headers["Content-Type"].startswith("application/json")
     return json.loads(body)
 
 
-def assert_headers(response: HTTPResponse) -> None:
+def assert_headers(response):
     for name, value in HEADERS.items():
         assert response.headers[name] == value
 
 
-def test_the_page_and_its_questions_are_answered(runs_dir: Path) -> None:
+def test_the_page_and_its_questions_are_answered(runs_dir):
     add_sample(add_run(runs_dir, "a", steps=2000), 50, "def ", HOSTILE)
     with served(runs_dir) as server:
         assert server.server_address[0] == "127.0.0.1"  # this machine only
@@ -202,7 +194,7 @@ def test_the_page_and_its_questions_are_answered(runs_dir: Path) -> None:
     "/run?run=.hidden", "/run?run=other", "/run?run=a&x=secret&from=1&to=2", "/run?run=a&x=steps",
     "/run?run=a&x=steps&from=1&to=x", "/run?" + "&".join(f"a{n}=1" for n in range(20)),
     "//[/runs"])
-def test_nothing_else_can_be_read(runs_dir: Path, tmp_path: Path, path: str) -> None:
+def test_nothing_else_can_be_read(runs_dir, tmp_path, path):
     add_run(runs_dir, "a"), add_run(runs_dir, "other"), add_run(tmp_path, "outside")
     add_run(runs_dir, "x"), (runs_dir / "x").rename(runs_dir / ".hidden")
     (runs_dir / "link").symlink_to(tmp_path / "outside")
@@ -220,9 +212,7 @@ def test_nothing_else_can_be_read(runs_dir: Path, tmp_path: Path, path: str) -> 
     ({"Host": "evil.example"}, 403), ({"Host": ""}, 403),
     ({"Host": "127.0.0.1.evil.example:8765"}, 403), ({"Host": "localhost:8765@evil.example"}, 403),
     ({"Host": "localhost:x"}, 403), ({"Host": "192.168.0.7:8765"}, 403)])
-def test_other_hosts_are_refused_and_links_are_followed(
-    runs_dir: Path, headers: dict[str, str], status: int
-) -> None:
+def test_other_hosts_are_refused_and_links_are_followed(runs_dir, headers, status):
     with served(runs_dir) as server:
         for path in ("/", "/runs"):
             response, body = ask(server, path, **headers)
@@ -232,7 +222,7 @@ def test_other_hosts_are_refused_and_links_are_followed(
 
 
 @pytest.mark.parametrize("path", ["/runs", "/run?run=a", "/none"])
-def test_nobody_without_the_token_learns_anything(runs_dir: Path, path: str) -> None:
+def test_nobody_without_the_token_learns_anything(runs_dir, path):
     """Neither another user of the machine, who can connect, nor another site's page."""
     add_run(runs_dir, "a")
     with served(runs_dir) as server, served(runs_dir) as other:
@@ -244,7 +234,7 @@ def test_nobody_without_the_token_learns_anything(runs_dir: Path, path: str) -> 
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "BREW"])
-def test_other_methods_are_refused(runs_dir: Path, method: str) -> None:
+def test_other_methods_are_refused(runs_dir, method):
     with served(runs_dir) as server:
         response, _ = ask(server, "/runs", method)
         assert response.status == (501 if method == "BREW" else 405)
@@ -256,9 +246,7 @@ def test_other_methods_are_refused(runs_dir: Path, method: str) -> None:
     (b"GET /runs HTTP/1.1\r\n\r\n", 403), (b"GET /evil HTTP/9.0\r\n\r\n", 505),
     (b"GET /runs HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", 403),
     (b"GET /evil" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414)])
-def test_malformed_requests_get_an_answer_that_does_not_repeat_them(
-    runs_dir: Path, request_text: bytes, status: int
-) -> None:
+def test_malformed_requests_get_an_answer_that_does_not_repeat_them(runs_dir, request_text, status):
     with served(runs_dir) as server, socket.create_connection(
             ("127.0.0.1", server.server_port), timeout=20) as client:
         client.sendall(request_text)
@@ -267,7 +255,7 @@ def test_malformed_requests_get_an_answer_that_does_not_repeat_them(
     assert b"<script>" not in answer and b"evil" not in answer
 
 
-def test_a_run_that_is_removed_meanwhile_is_no_error(runs_dir: Path) -> None:
+def test_a_run_that_is_removed_meanwhile_is_no_error(runs_dir):
     run_dir = add_run(runs_dir, "a")
     with served(runs_dir) as server:
         assert json_of(server, "/run?run=a")["lines"]
@@ -280,10 +268,10 @@ def test_a_run_that_is_removed_meanwhile_is_no_error(runs_dir: Path) -> None:
         assert json_of(server, "/runs") == {"runs": []}
 
 
-def test_many_threads_read_a_run_that_grows(runs_dir: Path) -> None:
+def test_many_threads_read_a_run_that_grows(runs_dir):
     run_dir, found = add_run(runs_dir, "live", steps=10), []
     with served(runs_dir) as server:
-        def follow() -> None:
+        def follow():
             while len(json_of(server, "/run?run=live")["x"]["steps"]) < 30:
                 pass
             found.append(True)
@@ -301,16 +289,14 @@ def test_many_threads_read_a_run_that_grows(runs_dir: Path) -> None:
 # The command
 
 
-def watch(runs_dir: Path, *arguments: str) -> Result:
+def watch(runs_dir, *arguments):
     return run_lab("watch", "--runs-dir", str(runs_dir), *arguments)
 
 
-def test_the_command_says_where_the_page_is_and_ends_quietly(
-    runs_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_says_where_the_page_is_and_ends_quietly(runs_dir, monkeypatch):
     tokens = []
 
-    def interrupt(server: Server) -> None:
+    def interrupt(server):
         tokens.append(server.token)
         raise KeyboardInterrupt
 
@@ -321,7 +307,7 @@ def test_the_command_says_where_the_page_is_and_ends_quietly(
     assert f"ssh -N -L {port}:127.0.0.1:{port}" in output and "Aborted" not in output
 
 
-def test_errors_of_the_command_are_one_line(runs_dir: Path, tmp_path: Path) -> None:
+def test_errors_of_the_command_are_one_line(runs_dir, tmp_path):
     add_run(runs_dir, "a")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -332,9 +318,7 @@ def test_errors_of_the_command_are_one_line(runs_dir: Path, tmp_path: Path) -> N
         watch(runs_dir, "--export", str(tmp_path / "none/page.html")))
 
 
-def test_the_exported_page_holds_everything_once_and_allows_nothing_else(
-    runs_dir: Path, tmp_path: Path
-) -> None:
+def test_the_exported_page_holds_everything_once_and_allows_nothing_else(runs_dir, tmp_path):
     run_dir = add_run(runs_dir, "a", reason=HOSTILE)
     add_sample(run_dir, 50, HOSTILE, f"<!-- {HOSTILE} ]]> \u2028")
     append(run_dir, report(110, train_loss=1.23456))
@@ -357,7 +341,7 @@ def test_the_exported_page_holds_everything_once_and_allows_nothing_else(
     assert not re.search(r'(src|href)="(?!data:,")', page.replace(data, ""))
 
 
-def test_the_files_of_the_page_are_part_of_the_wheel_and_need_no_network() -> None:
+def test_the_files_of_the_page_are_part_of_the_wheel_and_need_no_network():
     root = STATIC.parents[2]
     build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert f"/{STATIC.relative_to(root)}/*" in build["targets"]["wheel"]["include"]

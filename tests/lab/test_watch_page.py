@@ -1,26 +1,16 @@
 """The page of `lab watch` in a real browser: headless Chromium."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import (
-    Browser,
-    ConsoleMessage,
-    Locator,
-    Page,
-    Request,
     expect,
     sync_playwright,
 )
 
 from lab.watch.answers import Watched
 from lab.watch.export import exported_page
-from lab.watch.server import Server
 from tests.support.watching import (
     HOSTILE,
     add_run,
@@ -39,7 +29,7 @@ DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 740}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM)
         yield browser
@@ -47,20 +37,20 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+def page(browser):
     """A tab in which every message to the console, every error and every refusal fails the test."""
     messages: list[str] = []
     context = browser.new_context(viewport=DESKTOP)
     page = context.new_page()
     page.set_default_timeout(30_000)
 
-    def note(message: ConsoleMessage) -> None:
+    def note(message):
         messages.append(message.text)
 
     page.on("console", note)
     page.on("pageerror", lambda error: messages.append(str(error)))
 
-    def note_failure(request: Request) -> None:
+    def note_failure(request):
         if request.failure != "net::ERR_ABORTED":  # by a reload
             messages.append(f"failed: {request.url}")
 
@@ -73,7 +63,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 @pytest.fixture
-def runs_dir(tmp_path: Path) -> Path:
+def runs_dir(tmp_path):
     path = tmp_path / "runs"
     for number, name in enumerate(("first", "second")):
         add_run(path, name, steps=200 + 100 * number)
@@ -81,20 +71,18 @@ def runs_dir(tmp_path: Path) -> Path:
     return path
 
 
-def drawn(page: Page, title: str) -> Locator:
+def drawn(page, title):
     """Return the entries of a chart's legend, one for each line."""
     card = page.locator(".chart", has=page.get_by_role("heading", name=title))
     return card.locator(".u-series.line, .u-series.strong")
 
 
-def open_page(page: Page, server: Server, choices: str = "") -> None:
+def open_page(page, server, choices=""):
     page.goto(f"{server.address}&{choices}")
     expect(page.locator("#news")).to_contain_text("updated")
 
 
-def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(
-    page: Page, runs_dir: Path
-) -> None:
+def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(page, runs_dir):
     page.add_init_script("""
         window.draws = 0;
         const stroke = CanvasRenderingContext2D.prototype.stroke;
@@ -122,9 +110,7 @@ def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(
         expect(first.locator(".chip")).to_have_text("running")
 
 
-def test_ten_runs_have_ten_colors_also_when_others_were_drawn_before(
-    page: Page, runs_dir: Path
-) -> None:
+def test_ten_runs_have_ten_colors_also_when_others_were_drawn_before(page, runs_dir):
     for number in range(10):
         add_run(runs_dir, f"run-{number}", steps=10)
     with served(runs_dir) as server:
@@ -139,7 +125,7 @@ def test_ten_runs_have_ten_colors_also_when_others_were_drawn_before(
         assert len(set(colors)) == 10
 
 
-def test_runs_and_axis_are_chosen_and_kept(page: Page, runs_dir: Path) -> None:
+def test_runs_and_axis_are_chosen_and_kept(page, runs_dir):
     with served(runs_dir) as server:
         open_page(page, server)
         loss = drawn(page, "Loss")
@@ -176,14 +162,12 @@ WATCH_CHARTS = """() => {
 LOSS = "charts['train_loss validation_loss']"
 
 
-def becomes(page: Page, script: str, wanted: float) -> bool:
+def becomes(page, script, wanted):
     """Return whether a value on the page becomes this one in time."""
     return any(page.evaluate(script) == wanted or page.wait_for_timeout(100) for _ in range(300))
 
 
-def test_a_range_is_shown_in_detail_and_the_first_losses_on_demand(
-    page: Page, runs_dir: Path
-) -> None:
+def test_a_range_is_shown_in_detail_and_the_first_losses_on_demand(page, runs_dir):
     append(add_run(runs_dir, "long", steps=0), *(report(10 * n) for n in range(1, 3001)))
     largest = f"{LOSS}.plot.scales.y.max"
     apart = f"(({{ x }}) => x[1] - x[0])({LOSS}.series.findLast(({{ x }}) => x.length > 200))"
@@ -209,7 +193,7 @@ def test_a_range_is_shown_in_detail_and_the_first_losses_on_demand(
         expect(page.get_by_label("All losses")).to_be_checked()
 
 
-def test_hostile_texts_stay_text(page: Page, runs_dir: Path) -> None:
+def test_hostile_texts_stay_text(page, runs_dir):
     run_dir = add_run(runs_dir, "hostile", status=HOSTILE, reason=HOSTILE)
     (run_dir / "heartbeat.json").write_text('{"phase": "<img src=x onerror=alert(1)>"}')
     add_sample(run_dir, 50, HOSTILE, HOSTILE)
@@ -225,9 +209,7 @@ def test_hostile_texts_stay_text(page: Page, runs_dir: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_it_fits_the_screen_and_follows_the_scheme(
-    page: Page, runs_dir: Path, scheme: str, size: dict[str, int]
-) -> None:
+def test_it_fits_the_screen_and_follows_the_scheme(page, runs_dir, scheme, size):
     long = add_run(runs_dir, "a-name-" + "of-many-letters-" * 7)
     add_sample(long, 50, "def ", "x" * 500)
     page.emulate_media(color_scheme=scheme)
@@ -244,9 +226,7 @@ def test_it_fits_the_screen_and_follows_the_scheme(
             size["width"], 400)
 
 
-def test_the_exported_page_shows_the_same_without_a_server(
-    page: Page, runs_dir: Path, tmp_path: Path
-) -> None:
+def test_the_exported_page_shows_the_same_without_a_server(page, runs_dir, tmp_path):
     add_sample(runs_dir / "first", 50, HOSTILE, HOSTILE)
     with served(runs_dir) as server:
         open_page(page, server)
@@ -261,9 +241,7 @@ def test_the_exported_page_shows_the_same_without_a_server(
     assert page.title() == "Training runs"
 
 
-def test_a_server_that_ends_or_has_another_token_is_reported(
-    browser: Browser, runs_dir: Path
-) -> None:
+def test_a_server_that_ends_or_has_another_token_is_reported(browser, runs_dir):
     context = browser.new_context()  # not `page`: this is to be seen on the console
     page = context.new_page()
     with served(runs_dir) as server:

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,32 +15,30 @@ N, C, V, CHUNK = 256, 16, 1009, 64
 FORMS = {"whole": {"multiple": 128}, "in chunks": {"chunk_tokens": CHUNK, "multiple": 128}}
 
 
-def inputs(x_dtype: torch.dtype = torch.float32, num_tokens: int = N) -> tuple[Tensor, ...]:
+def inputs(x_dtype=torch.float32, num_tokens=N):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_tokens, C, generator=generator).to(x_dtype).requires_grad_()
     weight = torch.randn(V, C, generator=generator).requires_grad_()
     return x, weight, torch.randint(V, (num_tokens,), generator=generator)
 
 
-def with_gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+def with_gradients(loss, *tensors):
     scaled = loss * 8 / 3  # factors of a gradient scaler and of accumulation
     return [loss.detach(), *torch.autograd.grad(scaled, tensors)]
 
 
-def found(precision: torch.dtype | None, x_dtype: torch.dtype,
-          function: Callable = linear_cross_entropy, **options: int) -> list[Tensor]:
+def found(precision, x_dtype, function=linear_cross_entropy, **options):
     x, weight, targets = inputs(x_dtype)
     with torch.autocast("cpu", precision, enabled=precision is not None):
         return with_gradients(function(x, weight, targets, **options), x, weight)
 
 
-def exact(x_dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def exact(x_dtype=torch.float32):
     x, weight, targets = inputs(x_dtype)
     return with_gradients(F.cross_entropy(F.linear(x.float(), weight), targets), x, weight)
 
 
-def assert_close(values: list[Tensor], tolerance: float,
-                 x_dtype: torch.dtype = torch.float32) -> None:
+def assert_close(values, tolerance, x_dtype=torch.float32):
     assert [value.dtype for value in values] == [torch.float32, x_dtype, torch.float32]
     for value, wanted in zip(values, exact(x_dtype), strict=True):
         assert (value.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
@@ -56,16 +51,14 @@ def assert_close(values: list[Tensor], tolerance: float,
     (torch.bfloat16, torch.bfloat16, 2e-2),
     (torch.float16, torch.float32, 2e-3),
 ])
-def test_loss_and_gradients_are_those_of_float32(
-    chunk_tokens: int | None, multiple: int, precision: torch.dtype | None, x_dtype: torch.dtype,
-    tolerance: float
-) -> None:
+def test_loss_and_gradients_are_those_of_float32(chunk_tokens, multiple, precision, x_dtype,
+                                                 tolerance):
     values = found(precision, x_dtype, chunk_tokens=chunk_tokens, multiple=multiple)
     assert_close(values, tolerance, x_dtype)
     assert values[0] != values[0].bfloat16()  # not rounded to two digits
 
 
-def compiled(**options: int) -> list[str]:
+def compiled(**options):
     """Check the compiled form; return "(shape) dtype" of each buffer that its code allocates."""
     function = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=False)
     with (torch._inductor.config.patch(fx_graph_cache=False),  # else there is no code to see
@@ -79,7 +72,7 @@ def compiled(**options: int) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_whole_compiled_code_keeps_the_logits_in_low_precision_only() -> None:
+def test_whole_compiled_code_keeps_the_logits_in_low_precision_only():
     buffers = compiled(**FORMS["whole"])
     float32 = [name for name in buffers if name.endswith("float32")]
     # Largest logits and sums. The backward pass has no third one, the sums of one-hot targets.
@@ -88,7 +81,7 @@ def test_whole_compiled_code_keeps_the_logits_in_low_precision_only() -> None:
 
 
 @pytest.mark.thorough
-def test_compiled_code_in_chunks_uses_two_buffers_in_turn() -> None:
+def test_compiled_code_in_chunks_uses_two_buffers_in_turn():
     sizes = [name for name in compiled(**FORMS["in chunks"])
              if name.startswith((f"({N}, 10", f"({CHUNK}, 10"))]
     assert sizes == [f"({CHUNK}, 1024) bfloat16"] * 2
@@ -97,7 +90,7 @@ def test_compiled_code_in_chunks_uses_two_buffers_in_turn() -> None:
 @pytest.mark.parametrize("backend", [
     None, "eager", pytest.param("inductor", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_large_logits_are_exact(options: dict, backend: str | None) -> None:
+def test_large_logits_are_exact(options, backend):
     """The backend "eager" runs what is written out for compiled code, operation by operation."""
     function = linear_cross_entropy if backend is None else torch.compile(
         linear_cross_entropy, backend=backend, dynamic=False)
@@ -115,9 +108,7 @@ def test_large_logits_are_exact(options: dict, backend: str | None) -> None:
 
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [None, 2**17])
-def test_sums_over_many_tokens_do_not_overflow_in_fp16(
-    chunk_tokens: int | None, compiles: bool
-) -> None:
+def test_sums_over_many_tokens_do_not_overflow_in_fp16(chunk_tokens, compiles):
     """The logits are equal, and most tokens have the first of five targets."""
     function = linear_cross_entropy if not compiles else torch.compile(
         linear_cross_entropy, backend="eager", dynamic=False)
@@ -140,7 +131,7 @@ def test_sums_over_many_tokens_do_not_overflow_in_fp16(
 class Recorder(TorchDispatchMode):
     """Keeps the sizes of all results, and the sizes in matrix products."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.results, self.products = [], []
 
@@ -155,7 +146,7 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_every_matrix_product_has_the_padded_head_and_no_tensor_all_logits(trains: bool) -> None:
+def test_every_matrix_product_has_the_padded_head_and_no_tensor_all_logits(trains):
     x, weight, targets = inputs(num_tokens=40)
     with Recorder() as recorder, torch.set_grad_enabled(trains):
         linear_cross_entropy(x, weight, targets, chunk_tokens=10, multiple=64)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -7,7 +5,7 @@ from ops.orthogonalise import orthogonalise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_singular_values_become_about_one_and_vectors_stay(dtype: torch.dtype) -> None:
+def test_singular_values_become_about_one_and_vectors_stay(dtype):
     """Each matrix is treated by itself, and one of zeros stays."""
     torch.manual_seed(0)
     matrices = torch.randn(3, 24, 96) * torch.tensor([1e-6, 1.0, 1e4])[:, None, None]
@@ -21,7 +19,7 @@ def test_singular_values_become_about_one_and_vectors_stay(dtype: torch.dtype) -
         (u @ v).flatten(1), result.float().flatten(1)).min() > 0.99
 
 
-def test_small_singular_values_are_raised_and_none_overshoots() -> None:
+def test_small_singular_values_are_raised_and_none_overshoots():
     values = torch.logspace(0, -5, 40)
     result = torch.linalg.svdvals(orthogonalise(torch.diag(values)[None]))[0]
     assert result.max() < 1.15

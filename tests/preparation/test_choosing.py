@@ -1,9 +1,6 @@
 """--subset and --split."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -22,12 +19,12 @@ NAMES = ["data/en/a.parquet", "data/de/a.parquet", "sample/10BT/a.parquet", "sam
     ("*/??", NAMES[:2]), ("*BT", NAMES[2:]), ("data/[d]*", NAMES[1:2]), ("english", NAMES[:1]),
     ("*glish", NAMES[:1]),
 ])
-def test_a_subset_is_a_directory_a_config_or_a_pattern(subset: str, wanted: list[str]) -> None:
+def test_a_subset_is_a_directory_a_config_or_a_pattern(subset, wanted):
     configs = {"english": {"": ["data/en/*"]}, "10BT": {"train": ["nothing/*"]}}
     assert list(Choice(subset).of_subset(NAMES, "here", configs)) == wanted
 
 
-def test_a_subset_that_matches_nothing_lists_what_there_is() -> None:
+def test_a_subset_that_matches_nothing_lists_what_there_is():
     with pytest.raises(UserError, match=r"^here: --subset fr matches no directory; there are data,"
                                         r" data/de, data/en, sample, sample/10BT$"):
         Choice("fr").of_subset(NAMES, "here")
@@ -36,7 +33,7 @@ def test_a_subset_that_matches_nothing_lists_what_there_is() -> None:
     assert listed(names, like="CC-2019").endswith(" and 25 more")
 
 
-def test_the_patterns_of_configs_in_every_form() -> None:
+def test_the_patterns_of_configs_in_every_form():
     assert config_patterns({"configs": [
         {"config_name": "a", "data_files": "a/*"},
         {"config_name": "b", "data_files": [{"split": "train", "path": ["b/*", "c/*"]},
@@ -56,7 +53,7 @@ def test_the_patterns_of_configs_in_every_form() -> None:
     ("train00.jsonl", "train"), ("contest.jsonl", ""), ("trains/a.jsonl", ""),
     ("latest-0.parquet", ""), ("eval_0.jsonl", "test"),
 ])
-def test_the_split_that_a_name_says(path: str, split: str) -> None:
+def test_the_split_that_a_name_says(path, split):
     assert split_of(path) == split
 
 
@@ -73,10 +70,7 @@ def test_the_split_that_a_name_says(path: str, split: str) -> None:
     (["x/train-0", "x/test-0"], "*-0", ["x/train-0", "x/test-0"], ""),
     (["x/train-0", "y/train-1"], "train-1", ["y/train-1"], ""),
 ])
-def test_the_split_that_is_taken(
-    names: list[str], split: str, wanted: list[str], line: str,
-    capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_split_that_is_taken(names, split, wanted, line, capsys):
     assert Choice(split=split).of_split({name: name for name in names}, "here") == wanted
     printed = capsys.readouterr().err
     assert line in printed and printed.count("\n") == bool(line)
@@ -86,7 +80,7 @@ def test_the_split_that_is_taken(
     (["dev", "test"], "", "has files of test and validation, none of train; choose"),
     (["train-0", "train-1", "a"], "test", r"--split test matches no file; there are train \(2"),
 ])
-def test_a_split_that_there_is_not(names: list[str], split: str, message: str) -> None:
+def test_a_split_that_there_is_not(names, split, message):
     with pytest.raises(UserError, match=message):
         Choice(split=split).of_split({name: name for name in names}, "here")
 
@@ -96,9 +90,7 @@ def test_a_split_that_there_is_not(names: list[str], split: str, message: str) -
     (Choice(split="test"), ["en/b", "de/b"]), (Choice("*", "own"), ["de/c"]),
     (Choice("german", "test"), ["de/b"]), (Choice(split="train"), ["en/a", "de/a"]),
 ])
-def test_the_splits_of_a_card_are_those_of_files_whose_names_say_none(
-    choice: Choice, wanted: list[str]
-) -> None:
+def test_the_splits_of_a_card_are_those_of_files_whose_names_say_none(choice, wanted):
     configs = {"english": {"train": ["en/a"], "test": ["en/b"]},
                "german": {"train": ["de/a"], "test": ["de/b"], "own": ["de/[c]"]}}
     names = ["en/a", "en/b", "de/a", "de/b", "de/c", "en/test-named"]
@@ -108,9 +100,7 @@ def test_the_splits_of_a_card_are_those_of_files_whose_names_say_none(
     assert ("en/test-named" in found) == (choice == Choice(split="test"))
 
 
-def test_a_line_says_that_all_configs_of_a_card_are_taken(
-    capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_says_that_all_configs_of_a_card_are_taken(capsys):
     configs = {"english": {"": ["data/en/*"]}, "german": {"": ["data/de/*"]}}
     for choice, card in ((Choice(), configs), (Choice("german"), configs), (Choice(), {}),
                          (Choice(), {"default": {"": ["*"]}})):
@@ -119,15 +109,13 @@ def test_a_line_says_that_all_configs_of_a_card_are_taken(
         "here: taking all of its configs, english, german; --subset chooses some\n")
 
 
-def test_a_local_directory_has_subsets_and_splits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_local_directory_has_subsets_and_splits(tmp_path, capsys):
     for name in ("en/train-0", "en/test-0", "de/train-0"):
         path = tmp_path / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_text("{}\n")
 
-    def found(**choice: str) -> list[str]:
+    def found(**choice):
         return [shard.name for shard in find_documents(tmp_path, choice=Choice(**choice)).shards]
 
     assert found() == ["de/train-0.jsonl", "en/train-0.jsonl"]
@@ -142,22 +130,22 @@ def test_a_local_directory_has_subsets_and_splits(
         find_documents(tmp_path, choice=Choice("x"))
 
 
-def test_text_files_are_not_taken_for_splits(tmp_path: Path) -> None:
+def test_text_files_are_not_taken_for_splits(tmp_path):
     for name in ("train", "test"):
         (tmp_path / f"{name}.txt").write_text("text")
     assert find_documents(tmp_path).shards[0].num_files == 2
     assert find_documents(tmp_path, choice=Choice(split="test")).shards[0].num_files == 1
 
 
-def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path: Path) -> None:
-    def lines(name: str) -> bytes:
+def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path):
+    def lines(name):
         return "".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(9)).encode()
 
     files = {f"{folder}/{split}-00000-of-00001.jsonl": lines(folder + split)
              for folder in ("en", "de", "fr") for split in ("train", "test")}
     card = {"configs": [{"config_name": "germanic", "data_files": ["en/*", "de/*"]}]}
     with serving(Hub(files, card=card)) as hub, used_in_this_process(hub, tmp_path / "home"):
-        def prepared(number: int, *arguments: str) -> str:
+        def prepared(number, *arguments):
             hub.requests.clear()
             result = succeeded(prepare(hub.repository, str(tmp_path / str(number)),
                                        "--tokenizer", "bytes", *arguments))

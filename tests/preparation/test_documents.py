@@ -1,7 +1,5 @@
 """Finding the documents of a source."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from tests.support.preparation import (
 )
 
 
-def test_a_source_can_be_a_pattern_or_a_file(tmp_path: Path) -> None:
+def test_a_source_can_be_a_pattern_or_a_file(tmp_path):
     source_dir = write_source("jsonl", tmp_path / "source")
     by_pattern = find_documents(f"{source_dir}/[ab].jsonl")
     assert [shard.name for shard in by_pattern.shards] == ["a.jsonl", "b.jsonl"]
@@ -34,7 +32,7 @@ def test_a_source_can_be_a_pattern_or_a_file(tmp_path: Path) -> None:
     assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[:50][:-1]
 
 
-def test_the_identity_of_a_file_changes_with_its_size_or_time(tmp_path: Path) -> None:
+def test_the_identity_of_a_file_changes_with_its_size_or_time(tmp_path):
     folder = write_parquet(tmp_path / "source", ["a", "b"], ["c"])
     before = find_documents(folder)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), folder / "001.parquet")
@@ -43,9 +41,7 @@ def test_the_identity_of_a_file_changes_with_its_size_or_time(tmp_path: Path) ->
     assert before.shards[1].identity != after.shards[1].identity
 
 
-def test_only_txt_files_outside_of_hidden_directories_and_token_datasets_are_documents(
-    tmp_path: Path
-) -> None:
+def test_only_txt_files_outside_of_hidden_directories_and_token_datasets_are_documents(tmp_path):
     (tmp_path / ".git").mkdir()
     for path in ("a.txt", "b.TXT", ".git/c.txt", "README.md", "convert.py"):
         (tmp_path / path).write_text("text")
@@ -55,7 +51,7 @@ def test_only_txt_files_outside_of_hidden_directories_and_token_datasets_are_doc
     assert find_documents(f"{tmp_path}/*.py").shards[0].num_files == 1
 
 
-def test_file_names_of_any_bytes_and_broken_links(tmp_path: Path) -> None:
+def test_file_names_of_any_bytes_and_broken_links(tmp_path):
     folder = tmp_path / "source"
     folder.mkdir()
     for name in (b"\xff.jsonl", b"two\nlines.jsonl"):
@@ -66,9 +62,7 @@ def test_file_names_of_any_bytes_and_broken_links(tmp_path: Path) -> None:
         find_documents(folder)
 
 
-def test_linked_directories_are_read_unless_they_lead_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_linked_directories_are_read_unless_they_lead_out(tmp_path, capsys):
     source = tmp_path / "source"
     for folder in (source / "a/b", tmp_path / "elsewhere"):
         folder.mkdir(parents=True)
@@ -83,9 +77,7 @@ def test_linked_directories_are_read_unless_they_lead_out(
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_a_single_text_file_is_divided_by_its_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool
-) -> None:
+def test_a_single_text_file_is_divided_by_its_tokens(tmp_path, monkeypatch, is_cut):
     text = "naïve words, " * 300
     (tmp_path / "one.txt").write_text(text)
     if is_cut:  # into several tasks, as a large file is; and killed before its end
@@ -109,7 +101,7 @@ def test_a_single_text_file_is_divided_by_its_tokens(
     (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
      "contains both JSON lines and parquet"),
 ])
-def test_sources_that_cannot_be_used(tmp_path: Path, make, message: str) -> None:
+def test_sources_that_cannot_be_used(tmp_path, make, message):
     source_dir = tmp_path / "source"
     source_dir.mkdir()
     make(source_dir)
@@ -119,7 +111,7 @@ def test_sources_that_cannot_be_used(tmp_path: Path, make, message: str) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_the_documents_of_the_standard_library_are_always_the_same() -> None:
+def test_the_documents_of_the_standard_library_are_always_the_same():
     first, second = (python_stdlib().shards[0] for _ in range(2))
     assert first.identity == second.identity
     text = "".join(piece.text for task in first.tasks() for piece in task.pieces())

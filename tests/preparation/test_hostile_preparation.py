@@ -1,7 +1,5 @@
 """Malformed sources and outputs: one line, exit status 2, and no dataset."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os
@@ -19,7 +17,7 @@ from tests.support.preparation import prepare, tokens_in
 LONGEST = 200  # characters of an error line
 
 
-def parquet(column: object = None, *, name: str = "text", **options: object) -> bytes:
+def parquet(column=None, *, name="text", **options):
     content = io.BytesIO()
     table = pyarrow.table({name: column or [f"document {i}" for i in range(300)]})
     pyarrow.parquet.write_table(table, content, **options)
@@ -61,7 +59,7 @@ OUTPUTS = ["", "\x1b[31m/../../proc/out", "/proc/out", "/dev/null", "/dev/null/o
            "x" * 300, "source", "a-file", "loop/out"]
 
 
-def refused(folder: Path, *arguments: str) -> str:
+def refused(folder, *arguments):
     """Run the command, which must fail and create nothing; return its error line."""
     before = {str(path) for path in folder.rglob("*")}
     result = prepare(*arguments, "--tokenizer", "bytes")
@@ -73,7 +71,7 @@ def refused(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("case", SOURCES)
-def test_a_malformed_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_a_malformed_source(tmp_path, monkeypatch, case):
     monkeypatch.setattr(reading, "LONGEST_LINE", 2**20)
     monkeypatch.setattr(reading, "TASK_BYTES", 2**18)
     name, content = SOURCES[case]
@@ -85,7 +83,7 @@ def test_a_malformed_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cas
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "train.bin"])
-def test_a_link_that_leads_out_of_the_source_is_skipped(tmp_path: Path, name: str) -> None:
+def test_a_link_that_leads_out_of_the_source_is_skipped(tmp_path, name):
     source, secret, kind = tmp_path / "source", tmp_path / "secret", Path(name).suffix
     source.mkdir()
     content = {".txt": b"secret", ".jsonl": b'{"text": "secret"}\n', ".bin": b"s\0e\0"}[kind]
@@ -104,9 +102,7 @@ def test_a_link_that_leads_out_of_the_source_is_skipped(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: repr(output)[:20])
-def test_an_output_that_cannot_be_created(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
-) -> None:
+def test_an_output_that_cannot_be_created(tmp_path, monkeypatch, output):
     source = tmp_path / "source"
     source.mkdir()
     (source / "a.jsonl").write_bytes(LINES)
@@ -118,7 +114,7 @@ def test_an_output_that_cannot_be_created(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_real_parquet_with_random_damage(tmp_path: Path, seed: int) -> None:
+def test_real_parquet_with_random_damage(tmp_path, seed):
     """The damage is an error, or does not change the text: never a traceback, crash or hang."""
     rng, content = random.Random(seed), bytearray(parquet(use_dictionary=False))
     for _ in range(rng.randrange(1, 6)):

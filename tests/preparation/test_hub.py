@@ -1,7 +1,5 @@
 """The real hub client with a local hub that fails in many ways."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -9,9 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from subprocess import CompletedProcess
 
 import numpy as np
 import pyarrow
@@ -43,7 +38,7 @@ from tests.support.workplace import (
 PARTS = [[f"part {i} document {j} " + "x" * (j % 97) for j in range(300)] for i in range(3)]
 
 
-def parquet(texts: list[str]) -> bytes:
+def parquet(texts):
     content = io.BytesIO()
     table = pyarrow.table({"text": texts, "id": [str(i) for i in range(len(texts))]})
     pyarrow.parquet.write_table(table, content, row_group_size=100)
@@ -51,7 +46,7 @@ def parquet(texts: list[str]) -> bytes:
 
 
 @pytest.fixture
-def texts_hub() -> Iterator[Hub]:
+def texts_hub():
     """A dataset of documents, in FineWeb's layout."""
     files = {f"sample/10BT/{i:03}_00000.parquet": parquet(part) for i, part in enumerate(PARTS)}
     files["sample/100BT/000_00000.parquet"] = parquet(["not asked for"] * 10)
@@ -60,21 +55,20 @@ def texts_hub() -> Iterator[Hub]:
         yield hub
 
 
-def prepare_from(hub: Hub, tmp_path: Path, *arguments: str,
-                 repository: str = "") -> CompletedProcess[str]:
+def prepare_from(hub, tmp_path, *arguments, repository=""):
     """Prepare a dataset of documents on the hub, in this process."""
     with used_in_this_process(hub, tmp_path / "home"):
         return prepare(repository or hub.repository, str(tmp_path / "out"),
                        "--tokenizer", "bytes", *arguments)
 
 
-def fetch(hub: Hub, tmp_path: Path, *, repository: str = "") -> None:
+def fetch(hub, tmp_path, *, repository=""):
     """Download a dataset of tokens, in this process."""
     with used_in_this_process(hub, tmp_path / "home"):
         provide_dataset(tmp_path / "data", repository or hub.repository)
 
 
-def local_result(tmp_path: Path) -> dict[str, np.ndarray]:
+def local_result(tmp_path):
     """Return the tokens of the same documents, prepared from files."""
     folder = tmp_path / "local"
     folder.mkdir()
@@ -85,14 +79,14 @@ def local_result(tmp_path: Path) -> dict[str, np.ndarray]:
     return tokens_in(tmp_path / "local-out")
 
 
-def assert_tokens_as_local(tmp_path: Path) -> None:
+def assert_tokens_as_local(tmp_path):
     """Compare the tokens in tmp_path/out with those of the same texts as local files."""
     expected = local_result(tmp_path)
     for split, tokens in tokens_in(tmp_path / "out").items():
         assert np.array_equal(tokens, expected[split])
 
 
-def test_a_subset_is_downloaded_shard_by_shard_and_deleted(texts_hub: Hub, tmp_path: Path) -> None:
+def test_a_subset_is_downloaded_shard_by_shard_and_deleted(texts_hub, tmp_path):
     result = succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT"))
     assert "downloading sample/10BT/000_00000.parquet, 0.00 GB" in result.stderr
     assert_tokens_as_local(tmp_path)
@@ -110,29 +104,27 @@ def test_a_subset_is_downloaded_shard_by_shard_and_deleted(texts_hub: Hub, tmp_p
     assert texts_hub.sha in card.text
 
 
-def test_raw_files_can_be_kept(texts_hub: Hub, tmp_path: Path) -> None:
+def test_raw_files_can_be_kept(texts_hub, tmp_path):
     succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT/",  # as shells complete
                            "--keep-raw", str(tmp_path / "raw")))
     names = [f"sample/10BT/{i:03}_00000.parquet" for i in range(3)]
     assert all((tmp_path / "raw" / name).read_bytes() == texts_hub.files[name] for name in names)
 
 
-def test_only_needed_shards_are_downloaded(texts_hub: Hub, tmp_path: Path) -> None:
+def test_only_needed_shards_are_downloaded(texts_hub, tmp_path):
     succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT",
                            "--max-documents", "300"))
     assert texts_hub.downloads("000_00000.parquet") and not texts_hub.downloads("001_00000.parquet")
 
 
-def test_nothing_but_a_file_itself_is_asked_for_before_it_is_read(
-    texts_hub: Hub, tmp_path: Path
-) -> None:
+def test_nothing_but_a_file_itself_is_asked_for_before_it_is_read(texts_hub, tmp_path):
     succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT"))
     assert [len(texts_hub.downloads(f"sample/10BT/00{i}_00000.parquet")) for i in range(3)] == [
         1, 1, 1]
 
 
 @pytest.fixture
-def lines_hub() -> Iterator[Hub]:
+def lines_hub():
     """A dataset of three JSON lines files, one of them compressed."""
     lines = ["".join(json.dumps({"text": text}) + "\n" for text in part).encode()
              for part in PARTS]
@@ -141,7 +133,7 @@ def lines_hub() -> Iterator[Hub]:
         yield hub
 
 
-def test_json_lines_on_the_hub_are_downloaded_once(lines_hub: Hub, tmp_path: Path) -> None:
+def test_json_lines_on_the_hub_are_downloaded_once(lines_hub, tmp_path):
     result = succeeded(prepare_from(lines_hub, tmp_path))
     assert "900 documents" in result.stdout
     assert [len(lines_hub.downloads(name)) for name in lines_hub.files] == [1, 1, 1]
@@ -159,18 +151,15 @@ def test_json_lines_on_the_hub_are_downloaded_once(lines_hub: Hub, tmp_path: Pat
     ({"license": {"name": "own"}, "language": 7}, "{'name': 'own'}", ["7"]),
     ({"license": [], "language": None}, "unknown", ["en"]),
 ])
-def test_a_card_may_list_licences_and_name_them_oddly(
-    lines_hub: Hub, tmp_path: Path, card: dict[str, object], licence: object, languages: list[str]
-) -> None:
+def test_a_card_may_list_licences_and_name_them_oddly(lines_hub, tmp_path, card, licence,
+                                                      languages):
     lines_hub.card = card
     succeeded(prepare_from(lines_hub, tmp_path, "--max-documents", "9"))
     found = DatasetCard.load(tmp_path / "out/README.md").data
     assert (found.license, found.language) == (licence, languages)
 
 
-def test_killed_during_a_download_it_continues_with_the_same_commit(
-    texts_hub: Hub, tmp_path: Path
-) -> None:
+def test_killed_during_a_download_it_continues_with_the_same_commit(texts_hub, tmp_path):
     texts_hub.faults = [Fault("002_00000.parquet", times=-1, status=503)]
     process = subprocess.Popen(
         [sys.executable, str(PROJECT_DIR / "prepare_dataset.py"), texts_hub.repository,
@@ -194,9 +183,8 @@ def test_killed_during_a_download_it_continues_with_the_same_commit(
         assert file.metadata()["revision"] == first_commit
 
 
-def test_a_branch_that_gets_a_commit_meanwhile_is_continued_with_the_one_it_had(
-    lines_hub: Hub, tmp_path: Path
-) -> None:
+def test_a_branch_that_gets_a_commit_meanwhile_is_continued_with_the_one_it_had(lines_hub,
+                                                                                tmp_path):
     arguments = "--revision", "main-2"
     lines_hub.branches = {"main-2": "a" * 40}
     last = sorted(lines_hub.files)[-1]
@@ -214,7 +202,7 @@ def test_a_branch_that_gets_a_commit_meanwhile_is_continued_with_the_one_it_had(
         assert file.metadata()["revision"] == "a" * 40
 
 
-def test_only_the_two_token_files_are_downloaded(tokens_hub: Hub, tmp_path: Path) -> None:
+def test_only_the_two_token_files_are_downloaded(tokens_hub, tmp_path):
     for _ in range(2):  # the second time there is nothing to do
         fetch(tokens_hub, tmp_path)
     assert [len(tokens_hub.downloads(name)) for name in
@@ -223,11 +211,11 @@ def test_only_the_two_token_files_are_downloaded(tokens_hub: Hub, tmp_path: Path
                                        for split in ("train", "validation"))
 
 
-def first_bytes(ranges: list[str]) -> list[int]:
+def first_bytes(ranges):
     return [int(part.removeprefix("bytes=").split("-")[0] or 0) for part in ranges]
 
 
-def test_a_broken_download_continues_where_it_broke(tmp_path: Path) -> None:
+def test_a_broken_download_continues_where_it_broke(tmp_path):
     """huggingface_hub writes 10 MB at a time."""
     tokens = save({"tokens": np.arange(18 * 10**6, dtype=np.uint32).astype(np.uint16)})
     validation = save({"tokens": np.zeros(9, dtype=np.uint16)})
@@ -242,7 +230,7 @@ def test_a_broken_download_continues_where_it_broke(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "train.safetensors").read_bytes() == tokens
 
 
-def test_partial_files_of_killed_downloads_are_removed(tokens_hub: Hub, tmp_path: Path) -> None:
+def test_partial_files_of_killed_downloads_are_removed(tokens_hub, tmp_path):
     folder = tmp_path / "data" / ".cache" / "huggingface" / "download"
     folder.mkdir(parents=True)
     (folder / "old.incomplete").write_bytes(b"half")
@@ -259,7 +247,7 @@ def test_partial_files_of_killed_downloads_are_removed(tokens_hub: Hub, tmp_path
     Fault("train.safetensors", status=429, headers={"Retry-After": "0"}),
     Fault("train.safetensors", status=500, method="HEAD"),
 ])
-def test_transient_errors_are_retried(tokens_hub: Hub, tmp_path: Path, fault: Fault) -> None:
+def test_transient_errors_are_retried(tokens_hub, tmp_path, fault):
     tokens_hub.faults = [fault]
     fetch(tokens_hub, tmp_path)
     assert fault.times == 0
@@ -282,9 +270,7 @@ def test_transient_errors_are_retried(tokens_hub: Hub, tmp_path: Path, fault: Fa
     (Fault("train.safetensors", times=-1, status=404, method="HEAD",
            headers={"X-Error-Code": "EntryNotFound"}), "there is no such file"),
 ])
-def test_permanent_errors_are_one_line_that_says_what_to_do(
-    tokens_hub: Hub, tmp_path: Path, fault: Fault, message: str
-) -> None:
+def test_permanent_errors_are_one_line_that_says_what_to_do(tokens_hub, tmp_path, fault, message):
     tokens_hub.faults = [fault]
     with pytest.raises(UserError) as caught:
         fetch(tokens_hub, tmp_path)
@@ -301,13 +287,11 @@ def test_permanent_errors_are_one_line_that_says_what_to_do(
     ("CAS service error : ReqwestMiddleware Error", 99, "check the network, then run the same"),
     ("IO Error: No space left on device (os error 28)", 99, "No space left on device; make room"),
 ])
-def test_errors_of_hf_xet_are_retried_like_a_lost_connection(
-    tokens_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, times: int,
-    outcome: str
-) -> None:
+def test_errors_of_hf_xet_are_retried_like_a_lost_connection(tokens_hub, tmp_path, monkeypatch,
+                                                             said, times, outcome):
     failures, download = iter(range(times)), hub.hf_hub_download
 
-    def failing(*arguments: object, **keywords: object) -> str:
+    def failing(*arguments, **keywords):
         if next(failures, None) is not None:
             raise RuntimeError(f"Data processing error: {said}")
         return download(*arguments, **keywords)
@@ -323,9 +307,7 @@ def test_errors_of_hf_xet_are_retried_like_a_lost_connection(
 
 
 @pytest.mark.parametrize("size", ["4k", "100k"])
-def test_a_full_disk_during_a_download_is_one_line(
-    tokens_hub: Hub, tmp_path: Path, size: str
-) -> None:
+def test_a_full_disk_during_a_download_is_one_line(tokens_hub, tmp_path, size):
     (tmp_path / "data").mkdir()
     with small_disk(tmp_path / "data", size), pytest.raises(UserError) as caught:
         fetch(tokens_hub, tmp_path)
@@ -334,7 +316,7 @@ def test_a_full_disk_during_a_download_is_one_line(
         f"{tmp_path / 'data'}: cannot be written: No space left on device; ")
 
 
-def test_a_missing_repository(tokens_hub: Hub, tmp_path: Path) -> None:
+def test_a_missing_repository(tokens_hub, tmp_path):
     with pytest.raises(UserError, match="someone/else on the Hugging Face hub: there is no such"):
         fetch(tokens_hub, tmp_path, repository="someone/else")
     result = prepare_from(tokens_hub, tmp_path, repository="someone/else")
@@ -342,19 +324,19 @@ def test_a_missing_repository(tokens_hub: Hub, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_repository_of_tokens_has_no_documents(tokens_hub: Hub, tmp_path: Path) -> None:
+def test_a_repository_of_tokens_has_no_documents(tokens_hub, tmp_path):
     result = prepare_from(tokens_hub, tmp_path)
     assert result.returncode == 2 and "name a directory of documents with --subset" in result.stderr
 
 
-def test_no_connection_to_the_hub_is_one_line(tmp_path: Path) -> None:
+def test_no_connection_to_the_hub_is_one_line(tmp_path):
     hub = Hub({}, endpoint="http://127.0.0.1:9")  # no server listens there
     with pytest.raises(UserError, match="check the network") as caught:
         fetch(hub, tmp_path)
     assert "\n" not in str(caught.value) and caught.value.status == 1
 
 
-def test_a_partly_downloaded_dataset_is_completed_later(tokens_hub: Hub, tmp_path: Path) -> None:
+def test_a_partly_downloaded_dataset_is_completed_later(tokens_hub, tmp_path):
     tokens_hub.faults = [Fault("validation.safetensors", times=-1, status=404, method="HEAD",
                                headers={"X-Error-Code": "EntryNotFound"})]
     with pytest.raises(UserError, match="validation.safetensors on the Hugging Face hub: there is"):

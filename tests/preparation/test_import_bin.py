@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import resource
 import shutil
 from pathlib import Path
@@ -18,27 +16,26 @@ from preparation import import_bin
 from preparation.import_bin import import_tokens
 from run_config import load_run
 from tests.support.preparation import prepare, tokens_in
-from tests.support.workplace import Workplace, succeeded
+from tests.support.workplace import succeeded
 from tokens.batches import open_run_data
 
 TOKENS = (np.arange(1000) * 7 % 257).astype(np.uint16)
 
 
-def llm_c(tokens: np.ndarray, *, magic: int = 20240520, version: int = 1,
-          count: int | None = None) -> bytes:
+def llm_c(tokens, *, magic=20240520, version=1, count=None):
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, tokens.size if count is None else count
     return header.tobytes() + tokens.astype("<u2").tobytes()
 
 
-def write(source: Path, files: dict[str, bytes]) -> Path:
+def write(source, files):
     source.mkdir()
     for name, content in files.items():
         (source / name).write_bytes(content)
     return source
 
 
-def test_a_run_can_read_imported_files_of_nanogpt(workplace: Workplace, tmp_path: Path) -> None:
+def test_a_run_can_read_imported_files_of_nanogpt(workplace, tmp_path):
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
                                          "val.bin": TOKENS[:200].tobytes()})
     out = workplace.datasets_dir / "mine"
@@ -60,9 +57,7 @@ def test_a_run_can_read_imported_files_of_nanogpt(workplace: Workplace, tmp_path
 
 @settings(max_examples=15, deadline=None)
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5), chunk=st.integers(1, 50))
-def test_shards_of_llm_c_are_joined_in_the_order_of_their_names(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], chunk: int
-) -> None:
+def test_shards_of_llm_c_are_joined_in_the_order_of_their_names(tmp_path_factory, sizes, chunk):
     folder = tmp_path_factory.mktemp("llm_c")
     parts = np.split(TOKENS[:sum(sizes)], np.cumsum(sizes)[:-1])
     files = {f"fineweb_train_{i:06}.bin": llm_c(part) for i, part in enumerate(parts)}
@@ -84,16 +79,14 @@ def test_shards_of_llm_c_are_joined_in_the_order_of_their_names(
     (np.array([5, 257, 6], dtype=np.uint16).tobytes(),
      r"train.bin: token 1 has id 257, outside the vocabulary of --tokenizer bytes \(257\)"),
 ])
-def test_files_with_a_wrong_size_version_or_token_id(
-    tmp_path: Path, train: bytes, message: str
-) -> None:
+def test_files_with_a_wrong_size_version_or_token_id(tmp_path, train, message):
     source = write(tmp_path / "source", {"train.bin": train, "val.bin": TOKENS.tobytes()})
     with pytest.raises(UserError, match=message):
         import_tokens([source], tmp_path / "out", "bytes")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_an_import_that_was_killed_leaves_nothing_to_the_next_one(tmp_path: Path) -> None:
+def test_an_import_that_was_killed_leaves_nothing_to_the_next_one(tmp_path):
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes(),
                                          "val.bin": TOKENS.tobytes()})
     left = tmp_path / ".out.partial/dataset/tokenizer.json"
@@ -104,7 +97,7 @@ def test_an_import_that_was_killed_leaves_nothing_to_the_next_one(tmp_path: Path
         "README.md", "train.safetensors", "validation.safetensors"]
 
 
-def test_a_single_file_is_divided_by_its_tokens(tmp_path: Path) -> None:
+def test_a_single_file_is_divided_by_its_tokens(tmp_path):
     source = write(tmp_path / "source", {"all.bin": llm_c(TOKENS)})
     succeeded(prepare("--import", str(source / "all.bin"), str(tmp_path / "out"),
                       "--tokenizer", "bytes"))
@@ -113,7 +106,7 @@ def test_a_single_file_is_divided_by_its_tokens(tmp_path: Path) -> None:
     assert tokens["validation"].tolist() == TOKENS[990:].tolist()
 
 
-def test_more_files_than_may_be_open_are_imported(tmp_path: Path) -> None:
+def test_more_files_than_may_be_open_are_imported(tmp_path):
     source = write(tmp_path / "source", {"val.bin": TOKENS.tobytes()} | {
         f"fineweb_train_{i:06}.bin": TOKENS[i:i + 1].tobytes() for i in range(200)})
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -126,7 +119,7 @@ def test_more_files_than_may_be_open_are_imported(tmp_path: Path) -> None:
     assert tokens_in(tmp_path / "out")["train"].tolist() == TOKENS[:200].tolist()
 
 
-def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_tokens_of_another_vocabulary_are_refused(tmp_path):
     source = write(tmp_path / "source", {
         "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes(), "meta.pkl": b"x"})
     with pytest.raises(UserError, match="meta.pkl defines another vocabulary"):
@@ -134,9 +127,7 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_full_disk_is_reported_before_anything_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_before_anything_is_copied(tmp_path, monkeypatch):
     source = write(tmp_path / "source", {
         "train.bin": TOKENS.tobytes(), "val.bin": TOKENS.tobytes()})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
@@ -151,14 +142,12 @@ def test_a_full_disk_is_reported_before_anything_is_copied(
 
 @pytest.mark.parametrize("option", [("--max-documents", "10"), ("--text-column", "a"),
                                     ("--validation-fraction", "0.3")])
-def test_other_options_are_refused_with_import(
-    tmp_path: Path, option: tuple[str, str]
-) -> None:
+def test_other_options_are_refused_with_import(tmp_path, option):
     result = prepare("--import", str(tmp_path), str(tmp_path / "out"), *option)
     assert result.returncode == 2 and "the only other options that it accepts" in result.stderr
 
 
-def test_missing_files_and_an_output_that_is_not_empty(tmp_path: Path) -> None:
+def test_missing_files_and_an_output_that_is_not_empty(tmp_path):
     source = write(tmp_path / "source", {"train.bin": TOKENS.tobytes()})
     with pytest.raises(UserError, match=r"no val.bin or \*_val_\*.bin; wanted"):
         import_tokens([source], tmp_path / "out", "bytes")
@@ -166,7 +155,7 @@ def test_missing_files_and_an_output_that_is_not_empty(tmp_path: Path) -> None:
         import_tokens([source], source, "bytes")
 
 
-def dataset(path: Path, token: int, lengths: list[int], tokenizer: str = "bytes") -> Path:
+def dataset(path, token, lengths, tokenizer="bytes"):
     """Write a dataset of documents of one token, repeated; both splits hold the same."""
     path.mkdir()
     for split in ("train", "validation"):
@@ -176,7 +165,7 @@ def dataset(path: Path, token: int, lengths: list[int], tokenizer: str = "bytes"
     return path
 
 
-def documents_in(tokens: np.ndarray) -> list[tuple[int, int]]:
+def documents_in(tokens):
     """Return the token and the length of each document, with its end-of-text token."""
     texts = np.split(tokens, np.flatnonzero(tokens == 256) + 1)
     assert texts[-1].size == 0
@@ -189,10 +178,8 @@ def documents_in(tokens: np.ndarray) -> list[tuple[int, int]]:
                         max_size=3),
        shares=st.lists(st.sampled_from([5.0, 30.0, 70.0]), min_size=3, max_size=3),
        chunk=st.integers(1, 50))
-def test_a_mix_has_the_shares_of_tokens_everywhere_and_repeats_no_document(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], shares: list[float],
-    chunk: int
-) -> None:
+def test_a_mix_has_the_shares_of_tokens_everywhere_and_repeats_no_document(tmp_path_factory,
+                                                                           lengths, shares, chunk):
     folder, shares = tmp_path_factory.mktemp("mix"), shares[:len(lengths)]
     sources = [dataset(folder / str(number), number, own) for number, own in enumerate(lengths)]
     with pytest.MonkeyPatch.context() as patch:
@@ -215,16 +202,14 @@ def test_a_mix_has_the_shares_of_tokens_everywhere_and_repeats_no_document(
             assert next_size is None or (counts[other] + next_size) / share >= due - 1e-9
 
 
-def next_of(lengths: list[int], num_tokens: int) -> int | None:
+def next_of(lengths, num_tokens):
     """Return the size of the document that comes after so many tokens."""
     ends = np.cumsum([length + 1 for length in lengths])
     rest = [length + 1 for length, end in zip(lengths, ends, strict=True) if end > num_tokens]
     return rest[0] if rest else None
 
 
-def test_a_mix_can_be_trained_on_and_says_what_is_in_it(
-    workplace: Workplace, tmp_path: Path
-) -> None:
+def test_a_mix_can_be_trained_on_and_says_what_is_in_it(workplace, tmp_path):
     one, two = (dataset(tmp_path / name, token, [40] * 30) for name, token in (("a", 1), ("b", 2)))
     out = workplace.datasets_dir / "mixed"
     command = ("--import", "--share", "75", "--share", "25", str(one), str(two))
@@ -249,9 +234,7 @@ def test_a_mix_can_be_trained_on_and_says_what_is_in_it(
     (("--import", "--share", "1", "--share", "1", "a", "endless"),
      "endless/train.safetensors: no token ends a document"),
 ])
-def test_datasets_that_cannot_be_mixed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
+def test_datasets_that_cannot_be_mixed(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     dataset(tmp_path / "a", 1, [9]), dataset(tmp_path / "b", 2, [9])
     dataset(tmp_path / "other", 2, [9], "gpt2")

@@ -1,19 +1,16 @@
 """Continuing an unfinished preparation: after kills, damage and changes of the request."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from basics.errors import UserError
 from preparation import pipeline
 from preparation.journal import Journal
-from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.pipeline import prepare_dataset
 from preparation.sources import TextsShard, find_documents
 from tests.support.preparation import (
     BYTES,
@@ -27,9 +24,7 @@ from tests.support.preparation import (
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 10, -1, -30])
-def test_a_truncated_journal_is_read_up_to_its_last_whole_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
-) -> None:
+def test_a_truncated_journal_is_read_up_to_its_last_whole_line(tmp_path, monkeypatch, num_bytes):
     shards = [["a", "b"], ["c"], ["d"]]
     prepare_dataset(texts_source(*shards), tmp_path / "undisturbed", BYTES)
     monkeypatch.setattr(Journal, "publish", lambda *_: 1 / 0)
@@ -43,9 +38,8 @@ def test_a_truncated_journal_is_read_up_to_its_last_whole_line(
 
 
 @pytest.mark.parametrize("num_bytes", [1, 100, 5000])
-def test_token_files_shorter_than_the_journal_says_are_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
-) -> None:
+def test_token_files_shorter_than_the_journal_says_are_written_again(tmp_path, monkeypatch,
+                                                                     num_bytes):
     shards = [["a", "b"], ["c"], ["d"]]
     monkeypatch.setattr(pipeline, "write_card", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -58,9 +52,7 @@ def test_token_files_shorter_than_the_journal_says_are_written_again(
 
 
 @pytest.mark.parametrize("num_documents", [1, 9])
-def test_a_table_of_other_documents_than_the_journal_says_is_corrected(
-    tmp_path: Path, num_documents: int
-) -> None:
+def test_a_table_of_other_documents_than_the_journal_says_is_corrected(tmp_path, num_documents):
     source = texts_source(["a", "b"], ["c"], ["d"])
     leave_unfinished(source, tmp_path / "out")
     os.truncate(tmp_path / ".out.partial" / "documents.bin", 24 * num_documents)
@@ -69,9 +61,7 @@ def test_a_table_of_other_documents_than_the_journal_says_is_corrected(
     assert decoded(tmp_path / "out" / "validation.safetensors") == ["d"]
 
 
-def test_documents_that_were_divided_into_splits_are_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_that_were_divided_into_splits_are_not_read_again(tmp_path, monkeypatch):
     source = texts_source(["a", "b"], ["c"], ["d"])
     monkeypatch.setattr(Journal, "publish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -84,7 +74,7 @@ def test_documents_that_were_divided_into_splits_are_not_read_again(
     assert decoded(tmp_path / "out" / "validation.safetensors") == ["d"]
 
 
-def test_a_kill_before_the_journal_is_deleted_does_no_harm(tmp_path: Path, monkeypatch) -> None:
+def test_a_kill_before_the_journal_is_deleted_does_no_harm(tmp_path, monkeypatch):
     monkeypatch.setattr("preparation.journal.shutil.rmtree", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare_dataset(texts_source(["a", "b"]), tmp_path / "out", BYTES)
@@ -95,7 +85,7 @@ def test_a_kill_before_the_journal_is_deleted_does_no_harm(tmp_path: Path, monke
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a"]
 
 
-def test_a_damaged_shard_can_be_replaced_before_continuing(tmp_path: Path) -> None:
+def test_a_damaged_shard_can_be_replaced_before_continuing(tmp_path):
     parts = [[f"{i}-{j}-{random.Random(i * 99 + j).random()}" for j in range(50)] for i in range(3)]
     folder = write_parquet(tmp_path / "source", *parts)
     whole = (folder / "001.parquet").read_bytes()
@@ -112,9 +102,7 @@ def test_a_damaged_shard_can_be_replaced_before_continuing(tmp_path: Path) -> No
     (replace(BYTES, validation_fraction=0.5), "validation fraction was 0.01, is 0.5"),
     (replace(BYTES, max_documents=3), "max documents was None, is 3"),
 ])
-def test_a_changed_option_is_refused(
-    tmp_path: Path, options: PrepareOptions, message: str
-) -> None:
+def test_a_changed_option_is_refused(tmp_path, options, message):
     source = texts_source(["a", "b"], ["c"])
     leave_unfinished(source, tmp_path / "out")
     with pytest.raises(UserError, match=message) as caught:
@@ -124,7 +112,7 @@ def test_a_changed_option_is_refused(
     assert decoded(tmp_path / "out" / "train.safetensors") == ["a", "b"]
 
 
-def test_options_may_change_before_a_shard_is_finished(tmp_path: Path) -> None:
+def test_options_may_change_before_a_shard_is_finished(tmp_path):
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
@@ -139,15 +127,13 @@ def test_options_may_change_before_a_shard_is_finished(tmp_path: Path) -> None:
     ([["new"], ["a", "b"], ["c"]], "shard 0 has changed"),
     ([], "shard 0 is missing, or there are new files before it"),
 ])
-def test_a_changed_source_is_refused(
-    tmp_path: Path, shards: list[list[str]], message: str
-) -> None:
+def test_a_changed_source_is_refused(tmp_path, shards, message):
     leave_unfinished(texts_source(["a", "b"], ["c"]), tmp_path / "out")
     with pytest.raises(UserError, match=f"differs: {message}"):
         prepare_dataset(texts_source(*shards), tmp_path / "out", BYTES)
 
 
-def test_two_preparations_of_one_output_are_refused(tmp_path: Path) -> None:
+def test_two_preparations_of_one_output_are_refused(tmp_path):
     with Journal(tmp_path / "out"):
         with pytest.raises(UserError, match="another process is preparing this dataset"):
             prepare_dataset(texts_source(["a", "b"]), tmp_path / "out", BYTES)

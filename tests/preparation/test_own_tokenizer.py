@@ -1,11 +1,8 @@
 """Preparations with a tokenizer that comes as a file: ids, cuts, resuming, and what is published.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from safetensors import safe_open
 from basics.errors import UserError
 from preparation import cutting, reading
 from preparation.cutting import BadShard, cut_document
-from preparation.encoding import LoadTokenizer, cuts_of, encode_task
+from preparation.encoding import cuts_of, encode_task
 from preparation.ensure_dataset import SPLITS
 from preparation.hub import fetch_dataset
 from preparation.pipeline import PrepareOptions, prepare_dataset
@@ -39,21 +36,19 @@ LETTERS = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "tr
 LONG = "the cat 它是 " * 60 + " " * 300 + "xyz" * 200 + "\n\n" + "café 12 " * 90
 
 
-def place_of(directory: Path) -> LoadTokenizer:
+def place_of(directory):
     return choose_tokenizer(str(directory)).load
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     """Cut documents after 64 bytes, and fill tasks with 200."""
     monkeypatch.setattr(cutting, "LARGE_DOCUMENT", 64)
     monkeypatch.setattr(reading, "TASK_BYTES", 200)
     monkeypatch.setattr(reading, "WHOLE_BYTES", 200)
 
 
-def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(
-    tmp_path: Path
-) -> None:
+def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(tmp_path):
     own, out = write_tokenizer(tmp_path / "own"), tmp_path / "out"
     source = write_source("jsonl", tmp_path / "source")
     assert prepare(str(source), str(out), "--tokenizer", str(own)).returncode == 0
@@ -69,7 +64,7 @@ def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(
     assert "tokenizer `tokenizer.json`" in card and "(id 0)" in card and "- sha256" not in card
 
 
-def test_workers_write_the_same_bytes_as_one_process(tmp_path: Path) -> None:
+def test_workers_write_the_same_bytes_as_one_process(tmp_path):
     own, source = write_tokenizer(tmp_path / "own"), tmp_path / "source"
     source.mkdir()
     for number in range(40):
@@ -82,9 +77,7 @@ def test_workers_write_the_same_bytes_as_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, LETTERS], ids=["as gpt2", "across spaces"])
-def test_cutting_a_document_does_not_change_its_ids(
-    changes: dict, tmp_path: Path, small_pieces: None
-) -> None:
+def test_cutting_a_document_does_not_change_its_ids(changes, tmp_path, small_pieces):
     own = write_tokenizer(tmp_path / "own", texts=[LONG] * 2)
     if changes:
         model = json.loads((own / "tokenizer.json").read_text())["model"]
@@ -107,9 +100,8 @@ def test_cutting_a_document_does_not_change_its_ids(
     assert tokens.tolist() == wanted
 
 
-def test_a_document_that_cannot_be_cut_is_refused_if_it_is_too_long(
-    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_that_cannot_be_cut_is_refused_if_it_is_too_long(tmp_path, small_pieces,
+                                                                    monkeypatch):
     monkeypatch.setattr(cutting, "MAX_UNCUT", 2**20)
     monkeypatch.setattr(reading, "WHOLE_BYTES", 2**19)
     path = tmp_path / "long.txt"
@@ -118,7 +110,7 @@ def test_a_document_that_cannot_be_cut_is_refused_if_it_is_too_long(
         list(text_tasks([path], tmp_path, "none"))
 
 
-def test_an_unfinished_preparation_continues_only_with_the_same_tokenizer(tmp_path: Path) -> None:
+def test_an_unfinished_preparation_continues_only_with_the_same_tokenizer(tmp_path):
     own, out = write_tokenizer(tmp_path / "own"), tmp_path / "out"
     options = PrepareOptions(tokenizer=str(own))
     source = texts_source(["a b c", "the cat"], ["the hat", "naïve"])
@@ -132,7 +124,7 @@ def test_an_unfinished_preparation_continues_only_with_the_same_tokenizer(tmp_pa
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
+def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path):
     own, source = write_tokenizer(tmp_path / "own"), tmp_path / "source"
     source.mkdir()
     for name in ("train", "val"):
@@ -145,7 +137,7 @@ def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path: Path)
         *arguments, str(tmp_path / "other")).stderr
 
 
-def test_a_tokenizer_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path):
     source = write_source("txt", tmp_path / "source")
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").mkdir()
@@ -156,9 +148,7 @@ def test_a_tokenizer_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"source", "empty", "bad"}
 
 
-def test_the_tokenizer_is_downloaded_with_its_dataset_before_it_counts_as_complete(
-    tmp_path: Path
-) -> None:
+def test_the_tokenizer_is_downloaded_with_its_dataset_before_it_counts_as_complete(tmp_path):
     own, out = write_tokenizer(tmp_path / "own"), tmp_path / "out"
     prepare_dataset(texts_source(["a", "b", "c"]), out, PrepareOptions(tokenizer=str(own)))
     files = contents(out)

@@ -1,13 +1,9 @@
 """Parts of a preparation, and their join to the bytes that one machine would have made."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +12,7 @@ from hypothesis import strategies as st
 from basics.errors import UserError
 from preparation.parts import Part, join_parts, part_cuts
 from preparation.pipeline import PrepareOptions, prepare_dataset
-from preparation.sources import Source, find_documents
+from preparation.sources import find_documents
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.preparation import (
     BYTES,
@@ -34,8 +30,7 @@ from tests.support.workplace import succeeded
 SHARDS = [["a", "bb"], ["ccc"], ["d", "", "e"], ["f" * 9], ["g", "h"]]
 
 
-def prepare_parts(make: Callable[[], Source], folder: Path, options: PrepareOptions,
-                  total: int) -> list[Path]:
+def prepare_parts(make, folder, options, total):
     """Prepare all parts, each from a source of its own, as on several machines."""
     for number in range(1, total + 1):
         prepare_dataset(make(), folder / f"part{number}",
@@ -47,10 +42,8 @@ def prepare_parts(make: Callable[[], Source], folder: Path, options: PrepareOpti
 @given(shards=st.lists(st.lists(st.text(max_size=20), max_size=6), min_size=1, max_size=7),
        total=st.integers(1, 4), fraction=st.sampled_from([0.01, 0.3, 0.9]),
        max_documents=st.one_of(st.none(), st.integers(2, 20)))
-def test_joined_parts_have_the_bytes_of_one_machine(
-    tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], total: int, fraction: float,
-    max_documents: int | None
-) -> None:
+def test_joined_parts_have_the_bytes_of_one_machine(tmp_path_factory, shards, total, fraction,
+                                                    max_documents):
     folder = tmp_path_factory.mktemp("parts")
     options = replace(BYTES, validation_fraction=fraction, max_documents=max_documents)
     total = min(total, len(shards))
@@ -69,9 +62,8 @@ def test_joined_parts_have_the_bytes_of_one_machine(
 
 @settings(max_examples=30, deadline=None)
 @given(stops=st.lists(st.integers(0, 30), min_size=1, max_size=8), total=st.integers(1, 3))
-def test_parts_stopped_at_any_write_and_repeated_join_to_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, stops: list[int], total: int
-) -> None:
+def test_parts_stopped_at_any_write_and_repeated_join_to_the_same_bytes(tmp_path_factory, stops,
+                                                                        total):
     folder = tmp_path_factory.mktemp("stops")
     prepare_dataset(texts_source(*SHARDS), folder / "one", BYTES)
     parts = [folder / f"part{number}" for number in range(1, total + 1)]
@@ -85,10 +77,8 @@ def test_parts_stopped_at_any_write_and_repeated_join_to_the_same_bytes(
     assert contents(folder / "joined") == contents(folder / "one")
 
 
-def test_a_join_that_was_stopped_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: object) -> None:
+def test_a_join_that_was_stopped_can_be_repeated(tmp_path, monkeypatch):
+    def stop(*_):
         raise Stopped
 
     prepare_dataset(texts_source(*SHARDS), tmp_path / "one", BYTES)
@@ -109,9 +99,8 @@ def test_a_join_that_was_stopped_can_be_repeated(
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 @pytest.mark.parametrize("max_documents", [None, 95])
-def test_files_that_cannot_be_read_are_left_out_of_the_join_as_of_one_preparation(
-    tmp_path: Path, kind: str, max_documents: int | None
-) -> None:
+def test_files_that_cannot_be_read_are_left_out_of_the_join_as_of_one_preparation(tmp_path, kind,
+                                                                                  max_documents):
     folder = tmp_path / "source"
     folder.mkdir()
     for i in range(102):
@@ -130,7 +119,7 @@ def test_files_that_cannot_be_read_are_left_out_of_the_join_as_of_one_preparatio
         join_parts(parts, tmp_path / "again")
 
 
-def test_a_cut_in_a_part_with_files_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_cut_in_a_part_with_files_that_cannot_be_read_is_refused(tmp_path):
     folder = write_parquet(tmp_path / "source", *(
         [f"{i} {j} " + "x" * 99 for j in range(20)] for i in range(9)))
     corrupt(folder / "004.parquet", footer=False)  # part 2 has 40 documents that can be read
@@ -150,7 +139,7 @@ def test_a_cut_in_a_part_with_files_that_cannot_be_read_is_refused(tmp_path: Pat
             assert contents(place / "joined") == contents(place / "one")
 
 
-def test_parts_with_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
+def test_parts_with_a_tokenizer_of_ones_own(tmp_path):
     options = PrepareOptions(tokenizer=str(write_tokenizer(tmp_path / "own")))
     prepare_dataset(texts_source(*SHARDS), tmp_path / "one", options)
     parts = prepare_parts(lambda: texts_source(*SHARDS), tmp_path, options, 2)
@@ -159,7 +148,7 @@ def test_parts_with_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     assert (tmp_path / "joined" / "tokenizer.json").exists()
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path, place):
     """Change one bit, as a copy over a bad line or memory may."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1
@@ -179,9 +168,7 @@ NOT_WHOLE = "part2: train.safetensors or documents.bin is not whole; copy or pre
     (shutil.rmtree, "part2: is not a part"),
     (lambda part: part.rename(part.with_name(".part2.partial")), "part2: is an unfinished part; r"),
 ])
-def test_a_part_that_is_missing_or_damaged_is_refused(
-    tmp_path: Path, change: Callable[[Path], object], message: str
-) -> None:
+def test_a_part_that_is_missing_or_damaged_is_refused(tmp_path, change, message):
     parts = prepare_parts(lambda: texts_source(*SHARDS), tmp_path, BYTES, 3)
     change(tmp_path / "part2")
     with pytest.raises(UserError, match=message) as caught:
@@ -190,7 +177,7 @@ def test_a_part_that_is_missing_or_damaged_is_refused(
     assert not (tmp_path / "joined").exists() and not (tmp_path / ".joined.partial").exists()
 
 
-def test_missing_and_repeated_parts_are_refused(tmp_path: Path) -> None:
+def test_missing_and_repeated_parts_are_refused(tmp_path):
     parts = prepare_parts(lambda: texts_source(*SHARDS), tmp_path, BYTES, 4)
     with pytest.raises(UserError, match="part 2, 4 of 4 missing; prepare it with --part 2/4"):
         join_parts([parts[0], parts[2]], tmp_path / "joined")
@@ -204,16 +191,14 @@ def test_missing_and_repeated_parts_are_refused(tmp_path: Path) -> None:
     (replace(BYTES, max_documents=3), SHARDS, "max documents is None, and 3"),
     (BYTES, [*SHARDS[:4], ["g", "hi"]], "the names or sizes of the source's files differed"),
 ])
-def test_parts_of_different_preparations_are_refused(
-    tmp_path: Path, options: PrepareOptions, shards: list[list[str]], message: str
-) -> None:
+def test_parts_of_different_preparations_are_refused(tmp_path, options, shards, message):
     prepare_dataset(texts_source(*SHARDS), tmp_path / "a", replace(BYTES, part=Part(1, 2)))
     prepare_dataset(texts_source(*shards), tmp_path / "b", replace(options, part=Part(2, 2)))
     with pytest.raises(UserError, match=f"a and .*b do not belong together: {message}"):
         join_parts([tmp_path / "a", tmp_path / "b"], tmp_path / "joined")
 
 
-def test_parts_of_different_numbers_and_sources_are_refused(tmp_path: Path) -> None:
+def test_parts_of_different_numbers_and_sources_are_refused(tmp_path):
     source = texts_source(*SHARDS)
     prepare_dataset(source, tmp_path / "a", replace(BYTES, part=Part(1, 2)))
     prepare_dataset(source, tmp_path / "b", replace(BYTES, part=Part(2, 3)))
@@ -226,21 +211,19 @@ def test_parts_of_different_numbers_and_sources_are_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/0", "a/b", "1/2/3", "-1/2", ""])
-def test_a_part_that_there_cannot_be_is_one_line(tmp_path: Path, text: str) -> None:
+def test_a_part_that_there_cannot_be_is_one_line(tmp_path, text):
     result = prepare("source", str(tmp_path / "out"), f"--part={text}")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert f"--part {text}: wanted I/N with I from 1 to N, such as 2/4" in result.stderr
 
 
-def test_more_parts_than_files_are_refused(tmp_path: Path) -> None:
+def test_more_parts_than_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="--part 1/6: texts has only 5 shards.*; use fewer parts"):
         prepare_dataset(texts_source(*SHARDS), tmp_path / "out", replace(BYTES, part=Part(1, 6)))
 
 
 @given(sizes=st.lists(st.integers(0, 100), min_size=1, max_size=30), num_parts=st.integers(1, 30))
-def test_parts_have_about_the_same_size_and_none_is_empty(
-    sizes: list[int], num_parts: int
-) -> None:
+def test_parts_have_about_the_same_size_and_none_is_empty(sizes, num_parts):
     num_parts = min(num_parts, len(sizes))
     cuts = part_cuts(sizes, num_parts)
     assert cuts[0] == 0 and cuts[-1] == len(sizes) and len(cuts) == num_parts + 1
@@ -249,7 +232,7 @@ def test_parts_have_about_the_same_size_and_none_is_empty(
         assert {b - a for a, b in zip(cuts, cuts[1:], strict=False)} == {len(sizes) // num_parts}
 
 
-def test_the_commands_of_several_machines_and_of_the_join(tmp_path: Path) -> None:
+def test_the_commands_of_several_machines_and_of_the_join(tmp_path):
     """JSON lines on the hub: each machine downloads its files, once, and counts no others."""
     files = {f"{i}.jsonl": "".join(json.dumps({"text": f"{i} {j}"}) + "\n"
                                    for j in range(30 + i)).encode() for i in range(4)}

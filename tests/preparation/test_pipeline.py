@@ -1,7 +1,5 @@
 """Documents to token datasets: the tokens, damaged shards, full disks, outputs and progress."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -42,7 +40,7 @@ from tests.support.preparation import (
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "text"])
-def test_the_first_99_percent_are_for_training(tmp_path: Path, kind: str) -> None:
+def test_the_first_99_percent_are_for_training(tmp_path, kind):
     source = find_documents(write_source(kind, tmp_path / "source"))
     progress = prepare_dataset(source, tmp_path / "out", BYTES)
     assert (progress.train.num_documents, progress.validation.num_documents) == (150, 2)
@@ -65,10 +63,7 @@ def test_the_first_99_percent_are_for_training(tmp_path: Path, kind: str) -> Non
 @given(shards=st.lists(st.lists(st.text(max_size=30), max_size=10), min_size=1, max_size=6),
        fraction=st.sampled_from([0.01, 0.1, 0.5, 0.99]),
        max_documents=st.one_of(st.none(), st.integers(2, 30)))
-def test_documents_stay_whole_and_in_order(
-    tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], fraction: float,
-    max_documents: int | None
-) -> None:
+def test_documents_stay_whole_and_in_order(tmp_path_factory, shards, fraction, max_documents):
     wanted = [text for shard in shards for text in shard][:max_documents]
     out = tmp_path_factory.mktemp("any") / "out"
     options = replace(BYTES, validation_fraction=fraction, max_documents=max_documents)
@@ -85,13 +80,13 @@ def test_documents_stay_whole_and_in_order(
     assert len(train) == num_training_documents(len(wanted), fraction)
 
 
-def test_the_split_is_that_of_a_percentage_slice() -> None:
+def test_the_split_is_that_of_a_percentage_slice():
     for n in (100, 150, 250, 350, 1000, 14_868_862):  # halves are rounded to the even number
         assert num_training_documents(n, 0.01) == round(99 * n / 100)
     assert num_training_documents(2, 0.01) == 1 == num_training_documents(3, 0.99)
 
 
-def test_a_literal_end_of_text_stays_text(tmp_path: Path) -> None:
+def test_a_literal_end_of_text_stays_text(tmp_path):
     prepare_dataset(texts_source(["a<|endoftext|>b", "c"]), tmp_path / "out", PrepareOptions())
     tokens = load_file(tmp_path / "out" / "train.safetensors")["tokens"]
     assert tokens.tolist() == [64, 27, 91, 437, 1659, 5239, 91, 29, 65, 50256]
@@ -100,9 +95,7 @@ def test_a_literal_end_of_text_stays_text(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 @given(shards=st.lists(st.lists(st.text(max_size=20), max_size=6), min_size=1, max_size=6),
        stops=st.lists(st.integers(0, 35), max_size=6))
-def test_stopped_at_any_write_it_continues_to_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, shards: list[list[str]], stops: list[int]
-) -> None:
+def test_stopped_at_any_write_it_continues_to_the_same_bytes(tmp_path_factory, shards, stops):
     if sum(map(len, shards)) < 2 or not any(map(any, shards)):
         return
     folder = tmp_path_factory.mktemp("stops")
@@ -116,9 +109,7 @@ def test_stopped_at_any_write_it_continues_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("footer", [False, True])
-def test_a_damaged_shard_is_an_error_or_skipped_and_counted(
-    tmp_path: Path, footer: bool
-) -> None:
+def test_a_damaged_shard_is_an_error_or_skipped_and_counted(tmp_path, footer):
     generator = random.Random(0)
     parts = [[f"{i}-{j}-{generator.random()}" for j in range(50)] for i in range(4)]
     folder = write_parquet(tmp_path / "source", *parts)
@@ -137,9 +128,7 @@ def test_a_damaged_shard_is_an_error_or_skipped_and_counted(
     assert "could not be read: 1 (001.parquet)" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_too_small_disk_is_reported_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_small_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3000))
     source = texts_source(["a" * 10_000, "b" * 10_000])
     with pytest.raises(UserError, match="3.00 kB free; tokens need 4.00 kB or more") as caught:
@@ -149,9 +138,8 @@ def test_a_too_small_disk_is_reported_before_anything_is_written(
     prepare_dataset(source, tmp_path / "out", BYTES)
 
 
-def test_files_that_may_hold_more_than_text_are_not_refused_for_their_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_may_hold_more_than_text_are_not_refused_for_their_size(tmp_path, monkeypatch,
+                                                                           capsys):
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "a.jsonl").write_text(json.dumps({"text": "a", "image": "x" * 99_000}) + "\n"
@@ -163,13 +151,11 @@ def test_files_that_may_hold_more_than_text_are_not_refused_for_their_size(
     assert "(less if the files hold more than text)" in line
 
 
-def test_after_a_full_disk_the_same_call_continues(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_after_a_full_disk_the_same_call_continues(tmp_path, monkeypatch):
     source = texts_source(["a", "b"], ["c"], ["d"])
     sync, syncs = TokenFileWriter.sync, []
 
-    def full(writer: TokenFileWriter) -> None:
+    def full(writer):
         syncs.append(writer)
         if len(syncs) > 1:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -187,10 +173,7 @@ def test_after_a_full_disk_the_same_call_continues(
 
 @pytest.mark.parametrize(("limit", "before", "after"), [
     (None, "2.00 kB of 3.00 kB", "3.00kB of 3.00kB"), (25, "20 of 25 doc", "25 documents of 25")])
-def test_progress_is_a_bar_or_plain_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    limit: int | None, before: str, after: str
-) -> None:
+def test_progress_is_a_bar_or_plain_lines(tmp_path, monkeypatch, capsys, limit, before, after):
     monkeypatch.setattr(progress_display, "LINE_INTERVAL", -1)
     source = texts_source(*[[letter * 100] * 10 for letter in "abc"])
     options = replace(BYTES, max_documents=limit)
@@ -206,25 +189,21 @@ def test_progress_is_a_bar_or_plain_lines(
                      terminal.getvalue())
 
 
-def test_without_progress_no_time_left_is_guessed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_progress_no_time_left_is_guessed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress_display, "LINE_INTERVAL", -1)
     monkeypatch.setattr("preparation.sources.Texts", lambda texts, *_: Texts(texts, 1))
     prepare_dataset(texts_source(["a" * 2000, "b"]), tmp_path / "out", BYTES)
     assert re.search(r"^0.00 kB of 2.00 kB, .* \? left$", capsys.readouterr().err, re.MULTILINE)
 
 
-def test_documents_without_text_are_counted(tmp_path: Path) -> None:
+def test_documents_without_text_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "a"}\n{"text": ""}\n')
     progress = prepare_dataset(find_documents(tmp_path), tmp_path / "out", BYTES)
     assert progress.num_empty == 2
     assert "documents without text: 2" in progress_display.summary(tmp_path / "out", progress)
 
 
-def test_the_dataset_card_is_valid_and_its_code_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dataset_card_is_valid_and_its_code_works(tmp_path, monkeypatch):
     prepare_dataset(texts_source(["a" * 1200, "b"]), tmp_path / "out", BYTES)
     card = DatasetCard.load(tmp_path / "out" / "README.md")
     data = card.data.to_dict()
@@ -239,7 +218,7 @@ def test_the_dataset_card_is_valid_and_its_code_works(
     assert len(names["tokens"]) == 1024
 
 
-def test_hostile_names_stay_text_in_a_dataset_card(tmp_path: Path) -> None:
+def test_hostile_names_stay_text_in_a_dataset_card(tmp_path):
     folder = write_parquet(tmp_path / HOSTILE, DOCUMENTS[:50], DOCUMENTS[50:])
     (folder / f"002{HOSTILE}.parquet").write_bytes(b"")
     prepare_dataset(find_documents(folder), tmp_path / "out", replace(BYTES, skip_bad_shards=True))
@@ -248,7 +227,7 @@ def test_hostile_names_stay_text_in_a_dataset_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["file", "directory"])
-def test_an_output_that_is_not_empty_is_refused_and_unchanged(tmp_path: Path, content: str) -> None:
+def test_an_output_that_is_not_empty_is_refused_and_unchanged(tmp_path, content):
     out = tmp_path / "out"
     if content == "file":
         out.write_text("mine")
@@ -260,9 +239,7 @@ def test_an_output_that_is_not_empty_is_refused_and_unchanged(tmp_path: Path, co
     assert (out if content == "file" else out / "mine").read_text() == "mine"
 
 
-def test_an_output_that_is_a_link_and_one_that_cannot_be_replaced(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_an_output_that_is_a_link_and_one_that_cannot_be_replaced(tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     prepare_dataset(texts_source(["a", "b"]), tmp_path / "link", BYTES)
@@ -275,7 +252,7 @@ def test_an_output_that_is_a_link_and_one_that_cannot_be_replaced(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_reading_stops_after_max_documents(tmp_path: Path) -> None:
+def test_reading_stops_after_max_documents(tmp_path):
     lines = [json.dumps({"text": "x" * 1000}) for _ in range(20_000)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{broken"]))
     read = []
@@ -288,13 +265,13 @@ def test_reading_stops_after_max_documents(tmp_path: Path) -> None:
     assert progress.train.num_documents == 9 and len(read) < 3
 
 
-def test_an_empty_output_directory_is_used(tmp_path: Path) -> None:
+def test_an_empty_output_directory_is_used(tmp_path):
     (tmp_path / "out").mkdir()
     prepare_dataset(texts_source(["a", "b"]), tmp_path / "out", BYTES)
     assert decoded(tmp_path / "out" / "validation.safetensors") == ["b"]
 
 
-def text_files(folder: Path, num_files: int, *bad: int) -> tuple[Path, list[str]]:
+def text_files(folder, num_files, *bad):
     """Write text files, of which some are UTF-16; return the texts of the others."""
     folder.mkdir()
     texts = [f"text {i} " + "x" * i for i in range(num_files)]
@@ -304,9 +281,7 @@ def text_files(folder: Path, num_files: int, *bad: int) -> tuple[Path, list[str]
 
 
 @pytest.mark.parametrize("bad", [0, 3, 7, 8, 9])
-def test_one_text_file_that_cannot_be_read_costs_only_that_file(
-    tmp_path: Path, bad: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_text_file_that_cannot_be_read_costs_only_that_file(tmp_path, bad, capsys):
     folder, texts = text_files(tmp_path / "source", 10, bad)
     progress = prepare_dataset(find_documents(folder), tmp_path / "out",
                                replace(BYTES, validation_fraction=0.2))
@@ -326,9 +301,7 @@ def test_one_text_file_that_cannot_be_read_costs_only_that_file(
 
 
 @pytest.mark.parametrize("bad", [(0, 1), (1,)])
-def test_text_files_too_few_of_which_can_be_read_are_an_error(
-    tmp_path: Path, bad: tuple[int, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_files_too_few_of_which_can_be_read_are_an_error(tmp_path, bad, capsys):
     folder, _ = text_files(tmp_path / "source", 2, *bad)
     with pytest.raises(UserError, match=r"document.? found; wanted .*; left out: .*001.txt"):
         prepare_dataset(find_documents(folder), tmp_path / "out",
@@ -337,7 +310,7 @@ def test_text_files_too_few_of_which_can_be_read_are_an_error(
     assert not (tmp_path / "out").exists()
 
 
-def test_one_damaged_file_in_a_hundred_is_left_out(tmp_path: Path) -> None:
+def test_one_damaged_file_in_a_hundred_is_left_out(tmp_path):
     folder = tmp_path / "source"
     folder.mkdir()
     for i in range(100):

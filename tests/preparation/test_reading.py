@@ -1,7 +1,5 @@
 """Splitting documents and files into tasks: no text is lost, and the tokens stay the same."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -36,7 +34,7 @@ TEXT = st.lists(st.one_of(
 ), max_size=100).map("".join)
 
 
-def documents(tasks) -> list[str]:
+def documents(tasks):
     """Join the pieces of tasks to documents."""
     found, parts = [], []
     for task in tasks:
@@ -52,7 +50,7 @@ def documents(tasks) -> list[str]:
 @settings(max_examples=60, deadline=None)
 @example(text="abcdefg\n\n\nh")  # the first two line ends are one token
 @given(text=TEXT)
-def test_a_cut_document_has_the_tokens_of_the_whole(text: str) -> None:
+def test_a_cut_document_has_the_tokens_of_the_whole(text):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "LARGE_DOCUMENT", 8)
         pieces = list(cut_document(text.encode()))
@@ -67,7 +65,7 @@ def test_a_cut_document_has_the_tokens_of_the_whole(text: str) -> None:
     assert tokenizer.decode(apart) == text
 
 
-def test_a_long_document_is_cut_only_before_white_space() -> None:
+def test_a_long_document_is_cut_only_before_white_space():
     text = "It is the reader's 1st naïve word — 中文 too.\n\n" * 50_000
     pieces = [piece.text for piece in cut_document(text.encode())]
     assert len(pieces) == len(text.encode()) // 2**18 + 1
@@ -77,7 +75,7 @@ def test_a_long_document_is_cut_only_before_white_space() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=200))
-def test_bytes_that_are_not_text_are_read_to_the_end(data: bytes) -> None:
+def test_bytes_that_are_not_text_are_read_to_the_end(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "LARGE_DOCUMENT", 8)
         pieces = list(cut_document(data))
@@ -87,9 +85,7 @@ def test_bytes_that_are_not_text_are_read_to_the_end(data: bytes) -> None:
 @settings(max_examples=40, deadline=None)
 @given(texts=st.lists(TEXT, min_size=1, max_size=3), task_bytes=st.integers(1, 60),
        whole_bytes=st.sampled_from([1, 50, 10**6]))
-def test_each_text_file_is_one_document(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], task_bytes: int, whole_bytes: int
-) -> None:
+def test_each_text_file_is_one_document(tmp_path_factory, texts, task_bytes, whole_bytes):
     folder = tmp_path_factory.mktemp("texts")
     for i, text in enumerate(texts):
         (folder / f"{i}.txt").write_bytes(text.encode())
@@ -107,10 +103,9 @@ def test_each_text_file_is_one_document(
 @given(texts=st.lists(st.one_of(st.none(), st.text(max_size=60)), max_size=40),
        task_bytes=st.integers(1, 200), group_rows=st.integers(1, 10),
        whole_group=st.sampled_from([1, 10**6]))
-def test_the_documents_of_a_file_do_not_depend_on_the_size_of_tasks(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str | None], task_bytes: int,
-    group_rows: int, whole_group: int
-) -> None:
+def test_the_documents_of_a_file_do_not_depend_on_the_size_of_tasks(tmp_path_factory, texts,
+                                                                    task_bytes, group_rows,
+                                                                    whole_group):
     folder = tmp_path_factory.mktemp("files")
     wanted = [text or "" for text in texts]
     lines = "".join(json.dumps({"text": text}) + "\n\n" for text in texts).encode()
@@ -134,18 +129,18 @@ def test_the_documents_of_a_file_do_not_depend_on_the_size_of_tasks(
     pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(),
     pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
 ])
-def test_columns_of_every_text_type(tmp_path: Path, kind: pyarrow.DataType) -> None:
+def test_columns_of_every_text_type(tmp_path, kind):
     column = pyarrow.array(["naïve", None, "b" * 10], pyarrow.string()).cast(kind)
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == ["naïve", "", "b" * 10]
 
 
-def test_a_column_of_nulls(tmp_path: Path) -> None:
+def test_a_column_of_nulls(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": [None, None]}), tmp_path / "a.parquet")
     assert documents(parquet_tasks(tmp_path / "a.parquet", "text")) == ["", ""]
 
 
-def test_numbers_are_not_text(tmp_path: Path) -> None:
+def test_numbers_are_not_text(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="a.parquet: column 'text' is of type int64; name a column"):
         documents(parquet_tasks(tmp_path / "a.parquet", "text"))
@@ -154,9 +149,7 @@ def test_numbers_are_not_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["small", "large " * 2**17])
-def test_bytes_that_are_not_utf8_are_replaced_in_every_format(
-    tmp_path: Path, other: str
-) -> None:
+def test_bytes_that_are_not_utf8_are_replaced_in_every_format(tmp_path, other):
     broken = pyarrow.array([b"a\xffb", other.encode()], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
     (tmp_path / "a.txt").write_bytes(b"a\xffb")
@@ -167,14 +160,14 @@ def test_bytes_that_are_not_utf8_are_replaced_in_every_format(
 
 
 @pytest.mark.parametrize("character", [" ", "\n", "x", "🎉", "中"])
-def test_a_long_run_of_one_character_is_encoded(character: str) -> None:
+def test_a_long_run_of_one_character_is_encoded(character):
     text = character * 600_000 + "a"  # more than the largest piece, 2 * LARGE_DOCUMENT
     encoded = encode_task(Texts(list(cut_document(text.encode())), 99),
                           lambda: load_tokenizer("gpt2"))
     assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == text
 
 
-def test_half_of_a_surrogate_pair_becomes_a_question_mark() -> None:
+def test_half_of_a_surrogate_pair_becomes_a_question_mark():
     task = JsonLines(Path("a.jsonl"), 1, b'{"text": "half \\ud800 pair"}\n', "text")
     assert documents([task]) == ["half ? pair"]
 
@@ -183,7 +176,7 @@ def test_half_of_a_surrogate_pair_becomes_a_question_mark() -> None:
     b'{"text": 7}', b'{"other": "x"}', b'["text"]', b'{"text": "a', b"\xff", b'{"text": ["a"]}',
     b"[" * 100_000,
 ])
-def test_the_error_for_a_malformed_line_names_its_number(tmp_path: Path, line: bytes) -> None:
+def test_the_error_for_a_malformed_line_names_its_number(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     message = 'a.jsonl: line 3 is not a JSON object with a text in "text"'
@@ -191,7 +184,7 @@ def test_the_error_for_a_malformed_line_names_its_number(tmp_path: Path, line: b
         documents(json_tasks(path, "text"))
 
 
-def test_a_byte_order_mark_and_capital_suffixes_are_accepted(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_capital_suffixes_are_accepted(tmp_path):
     lines = "\ufeff".encode() + b'{"text": "a"}\n{"text": "b"}\n'
     (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(lines))
     (tmp_path / "B.JSONL").write_bytes(lines)
@@ -200,16 +193,14 @@ def test_a_byte_order_mark_and_capital_suffixes_are_accepted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("whole_bytes", [1, 10**6])
-def test_a_byte_order_mark_of_a_text_file_is_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
-) -> None:
+def test_a_byte_order_mark_of_a_text_file_is_no_text(tmp_path, monkeypatch, whole_bytes):
     monkeypatch.setattr(reading, "WHOLE_BYTES", whole_bytes)
     (tmp_path / "a.txt").write_bytes("\ufeffnaïve".encode())
     assert documents(text_tasks([tmp_path / "a.txt"], tmp_path)) == ["naïve"]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_truncated_compressed_file_is_an_error(tmp_path: Path, suffix: str) -> None:
+def test_a_truncated_compressed_file_is_an_error(tmp_path, suffix):
     path = tmp_path / f"a.jsonl{suffix}"
     numbers = np.random.default_rng(0).integers(2**60, size=5000)
     lines = b"".join(b'{"text": "%x"}\n' % number for number in numbers)
@@ -222,9 +213,7 @@ def test_a_truncated_compressed_file_is_an_error(tmp_path: Path, suffix: str) ->
         list(json_tasks(path, "text"))
 
 
-def test_the_tasks_of_a_large_text_file_say_how_much_of_it_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tasks_of_a_large_text_file_say_how_much_of_it_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "WHOLE_BYTES", 100)
     monkeypatch.setattr(reading, "TASK_BYTES", 1000)
     monkeypatch.setattr(cutting, "LARGE_DOCUMENT", 64)

@@ -1,7 +1,5 @@
 """One process beside training: stand-ins for what goes wrong in it, and the one that draws."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,11 +23,11 @@ HANGS = "sleep 3600"
 class Scripts:
     """Shell scripts that run instead of a module, one after another; the last one repeatedly."""
 
-    def __init__(self, folder: Path, *codes: str) -> None:
+    def __init__(self, folder, *codes):
         self._folder, self._codes = folder, list(codes)
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def __call__(self) -> subprocess.Popen[bytes]:
+    def __call__(self):
         assert all(process.poll() is not None for process in self.started), "two at a time"
         code = self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
         self.started.append(subprocess.Popen(
@@ -39,15 +36,15 @@ class Scripts:
         return self.started[-1]
 
 
-def drawing(run_dir: Path) -> Beside:
+def drawing(run_dir):
     return Beside("chart", lambda: start_module("reporting.charts", run_dir))
 
 
-def finish(process: Beside) -> str:
+def finish(process):
     return process.finish(lambda: math.inf)
 
 
-def wait_until_gone(pid: int) -> None:
+def wait_until_gone(pid):
     until = time.monotonic() + 20
     with suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -55,9 +52,7 @@ def wait_until_gone(pid: int) -> None:
             time.sleep(0.02)
 
 
-def test_one_process_at_a_time_and_another_one_only_if_it_was_asked_for_meanwhile(
-    tmp_path: Path
-) -> None:
+def test_one_process_at_a_time_and_another_one_only_if_it_was_asked_for_meanwhile(tmp_path):
     scripts = Scripts(tmp_path, "touch began; read word", "true")
     process = Beside("chart", scripts)
     process.start()
@@ -75,9 +70,7 @@ def test_one_process_at_a_time_and_another_one_only_if_it_was_asked_for_meanwhil
     ("exit 3", "ended with status 3; advice"),
     ("kill -9 $$", "its process was ended by signal 9 (Killed); advice"),
     ("echo a note >&2", "a note; advice"), ("true", "")])
-def test_what_it_says_and_how_it_failed_is_told_once(
-    tmp_path: Path, code: str, failure: str
-) -> None:
+def test_what_it_says_and_how_it_failed_is_told_once(tmp_path, code, failure):
     process = Beside("chart", Scripts(tmp_path, code), advice="; advice")
     process.start()
     assert finish(process) == failure
@@ -87,9 +80,7 @@ def test_what_it_says_and_how_it_failed_is_told_once(
     assert finish(missing).startswith("FileNotFoundError: ")
 
 
-def test_a_failure_is_told_although_the_next_one_runs_and_not_after_a_success(
-    tmp_path: Path
-) -> None:
+def test_a_failure_is_told_although_the_next_one_runs_and_not_after_a_success(tmp_path):
     scripts = Scripts(tmp_path, "touch first; read word; exit 3", "touch second; read word; exit 4",
                       "exit 0")
     process = Beside("chart", scripts)
@@ -104,7 +95,7 @@ def test_a_failure_is_told_although_the_next_one_runs_and_not_after_a_success(
     assert finish(process) == ""  # the last one did all that there was to do
 
 
-def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     beats, pid = [], tmp_path / "pid"
     process = Beside("chart", Scripts(
         tmp_path, f"trap '' TERM; {HANGS} & echo $! > pid; wait; {HANGS}"))
@@ -118,9 +109,8 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("status", "failure"), [(0, ""), (5, "ended with status 5")])
-def test_after_the_last_one_has_been_told_the_end_no_other_one_is_started(
-    tmp_path: Path, status: int, failure: str
-) -> None:
+def test_after_the_last_one_has_been_told_the_end_no_other_one_is_started(tmp_path, status,
+                                                                          failure):
     scripts = Scripts(tmp_path, "exit 3", "touch second; read word; test $word = end && exit "
                       f"{status}", "exit 4")
     process = Beside("tracker", scripts)
@@ -133,7 +123,7 @@ def test_after_the_last_one_has_been_told_the_end_no_other_one_is_started(
     assert finish(process) == failure and len(scripts.started) == 2
 
 
-def struck_pid(marks: Path) -> int:
+def struck_pid(marks):
     """Wait until a drawing has come to its failpoint; return its process."""
     until = time.monotonic() + 60
     while not (marks.exists() and marks.read_text().endswith("\n")):
@@ -142,9 +132,7 @@ def struck_pid(marks: Path) -> int:
     return int(marks.read_text().split()[3])
 
 
-def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(monkeypatch, tmp_path):
     for name, value in {"RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_PORT": "1",
                         "TORCHELASTIC_RUN_ID": "x", "CUDA_VISIBLE_DEVICES": "0",
                         VARIABLE: "draw:hang", MARKS: str(tmp_path / "marks")}.items():
@@ -166,7 +154,7 @@ def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_it_ends_with_a_process_that_is_killed(tmp_path):
     code = ("import sys, time\nfrom pathlib import Path\n"
             "from processes.beside import Beside, start_module\n"
             "Beside('chart', lambda: start_module('reporting.charts', Path(sys.argv[1]))).start()\n"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import re
 from datetime import timedelta
@@ -21,10 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("num_local_processes", "omp_num_threads", "expected"), [
     (2, "1", [4]), (16, "1", [1]), (2, "3", [])])
-def test_cpu_processes_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, num_local_processes: int, omp_num_threads: str,
-    expected: list[int]
-) -> None:
+def test_cpu_processes_share_the_cores(monkeypatch, num_local_processes, omp_num_threads, expected):
     monkeypatch.setattr("processes.launch.num_cpu_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local_processes))
     monkeypatch.setenv("OMP_NUM_THREADS", omp_num_threads)
@@ -34,7 +29,7 @@ def test_cpu_processes_share_the_cores(
     assert changed == expected
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for key, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3"}.items():
@@ -44,9 +39,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("used", "num_warnings"), [("4", 1), ("8", 0)])
-def test_gpus_that_no_process_uses_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, used: str, num_warnings: int
-) -> None:
+def test_gpus_that_no_process_uses_are_warned_of(monkeypatch, used, num_warnings):
     monkeypatch.setattr(launch, "num_gpus", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", used)
     warnings = launch.unused_gpus()
@@ -56,10 +49,8 @@ def test_gpus_that_no_process_uses_are_warned_of(
 
 @pytest.mark.parametrize(("nodes", "local_rank", "parent_is_torchrun", "ends"), [
     (2, 0, True, True), (1, 0, True, False), (2, 1, True, False), (2, 0, False, False)])
-def test_only_a_torchrun_that_is_one_of_several_is_ended(
-    monkeypatch: pytest.MonkeyPatch, nodes: int, local_rank: int, parent_is_torchrun: bool,
-    ends: bool
-) -> None:
+def test_only_a_torchrun_that_is_one_of_several_is_ended(monkeypatch, nodes, local_rank,
+                                                         parent_is_torchrun, ends):
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
     monkeypatch.setattr(psutil.Process, "exe", lambda self: "/usr/bin/python3.12")
     ended: list[int] = []
@@ -70,9 +61,7 @@ def test_only_a_torchrun_that_is_one_of_several_is_ended(
 
 
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 60), ("cuda:0", 600 + 120)])
-def test_nccl_waits_longer_than_the_watchdog_and_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, device: str, seconds: int
-) -> None:
+def test_nccl_waits_longer_than_the_watchdog_and_is_named(monkeypatch, capsys, device, seconds):
     """Its own timeout would end the process without a line that says which rank hung."""
     world = SimpleNamespace(_get_backend=lambda _: type("ProcessGroupNCCL2", (), {})())
     monkeypatch.setattr(launch.dist, "group", SimpleNamespace(WORLD=world))
@@ -94,10 +83,8 @@ def test_nccl_waits_longer_than_the_watchdog_and_is_named(
     ("10.0.0.1", None, "eth1"), ("10.0.0.1", "ib0", "ib0"),
     ("127.0.0.1 alone", None, None),  # all nodes are on this machine
 ])
-def test_gloo_uses_the_interface_that_leads_to_other_nodes(
-    monkeypatch: pytest.MonkeyPatch, towards_master: str, set_by_user: str | None,
-    chosen: str | None
-) -> None:
+def test_gloo_uses_the_interface_that_leads_to_other_nodes(monkeypatch, towards_master, set_by_user,
+                                                           chosen):
     towards_master, _, is_alone = towards_master.partition(" ")
     others = "127.0.0.1" if is_alone else "10.0.0.2"
     store = dist.HashStore()

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,18 +14,18 @@ from processes.peers import Peers, is_timeout
 class SlowStore:
     """Answers after a while."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         self.seconds, self.test_ends = seconds, threading.Event()
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys):
         return not self.test_ends.wait(self.seconds)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         return b"value"
 
 
 @pytest.fixture
-def peers() -> Iterator[list[Peers]]:
+def peers():
     """Six processes that know of each other."""
     store = dist.HashStore()
     peers = [Peers(rank, 6, store, timeout_seconds=20) for rank in range(6)]
@@ -37,16 +34,14 @@ def peers() -> Iterator[list[Peers]]:
         each.close()
 
 
-def test_the_first_value_of_a_key_wins(peers: list[Peers]) -> None:
+def test_the_first_value_of_a_key_wins(peers):
     assert peers[0].get("failure") == ""
     assert peers[0].set_if_missing("failure", "first") == "first"
     assert peers[1].set_if_missing("failure", "second") == peers[1].get("failure") == "first"
 
 
 @pytest.mark.parametrize(("answers_after", "is_up"), [(0.2, True), (3600.0, False)])
-def test_a_store_that_does_not_answer_counts_as_down(
-    monkeypatch: pytest.MonkeyPatch, answers_after: float, is_up: bool
-) -> None:
+def test_a_store_that_does_not_answer_counts_as_down(monkeypatch, answers_after, is_up):
     """Not if the answer is there, and Python had no time to read it."""
     monkeypatch.setattr(peers_module, "MOMENT_SECONDS", 20.0 if is_up else 0.05)
     store = SlowStore(answers_after)
@@ -59,7 +54,7 @@ def test_a_store_that_does_not_answer_counts_as_down(
     peers.close()
 
 
-def test_only_processes_of_this_process_table_are_found_dead(peers: list[Peers]) -> None:
+def test_only_processes_of_this_process_table_are_found_dead(peers):
     """Machines and containers may share a host name; they have other boots and namespaces."""
     host, *rest = process_namespace().split("/")
     dead = subprocess.Popen(["true"])
@@ -74,7 +69,7 @@ def test_only_processes_of_this_process_table_are_found_dead(peers: list[Peers])
     assert peers[0].find_dead() == []
 
 
-def test_a_rank_without_heartbeats_is_lost_once(peers: list[Peers]) -> None:
+def test_a_rank_without_heartbeats_is_lost_once(peers):
     for each in peers:
         each.publish(at=0)
     assert peers[0].find_lost(0.0, 10.0) == []
@@ -88,7 +83,7 @@ def test_a_rank_without_heartbeats_is_lost_once(peers: list[Peers]) -> None:
     assert peers[0].find_lost(23.0, 10.0) == []
 
 
-def test_the_rank_with_the_least_progress_hung(peers: list[Peers]) -> None:
+def test_the_rank_with_the_least_progress_hung(peers):
     assert peers[0].find_hung() == [0, 1, 2, 3, 4, 5]  # nothing is known
     peers[0].publish(progress=None)  # waits for others
     peers[1].publish(progress=[7, 2])
@@ -115,9 +110,7 @@ NCCL2_ERRORS = ["error - timeout watchdog detected operation error",
     *((RuntimeError(text), 2, True) for text in NCCL2_TIMEOUTS + NCCL2_ERRORS),
     (RuntimeError("NCCL error: out of memory"), 2, False), (OSError("Connection reset"), 2, False),
 ])
-def test_what_other_processes_have_caused(
-    error: Exception, world_size: int, is_caused: bool
-) -> None:
+def test_what_other_processes_have_caused(error, world_size, is_caused):
     """A GPU's own error, and any error of the only process, is reported as it is."""
     peers = Peers(0, world_size, dist.HashStore(), timeout_seconds=20)
     assert peers.caused(error) is is_caused

@@ -1,7 +1,5 @@
 """The lock of a run, the heartbeat where there are no locks, the time of killed launches."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -10,10 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 
 import pytest
 
@@ -49,7 +45,7 @@ HERE = os.uname().nodename
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def run_dir(tmp_path, monkeypatch):
     for name in ("RANK", run_lock.LAUNCH, run_lock.EARLIER):
         monkeypatch.delenv(name, raising=False)
     for name, value in with_deadlines(heartbeat=0.2, orphans=60).items():
@@ -61,11 +57,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(run_dir: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(run_dir):
     """Start a launch in a process group of its own, and wait until it has the lock."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(shell: str = "") -> subprocess.Popen[str]:
+    def start(shell=""):
         command = [sys.executable, "-c", LOCKS, str(run_dir)]
         process = subprocess.Popen(
             ["sh", "-c", shell, *command] if shell else command, cwd=PROJECT_DIR,
@@ -81,13 +77,13 @@ def start(run_dir: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def beat(run_dir: Path, number: int, **facts: object) -> None:
+def beat(run_dir, number, **facts):
     """Write the heartbeat of another process."""
     (run_dir / HEARTBEAT).write_text(json.dumps(
         {"pid": 7, "host": "elsewhere", "time": f"at {number}"} | facts))
 
 
-def is_held(run_dir: Path) -> bool:
+def is_held(run_dir):
     try:
         os.close(lock_directory(run_dir))
     except BlockingIOError:
@@ -95,9 +91,8 @@ def is_held(run_dir: Path) -> bool:
     return False
 
 
-def test_a_launch_waits_until_the_processes_of_an_earlier_one_have_ended(
-    run_dir: Path, start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_waits_until_the_processes_of_an_earlier_one_have_ended(run_dir, start,
+                                                                         monkeypatch):
     """Its torchrun was killed: rank 0, which may still save, holds the lock to its end."""
     assert Deadlines().orphans == 30  # seconds, if nobody asks for others
     said: list[str] = []
@@ -117,9 +112,7 @@ def test_a_launch_waits_until_the_processes_of_an_earlier_one_have_ended(
     assert is_held(run_dir)
 
 
-def test_a_healthy_launch_is_not_waited_for(
-    run_dir: Path, start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_healthy_launch_is_not_waited_for(run_dir, start, monkeypatch):
     """Rank 0, its child, shares its lock, and keeps it after the launch's end."""
     launch = start()
     assert trained_by(run_dir) == launch.pid
@@ -135,10 +128,9 @@ def test_a_healthy_launch_is_not_waited_for(
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ESTALE, 1), (errno.EACCES, 2)])
-def test_a_run_directory_that_is_out_of_reach_may_be_tried_again(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
-) -> None:
-    def refuse(*_: object, **__: object) -> int:
+def test_a_run_directory_that_is_out_of_reach_may_be_tried_again(run_dir, monkeypatch, number,
+                                                                 status):
+    def refuse(*_, **__):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(run_lock, "lock_directory", refuse)
@@ -153,10 +145,10 @@ def test_a_run_directory_that_is_out_of_reach_may_be_tried_again(
     (False, True, {"host": HERE}, 600, "refused"), (False, False, {}, 0, "waits"),
     (True, False, {}, 0, "waits"), (True, True, {"host": HERE}, 0, ""), (True, True, {}, 600, ""),
     (False, True, {"host": HERE, "pid": os.getppid()}, 0, "")])
-def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
-    has_locks: bool, goes_on: bool, facts: dict[str, object], age: float, outcome: str
-) -> None:
+def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(run_dir, monkeypatch,
+                                                                           capsys, has_locks,
+                                                                           goes_on, facts, age,
+                                                                           outcome):
     """Where nothing can be locked, and on a mount whose locks are only this machine's."""
     numbers, sleep = count(), time.sleep
     beat(run_dir, next(numbers), **facts)
@@ -176,8 +168,8 @@ def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(
     assert ("has no locks" in said) is not has_locks
 
 
-def test_a_heartbeat_is_renewed_until_another_process_goes_on(run_dir: Path) -> None:
-    def wait_until(holds: Callable[[], bool]) -> None:
+def test_a_heartbeat_is_renewed_until_another_process_goes_on(run_dir):
+    def wait_until(holds):
         until = time.monotonic() + 20
         while not holds():
             assert time.monotonic() < until
@@ -187,7 +179,7 @@ def test_a_heartbeat_is_renewed_until_another_process_goes_on(run_dir: Path) -> 
     first = (run_dir / HEARTBEAT).read_text()
     wait_until(lambda: (run_dir / HEARTBEAT).read_text() != first)
 
-    def goes_on() -> bool:
+    def goes_on():
         """Write another process's heartbeat, as it does again and again; is the thread gone?"""
         run_lock.write_atomically(run_dir / HEARTBEAT, json.dumps(
             {"pid": 7, "host": "elsewhere", "time": "now"}))
@@ -198,7 +190,7 @@ def test_a_heartbeat_is_renewed_until_another_process_goes_on(run_dir: Path) -> 
     assert read_heartbeat(run_dir)["host"] == "elsewhere"
 
 
-def begin(run_dir: Path) -> float:
+def begin(run_dir):
     """Begin a launch after the one before was killed; return what it finds of that."""
     for beginning in run_lock._beginning:
         beginning._is_over.set()
@@ -208,9 +200,7 @@ def begin(run_dir: Path) -> float:
     return seconds_before()
 
 
-def test_a_launch_that_is_killed_while_it_starts_is_counted_by_the_next_one(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_is_killed_while_it_starts_is_counted_by_the_next_one(run_dir, monkeypatch):
     (run_dir / "summary.json").write_text('{"seconds": {"training": 90.5, "lost": 9.5}}')
     assert begin(run_dir) == 100
     first = read_heartbeat(run_dir)["seconds"]
@@ -227,18 +217,14 @@ def test_a_launch_that_is_killed_while_it_starts_is_counted_by_the_next_one(
 
 
 @pytest.mark.parametrize("seconds", ["NaN", "-1", "1e300", "null", '{"a": "9"}'])
-def test_a_launch_that_ends_by_itself_before_it_trains_leaves_no_heartbeat(
-    run_dir: Path, seconds: str
-) -> None:
+def test_a_launch_that_ends_by_itself_before_it_trains_leaves_no_heartbeat(run_dir, seconds):
     (run_dir / "summary.json").write_text(f'{{"seconds": {seconds}}}')
     assert begin(run_dir) == 0 and (run_dir / HEARTBEAT).exists()
     withdraw()
     assert not (run_dir / HEARTBEAT).exists() and seconds_before() == 0
 
 
-def test_the_processes_of_a_launch_keep_the_heartbeat_of_their_parent(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_processes_of_a_launch_keep_the_heartbeat_of_their_parent(run_dir, monkeypatch):
     beat(run_dir, 1, seconds=50)
     monkeypatch.setenv(run_lock.EARLIER, "7")
     announce(run_dir)

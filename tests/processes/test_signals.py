@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -12,14 +10,14 @@ from processes.signals import StopSignals, stop_signals, torchrun_signals
 from tests.support.workplace import PROJECT_DIR
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(code, **environment):
     return subprocess.run([sys.executable, "-c", f"from processes.signals import *; {code}"],
                           cwd=PROJECT_DIR, timeout=60, capture_output=True, text=True,
                           env=os.environ | environment)
 
 
 @pytest.mark.parametrize("under_nohup", [True, False])
-def test_sighup_stops_a_run_but_stays_ignored_under_nohup(under_nohup: bool) -> None:
+def test_sighup_stops_a_run_but_stays_ignored_under_nohup(under_nohup):
     before = {number: signal.getsignal(number) for number in (*stop_signals(), signal.SIGHUP)}
     signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     try:
@@ -38,7 +36,7 @@ def test_sighup_stops_a_run_but_stays_ignored_under_nohup(under_nohup: bool) -> 
 
 
 @pytest.mark.parametrize(("is_up", "status"), [(True, 0), (False, 128 + signal.SIGTERM)])
-def test_a_worker_that_starts_after_its_torchrun_died_ends(is_up: bool, status: int) -> None:
+def test_a_worker_that_starts_after_its_torchrun_died_ends(is_up, status):
     with socket.create_server(("127.0.0.1", 0)) as store:  # torchrun's
         port = store.getsockname()[1]
         if not is_up:
@@ -48,6 +46,6 @@ def test_a_worker_that_starts_after_its_torchrun_died_ends(is_up: bool, status: 
     assert (result.returncode, result.stdout, result.stderr) == (status, "", "")
 
 
-def test_a_process_that_asks_after_its_parents_death_ends() -> None:
+def test_a_process_that_asks_after_its_parents_death_ends():
     for parent, status in ((2**22, -signal.SIGTERM), (os.getpid(), 0)):
         assert run(f"end_with_parent({parent})").returncode == status

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,9 +10,9 @@ from processes import startup_agreement
 from processes.startup_agreement import AgreedError, Agreement
 
 
-def on_each_rank(work: Callable[[Agreement, int], object], num_ranks: int = 3) -> list[object]:
+def on_each_rank(work, num_ranks=3):
     """Call a function on every rank, each in a thread; return the results or the errors."""
-    def call(rank: int) -> object:
+    def call(rank):
         try:
             return work(Agreement(rank, num_ranks), rank)
         except Exception as error:
@@ -26,14 +23,14 @@ def on_each_rank(work: Callable[[Agreement, int], object], num_ranks: int = 3) -
 
 
 @pytest.fixture(autouse=True)
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+def store(monkeypatch):
     """One store for all ranks, as torchrun has it."""
     store = dist.HashStore()
     monkeypatch.setattr(startup_agreement, "_open_torchrun_store", lambda: store)
     return store
 
 
-def fail_with(error: Exception) -> None:
+def fail_with(error):
     raise error
 
 
@@ -42,16 +39,14 @@ def fail_with(error: Exception) -> None:
      "MASTER_PORT 29577: another program uses this port; set another one"),
     ("client socket has timed out", "rank 0 lost the others before it began: DistNetworkError"),
 ])
-def test_without_torchruns_store_a_process_says_why(
-    monkeypatch: pytest.MonkeyPatch, text: str, wanted: str
-) -> None:
+def test_without_torchruns_store_a_process_says_why(monkeypatch, text, wanted):
     monkeypatch.setenv("MASTER_PORT", "29577")
     with pytest.raises(UserError, match=f"^{wanted}"):
         Agreement(0, 1, lambda: fail_with(dist.DistNetworkError(text)))
 
 
-def test_every_rank_has_its_own_result_and_all_have_rank_0s() -> None:
-    def work(agreement: Agreement, rank: int) -> tuple:
+def test_every_rank_has_its_own_result_and_all_have_rank_0s():
+    def work(agreement, rank):
         return (agreement.run("own", lambda: rank),
                 agreement.from_rank_0("of rank 0", lambda: f"{rank}"),
                 agreement.gather("all", f"rank {rank}"))
@@ -64,9 +59,7 @@ def test_every_rank_has_its_own_result_and_all_have_rank_0s() -> None:
     (lambda rank: UserError(f"rank {rank}", 4), [AgreedError] * 3, "rank 1", 4),
     (lambda rank: MemoryError("out"), [AgreedError, MemoryError, MemoryError],
      "rank 1 failed: MemoryError: out", 1)])
-def test_the_error_of_the_lowest_rank_is_raised_on_all(
-    error: Callable[[int], Exception], kinds: list[type], told: str, status: int
-) -> None:
+def test_the_error_of_the_lowest_rank_is_raised_on_all(error, kinds, told, status):
     """Where a rank crashes, the others end too."""
     found = on_each_rank(lambda agreement, rank: agreement.run(
         "step", lambda: fail_with(error(rank)) if rank else None))
@@ -74,16 +67,16 @@ def test_the_error_of_the_lowest_rank_is_raised_on_all(
     assert (str(found[0]), found[0].status) == (told, status)
 
 
-def test_a_value_that_differs_is_an_error_on_all_ranks() -> None:
-    def work(agreement: Agreement, rank: int) -> None:
+def test_a_value_that_differs_is_an_error_on_all_ranks():
+    def work(agreement, rank):
         agreement.require_same("equal", "a")
         agreement.require_same("unequal", rank == 2)
 
     assert all("rank 2 reads another run than rank 0" in str(error) for error in on_each_rank(work))
 
 
-def test_a_later_launch_finds_no_keys_of_an_earlier_one() -> None:
-    def work(agreement: Agreement, rank: int) -> tuple:
+def test_a_later_launch_finds_no_keys_of_an_earlier_one():
+    def work(agreement, rank):
         began_at = agreement.step_before_restart()
         agreement.gather("all have looked", "")
         if rank == 0:
@@ -100,9 +93,8 @@ def test_a_later_launch_finds_no_keys_of_an_earlier_one() -> None:
     (0, "", ""),  # rank 1 never begins
     (0, "nonce/1", "known"),  # it ended before all had begun
     (1, "", ""), (1, "echo", "name of-another-launch")])
-def test_a_process_does_not_wait_for_long_for_one_that_never_begins(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch, rank: int, key: str, value: str
-) -> None:
+def test_a_process_does_not_wait_for_long_for_one_that_never_begins(store, monkeypatch, rank, key,
+                                                                    value):
     assert startup_agreement.BEGIN_SECONDS == 1800  # the half hour of RELIABILITY.md
     monkeypatch.setattr(startup_agreement, "BEGIN_SECONDS", 0.3)
     if key:
@@ -112,9 +104,7 @@ def test_a_process_does_not_wait_for_long_for_one_that_never_begins(
     assert caught.value.status == 1
 
 
-def test_one_process_agrees_with_itself_without_torchrun(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_agrees_with_itself_without_torchrun(capsys, monkeypatch):
     agreement = Agreement.in_one_process()
     assert agreement.run("step", lambda: 7) == 7
     assert agreement.from_rank_0("text", lambda: "a") == "a"

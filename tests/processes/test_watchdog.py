@@ -1,18 +1,13 @@
 """The watchdog where a run's own ways to end do not help: slow steps, hangs, full disks."""
 
-from __future__ import annotations
-
 import errno
 import json
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,21 +31,20 @@ from tests.support.runs import (
     with_fault,
 )
 from tests.support.thorough import thorough_but
-from tests.support.workplace import Workplace, children_of, start_forked, succeeded
+from tests.support.workplace import children_of, start_forked, succeeded
 
 NO_HANG = {"hang_timeout_seconds": 600.0, "collective_timeout_seconds": 600.0}
 SOON = with_deadlines(stop=2, others_stop=4, last_write=1)
 
 
-def train(workplace: Workplace, fault: str,
-          environment: dict[str, str]) -> multiprocessing.process.BaseProcess:
+def train(workplace, fault, environment):
     """Start a run on two processes by the script itself, which returns the exit status."""
     process, _ = start_forked("ddp_train.py", workplace.arguments("tiny", "--nproc-per-node", "2"),
                               environment={VARIABLE: fault} | environment)
     return process
 
 
-def assert_ends(process: multiprocessing.process.BaseProcess, run_dir: Path, status: int) -> None:
+def assert_ends(process, run_dir, status):
     """Wait for the end of a run and of all processes that it has started."""
     process.join(timeout=90)
     assert process.exitcode == status  # None if it still runs
@@ -63,7 +57,7 @@ def assert_ends(process: multiprocessing.process.BaseProcess, run_dir: Path, sta
     assert (summary["status"], summary["reason"]) == ("stopped", "SIGTERM")
 
 
-def workers_in_slow_step(process: multiprocessing.process.BaseProcess, marks: Path) -> list[int]:
+def workers_in_slow_step(process, marks):
     """Wait until step 7 has begun; return the workers, the one that is slow first."""
     wait_for(marks)
     until = time.monotonic() + 60
@@ -82,10 +76,8 @@ def workers_in_slow_step(process: multiprocessing.process.BaseProcess, marks: Pa
     (MemoryError("Unable to allocate 8 GiB for an array"), False, True),
     (UserError("out of order"), False, False),
 ], ids=lambda value: type(value).__name__)
-def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(
-    error: Exception, advises: bool, explains: bool, alone: Watchdog,
-    capsys: pytest.CaptureFixture
-) -> None:
+def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(error, advises, explains,
+                                                                       alone, capsys):
     with pytest.raises(Ended) as caught:
         alone.fail(error)
     _, event = caught.value.args
@@ -95,11 +87,9 @@ def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(
 
 @pytest.mark.parametrize(("silence", "is_suspended", "hangs"), [
     (9, False, False), (11, False, True), (11, True, False)])
-def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(
-    silence: float, is_suspended: bool, hangs: bool, alone: Watchdog, seconds: list[float],
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full_disk(_: str) -> None:
+def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(silence, is_suspended, hangs,
+                                                                       alone, seconds, monkeypatch):
+    def full_disk(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(watchdog_module, "print_stacks", full_disk)  # the log is on it
@@ -114,20 +104,18 @@ def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(
 
 
 @pytest.fixture
-def run_dir(workplace: Workplace) -> Path:
+def run_dir(workplace):
     workplace.add_dataset()
     return workplace.add_run(train=SETTINGS | {"collective_timeout_seconds": 5.0})
 
 
 @pytest.fixture
-def patient_dir(workplace: Workplace) -> Path:
+def patient_dir(workplace):
     workplace.add_dataset()
     return workplace.add_run(train=NO_HANG)
 
 
-def test_a_hang_of_all_ranks_before_the_first_step_is_reported_with_status_5(
-    workplace: Workplace
-) -> None:
+def test_a_hang_of_all_ranks_before_the_first_step_is_reported_with_status_5(workplace):
     """The limit is an hour; it is never shorter than for a later step."""
     assert Deadlines().first_step == 3600
     workplace.add_dataset()
@@ -142,18 +130,14 @@ def test_a_hang_of_all_ranks_before_the_first_step_is_reported_with_status_5(
 
 # Rank 0 is in the slow step, rank 1 waits for it; each has a deadline of its own.
 @pytest.mark.parametrize("rank", thorough_but([1], [0, 1]))
-def test_a_signal_in_a_slow_step_ends_all_at_the_deadline(
-    workplace: Workplace, patient_dir: Path, rank: int
-) -> None:
+def test_a_signal_in_a_slow_step_ends_all_at_the_deadline(workplace, patient_dir, rank):
     marks = workplace.root / "marks"
     process = train(workplace, "train:slow:seconds=300:hit=7:rank=0", SOON | {MARKS: str(marks)})
     os.kill(workers_in_slow_step(process, marks)[rank], signal.SIGTERM)
     assert_ends(process, patient_dir, 128 + signal.SIGTERM)
 
 
-def test_a_signal_waits_for_a_checkpoint_in_flight_until_the_deadline(
-    workplace: Workplace, patient_dir: Path
-) -> None:
+def test_a_signal_waits_for_a_checkpoint_in_flight_until_the_deadline(workplace, patient_dir):
     process = train(workplace, "save.optimizer:slow:rank=0:hit=1:seconds=300;"
                                "train:signal:number=15:rank=1:hit=7", SOON)
     assert_ends(process, patient_dir, 128 + signal.SIGTERM)
@@ -161,7 +145,7 @@ def test_a_signal_waits_for_a_checkpoint_in_flight_until_the_deadline(
     succeeded(workplace.torchrun(2, "tiny"))
 
 
-def slow_save(hit: int) -> str:
+def slow_save(hit):
     return ";".join(f"save.{place}:slow:hit={hit}:seconds=1.2"
                     for place in ("meta", "weights", "optimizer", "manifest"))
 
@@ -169,9 +153,8 @@ def slow_save(hit: int) -> str:
 # The first save, and the last one, which is tried again.
 @pytest.mark.parametrize("faults", thorough_but(
     [slow_save(1)], [slow_save(1), slow_save(4) + ";save.manifest:full:hit=3"]))
-def test_a_save_that_makes_progress_may_take_longer_than_the_hang_timeout(
-    workplace: Workplace, run_dir: Path, faults: str
-) -> None:
+def test_a_save_that_makes_progress_may_take_longer_than_the_hang_timeout(workplace, run_dir,
+                                                                          faults):
     succeeded(with_fault(workplace, faults))
     summary = summary_of(run_dir)
     assert summary["status"] == "finished"
@@ -183,7 +166,7 @@ class Ended(Exception):
 
 
 @pytest.fixture
-def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def seconds(monkeypatch):
     """The time that the watchdog reads; a test moves it."""
     now = [0.0]
     monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(
@@ -192,9 +175,9 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def alone(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+def alone(seconds, monkeypatch):
     """Rank 0 of two, without its thread; it says how it ends."""
-    def end(*arguments: object) -> None:
+    def end(*arguments):
         raise Ended(*arguments)
 
     watchdog = Watchdog(Process(0, 0, 2, torch.device("cpu")), dist.HashStore(),
@@ -208,9 +191,9 @@ def alone(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Wat
 
 @pytest.mark.parametrize(("timeout_seconds", "found_after"), [(None, 600), (100.0, 100),
                                                               (2.0, 15)])
-def test_a_lost_machine_is_found_in_the_start_up_and_while_the_first_step_compiles(
-    alone: Watchdog, seconds: list[float], timeout_seconds: float | None, found_after: int
-) -> None:
+def test_a_lost_machine_is_found_in_the_start_up_and_while_the_first_step_compiles(alone, seconds,
+                                                                                   timeout_seconds,
+                                                                                   found_after):
     if timeout_seconds is not None:
         alone.expect_steps(timeout_seconds, None)
     alone._check()
@@ -222,9 +205,7 @@ def test_a_lost_machine_is_found_in_the_start_up_and_while_the_first_step_compil
     assert alone._peers.get("failure") == f"1 0 {reason}"
 
 
-def test_an_error_in_the_watchdog_ends_the_run(
-    alone: Watchdog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_watchdog_ends_the_run(alone, monkeypatch):
     monkeypatch.setenv(VARIABLE, "watch:raise")
     with pytest.raises(Ended) as caught:
         alone._watch()
@@ -232,9 +213,7 @@ def test_an_error_in_the_watchdog_ends_the_run(
                                     " watch")
 
 
-def test_a_start_up_whose_store_is_out_of_reach_ends(
-    alone: Watchdog, seconds: list[float]
-) -> None:
+def test_a_start_up_whose_store_is_out_of_reach_ends(alone, seconds):
     alone._peers.is_up = False
     seconds[0] = 590.0
     alone._check()
@@ -243,7 +222,7 @@ def test_a_start_up_whose_store_is_out_of_reach_ends(
         alone._check()
 
 
-def test_a_signal_in_the_start_up_ends_the_process_and_leaves_torchrun(alone: Watchdog) -> None:
+def test_a_signal_in_the_start_up_ends_the_process_and_leaves_torchrun(alone):
     with pytest.raises(Ended, match=f"^{128 + signal.SIGTERM}$"):  # torchrun may start it again
         alone._receive(signal.SIGTERM)
     assert alone._peers.get("stop") == str(int(signal.SIGTERM))  # for the other nodes
@@ -255,9 +234,7 @@ def test_a_signal_in_the_start_up_ends_the_process_and_leaves_torchrun(alone: Wa
 @pytest.mark.parametrize(("first", "second"), [
     (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGTERM),
     (signal.SIGINT, signal.SIGHUP)])
-def test_what_follows_a_closed_terminal_is_no_second_signal(
-    alone: Watchdog, seconds: list[float], first: int, second: int
-) -> None:
+def test_what_follows_a_closed_terminal_is_no_second_signal(alone, seconds, first, second):
     """One who presses Ctrl-C twice does not want to wait; a torchrun that ends says nothing."""
     alone.heartbeat(3)
     alone._receive(first)
@@ -272,9 +249,7 @@ def test_what_follows_a_closed_terminal_is_no_second_signal(
 
 
 @pytest.mark.parametrize("has_told", [False, True])
-def test_a_signal_after_the_death_of_another_process_is_no_stop(
-    alone: Watchdog, has_told: bool
-) -> None:
+def test_a_signal_after_the_death_of_another_process_is_no_stop(alone, has_told):
     """Unless that one has told of a stop signal before: torchrun ends the others in both cases."""
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -287,9 +262,7 @@ def test_a_signal_after_the_death_of_another_process_is_no_stop(
     assert bool(alone._peers.get("stop")) is has_told
 
 
-def test_a_stop_that_the_others_tell_of_is_noted_once(
-    alone: Watchdog, seconds: list[float]
-) -> None:
+def test_a_stop_that_the_others_tell_of_is_noted_once(alone, seconds):
     alone.heartbeat(3)
     alone.note_stop(signal.SIGTERM)
     seconds[0] = 12.0

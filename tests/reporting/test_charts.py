@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import math
 import warnings
@@ -34,7 +32,7 @@ SINGLE = [key for quantity in PANELS for prefix, suffix in LINES
           if (key := f"{prefix}{quantity}{suffix}") in METRICS and key != "grad_norm_max"]
 
 
-def records(num_steps: int) -> list[dict]:
+def records(num_steps):
     found = []
     for step in range(9, num_steps, 10):
         loss = 10 * (step + 1) ** -0.2
@@ -46,7 +44,7 @@ def records(num_steps: int) -> list[dict]:
     return found
 
 
-def plotted_losses(found: list[dict]) -> Figure:
+def plotted_losses(found):
     """Lay out the loss chart."""
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     charts._plot_losses(figure.subplots(), [r for r in found if "train_loss" in r],
@@ -55,7 +53,7 @@ def plotted_losses(found: list[dict]) -> Figure:
 
 
 @pytest.mark.parametrize("num_steps", [10, 20_000])
-def test_three_charts_are_drawn_for_any_length(tmp_path: Path, num_steps: int) -> None:
+def test_three_charts_are_drawn_for_any_length(tmp_path, num_steps):
     draw_charts(tmp_path, records(num_steps))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(CHARTS)
     for name in CHARTS:
@@ -63,7 +61,7 @@ def test_three_charts_are_drawn_for_any_length(tmp_path: Path, num_steps: int) -
         assert pixels.shape[:2] == (672, 1200) and (pixels[..., :3].min(axis=-1) < 0.9).any()
 
 
-def test_a_process_draws_the_same(tmp_path: Path) -> None:
+def test_a_process_draws_the_same(tmp_path):
     drawn, directly = tmp_path / "drawn" / "tiny", tmp_path / "directly" / "tiny"
     for place in (drawn, directly):
         place.mkdir(parents=True)  # the title is the run's name
@@ -76,7 +74,7 @@ def test_a_process_draws_the_same(tmp_path: Path) -> None:
         assert (drawn / name).read_bytes() == (directly / name).read_bytes()
 
 
-def test_the_loss_chart_shows_training_validation_and_the_best_one() -> None:
+def test_the_loss_chart_shows_training_validation_and_the_best_one():
     (axes,) = plotted_losses(records(2000)).axes
     labels = axes.get_legend_handles_labels()[1]
     assert labels == ["training, mean between two points",
@@ -91,7 +89,7 @@ def test_the_loss_chart_shows_training_validation_and_the_best_one() -> None:
     [1e-5 * step for step in range(1, 13)],  # a short run on a cheap machine
     [0.05 + 1e-4 * step for step in range(12)],  # most was spent before the first report
 ])
-def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices: list[float]) -> None:
+def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices):
     for usd in ([1, 1, 1], [1, 1, 2], [0, 0, 0], [3, 1, 2]):  # damaged, or without a price
         assert plotted_losses([record | {"usd": spent} for record, spent
                                in zip(records(30), usd, strict=True)]).axes
@@ -113,7 +111,7 @@ def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices: li
     assert all(left.x1 + 5 < right.x0 for left, right in pairwise(boxes))
 
 
-def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run() -> None:
+def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run():
     noise = np.random.default_rng(1).normal(scale=0.03, size=100)
     losses = 3 + 8 * np.exp(-np.arange(100) / 15) + noise
     found = [{"global_step": step, "train_loss": loss, "train_loss_min": loss,
@@ -127,9 +125,7 @@ def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run() -> Non
     assert "spikes (mean far above those before): 3" in axes.get_legend_handles_labels()[1]
 
 
-def test_the_chart_of_step_times_names_the_slowest_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chart_of_step_times_names_the_slowest_step(tmp_path, monkeypatch):
     found, drawn = records(300), Figure()
     for place, record in enumerate(found):
         record |= {"slowest_step": 10 * place + 3, "slowest_step_seconds": place % 7 / 10}
@@ -143,10 +139,10 @@ def test_the_chart_of_step_times_names_the_slowest_step(
     assert max(drawn.axes[0].lines[0].get_ydata()) == 29
 
 
-def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warning(tmp_path,
+                                                                                    monkeypatch,
+                                                                                    caplog,
+                                                                                    recwarn):
     monkeypatch.setattr(font_manager, "get_font_names", list)
     draw_charts(tmp_path, [])
     assert not list(tmp_path.iterdir())
@@ -158,13 +154,13 @@ def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warn
     assert not caplog.records and not recwarn.list
 
 
-def diagnosed(num_steps: int, *, depth: int = 12) -> list[dict]:
+def diagnosed(num_steps, *, depth=12):
     return [{"global_step": 100 * i + 99}
             | {key: [1.0 + layer for layer in range(depth)] for key in BY_LAYER}
             | dict.fromkeys(SINGLE, 0.5) for i in range(num_steps)]
 
 
-def plotted(found: list[dict]) -> dict[str, list[np.ndarray]]:
+def plotted(found):
     """The lines of each panel, as (points, 2)."""
     figure = Figure()
     plot_layers(figure, measured_steps(found), Path("run"))
@@ -172,7 +168,7 @@ def plotted(found: list[dict]) -> dict[str, list[np.ndarray]]:
             for quantity, axes in zip(PANELS, figure.axes, strict=False)}
 
 
-def test_every_quantity_of_the_diagnostics_is_plotted() -> None:
+def test_every_quantity_of_the_diagnostics_is_plotted():
     lines = plotted(diagnosed(5))
     assert set(BY_LAYER) == {f"layer_{quantity}" for quantity in list(PANELS)[:5]}
     assert [len(lines[quantity]) for quantity in PANELS] == [14, 14, 13, 12, 12, 4, 4]
@@ -182,9 +178,7 @@ def test_every_quantity_of_the_diagnostics_is_plotted() -> None:
     assert lines[0][0, 1] == 1.0 and lines[-1][0, 1] == 200.0  # the first and the last layer
 
 
-def test_diagnostics_that_cannot_be_drawn_do_not_stop_their_chart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_diagnostics_that_cannot_be_drawn_do_not_stop_their_chart(tmp_path, monkeypatch):
     monkeypatch.setattr(charts, "draw_by_hand", draw_bare)
     warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing
     for values in ([None] * 12, [0.0] * 12, [-1.0] * 12, [1e100] * 12):
@@ -195,7 +189,7 @@ def test_diagnostics_that_cannot_be_drawn_do_not_stop_their_chart(
         (tmp_path / "layers-chart.png").unlink()
 
 
-def test_diagnostics_of_another_depth_or_without_some_keys_are_left_out() -> None:
+def test_diagnostics_of_another_depth_or_without_some_keys_are_left_out():
     found = [*diagnosed(2, depth=3), *diagnosed(2), {"global_step": 9, "layer_grad_norm": [1.0]}]
     assert measured_steps(found[:-1]) == found[2:4]
     assert plotted(found)["grad_norm"][0].tolist() == [[10.0, 1.0]]

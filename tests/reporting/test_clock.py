@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import pytest
 
 from reporting.clock import PhaseClock
-from tests.support.fake_time import FakeTime
 
 
-def test_time_is_booked_to_its_phase(now: FakeTime) -> None:
+def test_time_is_booked_to_its_phase(now):
     clock = PhaseClock(since=90.0)
     now.seconds = 102.0
     clock.enter("training")
@@ -22,7 +19,7 @@ def test_time_is_booked_to_its_phase(now: FakeTime) -> None:
     assert sum(seconds.values()) == 30
 
 
-def test_some_of_the_training_can_be_booked_to_another_phase(now: FakeTime) -> None:
+def test_some_of_the_training_can_be_booked_to_another_phase(now):
     clock = PhaseClock()
     clock.enter("training")
     now.seconds += 10
@@ -41,10 +38,7 @@ def test_some_of_the_training_can_be_booked_to_another_phase(now: FakeTime) -> N
     (None, (1.5, 15.0), 40.0, "", (30.0, 5.0)),  # the price came after the checkpoint
     (10.0, (1.0, 10.0), None, "at that of the earlier ones, US$10.00 an hour", (15.0, 0.0)),
 ])
-def test_all_launches_have_a_price(
-    now: FakeTime, at_checkpoint: float | None, recorded: tuple[float, float],
-    price: float | None, says: str, usd: tuple[float, float]
-) -> None:
+def test_all_launches_have_a_price(now, at_checkpoint, recorded, price, says, usd):
     clock = PhaseClock()
     clock.resume({"training": 3600.0}, {} if at_checkpoint is None else {"training": at_checkpoint})
     clock.count_lost(recorded[0] * 3600, recorded[1])
@@ -56,7 +50,7 @@ def test_all_launches_have_a_price(
     assert (clock.usd()["training"], clock.usd()["lost"]) == pytest.approx(usd)
 
 
-def test_time_that_only_a_heartbeat_tells_is_lost_and_has_the_present_price(now: FakeTime) -> None:
+def test_time_that_only_a_heartbeat_tells_is_lost_and_has_the_present_price(now):
     clock = PhaseClock()
     clock.resume({"training": 3600.0}, {"training": 10.0})
     clock.count_lost(3600.0, 10.0)
@@ -67,20 +61,18 @@ def test_time_that_only_a_heartbeat_tells_is_lost_and_has_the_present_price(now:
     assert clock.total_seconds() == 5410 == sum(clock.read().values())
 
 
-def test_dollars_without_seconds_in_damaged_records_are_lost(now: FakeTime) -> None:
+def test_dollars_without_seconds_in_damaged_records_are_lost(now):
     clock = PhaseClock()
     clock.count_lost(0.0, 5.0)
     clock.set_price(1.0)
     assert clock.usd()["lost"] == 5.0
 
 
-def test_without_any_price_there_are_no_dollars(now: FakeTime) -> None:
+def test_without_any_price_there_are_no_dollars(now):
     assert PhaseClock().usd() == {}
 
 
-def test_the_launchers_seconds_are_counted_once(
-    now: FakeTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_launchers_seconds_are_counted_once(now, monkeypatch):
     monkeypatch.setenv("DDP_TRAIN_SPENT_SECONDS", "")
     starter = PhaseClock()
     with starter.phase("download"):

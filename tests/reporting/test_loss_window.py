@@ -1,9 +1,6 @@
 """Windows of losses: what is read when, and by how many windows a report may be late."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,20 +16,19 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
+def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
+def late(monkeypatch):
     """Windows are read one window late, as on a GPU."""
     monkeypatch.setitem(loss_window.LAG, "cpu", 1)
 
 
-def fill(window: LossWindow, number: int, *, steps: int = REPORT_INTERVAL,
-         waits: bool = False) -> list[tuple[int, float, float]]:
+def fill(window, number, *, steps=REPORT_INTERVAL, waits=False):
     """Add losses of `number`, and close the window.
 
     Returns:
@@ -44,9 +40,7 @@ def fill(window: LossWindow, number: int, *, steps: int = REPORT_INTERVAL,
     return [(each.global_step, each.learning_rate, summary.train_loss) for each, summary in closed]
 
 
-def test_a_window_is_read_at_once_and_with_a_lag_when_the_next_one_is_closed(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_is_read_at_once_and_with_a_lag_when_the_next_one_is_closed(monkeypatch):
     assert fill(LossWindow(CPU), 1) == [(10, 0.1, 1.0)]
     monkeypatch.setitem(loss_window.LAG, "cpu", 1)
     window = LossWindow(CPU)
@@ -54,16 +48,14 @@ def test_a_window_is_read_at_once_and_with_a_lag_when_the_next_one_is_closed(
         [], [(10, 0.1, 1.0)], [(20, 0.2, 2.0)]]
 
 
-def test_whoever_waits_gets_all_windows_in_order(late: None) -> None:
+def test_whoever_waits_gets_all_windows_in_order(late):
     window = LossWindow(CPU)
     fill(window, 1)
     assert fill(window, 2, steps=3, waits=True) == [(10, 0.1, 1.0), (20, 0.2, 2.0)]
     assert window.pop_loss_since_checkpoint() == pytest.approx((10 * 1.0 + 3 * 2.0) / 13)
 
 
-def test_losses_are_averaged_over_processes_and_without_skipped_steps(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_averaged_over_processes_and_without_skipped_steps(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda losses: losses.mul_(3))  # the other has twice
     window = LossWindow(CPU)
@@ -74,7 +66,7 @@ def test_losses_are_averaged_over_processes_and_without_skipped_steps(
     assert summary.skipped_steps == window.longest_skipped == 2
 
 
-def test_consecutive_skipped_steps_are_counted_across_reports() -> None:
+def test_consecutive_skipped_steps_are_counted_across_reports():
     window, found = LossWindow(CPU), []
     for group in ("1100", "0000", "0001", "1111", "0010"):  # 1 is a good step
         for step in group:
@@ -84,15 +76,13 @@ def test_consecutive_skipped_steps_are_counted_across_reports() -> None:
     assert found == [2, 6, 9, 0, 2]
 
 
-def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(
-    late: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(late, monkeypatch):
     """Whenever a window is read, and whatever is done between two windows."""
     now, window = FakeTime(), LossWindow(CPU)
     monkeypatch.setattr(device_time.time, "perf_counter", now)
     found = []
 
-    def train(last_step: int, *seconds: float, waits: bool = True) -> None:
+    def train(last_step, *seconds, waits=True):
         for each in seconds:
             now.seconds += each
             window.add(torch.tensor(1.0), torch.tensor(math.nan))  # skipped steps count too
@@ -113,7 +103,7 @@ def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(
 
 
 @pytest.mark.gpu
-def test_closing_and_reading_windows_never_waits_for_the_device() -> None:
+def test_closing_and_reading_windows_never_waits_for_the_device():
     device = torch.device("cuda", 0)
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +13,7 @@ from reporting.machine_meter import MachineMeter, gpu_values
 from reporting.metrics_file import OF_MACHINE
 from tests.support.fake_nvml import H100, FakeNvml
 from tests.support.runs import summary_of
-from tests.support.workplace import Workplace, forked, read_lines, succeeded
+from tests.support.workplace import forked, read_lines, succeeded
 
 HOST = {"host_ram_gib", "host_load", "disk_free_gib"}
 GPU = GpuReading(memory_used_gib=20.004, use_percent=97, temperature_c=61, power_w=651.257,
@@ -24,7 +21,7 @@ GPU = GpuReading(memory_used_gib=20.004, use_percent=97, temperature_c=61, power
 
 
 @pytest.fixture
-def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def meter(tmp_path, monkeypatch):
     """A meter of two GPUs that reads only if it is asked."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": H100, "GPU-1": H100}))
     found = MachineMeter(tmp_path, ["GPU-0", "GPU-1"], seconds=1e6)
@@ -33,17 +30,17 @@ def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found._is_asked.set()
 
 
-def threads() -> list[threading.Thread]:
+def threads():
     return [thread for thread in threading.enumerate() if thread.name == "machine meter"]
 
 
-def ended() -> bool:
+def ended():
     for thread in threads():
         thread.join(timeout=20)
     return not threads()
 
 
-def test_a_reading_has_the_host_and_every_gpu_and_is_recorded_once(meter: MachineMeter) -> None:
+def test_a_reading_has_the_host_and_every_gpu_and_is_recorded_once(meter):
     meter.start(earlier_kwh=2.5)
     meter.renew()
     reading = meter.pop_reading()
@@ -59,9 +56,7 @@ def test_a_reading_has_the_host_and_every_gpu_and_is_recorded_once(meter: Machin
     assert meter.pop_reading() == {} and meter.pop_failure() == ""
 
 
-def test_without_gpus_only_the_host_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gpus_only_the_host_is_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # to import it is an error
     meter = MachineMeter(tmp_path, [], seconds=1e6)
     meter.start()
@@ -70,9 +65,7 @@ def test_without_gpus_only_the_host_is_read(
     assert meter.energy_kwh is None and meter.throttling() is None and meter.pop_failure() == ""
 
 
-def test_a_driver_that_hangs_holds_nobody_up(
-    meter: MachineMeter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_hangs_holds_nobody_up(meter, monkeypatch):
     goes_on = threading.Event()
     monkeypatch.setattr(machine_meter, "ANSWER_SECONDS", 0.05)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(
@@ -88,10 +81,8 @@ def test_a_driver_that_hangs_holds_nobody_up(
     assert ended()
 
 
-def test_a_failure_is_told_once_and_readings_go_on(
-    meter: MachineMeter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: str) -> None:
+def test_a_failure_is_told_once_and_readings_go_on(meter, monkeypatch):
+    def fail(_):
         raise OSError("Stale file handle")
 
     with monkeypatch.context() as patch:
@@ -105,9 +96,7 @@ def test_a_failure_is_told_once_and_readings_go_on(
     assert ended() and HOST < set(meter.pop_reading())
 
 
-def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(tmp_path, monkeypatch):
     for masks, reason in (((0x1, 0x4), None), ((0x80, 0x68), "hw thermal slowdown")):
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
             f"GPU-{n}": {"nvmlDeviceGetCurrentClocksEventReasons": mask}
@@ -118,7 +107,7 @@ def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(
         assert ended() and meter.throttling() == reason
 
 
-def test_what_no_gpu_tells_has_no_key() -> None:
+def test_what_no_gpu_tells_has_no_key():
     silent = GpuReading()
     assert gpu_values([silent, silent]) == gpu_values([]) == {}
     assert gpu_values([silent, GPU]) == {
@@ -127,7 +116,7 @@ def test_what_no_gpu_tells_has_no_key() -> None:
         "gpu_throttling": ["", "sw power cap, hw thermal slowdown"]}
 
 
-def test_counters_are_added_to_what_earlier_launches_used(tmp_path: Path) -> None:
+def test_counters_are_added_to_what_earlier_launches_used(tmp_path):
     meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"])
     meter._joules = 3.6e6  # of earlier launches: 3.6 MJ are 1 kWh
     for counters, kwh in (([5e6, None], None), ([5e6, 7e6], 1.0), ([5e6, None], 1.0),
@@ -136,9 +125,7 @@ def test_counters_are_added_to_what_earlier_launches_used(tmp_path: Path) -> Non
         assert meter.energy_kwh == (None if kwh is None else pytest.approx(kwh))
 
 
-def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(monkeypatch):
     monkeypatch.setattr(launch.torch.cuda, "get_device_properties",
                         lambda index: SimpleNamespace(uuid="cdab"[index]))
     monkeypatch.setattr(launch.torch.version, "cuda", "13.0")
@@ -150,7 +137,7 @@ def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(
     assert gpu_uuids(process) == []
 
 
-def with_gpus(workplace: Workplace, *arguments: str) -> str:
+def with_gpus(workplace, *arguments):
     """Train with two GPUs of a stand-in, each reading adds 1 kWh; return the output."""
     return succeeded(forked(
         "tests/support/torchrun_workers.py",
@@ -158,7 +145,7 @@ def with_gpus(workplace: Workplace, *arguments: str) -> str:
         num_processes=1)).stdout
 
 
-def test_a_run_records_its_gpus_and_its_energy_over_launches(workplace: Workplace) -> None:
+def test_a_run_records_its_gpus_and_its_energy_over_launches(workplace):
     run_dir = workplace.add_run()
     workplace.add_dataset()
     with_gpus(workplace, "--max-steps", "6")

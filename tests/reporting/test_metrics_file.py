@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import errno
 import json
 import math
 import os
-from pathlib import Path
 
 import pytest
 
@@ -22,12 +19,12 @@ from reporting.metrics_file import (
 from reporting.summary import final_figures
 
 
-def test_nan_never_enters_json() -> None:
+def test_nan_never_enters_json():
     values = {"a": float("nan"), "b": {"c": float("inf"), "d": 1.5}, "e": 3}
     assert json.loads(to_json(values)) == {"a": None, "b": {"c": None, "d": 1.5}, "e": 3}
 
 
-def test_what_earlier_launches_spent_is_the_most_that_was_written(tmp_path: Path) -> None:
+def test_what_earlier_launches_spent_is_the_most_that_was_written(tmp_path):
     path = tmp_path / "summary.json"
     records = [{"global_step": 1, "energy_kwh": 0.75, "seconds": 60.0}, {"global_step": 2},
                {"global_step": 3, "energy_kwh": 1e300}]
@@ -39,7 +36,7 @@ def test_what_earlier_launches_spent_is_the_most_that_was_written(tmp_path: Path
         assert spent_before(records, path) == wanted
 
 
-def test_repeated_steps_and_a_partial_line_are_removed(tmp_path: Path) -> None:
+def test_repeated_steps_and_a_partial_line_are_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"global_step": 4}\n{"global_step": 9}\n{"global_step": 14}\n{"global_st')
     assert len(read_metrics(path)) == 3
@@ -49,14 +46,12 @@ def test_repeated_steps_and_a_partial_line_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.EIO, 1), (errno.EACCES, 2)])
-def test_records_that_cannot_be_read_are_an_error_and_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int
-) -> None:
+def test_records_that_cannot_be_read_are_an_error_and_stay(tmp_path, monkeypatch, number, status):
     path, text = tmp_path / "metrics.jsonl", '{"global_step": 4, "seconds": 9.0}\n'
     assert read_metrics(path) == [] and spent_before([], path) == (0.0, 0.0, 0.0)
     path.write_text(text)
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(metrics_file, "read_regular_file", fail)
@@ -90,7 +85,7 @@ NOT_WRITTEN = [
 ]
 
 
-def test_what_a_run_writes_is_read_and_other_values_are_skipped(tmp_path: Path) -> None:
+def test_what_a_run_writes_is_read_and_other_values_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for values, is_read in [*((values, True) for values in WRITTEN),
                             *((values, False) for values in NOT_WRITTEN)]:
@@ -99,7 +94,7 @@ def test_what_a_run_writes_is_read_and_other_values_are_skipped(tmp_path: Path) 
         assert read_metrics(path) == [record] * is_read, values
 
 
-def test_the_names_that_trackers_show() -> None:
+def test_the_names_that_trackers_show():
     names = [metric.name for metric in METRICS.values()]
     assert len(set(names)) == len(names)
     record = {"global_step": 4, "train_loss": 2.5, "learning_rate": 1e-3, "grad_norm": None,
@@ -115,7 +110,7 @@ def test_the_names_that_trackers_show() -> None:
     assert shown_step(record) == 5
 
 
-def test_what_trackers_show_at_the_end() -> None:
+def test_what_trackers_show_at_the_end():
     assert final_figures({
         "status": "finished", "global_step": 11, "num_steps": 12, "train_loss": 1.5,
         "validation_loss": None, "best": {"loss": 1.25}, "seconds": {"a": 1.0, "b": 2.0},

@@ -1,12 +1,9 @@
 """The log and the records of a run on a full disk, and with a closed pipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,23 +15,20 @@ from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.run_log import RunLog
 from run_config import load_run
-from tests.support.fake_time import FakeTime
 from tests.support.runs import SETTINGS, last_line_of_ours, summary_of, weights_of, with_fault
-from tests.support.workplace import Workplace, start_forked, succeeded
+from tests.support.workplace import start_forked, succeeded
 from tokens.batch_plan import BatchPlan
 from trainer import launcher
 from trainer.reports import Reports
 
 
 @pytest.fixture
-def run_dir(workplace: Workplace) -> Path:
+def run_dir(workplace):
     workplace.add_dataset()
     return workplace.add_run(train=SETTINGS)
 
 
-def test_a_log_on_a_full_disk_ends_no_run(
-    workplace: Workplace, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_log_on_a_full_disk_ends_no_run(workplace, run_dir, tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
     for name in ("stdout", "stderr"):
@@ -47,9 +41,7 @@ def test_a_log_on_a_full_disk_ends_no_run(
     assert (summary["status"], summary["global_step"]) == ("finished", 11)
 
 
-def test_a_log_that_nobody_reads_any_more_ends_no_run(
-    workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_nobody_reads_any_more_ends_no_run(workplace, run_dir, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr("sys.stdout", open(writer, "w"))
@@ -62,9 +54,7 @@ def test_a_log_that_nobody_reads_any_more_ends_no_run(
     assert '"validation_loss": 3.5' in (run_dir / "metrics.jsonl").read_text()
 
 
-def test_records_refused_by_a_full_disk_warn_once_and_are_written_later(
-    workplace: Workplace, run_dir: Path
-) -> None:
+def test_records_refused_by_a_full_disk_warn_once_and_are_written_later(workplace, run_dir):
     faults = ";".join(f"record:full:hit={hit}" for hit in (2, 3, 5))
     result = succeeded(with_fault(workplace, faults))
     assert result.stdout.count("warning: metrics.jsonl could not be written (No space left") == 2
@@ -73,9 +63,7 @@ def test_records_refused_by_a_full_disk_warn_once_and_are_written_later(
     assert steps == [4, 4, 9, 9, 11, 11]
 
 
-def test_unwritten_records_are_status_4_and_the_next_launch_finishes(
-    workplace: Workplace, run_dir: Path
-) -> None:
+def test_unwritten_records_are_status_4_and_the_next_launch_finishes(workplace, run_dir):
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "summary:full"})
     assert result.returncode == 4
     line = last_line_of_ours(result)
@@ -87,7 +75,7 @@ def test_unwritten_records_are_status_4_and_the_next_launch_finishes(
     assert summary_of(run_dir)["status"] == "finished" and weights_of(run_dir) == weights
 
 
-def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch):
     said: list[str] = []
     trained = SimpleNamespace(
         log=SimpleNamespace(say=said.append),
@@ -96,7 +84,7 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPa
         process=SimpleNamespace(device=torch.device("cpu")),
         losses=SimpleNamespace(train=SimpleNamespace(precision="fp32")))
 
-    def draw(*_: object) -> str:
+    def draw(*_):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
     Reports._print_sample(trained)
@@ -114,9 +102,8 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch: pytest.MonkeyPa
     ({}, 1, 15, ""),
     ({"validation_sequences": 1}, 8, 15, ""),  # one microbatch cannot be shared
 ])
-def test_validation_that_leaves_processes_idle_for_long_is_told_once(
-    workplace: Workplace, now: FakeTime, train: dict, world_size: int, seconds: float, says: str
-) -> None:
+def test_validation_that_leaves_processes_idle_for_long_is_told_once(workplace, now, train,
+                                                                     world_size, seconds, says):
     workplace.add_run(train={"validation_interval": 100, "validation_batches": None,
                              "validation_sequences": 20} | train)
     clock, said = PhaseClock(), []
@@ -136,10 +123,8 @@ def test_validation_that_leaves_processes_idle_for_long_is_told_once(
     assert len(told) == bool(says) and says in "".join(told)
 
 
-def test_a_config_changed_during_training_is_not_read_at_the_end(
-    workplace: Workplace, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start_torchrun(*_: object, **__: object) -> int:
+def test_a_config_changed_during_training_is_not_read_at_the_end(workplace, run_dir, monkeypatch):
+    def start_torchrun(*_, **__):
         (run_dir / "train.json").write_text("{half")
         (run_dir / "summary.json").write_text('{"status": "running", "reason": null}')
         return 7

@@ -1,10 +1,7 @@
 """Samples while a run trains; tests/lab/test_generate.py tests how tokens are sampled."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +17,13 @@ PROMPTS = ["def ", ""]
 SAMPLED = {"sample_prompts": PROMPTS, "min_train_tokens": 12 * 64}
 
 
-def tiny_model() -> GPTModel:
+def tiny_model():
     torch.manual_seed(0)
     return GPTModel(ModelConfig(**TINY_MODEL))
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+def sampled(tmp_path_factory):
     """A trained run with samples."""
     workplace = Workplace(tmp_path_factory.mktemp("sampled"))
     workplace.add_run(train=SAMPLED)
@@ -35,14 +32,14 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return workplace
 
 
-def test_each_validation_writes_a_line_per_prompt(sampled: Workplace) -> None:
+def test_each_validation_writes_a_line_per_prompt(sampled):
     lines = read_lines(sampled.runs_dir / "tiny/samples.jsonl")
     assert [(line["global_step"], line["prompt"]) for line in lines] == [
         (step, prompt) for step in (4, 9, 11) for prompt in PROMPTS]
     assert len({line["text"] for line in lines}) > 3  # the model learns between them
 
 
-def test_samples_do_not_change_training(sampled: Workplace) -> None:
+def test_samples_do_not_change_training(sampled):
     sampled.add_run("plain", train=SAMPLED | {"sample_prompts": None})
     succeeded(sampled.torchrun(1, "plain"))
     weights = [(sampled.runs_dir / name / "checkpoints/latest/model.safetensors").read_bytes()
@@ -51,9 +48,7 @@ def test_samples_do_not_change_training(sampled: Workplace) -> None:
     assert not (sampled.runs_dir / "plain/samples.jsonl").exists()
 
 
-def test_a_killed_run_has_the_samples_of_each_step_once(
-    sampled: Workplace, workplace: Workplace
-) -> None:
+def test_a_killed_run_has_the_samples_of_each_step_once(sampled, workplace):
     run_dir = workplace.add_run(train=SAMPLED)
     workplace.add_dataset()
     assert workplace.torchrun(1, "tiny", **{VARIABLE: "save.validation:kill:hit=2"}).returncode
@@ -64,7 +59,7 @@ def test_a_killed_run_has_the_samples_of_each_step_once(
     assert read_lines(run_dir / "samples.jsonl") == expected
 
 
-def test_samples_that_fail_do_not_stop_a_run(workplace: Workplace) -> None:
+def test_samples_that_fail_do_not_stop_a_run(workplace):
     workplace.add_run(train=SAMPLED | {"min_train_tokens": 5 * 64},
                       model={"vocab_size": 300})  # with an unknown tokenizer
     workplace.add_dataset()
@@ -72,7 +67,7 @@ def test_samples_that_fail_do_not_stop_a_run(workplace: Workplace) -> None:
     assert result.stdout.count("warning: no samples: tokenizer") == 1
 
 
-def test_the_model_is_left_in_training_mode(tmp_path: Path) -> None:
+def test_the_model_is_left_in_training_mode(tmp_path):
     for tokenizer_name, fails in (("bytes", False), (None, True)):
         model = tiny_model().eval()
         beats: list[None] = []
@@ -84,7 +79,7 @@ def test_the_model_is_left_in_training_mode(tmp_path: Path) -> None:
     assert line["global_step"] == 3 and line["prompt"] == "a" and line["text"]
 
 
-def test_prompts_must_be_a_list_of_texts_and_need_a_validation(tmp_path: Path) -> None:
+def test_prompts_must_be_a_list_of_texts_and_need_a_validation(tmp_path):
     path = tmp_path / "train.json"
     values = {"dataset": "d", "microbatch_size": 1, "checkpoint_interval": 1}
     validated = values | {"validation_interval": 1, "validation_batches": 1}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -87,7 +85,7 @@ UNKNOWN_NAMES = [
 ]
 
 
-def test_gpus_are_found_by_their_drivers_names_and_by_one_pattern_only() -> None:
+def test_gpus_are_found_by_their_drivers_names_and_by_one_pattern_only():
     for device, name in [*DRIVER_NAMES.items(), *((gpu.name, gpu.name) for gpu in GPUS)]:
         assert find_gpu(device).name == name
     for device in DRIVER_NAMES:
@@ -110,13 +108,13 @@ DATA_SHEETS = {  # GB, and TFLOP/s in bf16 (or fp16), tf32 and fp32, dense
 }
 
 
-def test_an_unknown_gpu_is_not_guessed() -> None:
+def test_an_unknown_gpu_is_not_guessed():
     for device in UNKNOWN_NAMES:
         line = replace(SLOW, device_name=device).line()
         assert line.endswith(f" (no MFU: the peak speed of {device} is not known)")
 
 
-def test_memory_and_peaks_are_those_of_the_data_sheets() -> None:
+def test_memory_and_peaks_are_those_of_the_data_sheets():
     assert set(DATA_SHEETS) == {gpu.name for gpu in GPUS}
     for name, (memory, *wanted) in DATA_SHEETS.items():
         gpu = find_gpu(name)
@@ -129,7 +127,7 @@ def test_memory_and_peaks_are_those_of_the_data_sheets() -> None:
     assert all(0.85 * card < usable_gib(card) < card - 1 for card in CARDS_GIB)
 
 
-def test_the_expected_mfu_is_that_of_public_figures() -> None:
+def test_the_expected_mfu_is_that_of_public_figures():
     public = {"H100": 448e3, "H200": 455e3, "H100-NVL": 340e3, "GH200": 410e3, "A100-80": 187e3,
               "L40S": 76e3, "B200": 621e3, "RTX-3090": 105e3 / 2}  # tokens/s, of one of several
     for name, speed in public.items():
@@ -137,7 +135,7 @@ def test_the_expected_mfu_is_that_of_public_figures() -> None:
         assert gpu.expected_mfu == pytest.approx(speed * 854.44e6 / gpu.peak_flops, abs=0.006)
 
 
-def test_every_mfu_is_plausible_and_its_origin_a_gpu_of_the_table_or_an_assumption() -> None:
+def test_every_mfu_is_plausible_and_its_origin_a_gpu_of_the_table_or_an_assumption():
     by_name = {gpu.name: gpu for gpu in GPUS}
     for gpu in GPUS:
         assert 0 < gpu.low_mfu.share < gpu.expected_mfu < gpu.high_mfu.share < 1
@@ -148,14 +146,14 @@ def test_every_mfu_is_plausible_and_its_origin_a_gpu_of_the_table_or_an_assumpti
                 assert found.share == getattr(by_name[found.origin[5:]], kind).share
 
 
-def test_a_shared_validation_is_dealt_out_in_whole_microbatches() -> None:
+def test_a_shared_validation_is_dealt_out_in_whole_microbatches():
     for num_sequences, world_size, share in ((80, 8, 2 / 10), (8, 8, 1), (9, 8, 1 / 2),
                                              (64, 8, 1 / 8), (0, 8, 0), (80, 1, 1)):
         plan = BatchPlan(8, 1, world_size, 16, 100)
         assert shared_validation(num_sequences, plan) == pytest.approx(share)
 
 
-def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones() -> None:
+def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones():
     run = load_run(PROJECT_DIR / "runs", "original")
     assert flops_per_token(run.model) == pytest.approx(854.44e6, rel=1e-5)
     assert "493,000 tokens/s" in (line := replace(SLOW, tokens_per_second=493_000).line())
@@ -166,7 +164,7 @@ def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones() -> None:
         assert checkpoint_bytes(run.model, train, 163_009_536) == 4 * num_floats
 
 
-def test_a_speed_is_shown_beside_the_best_of_its_gpu() -> None:
+def test_a_speed_is_shown_beside_the_best_of_its_gpu():
     assert "30.2% MFU; H100 should reach up to 41%" in GOOD.line()
     line = replace(GOOD, device_name="NVIDIA B200").line()
     assert "up to 40% with such a model (assumed)" in line
@@ -186,12 +184,12 @@ def test_a_speed_is_shown_beside_the_best_of_its_gpu() -> None:
     ({"is_compiled": False, "waiting_share": 0.5},
      "waiting for data 50% of the time, the model is not compiled"),  # the strongest first
 ])
-def test_a_low_speed_has_its_reason_and_no_other(changes: dict, reason: str) -> None:
+def test_a_low_speed_has_its_reason_and_no_other(changes, reason):
     assert replace(SLOW, **changes).line().endswith(f"likely reason: {reason}")
     assert reason not in replace(GOOD, **changes).line()
 
 
-def test_reasons_are_listed_below_half_of_the_expected_mfu() -> None:
+def test_reasons_are_listed_below_half_of_the_expected_mfu():
     assert "likely reason: none found" in SLOW.line()
     limit = 8 * 989e12 * 0.41 * FAR_BELOW / 854.44e6
     assert "reason" not in replace(GOOD, tokens_per_second=limit * 1.01).line()

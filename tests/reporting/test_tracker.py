@@ -1,17 +1,13 @@
 """Trackers: which records they get, their own packages without a network, and what goes wrong."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,11 +22,9 @@ from reporting.tracker import (
     check_tracker,
     send_records,
 )
-from run_config import Run
 from tests.support.network import environment_of_refusal
 from tests.support.runs import wait_for
 from tests.support.trackers import (
-    Values,
     add_records,
     add_summary,
     end,
@@ -41,7 +35,7 @@ from tests.support.trackers import (
     track,
     tracked_run,
 )
-from tests.support.workplace import PROJECT_DIR, Workplace
+from tests.support.workplace import PROJECT_DIR
 
 REMEDY = "; `lab export-metrics tiny --to trackio` adds what is missing"
 
@@ -49,35 +43,35 @@ REMEDY = "; `lab export-metrics tiny --to trackio` adds what is missing"
 class Launches:
     """Launches of one run, with a tracker that keeps the steps that it gets over all of them."""
 
-    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, run, monkeypatch):
         self.run, self.status = run, ""
         self.steps: list[int] = []
         self.last_steps: list[int] = []  # that it had when it was opened
         monkeypatch.setattr(tracker, "open_tracker", self.open)
 
-    def open(self, run: Run, id: str, last_step: int, **_: object) -> Launches:
+    def open(self, run, id, last_step, **_):
         self.last_steps.append(last_step)
         return self
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step, metrics):
         self.steps.append(step)
 
-    def flush(self) -> None:
+    def flush(self):
         pass
 
-    def finish(self, status: str, figures: dict[str, float]) -> None:
+    def finish(self, status, figures):
         self.status = status
 
-    def resume(self, first_step: int) -> None:
+    def resume(self, first_step):
         """Begin a launch, whose tracker does not come as far as to its first record."""
         remove_metrics_from(self.run.metrics_path, first_step)
         begin_tracking(self.run, starts_over=False)
 
-    def send(self, *steps: Callable[[], None]) -> int:
+    def send(self, *steps):
         """Have the tracker work while this happens, one thing after another."""
         left = list(steps)
 
-        def is_over() -> bool:
+        def is_over():
             if left:
                 left.pop(0)()
             return not left
@@ -85,29 +79,29 @@ class Launches:
         return send_records(self.run, TrackedRun.load(self.run.run_dir), note=print,
                             is_over=is_over)
 
-    def add(self, *steps: int) -> Callable[[], None]:
+    def add(self, *steps):
         return lambda: add_records(self.run, *steps)
 
     @property
-    def sent(self) -> dict[str, int]:
+    def sent(self):
         return TrackedRun.load(self.run.run_dir).sent
 
 
-def kill() -> None:
+def kill():
     raise KeyboardInterrupt
 
 
 @pytest.fixture
-def launches(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(workplace, monkeypatch):
     return Launches(tracked_run(workplace, "trackio"), monkeypatch)
 
 
-def test_each_record_is_passed_on_once_as_it_comes(launches: Launches) -> None:
-    def begin_a_record() -> None:
+def test_each_record_is_passed_on_once_as_it_comes(launches):
+    def begin_a_record():
         file.write('nonsense\n{"global_step": -1}\n{"global_step": 2, ')
         file.flush()
 
-    def end_it() -> None:
+    def end_it():
         assert launches.steps == [1, 2]
         file.write('"train_loss": 1.0}\n')
         file.flush()
@@ -119,7 +113,7 @@ def test_each_record_is_passed_on_once_as_it_comes(launches: Launches) -> None:
     assert launches.sent == {"trackio": 3}
 
 
-def test_steps_that_a_kill_has_undone_are_passed_on_again(launches: Launches) -> None:
+def test_steps_that_a_kill_has_undone_are_passed_on_again(launches):
     launches.send(launches.add(0, 1, 2, 3))
     launches.resume(2)  # the checkpoint holds the state after step 1; this tracker fails at once
     add_records(launches.run, 2, 3, 4)
@@ -129,9 +123,7 @@ def test_steps_that_a_kill_has_undone_are_passed_on_again(launches: Launches) ->
     assert launches.last_steps == [0, 2] and launches.sent == {"trackio": 6}
 
 
-def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(
-    launches: Launches
-) -> None:
+def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(launches):
     with pytest.raises(KeyboardInterrupt):
         launches.send(*(launches.add(step) for step in range(3)), kill)
     assert launches.sent == {"trackio": 2}  # has the third one arrived?
@@ -139,7 +131,7 @@ def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(
     assert launches.steps == [1, 2, 3, 3, 4]
 
 
-def test_the_id_stays_until_a_run_starts_over_or_the_state_is_damaged(tmp_path: Path) -> None:
+def test_the_id_stays_until_a_run_starts_over_or_the_state_is_damaged(tmp_path):
     first = TrackedRun(id="a-1", sent={"wandb": 3})
     first.save(tmp_path)
     assert TrackedRun.load(tmp_path) == first
@@ -152,7 +144,7 @@ def test_the_id_stays_until_a_run_starts_over_or_the_state_is_damaged(tmp_path: 
 
 
 @pytest.fixture
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def offline(tmp_path, monkeypatch):
     """An environment without accounts, in which connections are refused and recorded."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DIR", "WANDB_PROJECT",
                  "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "HF_HUB_OFFLINE"):
@@ -166,9 +158,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
 
 
-def test_without_a_key_wandb_does_not_ask_in_a_terminal(
-    offline: None, workplace: Workplace
-) -> None:
+def test_without_a_key_wandb_does_not_ask_in_a_terminal(offline, workplace):
     add_records(tracked_run(workplace, "wandb"), 0)
     terminal, its_end = os.openpty()
     try:
@@ -182,7 +172,7 @@ def test_without_a_key_wandb_does_not_ask_in_a_terminal(
     assert exported.returncode == 0 and exported.stdout == "wandb: 1 record added\n"
 
 
-def kept(run: Run, tmp_path: Path) -> Values:
+def kept(run, tmp_path):
     """Return what the tracker has of the run."""
     id = TrackedRun.load(run.run_dir).id
     if run.train.tracker == "trackio":
@@ -195,9 +185,8 @@ def kept(run: Run, tmp_path: Path) -> Values:
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
-def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine(
-    offline: None, workplace: Workplace, tmp_path: Path, kind: str
-) -> None:
+def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine(offline, workplace,
+                                                                                 tmp_path, kind):
     run = tracked_run(workplace, kind)
     add_records(run, 0, 1, 2, layer_grad_norm=[0.5, 0.25])
     assert ("records offline: UsageError: No API key" in track(run)) == (kind == "wandb")
@@ -218,9 +207,8 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine
         assert values["final/best_loss"] == [(4, 1.25)]
 
 
-def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(
-    offline: None, workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(offline, workplace, tmp_path,
+                                                            monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
@@ -231,20 +219,20 @@ def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(
 
 
 @pytest.fixture
-def run(workplace: Workplace) -> Run:
+def run(workplace):
     run = tracked_run(workplace, "trackio")
     add_records(run, 0, 1)
     return run
 
 
 @pytest.fixture
-def write_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def write_package(tmp_path, monkeypatch):
     """What writes a package of a tracker's name, for the process that would import the real one."""
     package = tmp_path / "stand-in" / "trackio"
     package.mkdir(parents=True)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
 
-    def write(*, init: str = "pass", log: str = "pass") -> None:
+    def write(*, init="pass", log="pass"):
         (package / "__init__.py").write_text(
             "import os, sys, time, warnings\n"
             f"class Run:\n    def log(self, metrics, step):\n        {log}\n"
@@ -258,16 +246,12 @@ def write_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     ({"init": "raise ValueError('no\\x1b[2J good')"}, "ValueError: no\\x1b[2J good"),
     ({"log": "warnings.warn('trackio.log() failed')"}, "RuntimeError: trackio.log() failed"),
 ])
-def test_a_tracker_that_fails_is_told_once(
-    run: Run, write_package: Callable[..., None], code: dict[str, str], failure: str
-) -> None:
+def test_a_tracker_that_fails_is_told_once(run, write_package, code, failure):
     write_package(**code)
     assert track(run) == failure + REMEDY
 
 
-def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(
-    run: Run, write_package: Callable[..., None], tmp_path: Path
-) -> None:
+def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(run, write_package, tmp_path):
     steps = tmp_path / "steps"
     log = f"open({str(steps)!r}, 'a').write(f'{{step}} ')"
     write_package(log=f"{log}; step == 1 or sys.exit(3)")
@@ -284,9 +268,8 @@ def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(
     assert end(process) == "" and steps.read_text() == "1 2 1 2 3 "
 
 
-def test_a_tracker_that_hangs_is_ended_at_the_limit_and_nothing_is_lost(
-    run: Run, write_package: Callable[..., None], tmp_path: Path
-) -> None:
+def test_a_tracker_that_hangs_is_ended_at_the_limit_and_nothing_is_lost(run, write_package,
+                                                                        tmp_path):
     pid, steps = tmp_path / "pid", tmp_path / "steps"
     write_package(log=f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(3600)")
     process = started(run)
@@ -298,9 +281,7 @@ def test_a_tracker_that_hangs_is_ended_at_the_limit_and_nothing_is_lost(
     assert track(run) == "" and steps.read_text() == "1 2 "
 
 
-def test_a_missing_package_is_one_line_that_says_how_to_install_it(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(workplace, monkeypatch):
     run = tracked_run(workplace, "trackio")
     for spec in (None, ModuleSpec("trackio", None)):  # none, and a directory of that name
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)

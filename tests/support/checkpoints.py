@@ -1,7 +1,5 @@
 """Small checkpoints for the tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@
 Runs of tests are forked from this process, which has imported what takes long to import.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc

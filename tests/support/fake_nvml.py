@@ -1,7 +1,5 @@
 """A stand-in for `pynvml` with GPUs that tests make up."""
 
-from __future__ import annotations
-
 from types import ModuleType, SimpleNamespace
 from typing import Any
 

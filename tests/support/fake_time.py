@@ -1,7 +1,5 @@
 """A clock that moves only if a test moves it."""
 
-from __future__ import annotations
-
 
 class FakeTime:
     """Replaces `time.perf_counter`."""

@@ -1,7 +1,5 @@
 """A local Hugging Face hub for the real huggingface_hub client, with faults on demand."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

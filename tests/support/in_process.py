@@ -1,7 +1,5 @@
 """ddp_train.py in the process of the test: for errors that are found before any training."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import io

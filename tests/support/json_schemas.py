@@ -1,7 +1,5 @@
 """The shape of each JSON document that a command prints with --json; nothing else is in it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, Literal
 

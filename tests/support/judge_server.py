@@ -1,7 +1,5 @@
 """A judge on the loopback interface with faults on demand."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Run verbs of `lab` in the test's own process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """lm-eval's own tasks, with random questions in local files instead of those on the hub."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Markdown as a browser gets it: to see what hostile text in it becomes."""
 
-from __future__ import annotations
-
 import re
 
 from markdown_it import MarkdownIt

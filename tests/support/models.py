@@ -1,7 +1,5 @@
 """Small models with random weights, and their export as GPT-2."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

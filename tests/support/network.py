@@ -1,7 +1,5 @@
 """Connections to other machines, recorded and refused: those that Python code opens."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,8 +1,6 @@
 """A directory on a file system that lacks calls, as some network file systems do: os says no there.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Run prepare_dataset.py in the process of the test, and read the datasets that it writes."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterator

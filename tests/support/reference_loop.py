@@ -8,8 +8,6 @@ Jordan et al. 2024 and Amsel et al. 2025, algorithm 1, for Muon; docs/configurat
 meaning of the keys.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping

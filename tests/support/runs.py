@@ -1,7 +1,5 @@
 """Runs on two processes with a fault, and what they leave, for the tests of faults."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

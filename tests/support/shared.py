@@ -1,7 +1,5 @@
 """What is made once for all processes of pytest-xdist: a trained run takes seconds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ holds a pause after each shard, in which a test can stop the command; if WORKER_
 worker exits at its first task.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

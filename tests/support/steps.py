@@ -1,7 +1,5 @@
 """Steps of the tiny model in the process of the test, and microbatches for them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ Some settings make it fail: weight_decay 9 diverges, 8 is refused, 7 crashes; 6 
 after half of the run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import signal

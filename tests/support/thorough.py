@@ -1,7 +1,5 @@
 """Parameters of tests that run only with --thorough."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small tokenizers for the tests: trained here, or written by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Workers that tests start under torchrun to look inside several processes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Runs to be tracked, and what the trackers have kept of them."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import struct

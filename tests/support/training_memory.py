@@ -1,7 +1,5 @@
 """The memory that a training step really takes, and shapes where different tensors set the peak."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """A run that `lab tune` can tune in a second, and its data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A hub on the loopback interface that accepts uploads in the real client's plain protocol."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

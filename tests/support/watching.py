@@ -1,7 +1,5 @@
 """Runs that are watched: their files, written as a training run writes them, and the server."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

@@ -1,7 +1,5 @@
 """Tiny runs and datasets for the tests, and ways to start the project's commands."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

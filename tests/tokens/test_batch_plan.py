@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -8,23 +6,21 @@ from hypothesis import strategies as st
 
 from basics.errors import UserError
 from ddp_train import microbatch_indices
-from run_config import Run, load_run
-from tests.support.workplace import Workplace
+from run_config import load_run
 from tokens.batch_plan import BatchPlan, plan_batches
 
 sizes = st.integers(min_value=1, max_value=6)
 
 
-def load(workplace: Workplace, **changes: dict) -> Run:
+def load(workplace, **changes):
     name = f"run-{len(list(workplace.runs_dir.glob('*')))}"
     workplace.add_run(name, **changes)
     return load_run(workplace.runs_dir, name)
 
 
 @given(world_size=sizes, microbatch_size=sizes, accumulation=sizes, num_steps=sizes)
-def test_every_split_over_processes_reads_each_microbatch_once(
-    world_size: int, microbatch_size: int, accumulation: int, num_steps: int
-) -> None:
+def test_every_split_over_processes_reads_each_microbatch_once(world_size, microbatch_size,
+                                                               accumulation, num_steps):
     plan = BatchPlan(microbatch_size, accumulation, world_size, 8, num_steps)
     by_rank = [list(microbatch_indices(plan, rank, first_step=0)) for rank in range(world_size)]
     assert Counter(sum(by_rank, [])) == Counter(range(accumulation * world_size * num_steps))
@@ -44,16 +40,15 @@ def test_every_split_over_processes_reads_each_microbatch_once(
     (1024, -1, 0, 7),     # the eighth lacks its last target
     (1153, -1, 128, 8),
 ])
-def test_min_train_tokens_is_rounded_up_to_whole_global_batches(
-    workplace: Workplace, file_tokens: int, min_tokens: int, start: int, num_steps: int
-) -> None:
+def test_min_train_tokens_is_rounded_up_to_whole_global_batches(workplace, file_tokens, min_tokens,
+                                                                start, num_steps):
     run = load(workplace, train={"min_train_tokens": min_tokens, "start_train_token": start})
     plan = plan_batches(run, world_size=2, file_tokens=file_tokens)
     assert plan.tokens_per_step == 2 * 2 * 2 * 16
     assert plan.num_steps == num_steps
 
 
-def test_too_few_tokens_are_refused(workplace: Workplace) -> None:
+def test_too_few_tokens_are_refused(workplace):
     for file_tokens, changes, message in (
         (1024, {"min_train_tokens": 1024}, "wanted 1025 training tokens from token 0 on"),
         (50, {"min_train_tokens": -1}, "wanted 129 training tokens"),
@@ -73,9 +68,10 @@ BATCH_OF_24 = {"gradient_accumulation_steps": None, "global_batch_size": 24}
     (2, 5, "5 processes; change the number of processes, or make it 20 or 25"),
     (2, 48, "48 processes; change the number of processes, or make it 48 or 96"),
 ])
-def test_accumulation_steps_follow_from_the_global_batch_or_the_nearest_sizes_are_named(
-    workplace: Workplace, microbatch_size: int, world_size: int, outcome: int | str
-) -> None:
+def test_accumulation_steps_follow_from_the_global_batch_or_the_nearest_sizes_are_named(workplace,
+                                                                                        microbatch_size,
+                                                                                        world_size,
+                                                                                        outcome):
     run = load(workplace, train=BATCH_OF_24 | {"microbatch_size": microbatch_size})
     if isinstance(outcome, int):
         plan = plan_batches(run, world_size=world_size, file_tokens=10_000)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,9 +15,9 @@ from basics.errors import UserError
 from reporting.run_log import batch_arithmetic
 from run_config import load_run
 from tests.support.tokenizers import write_tokenizer
-from tests.support.workplace import Workplace, write_tokens
+from tests.support.workplace import write_tokens
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatches, RunData, open_run_data, read_ahead
+from tokens.batches import Microbatches, open_run_data, read_ahead
 from tokens.token_file import TokenFile
 from tokens.tokenizer import choose_tokenizer
 
@@ -28,11 +26,11 @@ PLAN = BatchPlan(microbatch_size=2, gradient_accumulation_steps=1, world_size=1,
 CPU = torch.device("cpu")
 
 
-def microbatches(path: Path, *, start_token: int = 0, vocab_size: int = 1000) -> Microbatches:
+def microbatches(path, *, start_token=0, vocab_size=1000):
     return Microbatches(TokenFile(path), PLAN, start_token=start_token, vocab_size=vocab_size)
 
 
-def test_targets_of_a_microbatch_are_the_next_tokens(tmp_path: Path) -> None:
+def test_targets_of_a_microbatch_are_the_next_tokens(tmp_path):
     write_tokens(tmp_path / "t.safetensors", np.arange(100, 130, dtype=np.uint16))
     data = microbatches(tmp_path / "t.safetensors", start_token=3)
     assert len(data) == (30 - 3 - 1) // 8
@@ -44,7 +42,7 @@ def test_targets_of_a_microbatch_are_the_next_tokens(tmp_path: Path) -> None:
         data[3]
 
 
-def test_other_tokens_have_another_fingerprint(tmp_path: Path) -> None:
+def test_other_tokens_have_another_fingerprint(tmp_path):
     path, tokens, found = tmp_path / "t.safetensors", np.arange(30, dtype=np.uint16), []
     for last in (29, 29, 28):
         write_tokens(path, np.append(tokens[:-1], np.uint16(last)))
@@ -52,13 +50,13 @@ def test_other_tokens_have_another_fingerprint(tmp_path: Path) -> None:
     assert found[0] == found[1] != found[2]
 
 
-def test_read_ahead_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path: Path) -> None:
+def test_read_ahead_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path):
     write_tokens(tmp_path / "t.safetensors", np.arange(41, dtype=np.uint16))
     data = microbatches(tmp_path / "t.safetensors")
     reads, second_read = [], threading.Event()
     original = data.token_file.read
 
-    def watched(start: int, stop: int) -> np.ndarray:
+    def watched(start, stop):
         reads.append(start)
         if len(reads) == 2:
             second_read.set()
@@ -74,7 +72,7 @@ def test_read_ahead_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path: Pat
     assert reads == [32, 0, 16]
 
 
-def test_a_reading_error_reaches_the_caller(tmp_path: Path) -> None:
+def test_a_reading_error_reaches_the_caller(tmp_path):
     tokens = np.arange(41, dtype=np.uint16)
     tokens[20] = 999
     write_tokens(tmp_path / "t.safetensors", tokens)
@@ -90,9 +88,7 @@ def test_a_reading_error_reaches_the_caller(tmp_path: Path) -> None:
     ({"tokens": np.zeros((5, 10), dtype=np.uint16)}, r"tokens is U16 of shape \[5, 10\]"),
     ({"ids": np.zeros(50, dtype=np.uint16)}, "contains ids; wanted one tensor called tokens"),
 ])
-def test_missing_damaged_and_other_token_files(
-    tmp_path: Path, tensors: dict[str, np.ndarray] | bytes | None, message: str
-) -> None:
+def test_missing_damaged_and_other_token_files(tmp_path, tensors, message):
     path = tmp_path / "train.safetensors"
     if isinstance(tensors, bytes):
         path.write_bytes(tensors)
@@ -103,15 +99,14 @@ def test_missing_damaged_and_other_token_files(
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_what_could_block_is_no_token_file(tmp_path: Path) -> None:
+def test_what_could_block_is_no_token_file(tmp_path):
     path = tmp_path / "train.safetensors"
     path.symlink_to("/dev/zero")
     with pytest.raises(UserError, match="train.safetensors: is not a file; delete it"):
         TokenFile(path)
 
 
-def opened(workplace: Workplace, *, world_size: int = 1, model: dict | None = None,
-           train: dict | None = None) -> RunData:
+def opened(workplace, *, world_size=1, model=None, train=None):
     """Open the dataset of a new run."""
     name = f"run-{uuid.uuid4().hex}"
     workplace.add_run(name, model=model, train=train)
@@ -122,7 +117,7 @@ def opened(workplace: Workplace, *, world_size: int = 1, model: dict | None = No
 SEQUENCES = {"validation_batches": None, "microbatch_size": 7}
 
 
-def test_the_last_validation_microbatch_may_be_smaller(workplace: Workplace) -> None:
+def test_the_last_validation_microbatch_may_be_smaller(workplace):
     workplace.add_dataset()  # 500 validation tokens: 31 sequences of 16 and a target
     data = opened(workplace, train=SEQUENCES | {"validation_sequences": 31}).validation
     assert len(data) == 5 and data.num_tokens == 31 * 16
@@ -138,17 +133,13 @@ def test_the_last_validation_microbatch_may_be_smaller(workplace: Workplace) -> 
     ({"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
     ({"repeat_data": True, "start_train_token": 3990}, "; lower min_train"),
 ])
-def test_too_few_tokens_are_refused_before_training(
-    workplace: Workplace, train: dict, message: str
-) -> None:
+def test_too_few_tokens_are_refused_before_training(workplace, train, message):
     workplace.add_dataset()
     with pytest.raises(UserError, match=message):
         opened(workplace, train=train, world_size=2)
 
 
-def test_the_tokenizer_is_that_of_the_metadata_or_of_the_vocabulary_size(
-    workplace: Workplace
-) -> None:
+def test_the_tokenizer_is_that_of_the_metadata_or_of_the_vocabulary_size(workplace):
     path = workplace.add_dataset() / "train.safetensors"
     for metadata, vocab_size, name in (({"tokenizer": "bytes"}, 300, "bytes"), (None, 257, "bytes"),
                                        (None, 50257, "gpt2"), (None, 300, None)):
@@ -158,9 +149,7 @@ def test_the_tokenizer_is_that_of_the_metadata_or_of_the_vocabulary_size(
 
 @pytest.mark.parametrize(("tokenizer", "num_ids"), [("own", 300), ("bytes", 257),
                                                     ("gpt2", 50257)])
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
-    workplace: Workplace, tokenizer: str, num_ids: int
-) -> None:
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(workplace, tokenizer, num_ids):
     dataset_dir = workplace.add_dataset()
     if tokenizer == "own":
         tokenizer = choose_tokenizer(str(write_tokenizer(dataset_dir))).name
@@ -173,7 +162,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_repeated_data_is_a_circle_for_every_split(workplace: Workplace, start: int) -> None:
+def test_repeated_data_is_a_circle_for_every_split(workplace, start):
     """50 tokens from the start on are three whole sequences of 16, which follow each other."""
     tokens = np.arange(start + 50, dtype=np.uint16)
     write_tokens(workplace.add_dataset() / "train.safetensors", tokens)
@@ -190,13 +179,13 @@ def test_repeated_data_is_a_circle_for_every_split(workplace: Workplace, start: 
     assert line == "1 steps = 128 tokens, 2.67 times the dataset's 48"
 
 
-def private_bytes() -> int:
+def private_bytes():
     """Return the anonymous memory of this process, in bytes: not shared, and not of a file."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(re.search(r"^Anonymous:\s+(\d+)", text, re.MULTILINE)[1]) * 1024
 
 
-def test_reading_a_file_of_20_gib_needs_little_memory(tmp_path: Path) -> None:
+def test_reading_a_file_of_20_gib_needs_little_memory(tmp_path):
     """The file is sparse, and its microbatches are from all of its parts."""
     path, num_tokens = tmp_path / "train.safetensors", 10 * 2**30
     header = json.dumps({"tokens": {"dtype": "U16", "shape": [num_tokens],
@@ -209,7 +198,7 @@ def test_reading_a_file_of_20_gib_needs_little_memory(tmp_path: Path) -> None:
     assert private_bytes() - before < 100 * 2**20
 
 
-def test_a_stated_id_outside_the_vocabulary_is_refused_at_the_start(workplace: Workplace) -> None:
+def test_a_stated_id_outside_the_vocabulary_is_refused_at_the_start(workplace):
     write_tokens(workplace.add_dataset() / "train.safetensors", np.zeros(4000, dtype=np.uint16),
                  {"max_token_id": "257"})
     with pytest.raises(UserError, match="states ids up to 257, outside the model's vocabulary"):

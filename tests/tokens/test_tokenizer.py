@@ -1,7 +1,5 @@
 """The tokenizers: GPT-2's and bytes, and those of files, with the ids of transformers."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util
@@ -10,14 +8,13 @@ import runpy
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken import load
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from basics.errors import FAILED, UserError
 from tests.support.tokenizers import TEXTS, write_tokenizer
@@ -25,7 +22,6 @@ from tokens import tokenizer
 from tokens.batches import byte_lengths
 from tokens.tokenizer import (
     END_OF_TEXT,
-    FileTokenizer,
     choose_tokenizer,
     decode,
     load_tokenizer,
@@ -44,7 +40,7 @@ WORDS = {"type": "WordLevel", "unk_token": "?",
          "vocab": {"?": 0, "▁the": 1, "▁cat": 2, "</s>": 3, "<0xE2>": 4}}
 
 
-def test_gpt2_has_the_token_ids_that_openai_published() -> None:
+def test_gpt2_has_the_token_ids_that_openai_published():
     gpt2 = load_tokenizer("gpt2")
     assert gpt2.n_vocab == 50257 and gpt2.eot_token == 50256
     assert gpt2.encode_ordinary("Hello, world! It's 2026.") == [
@@ -52,7 +48,7 @@ def test_gpt2_has_the_token_ids_that_openai_published() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_decoding_restores_the_text_and_skips_ids_that_only_pad_a_vocabulary(name: str) -> None:
+def test_decoding_restores_the_text_and_skips_ids_that_only_pad_a_vocabulary(name):
     found = load_tokenizer(name)
     ids = found.encode_ordinary(TEXT)
     assert decode(found, [*ids, found.n_vocab]) == TEXT
@@ -62,7 +58,7 @@ def test_decoding_restores_the_text_and_skips_ids_that_only_pad_a_vocabulary(nam
 
 
 @pytest.fixture
-def without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, bytes]:
+def without_the_package(monkeypatch, tmp_path):
     """Hide the package with GPT-2's vocabulary; return what the network answers, by address."""
     answers = {f"{tokenizer.GPT2_FILES}{name}": tokenizer.gpt2_file(name)
                for name in tokenizer.GPT2_HASHES}
@@ -78,9 +74,8 @@ def without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict
     return answers
 
 
-def test_without_the_package_gpt2_is_fetched_once_into_the_users_cache(
-    without_the_package: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_without_the_package_gpt2_is_fetched_once_into_the_users_cache(without_the_package,
+                                                                       tmp_path):
     assert load_tokenizer("gpt2").encode_ordinary("Hello, world!") == [15496, 11, 995, 0]
     without_the_package.clear()
     tokenizer._known.cache_clear()
@@ -90,11 +85,9 @@ def test_without_the_package_gpt2_is_fetched_once_into_the_users_cache(
 
 
 @pytest.mark.parametrize("fault", ["no network", "another file", "no place", "no answer"])
-def test_a_vocabulary_that_cannot_be_fetched_is_one_line(
-    without_the_package: dict[str, bytes], fault: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: str) -> bytes:
+def test_a_vocabulary_that_cannot_be_fetched_is_one_line(without_the_package, fault, tmp_path,
+                                                         monkeypatch):
+    def refuse(_):
         raise requests.ConnectionError("HTTPSConnectionPool(...): " + "Max retries exceeded " * 9)
 
     if fault == "no network":
@@ -115,7 +108,7 @@ def test_a_vocabulary_that_cannot_be_fetched_is_one_line(
 
 
 @functools.cache
-def loaded() -> tuple[FileTokenizer, PreTrainedTokenizerFast]:
+def loaded():
     with tempfile.TemporaryDirectory() as folder:
         directory = write_tokenizer(Path(folder), decoder={"type": "Sequence", "decoders": [
             {"type": "Sequence", "decoders": [BYTE_LEVEL]}, {"type": "Fuse"}]})
@@ -127,7 +120,7 @@ def loaded() -> tuple[FileTokenizer, PreTrainedTokenizerFast]:
 
 @settings(max_examples=300, deadline=None)
 @given(texts)
-def test_the_ids_are_those_of_transformers_and_no_text_is_lost(text: str) -> None:
+def test_the_ids_are_those_of_transformers_and_no_text_is_lost(text):
     ours, theirs = loaded()
     ids = ours.encode_ordinary(text)
     valid = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -141,7 +134,7 @@ def test_the_ids_are_those_of_transformers_and_no_text_is_lost(text: str) -> Non
     assert len(lengths) == 400
 
 
-def test_a_tokenizer_is_chosen_by_its_directory_or_its_file(tmp_path: Path) -> None:
+def test_a_tokenizer_is_chosen_by_its_directory_or_its_file(tmp_path):
     directory = write_tokenizer(tmp_path)
     chosen = choose_tokenizer(str(directory))
     assert choose_tokenizer(str(directory / "tokenizer.json")) == chosen
@@ -159,15 +152,11 @@ def test_a_tokenizer_is_chosen_by_its_directory_or_its_file(tmp_path: Path) -> N
     {"added_tokens": [{"id": 0, "content": "<|endoftext|>", "single_word": False, "lstrip": False,
                        "rstrip": False, "normalized": False, "special": False}]},
 ])
-def test_only_a_tokenizer_that_splits_as_gpt2_does_may_be_cut(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_only_a_tokenizer_that_splits_as_gpt2_does_may_be_cut(changes, tmp_path):
     assert not choose_tokenizer(str(write_tokenizer(tmp_path, **changes))).load().splits_like_gpt2
 
 
-def test_truncation_padding_and_added_tokens_of_the_file_do_not_change_documents(
-    tmp_path: Path
-) -> None:
+def test_truncation_padding_and_added_tokens_of_the_file_do_not_change_documents(tmp_path):
     plain = choose_tokenizer(str(write_tokenizer(tmp_path / "plain"))).load()
     changed = choose_tokenizer(str(write_tokenizer(
         tmp_path / "changed", truncation={"direction": "Right", "max_length": 3, "stride": 0,
@@ -181,7 +170,7 @@ def test_truncation_padding_and_added_tokens_of_the_file_do_not_change_documents
     assert changed.encode_ordinary(TEXTS[0]) == plain.encode_ordinary(TEXTS[0])
 
 
-def test_the_bytes_of_tokens_of_other_kinds_count_their_spaces(tmp_path: Path) -> None:
+def test_the_bytes_of_tokens_of_other_kinds_count_their_spaces(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
         "added_tokens": [], "post_processor": None, "pre_tokenizer": METASPACE,
@@ -194,7 +183,7 @@ def test_the_bytes_of_tokens_of_other_kinds_count_their_spaces(tmp_path: Path) -
         b" the", b" cat", b"\xe2", b""]
 
 
-def refused(path: Path) -> str:
+def refused(path):
     with pytest.raises(UserError) as caught:
         choose_tokenizer(str(path))
     assert "\n" not in caught.value.line() and len(caught.value.line()) < 200
@@ -205,12 +194,12 @@ def refused(path: Path) -> str:
     b"", b"[]", b"\xff\xfe", b"{" * 100_000, b'{"version": "1.0"}',
     b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
 ])
-def test_a_damaged_file_is_one_line(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_file_is_one_line(content, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(content)
     assert refused(tmp_path).startswith(f"{tmp_path / 'tokenizer.json'}: ")
 
 
-def replaced(pattern: str, content: str) -> dict[str, Any]:
+def replaced(pattern, content):
     return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 
 
@@ -242,12 +231,12 @@ HOSTILE = {  # parts of a tokenizer.json: panics, exceptions, aborts, and what t
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_file_is_one_line(case: str, tmp_path: Path) -> None:
+def test_a_hostile_file_is_one_line(case, tmp_path):
     line = refused(write_tokenizer(tmp_path, **HOSTILE[case]))
     assert "tokenizer.json: cannot encode a text" in line or "a hundred times as long" in line
 
 
-def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     assert "tokenizer.json: no such file" in refused(tmp_path / "empty")
     assert "is unknown; wanted gpt2 or bytes" in refused(tmp_path / "nowhere")
@@ -271,7 +260,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     assert "has no end-of-text token; add one of <|endoftext|>" in refused(folder)
 
 
-def test_a_file_that_was_replaced_is_not_taken_for_the_one_it_was(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_is_not_taken_for_the_one_it_was(tmp_path):
     name = choose_tokenizer(str(write_tokenizer(tmp_path))).name
     path = tmp_path / "tokenizer.json"
     load_tokenizer(name, path)

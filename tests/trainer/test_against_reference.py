@@ -3,21 +3,16 @@
 20 configurations, or 500 with --thorough. A failure prints the configuration.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from basics.failpoints import VARIABLE
 from checkpointing import (
@@ -45,7 +40,7 @@ from tests.support.reference_loop import (
 )
 from tests.support.workplace import Workplace, read_lines, succeeded, write_tokens
 from tokens.batches import read_ahead
-from trainer.startup import PreparedRun, build_state, prepare_run
+from trainer.startup import build_state, prepare_run
 
 NUM_CONFIGURATIONS, SAMPLE, STEPS = 500, 20, 3
 # What rounding explains, relative, of the loss and of the gradient's norm. fp32 has 24 significant
@@ -59,7 +54,7 @@ ROUNDED = 10 * FLOAT32  # at least this is the difference of a gradient's norm i
 Configuration = dict[str, dict[str, Any]]
 
 
-def configuration(number: int) -> Configuration:
+def configuration(number):
     """Draw a run: its two files, and what happens in it. Each number is always the same run."""
     draw = random.Random(number)
     model = draw_model(draw)
@@ -81,7 +76,7 @@ def configuration(number: int) -> Configuration:
         "skipped_step": draw.choice([None, None, None, 0, 1, 2])}}
 
 
-def draw_model(draw: random.Random) -> dict[str, Any]:
+def draw_model(draw):
     n_heads = draw.choice([1, 2, 3, 4])
     return {
         "vocab_size": draw.choice([11, 61, 257, 300]),
@@ -94,7 +89,7 @@ def draw_model(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def draw_batch(draw: random.Random) -> dict[str, Any]:
+def draw_batch(draw):
     microbatch_size, accumulation = draw.choice([1, 2, 3]), draw.choice([1, 2, 3])
     if draw.random() < 0.3:
         return {"microbatch_size": microbatch_size,
@@ -102,7 +97,7 @@ def draw_batch(draw: random.Random) -> dict[str, Any]:
     return {"microbatch_size": microbatch_size, "gradient_accumulation_steps": accumulation}
 
 
-def draw_precision(draw: random.Random, model: dict[str, Any]) -> dict[str, Any]:
+def draw_precision(draw, model):
     options = draw.choice([{"precision": "fp32"}] * 8 + [
         {"use_amp": False}, {"precision": "tf32"}, {"precision": "tf32"}, {"precision": "fp16"},
         {"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16"},
@@ -114,7 +109,7 @@ def draw_precision(draw: random.Random, model: dict[str, Any]) -> dict[str, Any]
         activation_checkpointing=True)
 
 
-def draw_optimizer(draw: random.Random) -> dict[str, Any]:
+def draw_optimizer(draw):
     kind = draw.choice([None, "constant", "cosine", "linear", "wsd"])
     schedule = {"schedule_learning_rate": draw.random() < 0.5} if kind is None else {
         "schedule": kind}
@@ -130,7 +125,7 @@ def draw_optimizer(draw: random.Random) -> dict[str, Any]:
         final_learning_rate_fraction=draw.choice([0.0, 0.2, 1.0]))
 
 
-def sometimes(draw: random.Random, **options: Any) -> dict[str, Any]:
+def sometimes(draw, **options):
     """Keep each option with a probability of 0.4."""
     return {key: value for key, value in options.items() if draw.random() < 0.4}
 
@@ -138,16 +133,16 @@ def sometimes(draw: random.Random, **options: Any) -> dict[str, Any]:
 class Differences:
     """The largest differences from the reference, in what rounding explains."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.found: dict[str, float] = {}
 
-    def add(self, what: str, found: Tensor, wanted: Tensor, slack: Tensor | float) -> None:
+    def add(self, what, found, wanted, slack):
         """Compare tensors of one shape; a difference up to `slack` is rounding."""
         difference = (found.double() - wanted).abs() / (slack + 1e-30)
         largest = torch.nan_to_num(difference, math.inf).max().item()
         self.found[what] = max(self.found.get(what, 0.0), largest)
 
-    def report(self) -> str:
+    def report(self):
         """Return what differs by more than rounding, the worst first; empty if nothing does."""
         wrong = sorted((-value, what) for what, value in self.found.items() if value > 1)
         return ", ".join(f"{what} by {-value:.3g} times of what rounding explains"
@@ -157,7 +152,7 @@ class Differences:
 class Training:
     """A run in a folder, trained in this process."""
 
-    def __init__(self, root: Path, configuration: Configuration) -> None:
+    def __init__(self, root, configuration):
         self.place, self.options = Workplace(root), configuration["run"]
         self.tokens = np.random.default_rng(0).integers(
             configuration["model"]["vocab_size"], size=self.options["file_tokens"],
@@ -171,14 +166,14 @@ class Training:
         self.prepared = self.prepare()
         self.config, self.plan = self.prepared.train, self.prepared.plan
 
-    def prepare(self) -> PreparedRun:
+    def prepare(self):
         """Read the run anew, and find its newest checkpoint."""
         options = Options("tiny", runs_dir=self.place.runs_dir,
                           datasets_dir=self.place.datasets_dir)
         prepared = prepare_run(options, ONE_PROCESS, PhaseClock(), Agreement.in_one_process())
         return prepared.for_device(ONE_PROCESS.device)
 
-    def build(self) -> TrainingStep:
+    def build(self):
         """Return a step with the state of the newest checkpoint; without one the initial state."""
         prepared = self.prepare()
         state = build_state(prepared, ONE_PROCESS)
@@ -186,7 +181,7 @@ class Training:
             state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": LOSS_SCALE})
         return TrainingStep(state, prepared.train, ONE_PROCESS)
 
-    def train(self, step: TrainingStep, *, first: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def train(self, step, *, first=0):
         """Take global steps as ddp_train.py does; yield each one, its loss and gradient norm."""
         indices = itertools.islice(microbatch_indices(self.plan, 0, first_step=first),
                                    (STEPS - first) * self.plan.gradient_accumulation_steps)
@@ -201,11 +196,11 @@ class Training:
                     learning_rate=rate)
             yield global_step, loss, norm
 
-    def skips(self, global_step: int) -> bool:
+    def skips(self, global_step):
         """Return whether the gradient of a step is to be NaN."""
         return global_step == self.options["skipped_step"]
 
-    def save(self, step: TrainingStep, global_step: int) -> None:
+    def save(self, step, global_step):
         run = self.prepared.run
         save_checkpoint(run.checkpoints_dir, SnapshotBuffers().take(step.state), CheckpointMeta(
             global_step=global_step, tokens=(global_step + 1) * self.plan.tokens_per_step,
@@ -213,7 +208,7 @@ class Training:
             loss_scale=step.state.loss_scale(), model=run.model, random_seed=run.train.random_seed,
             data=self.prepared.data.fingerprints))
 
-    def reference(self, step: TrainingStep) -> ReferenceLoop:
+    def reference(self, step):
         """Return a reference that starts from the weights of a step."""
         train = self.config
         return ReferenceLoop(
@@ -223,7 +218,7 @@ class Training:
             or train.microbatch_size * train.gradient_accumulation_steps)
 
 
-def compare(configuration: Configuration, root: Path) -> Differences:
+def compare(configuration, root):
     """Train a configuration and its reference, and resume it.
 
     The reference goes on from the trainer's weights after they have been compared, so that what
@@ -262,7 +257,7 @@ def compare(configuration: Configuration, root: Path) -> Differences:
     return differences
 
 
-def compare_schedules(reference: ReferenceLoop, differences: Differences) -> None:
+def compare_schedules(reference, differences):
     train, num_steps = reference.train, reference.num_steps
     found = [learning_rate_at(train, step, num_steps=num_steps) for step in range(num_steps)]
     wanted = [learning_rate(train, step, num_steps) for step in range(num_steps)]
@@ -270,8 +265,7 @@ def compare_schedules(reference: ReferenceLoop, differences: Differences) -> Non
                                        for values in (found, wanted)), 1e-12)
 
 
-def compare_state(found: Snapshot, global_step: int, reference: ReferenceLoop,
-                  differences: Differences) -> None:
+def compare_state(found, global_step, reference, differences):
     """Compare a state after a step; let the reference go on from its weights."""
     assert found.weights.keys() == reference.weights.keys()
     for name, weight in found.weights.items():
@@ -289,7 +283,7 @@ def compare_state(found: Snapshot, global_step: int, reference: ReferenceLoop,
     reference.follow(found.weights)
 
 
-def assert_same_bits(step: TrainingStep, resumed: TrainingStep) -> None:
+def assert_same_bits(step, resumed):
     found, wanted = (SnapshotBuffers().take(each.state) for each in (resumed, step))
     for kind, tensors in vars(wanted).items():
         assert tensors.keys() == vars(found)[kind].keys()
@@ -298,14 +292,14 @@ def assert_same_bits(step: TrainingStep, resumed: TrainingStep) -> None:
     assert resumed.state.loss_scale() == step.state.loss_scale()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "number" in metafunc.fixturenames:
         is_thorough = metafunc.config.getoption("--thorough")
         metafunc.parametrize("number", range(NUM_CONFIGURATIONS if is_thorough else SAMPLE))
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_thread(monkeypatch):
     """Compute with one thread: tensors this small gain nothing from more."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -314,9 +308,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def test_a_configuration_trains_and_resumes_as_the_reference(
-    number: int, tmp_path: Path
-) -> None:
+def test_a_configuration_trains_and_resumes_as_the_reference(number, tmp_path):
     drawn = configuration(number)
     assert not compare(drawn, tmp_path).report(), json.dumps(drawn)
 
@@ -340,9 +332,7 @@ COMMANDS: dict[str, Configuration] = {
 
 @pytest.mark.parametrize(("name", "num_processes"), [
     ("adamw", 1), ("adamw", 2), ("muon", 2), ("bf16", 2)])
-def test_the_command_trains_as_the_reference(
-    name: str, num_processes: int, tmp_path: Path
-) -> None:
+def test_the_command_trains_as_the_reference(name, num_processes, tmp_path):
     """So a run's split into processes and launches changes nothing but rounding."""
     sequences, context_length = 8, 8
     training, differences = Training(tmp_path, {

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import threading
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -10,7 +7,6 @@ import torch
 from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import NON_FINITE, UserError
 from checkpointing import (
-    Checkpoint,
     Validation,
     find_checkpoint,
     list_checkpoints,
@@ -23,11 +19,11 @@ from trainer.background_saver import BackgroundSaver
 FULL = "could not be written (No space left on device; make room)"
 
 
-def full(*_: object) -> None:
+def full(*_):
     raise OSError(28, "No space left on device")
 
 
-def save_and_wait(saver: BackgroundSaver, global_step: int) -> None:
+def save_and_wait(saver, global_step):
     saver.save(state(0), describe(global_step))
     saver.wait()
 
@@ -35,13 +31,13 @@ def save_and_wait(saver: BackgroundSaver, global_step: int) -> None:
 class Gate:
     """Writes only while it is open."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.opened, self.entered = threading.Event(), threading.Event()
         self.inside = self.most = 0
         self.save = background_saver.save_checkpoint
         monkeypatch.setattr(background_saver, "save_checkpoint", self)
 
-    def __call__(self, *arguments: object) -> Checkpoint:
+    def __call__(self, *arguments):
         self.inside += 1
         self.most = max(self.most, self.inside)
         self.entered.set()
@@ -52,12 +48,12 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+def gate(monkeypatch):
     return Gate(monkeypatch)
 
 
 @pytest.mark.parametrize("place", ["weights", "moments"])
-def test_a_state_that_is_not_finite_is_not_saved(tmp_path: Path, place: str) -> None:
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, place):
     saver, built = BackgroundSaver(tmp_path, keep=1), state(0)
     save_and_wait(saver, 0)
     parameter = next(built.model.parameters())
@@ -72,7 +68,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path: Path, place: str) -> 
     assert kept.meta.global_step == 0 and find_checkpoint(tmp_path, "latest") == kept
 
 
-def test_training_continues_while_the_snapshot_is_written(tmp_path: Path, gate: Gate) -> None:
+def test_training_continues_while_the_snapshot_is_written(tmp_path, gate):
     saver, trained = BackgroundSaver(tmp_path), state(0)
     as_it_was = {name: value.clone() for name, value in trained.model.state_dict().items()}
     saver.save(trained, describe(0))
@@ -90,7 +86,7 @@ def test_training_continues_while_the_snapshot_is_written(tmp_path: Path, gate: 
     assert saver.num_checkpoints == 1 and saver.longest_write_seconds > 0
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
+def test_a_second_save_waits_for_the_first(tmp_path, gate):
     saver = BackgroundSaver(tmp_path)
     saver.save(state(0), describe(0))
     second = threading.Thread(target=saver.save, args=(state(0), describe(1)))
@@ -104,9 +100,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
     assert [found.meta.global_step for found in list_checkpoints(tmp_path)] == [0, 1]
 
 
-def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(tmp_path, monkeypatch):
     saver = BackgroundSaver(tmp_path)
     save_and_wait(saver, 0)
     monkeypatch.setattr(safetensors.torch, "save_file", full)
@@ -123,7 +117,7 @@ def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(
     assert find_checkpoint(tmp_path, "latest").meta.global_step == 1 == saver.num_checkpoints - 1
 
 
-def test_a_validation_is_added_once_its_checkpoint_is_whole(tmp_path: Path, gate: Gate) -> None:
+def test_a_validation_is_added_once_its_checkpoint_is_whole(tmp_path, gate):
     saver = BackgroundSaver(tmp_path, keep=1)
     saver.save(state(0), describe(0))
     assert gate.entered.wait(timeout=30)
@@ -141,9 +135,7 @@ def test_a_validation_is_added_once_its_checkpoint_is_whole(tmp_path: Path, gate
     assert (kept.meta.global_step, kept.loss) == (1, 0.25)
 
 
-def test_a_validation_that_cannot_be_written_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_that_cannot_be_written_is_tried_again(tmp_path, monkeypatch):
     saver = BackgroundSaver(tmp_path)
     save_and_wait(saver, 0)
     monkeypatch.setattr(background_saver, "add_validation", full)

@@ -1,7 +1,5 @@
 """When a launch ends: budgets, with simulated launches that end inside them, signals, steps."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from contextlib import nullcontext
@@ -16,22 +14,21 @@ from hypothesis import strategies as st
 from processes.command_line import Options
 from reporting.clock import PhaseClock, nearest_limit
 from run_config import ModelConfig, TrainConfig
-from tests.support.fake_time import FakeTime
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batch_plan import BatchPlan
 from trainer.stopping import Stop
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
 
 
-def train_config(**changes: object) -> TrainConfig:
+def train_config(**changes):
     return TrainConfig(**TINY_TRAIN | changes)
 
 
-def clock_with(now: FakeTime, **seconds: float) -> PhaseClock:
+def clock_with(now, **seconds):
     clock = PhaseClock()
     for phase, spent in seconds.items():
         with clock.phase(phase):
@@ -39,7 +36,7 @@ def clock_with(now: FakeTime, **seconds: float) -> PhaseClock:
     return clock
 
 
-def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
+def test_a_budget_is_the_nearer_of_its_limits(now):
     clock = clock_with(now, training=1800)
     clock.usd_per_hour = 10.0
     assert nearest_limit(train_config(), clock) == (math.inf, "")
@@ -52,8 +49,7 @@ def test_a_budget_is_the_nearer_of_its_limits(now: FakeTime) -> None:
 class Simulated(Stop):
     """A run whose steps, validations, checkpoints and writes only let time pass."""
 
-    def __init__(self, seconds: dict[str, float], *, limit: float,
-                 plan: BatchPlan | None = None) -> None:
+    def __init__(self, seconds, *, limit, plan=None):
         self.seconds, self.now, self.written_at = seconds, 30.0, 0.0
         train = train_config(validation_interval=50, max_hours=limit / 3600)
         self.clock, self.saver = PhaseClock(since=0.0), SimpleNamespace(longest_write_seconds=0.0)
@@ -68,16 +64,16 @@ class Simulated(Stop):
                          saver=self.saver)
         self._checkpoint_bytes = 12 * 10**8
 
-    def pass_time(self, **seconds: float) -> None:
+    def pass_time(self, **seconds):
         for phase, spent in seconds.items():
             with self.clock.phase(phase):
                 self.now += spent
 
-    def look_at_saver(self) -> None:
+    def look_at_saver(self):
         if 0 < self.written_at <= self.now:
             self.saver.longest_write_seconds = self.seconds["write"]
 
-    def run(self) -> float:
+    def run(self):
         """Train; return the seconds it took."""
         since_report = 0
         self.clock.enter("compile")
@@ -96,7 +92,7 @@ class Simulated(Stop):
             if ends:
                 return max(self.now, self.written_at)
 
-    def save_and_validate(self, step: int) -> None:
+    def save_and_validate(self, step):
         with self.clock.phase("checkpoint"):
             self.now = max(self.now, self.written_at)  # it waits for the last write
             self.look_at_saver()
@@ -109,9 +105,7 @@ class Simulated(Stop):
 @settings(max_examples=60, deadline=None)
 @given(step=st.floats(0.1, 10), validation=st.floats(0, 90), checkpoint=st.floats(0.1, 20),
        write=st.floats(0, 30), extra=st.floats(0, 3))
-def test_no_limit_is_exceeded(
-    step: float, validation: float, checkpoint: float, write: float, extra: float
-) -> None:
+def test_no_limit_is_exceeded(step, validation, checkpoint, write, extra):
     seconds = {"step": step, "validation": validation, "checkpoint": checkpoint, "write": write}
     # Enough to learn in what validations and checkpoints take; then it ends anywhere.
     limit = 60 + 60 * step + 2 * (validation + checkpoint) + 6 * write
@@ -134,9 +128,7 @@ MEASURED = {"compile": 30, "training": 4, "waiting": 0.5, "diagnostics": 0.5}  #
     (49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 * 2 + 2 * 12 + 2),
     (0, {"compile": 30}, 10 * 30 + 12 + 2),
 ])
-def test_the_time_ahead_has_due_work_and_a_quarter_more(
-    global_step: int, spent: dict[str, float], seconds: float
-) -> None:
+def test_the_time_ahead_has_due_work_and_a_quarter_more(global_step, spent, seconds):
     for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
         stop = Simulated({}, limit=30 + sum(spent.values()) + left,
                          plan=BatchPlan(4, 2, 2, 16, num_steps=1000))
@@ -146,16 +138,14 @@ def test_the_time_ahead_has_due_work_and_a_quarter_more(
 
 @pytest.mark.parametrize(("shared", "reason"), [
     ([15, 0], "SIGTERM"), ([15, 1], "SIGTERM"), ([0, 1], "max_hours is 1, and "), ([0, 0], None)])
-def test_all_ranks_end_for_what_any_of_them_knows(
-    monkeypatch: pytest.MonkeyPatch, shared: list[int], reason: str | None
-) -> None:
+def test_all_ranks_end_for_what_any_of_them_knows(monkeypatch, shared, reason):
     """A signal to any rank and the budget of rank 0: one agreement for all."""
     stop = Simulated({}, limit=3600)
     stop._watchdog.process.is_main = False
     offered, noted = [], []
     stop._watchdog.note_stop = noted.append  # else it might end before its watchdog hears of it
 
-    def share(numbers: torch.Tensor, *_: object) -> None:
+    def share(numbers, *_):
         offered.append(numbers.tolist())
         numbers.copy_(torch.tensor(shared))
 
@@ -172,9 +162,7 @@ def test_all_ranks_end_for_what_any_of_them_knows(
     (None, 20, 27),  # steps 20 to 27, or 12 to 19 with a restart in between
     (12, 15, 19), (12, 99, 19), (0, 0, 7),
 ])
-def test_max_steps_counts_from_the_beginning_of_the_launch(
-    began_at: int | None, first_step: int, last_step: int
-) -> None:
+def test_max_steps_counts_from_the_beginning_of_the_launch(began_at, first_step, last_step):
     stop = Simulated({}, limit=3600)
     stop._prepared.first_step = first_step
     stop._prepared.options = Options("simulated", max_steps=8, began_at=began_at)

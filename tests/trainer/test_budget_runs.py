@@ -1,29 +1,26 @@
 """Dollars, budgets and global batches, end to end."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket
-from pathlib import Path
 
 import pytest
 
 from basics.text import dollars
 from tests.support.in_process import run_in_process
 from tests.support.runs import summary_of
-from tests.support.workplace import Workplace, forked, read_lines, succeeded
+from tests.support.workplace import forked, read_lines, succeeded
 
 PRICE = 36_000  # dollars an hour: ten a second
 LONG = {"min_train_tokens": 2000 * 128, "validation_interval": 50, "learning_rate": 1e-3}
 
 
-def change(run_dir: Path, **values: object) -> None:
+def change(run_dir, **values):
     path = run_dir / "train.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
+def test_dollars_are_shown_recorded_and_split(workplace):
     run_dir = workplace.add_run()
     workplace.add_dataset()
     output = succeeded(workplace.torchrun(2, "tiny", "--usd-per-hour", str(PRICE))).stdout
@@ -41,9 +38,7 @@ def test_dollars_are_shown_recorded_and_split(workplace: Workplace) -> None:
     assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
 
 
-def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(
-    workplace: Workplace
-) -> None:
+def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(workplace):
     run_dir = workplace.add_run()
     workplace.add_dataset()
     totals, validated = [], {}
@@ -69,9 +64,7 @@ def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(
     assert not any("usd" in record for record in read_lines(run_dir / "metrics.jsonl"))
 
 
-def test_launches_that_were_killed_while_they_started_use_up_the_budget(
-    workplace: Workplace
-) -> None:
+def test_launches_that_were_killed_while_they_started_use_up_the_budget(workplace):
     run_dir = workplace.add_run(train={"max_hours": 1.0})
     workplace.add_dataset()
     (run_dir / "heartbeat.json").write_text(json.dumps(
@@ -81,7 +74,7 @@ def test_launches_that_were_killed_while_they_started_use_up_the_budget(
     assert "max_hours is 1, and the run has taken 2" in result.stderr
 
 
-def test_a_limit_stops_inside_it_with_a_checkpoint(workplace: Workplace) -> None:
+def test_a_limit_stops_inside_it_with_a_checkpoint(workplace):
     run_dir = workplace.add_run(train=LONG | {"max_cost_usd": 20.0, "usd_per_hour": PRICE})
     workplace.add_dataset(num_tokens=300_000)
     output = succeeded(forked(  # with a clock that moves by a millisecond each time it is read
@@ -103,7 +96,7 @@ def test_a_limit_stops_inside_it_with_a_checkpoint(workplace: Workplace) -> None
     assert summary_of(run_dir)["global_step"] == stopped_at + 3
 
 
-def test_speed_is_judged_once_after_fifty_steps(workplace: Workplace) -> None:
+def test_speed_is_judged_once_after_fifty_steps(workplace):
     workplace.add_run(train=LONG)
     workplace.add_dataset(num_tokens=300_000)
     output = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "110")).stdout

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,22 +33,18 @@ ASKED = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing":
     (GPU, {"precision": "bf16"} | ASKED, {  # 128 tokens in 3 chunks
         "head_chunk_tokens": 43, "activation_checkpointing": True, "head_multiple": 128}),
 ])
-def test_the_defaults_are_the_fastest_of_the_device_and_keys_override_them(
-    device: torch.device, keys: dict, options: dict
-) -> None:
+def test_the_defaults_are_the_fastest_of_the_device_and_keys_override_them(device, keys, options):
     train = resolve_for_device(TrainConfig(**TINY_TRAIN | keys), device)
     model = ModelConfig(**TINY_MODEL | {"vocab_size": 50257, "context_length": 64})
     assert choose_forward_options(model, train, device) == ForwardOptions(**options)
 
 
-def raise_(error: Exception) -> None:
+def raise_(error):
     raise error
 
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["training", "validation"])
-def test_a_compile_error_ends_the_run_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, broken: int
-) -> None:
+def test_a_compile_error_ends_the_run_in_one_line(monkeypatch, broken):
     made = []
 
     def compile(function, **_):
@@ -67,10 +60,8 @@ def test_a_compile_error_ends_the_run_in_one_line(
     assert "\n" not in line and caught.value.status == 2
 
 
-def test_a_compile_error_names_what_is_missing_or_damaged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def failure(device: torch.device) -> str:
+def test_a_compile_error_names_what_is_missing_or_damaged(monkeypatch, tmp_path):
+    def failure(device):
         error = ImportError("backend='inductor' raised:\nImportError: a.so: file too short\n")
         with pytest.raises(UserError) as caught:
             compile_now(lambda: raise_(error), device)
@@ -97,7 +88,7 @@ def test_a_compile_error_names_what_is_missing_or_damaged(
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     BackendCompilerFailed("inductor", RuntimeError("Triton Error [CUDA]: out of memory"), None),
 ], ids=["allocator", "dynamo"])
-def test_out_of_memory_is_not_a_compile_error(failure: Exception) -> None:
+def test_out_of_memory_is_not_a_compile_error(failure):
     with pytest.raises(type(failure)) as caught:
         compile_now(lambda: raise_(failure), CPU)
     assert caught.value is failure

@@ -1,25 +1,19 @@
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from basics.json_files import to_json
-from ddp_train import TrainingStep
 from gpt import GPTModel
 from processes.launch import Process
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import ModelConfig, TrainConfig
 from tests.support import steps
 from tests.support.steps import microbatches
-from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, succeeded
-from tokens.batches import Microbatch
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN, succeeded
 from trainer import diagnostics
 from trainer.compilation import ByLayer
 from trainer.diagnostics import (
@@ -34,11 +28,11 @@ WITHOUT_VALIDATION = {"validation_interval": None, "validation_batches": None,
                       "checkpoint_interval": 1}
 
 
-def step_of(**changes: object) -> TrainingStep:
+def step_of(**changes):
     return steps.step_of(**WITHOUT_VALIDATION | {"diagnostics_interval": 1} | changes)
 
 
-def take(step: TrainingStep, batches: Iterator[Microbatch], num_steps: int = 1) -> list[dict]:
+def take(step, batches, num_steps=1):
     """Take steps, all of them measured; return what was measured."""
     measuring = Diagnostics(step.train, step.process)
     for global_step in range(num_steps):
@@ -47,11 +41,11 @@ def take(step: TrainingStep, batches: Iterator[Microbatch], num_steps: int = 1) 
     return [probe.numbers for probe in measuring.measured(up_to=10**6)]
 
 
-def norm(tensors: list[torch.Tensor]) -> float:
+def norm(tensors):
     return sum(tensor.double().square().sum() for tensor in tensors).sqrt().item()
 
 
-def by_layer(named: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_layer(named):
     """Tensors of each layer, then of the embeddings, then of final norm and head."""
     prefixes = ("blocks.0.", "blocks.1.", ("token_embedding", "position_embedding"),
                 ("final_norm", "head"))
@@ -60,7 +54,7 @@ def by_layer(named: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])
-def test_gradients_and_updates_are_those_of_the_step(tie_weights: bool) -> None:
+def test_gradients_and_updates_are_those_of_the_step(tie_weights):
     changes = {"drop_rate": 0.0, "clipping_max_norm": 0.01, "tie_weights": tie_weights}
     step, plain = step_of(**changes), step_of(**changes)
     model = plain.state.model
@@ -88,7 +82,7 @@ def test_gradients_and_updates_are_those_of_the_step(tie_weights: bool) -> None:
 
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"optimizer": "muon"},
                                      {"activation_checkpointing": True}], ids=str)
-def test_the_training_is_the_same_bit_for_bit(changes: dict) -> None:
+def test_the_training_is_the_same_bit_for_bit(changes):
     trained = []
     for interval in (None, 2):
         step, batches = step_of(diagnostics_interval=interval, **changes), microbatches()
@@ -100,7 +94,7 @@ def test_the_training_is_the_same_bit_for_bit(changes: dict) -> None:
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-def test_nothing_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_again(monkeypatch):
     """Dynamo decides what is compiled; a compiler that takes long is not needed for that."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     step, batches = step_of(compile=False), microbatches()
@@ -113,7 +107,7 @@ def test_nothing_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
             step.parallel_loss(*torch.ones(2, 1, 8, dtype=torch.int64))
 
 
-def test_a_step_that_is_not_finite_is_recorded_with_null() -> None:
+def test_a_step_that_is_not_finite_is_recorded_with_null():
     step = step_of()
     step.state.model.blocks[1].mlp.up.weight.register_hook(lambda grad: grad * float("inf"))
     [found] = take(step, microbatches())
@@ -122,7 +116,7 @@ def test_a_step_that_is_not_finite_is_recorded_with_null() -> None:
     assert record["layer_update_ratio"] == [0.0, 0.0]  # it was skipped
 
 
-def test_only_every_so_many_steps_are_measured_and_only_on_rank_0() -> None:
+def test_only_every_so_many_steps_are_measured_and_only_on_rank_0():
     train = TrainConfig(**TINY_TRAIN | {"diagnostics_interval": 4})
     ranks = [Diagnostics(train, Process(rank, rank, 2, torch.device("cpu"))) for rank in range(2)]
     probes = [[rank.probe(global_step) for global_step in range(9)] for rank in ranks]
@@ -130,7 +124,7 @@ def test_only_every_so_many_steps_are_measured_and_only_on_rank_0() -> None:
     assert probes[1] == [NO_PROBE] * 9
 
 
-def test_a_run_records_its_diagnostics_stops_and_resumes(workplace: Workplace) -> None:
+def test_a_run_records_its_diagnostics_stops_and_resumes(workplace):
     """Twelve steps on two processes, in two launches, all of them measured."""
     run_dir = workplace.add_run(train={"diagnostics_interval": 1})
     workplace.add_dataset()
@@ -155,7 +149,7 @@ def test_a_run_records_its_diagnostics_stops_and_resumes(workplace: Workplace) -
     assert (run_dir / "layers-chart.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def direct_attention(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def direct_attention(q, k):
     """The largest logit and the mean entropy of causal attention, from all logits at once."""
     logits = q.double() @ k.double().transpose(-1, -2) / math.sqrt(q.shape[-1])
     allowed = torch.ones(logits.shape[-2:]).tril().bool()
@@ -164,7 +158,7 @@ def direct_attention(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return logits[..., allowed].max().float(), entropy.float()
 
 
-def test_attention_in_blocks_is_that_of_all_logits() -> None:
+def test_attention_in_blocks_is_that_of_all_logits():
     generator = torch.Generator().manual_seed(2)
     q, k = torch.randn(2, 2, 3, 300, 8, generator=generator)  # two whole blocks, and a part
     q[0, 0, 0], k[0, 0, 299] = 9.0, 9.0  # a query before its key: masked
@@ -174,9 +168,7 @@ def test_attention_in_blocks_is_that_of_all_logits() -> None:
 
 
 @pytest.mark.parametrize("cached_logits", [2**23, 5 * V])
-def test_the_statistics_are_those_of_a_forward_pass_without_dropout(
-    cached_logits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_statistics_are_those_of_a_forward_pass_without_dropout(cached_logits, monkeypatch):
     torch.manual_seed(0)
     model = GPTModel(ModelConfig(**TINY_MODEL | {"n_layers": 3}))
     with torch.no_grad():

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,17 +8,17 @@ from gpt import GPTModel
 from run_config import ModelConfig
 from tests.support.in_process import run_in_process
 from tests.support.models import add_dataset_with_tokenizer, export
-from tests.support.workplace import TINY_MODEL, Workplace, succeeded
+from tests.support.workplace import TINY_MODEL, succeeded
 
 STANDING_STILL = {"learning_rate": 1e-12, "min_train_tokens": 64, "validation_interval": 1,
                   "gradient_accumulation_steps": 1}
 
 
-def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+def weights_of(run_dir):
     return load_file(run_dir / "checkpoints/latest/model.safetensors")
 
 
-def test_a_run_starts_from_another_runs_weights(workplace: Workplace) -> None:
+def test_a_run_starts_from_another_runs_weights(workplace):
     workplace.add_dataset()
     first = workplace.add_run("first", train={"min_train_tokens": 256})
     succeeded(workplace.torchrun(1, "first"))
@@ -30,7 +27,7 @@ def test_a_run_starts_from_another_runs_weights(workplace: Workplace) -> None:
     torch.testing.assert_close(weights_of(second), weights_of(first), rtol=0, atol=1e-6)
 
 
-def test_a_resumed_run_does_not_start_again(workplace: Workplace) -> None:
+def test_a_resumed_run_does_not_start_again(workplace):
     workplace.add_dataset()
     torch.manual_seed(0)
     source = export(GPTModel(ModelConfig(**TINY_MODEL)), workplace.root / "published")
@@ -47,9 +44,8 @@ def test_a_resumed_run_does_not_start_again(workplace: Workplace) -> None:
     ("published", r"init_from: .*published has emb_dim 24, model.json has 16; they must be equal"),
     ("other tokens", "published was trained with the tokenizer.*; prepare the dataset with its"),
 ])
-def test_weights_that_do_not_fit_are_one_line_before_anything_is_written(
-    workplace: Workplace, init_from: str, message: str
-) -> None:
+def test_weights_that_do_not_fit_are_one_line_before_anything_is_written(workplace, init_from,
+                                                                         message):
     workplace.add_run("wider", model={"emb_dim": 32})
     if init_from == "other tokens":
         init_from = str(add_dataset_with_tokenizer(workplace)[0])

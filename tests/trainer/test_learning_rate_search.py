@@ -1,14 +1,10 @@
 """The learning-rate range test: on synthetic losses, in process, and with two processes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,9 +24,9 @@ from processes.run_lock import lock_run, release_run
 from processes.signals import DEADLINES
 from processes.startup_agreement import AgreedError, Agreement
 from reporting import charts
-from run_config import Run, load_run
+from run_config import load_run
 from tests.support.in_process import assert_refused, contents, run_in_process
-from tests.support.workplace import Workplace, succeeded
+from tests.support.workplace import succeeded
 from trainer import learning_rate_search
 from trainer.learning_rate_search import (
     CHART_NAME,
@@ -47,7 +43,7 @@ LONG_ENOUGH = {"min_train_tokens": -1, "gradient_accumulation_steps": 1}
 
 
 @pytest.fixture
-def tiny(workplace: Workplace) -> Run:
+def tiny(workplace):
     """A run that has enough steps on two processes."""
     workplace.add_run(model={"n_layers": 1}, train=LONG_ENOUGH)
     workplace.add_dataset(num_tokens=64 * len(RATES) + 1)
@@ -55,26 +51,26 @@ def tiny(workplace: Workplace) -> Run:
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def curve(rate: np.ndarray) -> np.ndarray:
+def curve(rate):
     """A loss that is lowest at 0.01, noisy, and diverges above 0.1."""
     noise = 0.1 * np.random.default_rng(0).standard_normal(len(RATES))
     fall = 2.5 + 0.8 * np.abs(np.log10(rate / 0.01)) + np.maximum(0, rate - 0.1) * 40
     return fall + noise[np.searchsorted(RATES, rate)]
 
 
-def change_config(run: Run, changes: dict) -> None:
+def change_config(run, changes):
     values = json.loads(run.train_path.read_text())
     run.train_path.write_text(json.dumps(values | changes))
 
 
-def test_only_a_loss_that_is_not_finite_or_a_lasting_rise_ends_the_test(one_process: None) -> None:
-    def run_test(losses: np.ndarray) -> list[float]:
+def test_only_a_loss_that_is_not_finite_or_a_lasting_rise_ends_the_test(one_process):
+    def run_test(losses):
         """Run a test on a step that has these losses."""
         watchdog = SimpleNamespace(process=CPU, start_hang_detection=lambda _: None)
         remaining = iter(losses.tolist())
@@ -88,7 +84,7 @@ def test_only_a_loss_that_is_not_finite_or_a_lasting_rise_ends_the_test(one_proc
     assert len(run_test(one_is_high)) == len(RATES)
 
 
-def test_the_suggestion_follows_from_the_lowest_smoothed_loss() -> None:
+def test_the_suggestion_follows_from_the_lowest_smoothed_loss():
     assert suggest(curve(RATES)) == pytest.approx(learning_rate_search.FRACTION * 0.01, rel=0.3)
     assert suggest(5 + 0.1 * np.random.default_rng(2).standard_normal(len(RATES))) is None  # noise
     assert suggest(5 + np.log10(RATES / RATES[0])) is None  # only rises
@@ -97,9 +93,7 @@ def test_the_suggestion_follows_from_the_lowest_smoothed_loss() -> None:
 @pytest.mark.parametrize("options", [
     {}, {"embedding_learning_rate": 0.05, "matrix_learning_rate": 0.01},
     {"optimizer": "muon", "matrix_learning_rate": 0.07, "vector_learning_rate": 0.002}])
-def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(
-    workplace: Workplace, options: dict
-) -> None:
+def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(workplace, options):
     workplace.add_run(train=options)
     run = load_run(workplace.runs_dir, "tiny")
     optimizer = optimizer_of(run)
@@ -111,12 +105,12 @@ def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(
     assert set(rates) >= {"learning_rate", *(key for key in options if key.endswith("_rate"))}
 
 
-def optimizer_of(run: Run) -> torch.optim.Optimizer:
+def optimizer_of(run):
     train = resolve_for_device(run.train, CPU.device)
     return build_training_state(run.model, train, CPU).optimizer
 
 
-def find(workplace: Workplace, rates: np.ndarray) -> None:
+def find(workplace, rates):
     """Run the test in this process, with other rates."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir,
@@ -132,19 +126,18 @@ def find(workplace: Workplace, rates: np.ndarray) -> None:
             dist.destroy_process_group()
 
 
-def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(
-    tiny: Run, workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(tiny, workplace,
+                                                                          monkeypatch, capsys):
     """Also where it diverges, and where the chart, the only new file, cannot be written."""
     seen, take = [], TrainingStep.take
 
-    def watched(step: TrainingStep, microbatches: Iterator, **options: float) -> object:
+    def watched(step, microbatches, **options):
         microbatch = next(microbatches)
         seen.append((microbatch.index, options["learning_rate"],
                      step.state.model.token_embedding.weight.sum().item()))
         return take(step, iter([microbatch]), **options)
 
-    def fail(path: Path, _: object) -> None:
+    def fail(path, _):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(TrainingStep, "take", watched)
@@ -165,9 +158,7 @@ def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(
     assert seen[0][2] == fresh.model.token_embedding.weight.sum().item()
 
 
-def test_a_test_without_a_result_writes_nothing(
-    tiny: Run, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_test_without_a_result_writes_nothing(tiny, workplace, monkeypatch):
     before = contents(workplace.root)
     for fault, status, message in (
         ("gradient:nan", NON_FINITE, "the loss of the first step is not finite"),
@@ -181,10 +172,8 @@ def test_a_test_without_a_result_writes_nothing(
 
 @pytest.mark.parametrize(("too_short", "message"), [
     (False, "another launch"), (True, "takes 300 steps, and the run has 299")])
-def test_a_run_that_is_being_trained_or_has_too_few_steps_is_refused(
-    tiny: Run, workplace: Workplace, monkeypatch: pytest.MonkeyPatch, too_short: bool,
-    message: str,
-) -> None:
+def test_a_run_that_is_being_trained_or_has_too_few_steps_is_refused(tiny, workplace, monkeypatch,
+                                                                     too_short, message):
     monkeypatch.setenv(DEADLINES, '{"orphans": 0}')  # it is refused at once
     if too_short:
         change_config(tiny, {"min_train_tokens": 32 * (len(RATES) - 1)})
@@ -200,7 +189,7 @@ def test_a_run_that_is_being_trained_or_has_too_few_steps_is_refused(
     assert message in result.stderr and contents(workplace.root) == before
 
 
-def test_two_processes_leave_a_trained_run_as_it_was(tiny: Run, workplace: Workplace) -> None:
+def test_two_processes_leave_a_trained_run_as_it_was(tiny, workplace):
     """Also one that was killed, which leaves its last heartbeat."""
     succeeded(workplace.torchrun(1, "tiny", "--max-steps", "2"))
     (tiny.run_dir / "heartbeat.json").write_text("{}")
@@ -212,7 +201,7 @@ def test_two_processes_leave_a_trained_run_as_it_was(tiny: Run, workplace: Workp
     assert after.pop(str(chart)) and after == before
 
 
-def test_ctrl_c_ends_all_processes_at_once_with_its_status(tiny: Run, workplace: Workplace) -> None:
+def test_ctrl_c_ends_all_processes_at_once_with_its_status(tiny, workplace):
     before = contents(workplace.root)
     fault = "train:signal:rank=0:hit=7:number=2;train:slow:seconds=0.05"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", "--find-learning-rate",

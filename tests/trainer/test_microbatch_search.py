@@ -1,14 +1,10 @@
 """The search for the largest microbatch: on simulated memory, and on this machine's."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import resource
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from processes.launch import Process
 from processes.startup_agreement import Agreement
 from run_config import load_run
 from tests.support.json_schemas import checked
-from tests.support.workplace import PROJECT_DIR, Workplace, succeeded, torchrun_command
+from tests.support.workplace import PROJECT_DIR, succeeded, torchrun_command
 from trainer import microbatch_search, microbatch_trial
 from trainer.microbatch_search import (
     MAX_TRIALS,
@@ -44,10 +40,9 @@ LARGE_VOCABULARY = {"vocab_size": 20000, "context_length": 128, "emb_dim": 16, "
                     "drop_rate": 0.0}
 
 
-def memory(fixed: float, slope: float, capacity: float, floor: float = 0.0
-           ) -> Callable[[int], Trial]:
+def memory(fixed, slope, capacity, floor=0.0):
     """Memory as a line over the microbatch, with a floor for the optimizer's step."""
-    def train(size: int) -> Trial:
+    def train(size):
         demand = max(floor, fixed + slope * size)
         if demand > capacity:
             return Trial(size, fits=False)
@@ -60,9 +55,7 @@ def memory(fixed: float, slope: float, capacity: float, floor: float = 0.0
 @example(fixed=2.0, slope=1.0, sequences=248.99999999999997, floor=1.0)
 @given(fixed=st.floats(0.5, 20), slope=st.floats(0.05, 4), sequences=st.floats(1.1, 250),
        floor=st.floats(0, 1))
-def test_the_true_maximum_is_found_in_eight_trials(
-    fixed: float, slope: float, sequences: float, floor: float
-) -> None:
+def test_the_true_maximum_is_found_in_eight_trials(fixed, slope, sequences, floor):
     capacity, floor = fixed + slope * sequences, fixed + 2 * slope * floor
     if floor > capacity:
         return
@@ -75,19 +68,17 @@ def test_the_true_maximum_is_found_in_eight_trials(
 
 @settings(max_examples=300)
 @given(fits_up_to=st.integers(1, 10_000), demand=st.sampled_from(["flat", "noisy", "falling"]))
-def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(
-    fits_up_to: int, demand: str
-) -> None:
+def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(fits_up_to, demand):
     trials = find_max_microbatch(lambda size: Trial(
         size, size <= fits_up_to, capacity_gib=80.0,
         demand_gib={"flat": 1.0, "noisy": 1.0 + hash(size) % 7, "falling": 10.0 / size}[demand]))
     assert len(trials) <= MAX_TRIALS and trials[0].fits
 
 
-def test_the_memory_line_predicts_other_cards_and_on_a_cpu_none(workplace: Workplace) -> None:
+def test_the_memory_line_predicts_other_cards_and_on_a_cpu_none(workplace):
     workplace.add_run()
 
-    def printed(trials: list[Trial], *, on_gpu: bool = True) -> str:
+    def printed(trials, *, on_gpu=True):
         run = load_run(workplace.runs_dir, "tiny")
         return "\n".join(result_lines(document(run, trials, 1), on_gpu=on_gpu))
 
@@ -112,9 +103,8 @@ def test_the_memory_line_predicts_other_cards_and_on_a_cpu_none(workplace: Workp
     ({"microbatch_size": None, "minibatch_size": 3}, 5, 2, 5,  # an old name
      "microbatch_size 5; x accumulation 2 x 2 = global batch 20 (it follows the microbatch"),
 ])
-def test_saving_keeps_the_global_batch_and_every_other_key(
-    workplace: Workplace, train: dict, largest: int, world_size: int, size: int, message: str
-) -> None:
+def test_saving_keeps_the_global_batch_and_every_other_key(workplace, train, largest, world_size,
+                                                           size, message):
     path = workplace.add_run(train=train) / "train.json"
     before = json.loads(path.read_text())
     trials = [Trial(1, True, tokens_per_second=100.0),
@@ -127,8 +117,7 @@ def test_saving_keeps_the_global_batch_and_every_other_key(
     assert processes == world_size
 
 
-def simulated_search(workplace: Workplace, monkeypatch: pytest.MonkeyPatch, *, capacity: float,
-                     num_processes: int = 1, **options: object) -> None:
+def simulated_search(workplace, monkeypatch, *, capacity, num_processes=1, **options):
     """Run `search` with simulated trials of 1 GiB + 0.5 GiB per sequence.
 
     It never initialises CUDA, whose context would take memory that the trials measure.
@@ -140,9 +129,7 @@ def simulated_search(workplace: Workplace, monkeypatch: pytest.MonkeyPatch, *, c
                                    **{"memory_limit_gib": 20.0} | options), num_processes)
 
 
-def test_trials_and_result_are_printed_and_saved_or_a_json_document(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trials_and_result_are_printed_and_saved_or_a_json_document(workplace, monkeypatch, capsys):
     path = workplace.add_run(train={
         "global_batch_size": 12, "gradient_accumulation_steps": None, "microbatch_size": 5,
     }) / "train.json"  # 5 does not divide 12: the search corrects it
@@ -168,9 +155,7 @@ def test_trials_and_result_are_printed_and_saved_or_a_json_document(
     ({"gradient_accumulation_steps": None, "global_batch_size": 9, "microbatch_size": 1},
      {"num_processes": 2}, "global_batch_size 9 is not divisible by 2 processes, so nothing"),
 ])
-def test_a_search_that_is_impossible_says_why(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, train: dict, options: dict, message: str
-) -> None:
+def test_a_search_that_is_impossible_says_why(workplace, monkeypatch, train, options, message):
     workplace.add_run(train=train)
     before = workplace.files()
     with pytest.raises(UserError, match=message):
@@ -178,7 +163,7 @@ def test_a_search_that_is_impossible_says_why(
     assert workplace.files() == before
 
 
-def tried(output: str) -> dict[int, bool]:
+def tried(output):
     """Read the table of trials: whether each microbatch fitted."""
     rows = re.findall(r"^ +([\d,]+) +(\d|out of memory)", output, re.MULTILINE)
     return {int(size.replace(",", "")): result != "out of memory" for size, result in rows}
@@ -196,11 +181,9 @@ LOST_PEER = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer"
     (True, 3, [], "a line\nthe last line\n", "microbatch 3 failed: the last line"),
     (True, 3, [], "", "microbatch 3 failed: exit status 139"),
 ])
-def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, size: int, errors: list[str], stderr: str,
-    message: str | None
-) -> None:
-    def start(script: str, arguments: list[str], *, num_processes: int, logs_dir: Path) -> int:
+def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(monkeypatch, on_gpu, size,
+                                                                    errors, stderr, message):
+    def start(script, arguments, *, num_processes, logs_dir):
         logs_dir.mkdir()
         (logs_dir / "stderr.log").write_text(stderr)
         for rank, text in enumerate(errors):  # in the order in which they fail
@@ -218,12 +201,11 @@ def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(
 
 
 @pytest.fixture
-def trial_of(workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-             ) -> Iterator[Callable[[int], MicrobatchTrial]]:
+def trial_of(workplace, monkeypatch):
     """Build a trial of the run `tiny` in this process."""
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
 
-    def trial(microbatch_size: int, process: Process = CPU) -> MicrobatchTrial:
+    def trial(microbatch_size, process=CPU):
         monkeypatch.setenv(TRIAL_VARIABLE, json.dumps({
             "microbatch_size": microbatch_size, "result_path": str(workplace.root / "result"),
             "prefetches": False}))
@@ -235,9 +217,7 @@ def trial_of(workplace: Workplace, monkeypatch: pytest.MonkeyPatch
         dist.destroy_process_group()
 
 
-def test_a_trial_includes_the_optimizers_state(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, trial_of: Callable
-) -> None:
+def test_a_trial_includes_the_optimizers_state(workplace, monkeypatch, trial_of):
     # At fp16's usual initial scale, the steps would overflow and be skipped.
     workplace.add_run(model={"init": "torch", "tie_weights": True}, train={"precision": "fp16"})
     states, take = [], TrainingStep.take
@@ -251,9 +231,7 @@ def test_a_trial_includes_the_optimizers_state(
     assert found.tokens_per_second > 0 and found.capacity_gib == 1.0
 
 
-def test_a_process_that_fails_says_why_and_ends(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, trial_of: Callable
-) -> None:
+def test_a_process_that_fails_says_why_and_ends(workplace, monkeypatch, trial_of):
     workplace.add_run()
     statuses: list[int] = []
     monkeypatch.setattr(microbatch_trial, "leave", statuses.append)
@@ -267,15 +245,13 @@ def test_a_process_that_fails_says_why_and_ends(
     ({"gradient_accumulation_steps": 1}, 2, 1), ({"gradient_accumulation_steps": 64}, 2, 2),
     ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2),
     ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 8, 1)])
-def test_a_trial_accumulates_if_the_run_does(
-    workplace: Workplace, trial_of: Callable, keys: dict, world_size: int, microbatches: int
-) -> None:
+def test_a_trial_accumulates_if_the_run_does(workplace, trial_of, keys, world_size, microbatches):
     workplace.add_run(train=keys)
     process = Process(0, 0, world_size, torch.device("cpu"))
     assert trial_of(1, process).num_microbatches == microbatches
 
 
-def test_a_search_on_real_memory_with_two_processes(workplace: Workplace) -> None:
+def test_a_search_on_real_memory_with_two_processes(workplace):
     workplace.add_run(model=LARGE_VOCABULARY, train={"head_chunks": 1})
     before = workplace.files()
     result = succeeded(workplace.ddp_train("tiny", "--find-max-microbatch", "--memory-limit-gib",
@@ -288,7 +264,7 @@ def test_a_search_on_real_memory_with_two_processes(workplace: Workplace) -> Non
 
 
 @pytest.mark.gpu
-def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace: Workplace) -> None:
+def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace):
     """Two layers and 6 GiB: a sequence takes about 0.2 GiB, by its logits."""
     workplace.add_run(
         model={"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,

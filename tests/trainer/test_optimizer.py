@@ -3,8 +3,6 @@
 test_against_reference.py compares the steps.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,14 +18,12 @@ from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer.startup import unused_options
 
 
-def config(**changes: object) -> TrainConfig:
+def config(**changes):
     return TrainConfig(**TINY_TRAIN | changes)
 
 
 @pytest.mark.parametrize(("max_norm", "norm_after"), [(None, 5.0), (1.0, 1.0), (10.0, 5.0)])
-def test_the_norm_is_measured_and_clipped_where_set(
-    max_norm: float | None, norm_after: float
-) -> None:
+def test_the_norm_is_measured_and_clipped_where_set(max_norm, norm_after):
     model = nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     assert clip_gradients(list(model.parameters()), max_norm).item() == pytest.approx(5.0)
@@ -46,7 +42,7 @@ def test_the_norm_is_measured_and_clipped_where_set(
     ({"tie_weights": True}, {"head_learning_rate": 0.1},
      ["head_learning_rate: no effect with tie_weights"]),
 ])
-def test_options_without_effect_are_named(model: dict, train: dict, wanted: list[str]) -> None:
+def test_options_without_effect_are_named(model, train, wanted):
     assert unused_options(ModelConfig(**TINY_MODEL | model), config(**train)) == wanted
 
 
@@ -60,9 +56,7 @@ def test_options_without_effect_are_named(model: dict, train: dict, wanted: list
     ({}, {"optimizer": "muon", "learning_rate": 0.01},
      "matrix 0.02 (default), embedding 0.01, head 0.01, vector 0.01"),
 ])
-def test_the_rates_are_named_and_which_are_defaults(
-    model: dict, train: dict, wanted: str
-) -> None:
+def test_the_rates_are_named_and_which_are_defaults(model, train, wanted):
     given = {key: value for key, value in TINY_TRAIN.items() if key != "learning_rate"} | train
     assert rates_line(*with_defaults(
         ModelConfig(**TINY_MODEL | model), TrainConfig(**given))) == wanted
@@ -73,9 +67,7 @@ def test_the_rates_are_named_and_which_are_defaults(
     (50, {"decay_period_percent": 2}), (3, {"decay_period_percent": 10}),
     (10, {"warmup_period_percent": 90}),
 ])
-def test_a_decay_of_one_step_has_the_final_rate_in_it(
-    schedule: str, num_steps: int, changes: dict
-) -> None:
+def test_a_decay_of_one_step_has_the_final_rate_in_it(schedule, num_steps, changes):
     train = config(learning_rate=1.0, schedule=schedule, final_learning_rate_fraction=0.25,
                    **changes)
     rates = [learning_rate_at(train, step, num_steps=num_steps) for step in range(num_steps)]
@@ -86,7 +78,7 @@ def test_a_decay_of_one_step_has_the_final_rate_in_it(
 @pytest.mark.parametrize(("schedule", "half_way", "final"), [
     ("cosine", 0.55, 0.1), ("linear", 0.5, 0.0), ("wsd", 1 - 0.5**0.5, 0.0),
 ])
-def test_each_schedule_decays_over_its_share(schedule: str, half_way: float, final: float) -> None:
+def test_each_schedule_decays_over_its_share(schedule, half_way, final):
     train = config(learning_rate=1.0, schedule=schedule, decay_period_percent=40)
     rates = [learning_rate_at(train, step, num_steps=101) for step in range(101)]
     assert set(rates[:61]) == {1.0}
@@ -95,7 +87,7 @@ def test_each_schedule_decays_over_its_share(schedule: str, half_way: float, fin
     assert all(later < earlier for earlier, later in zip(rates[60:], rates[61:], strict=False))
 
 
-def build(process: Process = ONE_PROCESS) -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
+def build(process=ONE_PROCESS):
     """Return a tiny model's parameters with gradients, and an optimizer of them."""
     torch.manual_seed(0)
     network = GPTModel(ModelConfig(**TINY_MODEL))
@@ -107,25 +99,23 @@ def build(process: Process = ONE_PROCESS) -> tuple[dict[str, Tensor], torch.opti
 
 
 class DoneWork:
-    def wait(self) -> None:
+    def wait(self):
         """What was started has ended."""
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_each_process_orthogonalises_its_share(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_process_orthogonalises_its_share(world_size, monkeypatch):
     """The processes run one after the other: a first pass collects what each one sends."""
     alone, optimizer = build()
     optimizer.step()
     sent: list[list[Tensor]] = []
     num_matrices: list[int] = []
 
-    def count(matrices: Tensor) -> Tensor:
+    def count(matrices):
         num_matrices.append(len(matrices))
         return orthogonalise(matrices)
 
-    def collect(gathered: Tensor, mine: Tensor, *, async_op: bool) -> DoneWork:
+    def collect(gathered, mine, *, async_op):
         sent[-1].append(mine.clone())
         gathered.zero_()
         return DoneWork()
@@ -142,7 +132,7 @@ def test_each_process_orthogonalises_its_share(
     assert max(num_matrices) == -(-8 // world_size)
     replies = iter([torch.cat(shape) for shape in zip(*sent, strict=True)])
 
-    def reply(gathered: Tensor, mine: Tensor, *, async_op: bool) -> DoneWork:
+    def reply(gathered, mine, *, async_op):
         gathered.copy_(next(replies))
         return DoneWork()
 

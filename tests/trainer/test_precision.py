@@ -1,11 +1,7 @@
 """Precision, attention kernel, deterministic kernels: how they are decided, and that they run."""
 
-from __future__ import annotations
-
 import itertools
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from basics.errors import UserError
 from checkpointing import SnapshotBuffers
-from ddp_train import TrainingStep
 from gpt import attend
 from run_config import ModelConfig, TrainConfig
 from tests.support.in_process import refused
 from tests.support.steps import microbatches, step_of
-from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
 from trainer.precision import check_attention, remedy, resolve_for_device
 
@@ -30,7 +25,7 @@ STEPS = 6
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def restored(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is restored
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     with torch._inductor.config.patch(deterministic=False):
@@ -39,7 +34,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def resolved(device: torch.device, **keys: object) -> TrainConfig:
+def resolved(device, **keys):
     train = {key: value for key, value in TINY_TRAIN.items() if key != "precision"}
     return resolve_for_device(TrainConfig(**train | keys), device)
 
@@ -53,10 +48,8 @@ def resolved(device: torch.device, **keys: object) -> TrainConfig:
     (GPU, {"use_amp": False}, True, ("fp32", "fp32")),
     (GPU, {"residual_dtype": "fp32"}, True, ("bf16", "fp32")),
 ])
-def test_the_precision_is_the_fastest_safe_one_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, keys: dict, has_bf16: bool,
-    expected: tuple[str, str]
-) -> None:
+def test_the_precision_is_the_fastest_safe_one_of_the_device(monkeypatch, device, keys, has_bf16,
+                                                             expected):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_bf16})
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_bf16)
     train = resolved(device, **keys)
@@ -65,14 +58,12 @@ def test_the_precision_is_the_fastest_safe_one_of_the_device(
     assert not resolved(device, compile=False).compile and resolved(device, compile=True).compile
 
 
-def test_a_bfloat16_residual_stream_needs_bf16() -> None:
+def test_a_bfloat16_residual_stream_needs_bf16():
     with pytest.raises(UserError, match='residual_dtype is "bf16", but the precision here is fp32'):
         resolved(CPU, precision="fp32", residual_dtype="bf16")
 
 
-def test_deterministic_kernels_are_set_before_cuda_is_initialised(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deterministic_kernels_are_set_before_cuda_is_initialised(monkeypatch):
     seen = []
 
     def has_bf16(**_: object) -> bool:  # the first thing that initialises CUDA
@@ -92,9 +83,7 @@ def test_deterministic_kernels_are_set_before_cuda_is_initialised(
         assert resolved(device, **DETERMINISTIC | keys).attention == attention
 
 
-def test_the_compiler_lets_the_watchdog_run_and_measures_no_kernels_if_deterministic(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_lets_the_watchdog_run_and_measures_no_kernels_if_deterministic(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     for is_on in (False, True):
         torch._inductor.config.use_static_cuda_launcher = True
@@ -104,7 +93,7 @@ def test_the_compiler_lets_the_watchdog_run_and_measures_no_kernels_if_determini
         assert not torch._inductor.config.use_static_cuda_launcher
 
 
-def train(step: TrainingStep, first: int, stop: int) -> None:
+def train(step, first, stop):
     batches = itertools.islice(microbatches(GPU), 2 * first, None)
     for _ in range(first, stop):
         step.take(batches, num_microbatches=2, learning_rate=1e-2)
@@ -113,9 +102,7 @@ def train(step: TrainingStep, first: int, stop: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_deterministic_run_resumed_ends_bit_for_bit_as_the_uninterrupted_one(
-    precision: str, compiles: bool
-) -> None:
+def test_a_deterministic_run_resumed_ends_bit_for_bit_as_the_uninterrupted_one(precision, compiles):
     """For CPUs see test_against_reference.py."""
     whole, first, second = (
         step_of(GPU, precision=precision, compile=compiles, vocab_size=1000, drop_rate=0.1,
@@ -130,7 +117,7 @@ def test_a_deterministic_run_resumed_ends_bit_for_bit_as_the_uninterrupted_one(
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-def ops_of(step: TrainingStep) -> set[str]:
+def ops_of(step):
     """Take a step; return the names of all operators and kernels that ran."""
     device = step.process.device
     tokens = torch.randint(0, 257, (2, 2, 16), device=device)
@@ -141,7 +128,7 @@ def ops_of(step: TrainingStep) -> set[str]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_kernel_of_the_run_computes_attention(precision: str) -> None:
+def test_the_kernel_of_the_run_computes_attention(precision):
     for attention, is_flash in (("flash", True), ("math", False)):
         step = step_of(precision=precision, attention=attention, drop_rate=0.0)
         assert step.losses.attention_kernel() == attention
@@ -151,16 +138,14 @@ def test_the_kernel_of_the_run_computes_attention(precision: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("attention", ["flash", "cudnn"])
-def test_the_kernel_runs_on_a_gpu(attention: str, compiles: bool) -> None:
+def test_the_kernel_runs_on_a_gpu(attention, compiles):
     step = step_of(GPU, precision="bf16", attention=attention, compile=compiles, drop_rate=0.0)
     assert step.train.compile == compiles and step.losses.attention_kernel() == attention
     assert any(f"{attention}_attention_backward" in name for name in ops_of(step))
 
 
 @pytest.mark.thorough
-def test_compiled_code_is_not_reused_for_another_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_is_not_reused_for_another_kernel(tmp_path, monkeypatch):
     """Launches share a cache of compiled code, in which the kernel must make a difference."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     q, found = torch.randn(1, 2, 16, 8), []
@@ -174,7 +159,7 @@ def test_compiled_code_is_not_reused_for_another_kernel(
     assert found == [True, False, True]
 
 
-def test_a_kernel_that_the_device_lacks_is_refused(workplace: Workplace) -> None:
+def test_a_kernel_that_the_device_lacks_is_refused(workplace):
     with pytest.raises(UserError, match='attention is "flash", which cannot run here'):
         check_attention(ModelConfig(**TINY_MODEL | {"drop_rate": 0.1}),  # no CPU kernel can drop
                         resolved(CPU, attention="flash"), CPU)
@@ -184,5 +169,5 @@ def test_a_kernel_that_the_device_lacks_is_refused(workplace: Workplace) -> None
     assert 'attention is "cudnn"' in line and 'set it to "auto"' in line
 
 
-def test_cudnn_is_named_before_the_learning_rate() -> None:
+def test_cudnn_is_named_before_the_learning_rate():
     assert "with a lower learning_rate" in remedy("flash") and '"flash"' in remedy("cudnn")

@@ -1,16 +1,11 @@
 """--prefetch: everything that a launch needs, before it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
@@ -27,22 +22,22 @@ from tests.support.hub_server import Fault, Hub, serving
 from tests.support.in_process import assert_refused, run_in_process
 from tests.support.models import add_dataset_with_tokenizer, export
 from tests.support.tokenizers import write_tokenizer
-from tests.support.workplace import TINY_MODEL, Workplace, run_command, succeeded, write_tokens
+from tests.support.workplace import TINY_MODEL, run_command, succeeded, write_tokens
 from trainer import prefetch
 from trainer.microbatch_trial import Trial, check_idle
 
 SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 128, "validation_batches": 1}
 
 
-def run_prefetch(workplace: Workplace) -> CompletedProcess[str]:
+def run_prefetch(workplace):
     return run_in_process(*workplace.arguments("tiny", "--prefetch"))
 
 
-def prefetched(workplace: Workplace) -> list[str]:
+def prefetched(workplace):
     return succeeded(run_prefetch(workplace)).stdout.splitlines()
 
 
-def test_all_that_is_there_is_verified_and_nothing_is_written(workplace: Workplace) -> None:
+def test_all_that_is_there_is_verified_and_nothing_is_written(workplace):
     source, _ = add_dataset_with_tokenizer(workplace)
     write_tokenizer(source, vocab_size=257)
     run_dir = workplace.add_run(train={"init_from": str(source)})
@@ -62,8 +57,8 @@ def test_all_that_is_there_is_verified_and_nothing_is_written(workplace: Workpla
     assert workplace.files() == before
 
 
-def test_a_mistake_is_one_line(workplace: Workplace) -> None:
-    def refuses(message: str) -> None:
+def test_a_mistake_is_one_line(workplace):
+    def refuses(message):
         result = run_prefetch(workplace)
         assert result.returncode == 2 and message in result.stderr
         assert result.stderr.count("\n") == 1
@@ -82,7 +77,7 @@ def test_a_mistake_is_one_line(workplace: Workplace) -> None:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
+def hub(tmp_path):
     """A hub with a dataset and a model of the same name."""
     tokens = (np.cumsum(np.random.default_rng(0).integers(1, 4, size=4000)) % 257).astype(np.uint16)
     torch.manual_seed(0)
@@ -94,8 +89,8 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
-def test_what_is_downloaded_is_verified(workplace: Workplace, hub: Hub) -> None:
-    def from_hub() -> CompletedProcess[str]:
+def test_what_is_downloaded_is_verified(workplace, hub):
+    def from_hub():
         """Start ddp_train.py anew: the hub's client reads its settings when it is imported."""
         return run_command(sys.executable, "ddp_train.py",
                            *workplace.arguments("tiny", "--prefetch"), **hub.environment(home))
@@ -121,10 +116,7 @@ def test_what_is_downloaded_is_verified(workplace: Workplace, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_the_step_is_compiled_by_as_many_processes_as_train(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    fits: bool
-) -> None:
+def test_the_step_is_compiled_by_as_many_processes_as_train(workplace, monkeypatch, capsys, fits):
     run_dir, asked = workplace.add_run(train={"compile": True}), []
     workplace.add_dataset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "cache")
@@ -138,14 +130,14 @@ def test_the_step_is_compiled_by_as_many_processes_as_train(
     assert asked == [(2, 4, {"prefetches": True})]
 
 
-def test_a_gpu_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_in_use_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * 2**30, 80 * 2**30))
     with pytest.raises(UserError, match="GPU 0 is in use, 10.0 of 80.0 GiB are free"):
         check_idle(torch.device("cuda", 0))
 
 
 @pytest.mark.thorough
-def test_a_run_compiles_nothing_afterwards(workplace: Workplace) -> None:
+def test_a_run_compiles_nothing_afterwards(workplace):
     workplace.add_run(train=SHORT | {"compile": True})
     workplace.add_dataset()
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(workplace.root / "cache")}

@@ -1,16 +1,13 @@
 """Reports that are one window late, as on a GPU, in whole runs on a CPU."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from subprocess import CompletedProcess
 from unittest.mock import MagicMock
 
 import pytest
 
 from tests.support.runs import last_line_of_ours, metrics_of, summary_of, weights_of
-from tests.support.workplace import Workplace, forked, read_lines, succeeded
+from tests.support.workplace import forked, read_lines, succeeded
 from trainer import startup
 from trainer.reports import Reports
 
@@ -18,13 +15,13 @@ SETTINGS = {"min_train_tokens": 31 * 128, "validation_interval": 25,
             "diagnostics_interval": 10}
 
 
-def with_lag(workplace: Workplace, *arguments: str, **environment: str) -> CompletedProcess[str]:
+def with_lag(workplace, *arguments, **environment):
     return forked("tests/support/torchrun_workers.py",
                   ["train-with-lag", str(workplace.root), *workplace.arguments(*arguments)],
                   num_processes=2, environment=environment)
 
 
-def test_late_reports_say_the_same_also_after_a_stop(workplace: Workplace) -> None:
+def test_late_reports_say_the_same_also_after_a_stop(workplace):
     workplace.add_dataset()
     prompt, late = (workplace.add_run(name, train=SETTINGS) for name in ("prompt", "late"))
     succeeded(workplace.torchrun(2, "prompt"))
@@ -38,7 +35,7 @@ def test_late_reports_say_the_same_also_after_a_stop(workplace: Workplace) -> No
     assert all(record["tokens_per_second"] > 0 for record in steps)
 
 
-def test_skipped_steps_end_a_late_run_too(workplace: Workplace) -> None:
+def test_skipped_steps_end_a_late_run_too(workplace):
     run_dir = workplace.add_run(train=SETTINGS | {"max_skipped_steps": 8})
     workplace.add_dataset()
     result = with_lag(workplace, "tiny", DDP_TRAIN_FAILPOINT="gradient:nan")
@@ -48,7 +45,7 @@ def test_skipped_steps_end_a_late_run_too(workplace: Workplace) -> None:
 
 
 @pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> Reports:
+def reports(monkeypatch):
     reports = Reports.__new__(Reports)
     for name in ("log", "window", "prepared", "beside", "clock", "saver", "process", "run",
                  "losses"):
@@ -58,9 +55,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> Reports:
     return reports
 
 
-def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run(
-    monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run(monkeypatch):
     order: list[str] = []
     monkeypatch.setattr(startup, "write_identity", lambda *_: order.append("identity"))
     monkeypatch.setattr(startup, "remove_metrics_from", lambda *_, **__: order.append("records"))
@@ -71,10 +66,10 @@ def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run
     assert order == ["identity", *3 * ["records"], "status"]
 
 
-def test_every_report_collects_what_reference_counts_leave(reports: Reports) -> None:
+def test_every_report_collects_what_reference_counts_leave(reports):
     """On every rank: activation checkpointing leaves cycles, and collection is not automatic."""
     class Cycle:
-        def __init__(self) -> None:
+        def __init__(self):
             self.itself = self
 
     gc.disable()

@@ -1,13 +1,10 @@
 """Commands of the user, and how long all that runs beside training is waited for at the end."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,17 +14,14 @@ import pytest
 
 from basics.checkpoint_files import Identity, write_identity
 from basics.errors import UserError
-from processes.beside import Beside
-from processes.launch import Process
 from processes.signals import Deadlines
 from reporting.clock import PhaseClock
-from run_config import Run, TrainConfig, load_run
+from run_config import TrainConfig, load_run
 from tests.support.checkpoints import ONE_PROCESS, save
 from tests.support.in_process import run_in_process
 from tests.support.runs import last_line_of_ours, summary_of, wait_for
 from tests.support.workplace import (
     TINY_TRAIN,
-    Workplace,
     read_lines,
     start_forked,
     succeeded,
@@ -48,9 +42,8 @@ ENDED = {"status": "finished", "reason": None, "global_step": 9, "num_steps": 10
 SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 320}
 
 
-def run_after(workplace: Workplace, summary: dict, command: str | None, *, stop_signal: int = 0,
-              process: Process = ONE_PROCESS, has_trained: bool = True,
-              after_checkpoint: str | None = None) -> Run:
+def run_after(workplace, summary, command, *, stop_signal=0, process=ONE_PROCESS, has_trained=True,
+              after_checkpoint=None):
     """Run a command as after a launch that has left this summary."""
     if not (workplace.runs_dir / "tiny").exists():
         workplace.add_run()
@@ -79,9 +72,11 @@ BEFORE = {"has_trained": False}  # the run was finished before this launch
     ({"when_done": "damaged"}, BEFORE, ""),
     ({"when_done": {"status": 0}}, BEFORE, "it has succeeded after an earlier launch"),
 ])
-def test_it_runs_after_the_end_of_the_run_or_its_budget_until_it_succeeds_on_rank_0_only(
-    workplace: Workplace, capfd: pytest.CaptureFixture, changes: dict, launch: dict, why_not: str
-) -> None:
+def test_it_runs_after_the_end_of_the_run_or_its_budget_until_it_succeeds_on_rank_0_only(workplace,
+                                                                                         capfd,
+                                                                                         changes,
+                                                                                         launch,
+                                                                                         why_not):
     ended = ENDED | changes
     run_after(workplace, ended, "echo", process=replace(ONE_PROCESS, rank=1))
     assert capfd.readouterr().out == ""
@@ -95,9 +90,7 @@ def test_it_runs_after_the_end_of_the_run_or_its_budget_until_it_succeeds_on_ran
     assert summary_of(run.run_dir) == ended | {"when_done": {"status": 0}}
 
 
-def test_a_command_that_prints_succeeds_where_the_disk_of_the_log_is_full(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_prints_succeeds_where_the_disk_of_the_log_is_full(workplace, monkeypatch):
     before, full = os.dup(1), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, 1)
     monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))
@@ -110,7 +103,7 @@ def test_a_command_that_prints_succeeds_where_the_disk_of_the_log_is_full(
     assert summary_of(run.run_dir)["when_done"] == {"status": 0}
 
 
-def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
+def test_it_is_told_the_facts_of_the_run(workplace):
     run_dir = workplace.add_run()
     best, newest = (save(run_dir / "checkpoints", step, loss) for step, loss in ((4, 1.0), (9, 2)))
     run = load_run(workplace.runs_dir, "tiny")
@@ -124,12 +117,12 @@ def test_it_is_told_the_facts_of_the_run(workplace: Workplace) -> None:
     assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
 
 
-def test_what_it_leaves_behind_is_not_waited_for() -> None:
+def test_what_it_leaves_behind_is_not_waited_for():
     assert run_command("sleep 60 & exit 7", {}) == (7, 0)
     assert run_command("sleep 60 & kill -9 $$", {}) == (137, 0)
 
 
-def test_a_stop_signal_ends_it(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_signal_ends_it(workplace, monkeypatch):
     monkeypatch.setattr(side_processes, "GRACE_SECONDS", 0.5)
     ignoring = "trap '' TERM; kill -TERM $PPID; sleep 60; sleep 60"  # its parent is this process
     with pytest.raises(UserError, match="the run is finished, and --when-done was ended by SIGTERM"
@@ -145,7 +138,7 @@ def test_a_stop_signal_ends_it(workplace: Workplace, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def saved(workplace: Workplace) -> Run:
+def saved(workplace):
     """A run that has a checkpoint, in a directory whose name a shell would take apart."""
     spaced = workplace.runs_dir.with_name("my runs")
     workplace.add_run()
@@ -155,14 +148,12 @@ def saved(workplace: Workplace) -> Run:
     return run
 
 
-def finish(command: Beside) -> str:
+def finish(command):
     command.start()
     return command.finish(lambda: math.inf)
 
 
-def test_after_checkpoint_knows_the_run_and_its_newest_checkpoint(
-    saved: Run, tmp_path: Path
-) -> None:
+def test_after_checkpoint_knows_the_run_and_its_newest_checkpoint(saved, tmp_path):
     write_identity(saved.run_dir, Identity(name="abc", earlier={"": 6}))
     saved.summary_path.write_text('{"status": "running", "num_steps": 10}')
     said = tmp_path / "said"
@@ -175,9 +166,7 @@ def test_after_checkpoint_knows_the_run_and_its_newest_checkpoint(
         "tiny", str(saved.run_dir), str(newest), "abc", "-", "{other}", "7", "2.5"]
 
 
-def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(
-    saved: Run, tmp_path: Path
-) -> None:
+def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(saved, tmp_path):
     command = after_checkpoint(f"echo no space; test -e '{tmp_path}/room'", saved)
     log = saved.run_dir / "after-checkpoint.log"
     assert finish(command) == f"ended with status 1; {log} has its output"
@@ -186,10 +175,8 @@ def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(
     assert finish(command) == "" and command.pop_failure() == ""
 
 
-def test_a_finished_run_repeats_after_checkpoint_before_when_done(
-    workplace: Workplace, tmp_path: Path
-) -> None:
-    def launch(after_checkpoint: str) -> None:
+def test_a_finished_run_repeats_after_checkpoint_before_when_done(workplace, tmp_path):
+    def launch(after_checkpoint):
         run_after(workplace, ENDED, f"touch {tmp_path}/done", has_trained=False,
                   after_checkpoint=after_checkpoint)
 
@@ -204,7 +191,7 @@ def test_a_finished_run_repeats_after_checkpoint_before_when_done(
     assert (tmp_path / "done").exists()
 
 
-def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Workplace) -> None:
+def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace):
     run_dir = workplace.add_run(train=SHORT)
     workplace.add_dataset()
     said = workplace.root / "said"
@@ -229,7 +216,7 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace: Wor
 
 
 @pytest.mark.thorough
-def test_torchrun_waits_for_it_and_a_signal_to_torchrun_ends_it(workplace: Workplace) -> None:
+def test_torchrun_waits_for_it_and_a_signal_to_torchrun_ends_it(workplace):
     run_dir = workplace.add_run(train=SHORT)
     workplace.add_dataset()
     began = workplace.root / "began"
@@ -248,8 +235,7 @@ def test_torchrun_waits_for_it_and_a_signal_to_torchrun_ends_it(workplace: Workp
 class End:
     """The end of a launch, at second 1000 of a clock that only waiting moves; all hang."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, stop_at: float = math.inf,
-                 **train: object) -> None:
+    def __init__(self, monkeypatch, *, stop_at=math.inf, **train):
         self.now, self.stop_at = 1000.0, stop_at
         self.waited: dict[str, float] = {}
         self.log, self.watchdog = MagicMock(), MagicMock(
@@ -265,10 +251,10 @@ class End:
         monkeypatch.setattr(side_processes.time, "monotonic", lambda: self.now)
         self.stop_if_due()
 
-    def process(self, name: str) -> MagicMock:
+    def process(self, name):
         return MagicMock(finish=lambda until, heartbeat: self.hang(name, until))
 
-    def hang(self, name: str, until: Callable[[], float]) -> str:
+    def hang(self, name, until):
         """Wait as long as it is allowed."""
         began = self.now
         while self.now < until():
@@ -277,15 +263,14 @@ class End:
         self.waited[name] = self.now - began
         return "no time"
 
-    def stop_if_due(self) -> None:
+    def stop_if_due(self):
         if self.now == self.stop_at:
             self.watchdog.stop_signal, self.watchdog.stop_by = 15, self.now + Deadlines().stop
 
 
 @pytest.mark.parametrize(("budget", "seconds"), [(1e6, 900), (300.0, 300), (1.0, 60)])
-def test_a_last_command_that_fails_is_told_and_waited_for_within_the_budget(
-    monkeypatch: pytest.MonkeyPatch, budget: float, seconds: float
-) -> None:
+def test_a_last_command_that_fails_is_told_and_waited_for_within_the_budget(monkeypatch, budget,
+                                                                            seconds):
     end = End(monkeypatch, usd_per_hour=3600.0, max_cost_usd=budget)
     assert end.beside.finish() == "no time"
     end.beside.after_checkpoint.start.assert_called_once()
@@ -295,9 +280,8 @@ def test_a_last_command_that_fails_is_told_and_waited_for_within_the_budget(
 @pytest.mark.parametrize(("stop_at", "waited"), [
     (1000.0, {"command": 10.0, "charts": 2.0, "tracker": 0.0}),
     (1100.0, {"command": 110.0, "charts": 2.0, "tracker": 0.0})])  # while the command is waited for
-def test_after_a_stop_signal_all_end_within_one_grace_and_a_failure_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, stop_at: float, waited: dict[str, float]
-) -> None:
+def test_after_a_stop_signal_all_end_within_one_grace_and_a_failure_is_a_warning(monkeypatch,
+                                                                                 stop_at, waited):
     end = End(monkeypatch, stop_at=stop_at)
     assert end.beside.finish() == ""
     assert end.waited == waited and end.now < end.watchdog.stop_by
@@ -309,9 +293,8 @@ def test_after_a_stop_signal_all_end_within_one_grace_and_a_failure_is_a_warning
     ("no space", "", 1, "--after-checkpoint: no space; the check"),
     ("no space", "summary.json: full", 4, "summary.json: full"),
 ])
-def test_a_launch_ends_with_its_worst_failure_and_a_whole_summary_stays(
-    monkeypatch: pytest.MonkeyPatch, failure: str, unwritten: str, status: int | None, message: str
-) -> None:
+def test_a_launch_ends_with_its_worst_failure_and_a_whole_summary_stays(monkeypatch, failure,
+                                                                        unwritten, status, message):
     reports, log = Reports.__new__(Reports), MagicMock()
     log.finish.return_value = unwritten
     vars(reports).update(

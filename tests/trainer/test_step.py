@@ -1,16 +1,12 @@
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_train
@@ -18,7 +14,6 @@ from checkpointing import SnapshotBuffers
 from processes.launch import Process
 from reporting.clock import PhaseClock
 from tests.support.checkpoints import ONE_PROCESS
-from tests.support.fake_time import FakeTime
 from tests.support.steps import microbatches, step_of
 from tests.support.workplace import write_tokens
 from tokens.batch_plan import BatchPlan
@@ -30,7 +25,7 @@ from trainer.losses import validate
 class CountReads(TorchDispatchMode):
     """Counts reads of numbers, each of which would wait for a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.reads: list[str] = []
 
@@ -44,9 +39,7 @@ class CountReads(TorchDispatchMode):
 @pytest.mark.parametrize("changes", [{"clipping_max_norm": None},
                                      {"head_chunks": 3, "activation_checkpointing": True},
                                      {"optimizer": "muon"}])
-def test_a_step_reads_nothing_from_the_device(
-    changes: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_reads_nothing_from_the_device(changes, monkeypatch):
     step, batches = step_of(precision="bf16", **changes), microbatches()
     step.take(batches, num_microbatches=2, learning_rate=0.1)
     with CountReads() as count:
@@ -60,7 +53,7 @@ def test_a_step_reads_nothing_from_the_device(
     assert len(count.reads) == 2  # they would have been seen
 
 
-def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
+def test_a_snapshot_is_a_copy_and_its_memory_is_used_again():
     step, batches, buffers = step_of(), microbatches(), SnapshotBuffers()
     step.take(batches, num_microbatches=1, learning_rate=0.1)
     snapshot = buffers.take(step.state)
@@ -74,18 +67,18 @@ def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
     assert again.moments[f"step/{name}"] == 2
 
 
-def test_only_the_last_microbatch_sends_gradients_and_accumulated_ones_stay() -> None:
+def test_only_the_last_microbatch_sends_gradients_and_accumulated_ones_stay():
     step, sends = step_of(), []
 
     class Loss(nn.Module):
         sends = True
 
-        def forward(self, *tokens: Tensor) -> Tensor:
+        def forward(self, *tokens):
             sends.append(self.sends)
             return step.state.model(*tokens)
 
         @contextmanager
-        def no_sync(self) -> Iterator[None]:
+        def no_sync(self):
             self.sends = False
             yield
             self.sends = True
@@ -97,12 +90,12 @@ def test_only_the_last_microbatch_sends_gradients_and_accumulated_ones_stay() ->
     assert sends == [False, False, True, True]
 
 
-def test_the_seed_decides_the_initial_weights() -> None:
+def test_the_seed_decides_the_initial_weights():
     first, again, other = (step_of(random_seed=seed).state.model.head_weight for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_a_partial_microbatch_of_a_compiled_run_is_validated_by_sequences() -> None:
+def test_a_partial_microbatch_of_a_compiled_run_is_validated_by_sequences():
     """Code that is not compiled needs more memory, and would be compiled for each size."""
     losses = step_of(drop_rate=0.0, precision="fp32", microbatch_size=8).losses
     tokens = torch.randint(0, 257, (2, 5, 16), generator=torch.Generator().manual_seed(0))
@@ -113,12 +106,10 @@ def test_a_partial_microbatch_of_a_compiled_run_is_validated_by_sequences() -> N
     assert sizes == [1] * 5
 
 
-def test_the_wait_for_a_microbatch_is_booked_as_waiting(
-    monkeypatch: pytest.MonkeyPatch, now: FakeTime
-) -> None:
+def test_the_wait_for_a_microbatch_is_booked_as_waiting(monkeypatch, now):
     closed = []
 
-    def slow(*_: object, **__: object) -> Iterator[int]:
+    def slow(*_, **__):
         try:
             for item in range(5):
                 now.seconds += 2
@@ -141,7 +132,7 @@ def test_the_wait_for_a_microbatch_is_booked_as_waiting(
     assert list(ddp_train.read_microbatches(prepared, watchdog, clock)) == [0, 1, 2, 3, 4]
 
 
-def test_dropout_draws_from_a_seed_of_its_own_at_each_position_and_nothing_else_draws() -> None:
+def test_dropout_draws_from_a_seed_of_its_own_at_each_position_and_nothing_else_draws():
     seeds = {dropout_seed(seed, index) % 2**32  # a CPU generator reads 32 bits
              for seed in range(50) for index in range(200)}
     assert len(seeds) == 50 * 200
@@ -153,9 +144,7 @@ def test_dropout_draws_from_a_seed_of_its_own_at_each_position_and_nothing_else_
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 5])
-def test_the_validation_loss_does_not_depend_on_the_microbatch_size(
-    tmp_path: Path, microbatch_size: int
-) -> None:
+def test_the_validation_loss_does_not_depend_on_the_microbatch_size(tmp_path, microbatch_size):
     write_tokens(tmp_path / "t.safetensors", np.arange(41, dtype=np.uint16))
     plan = BatchPlan(microbatch_size, 1, 1, context_length=4, num_steps=1)
     data = Microbatches(TokenFile(tmp_path / "t.safetensors"), plan, start_token=0, vocab_size=100,

@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,22 +9,21 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from basics.errors import UserError
-from gpt import GPTModel
 from tests.support.models import export, random_model
 from trainer.models import load_model
 
 
-def load(directory: Path) -> GPTModel:
+def load(directory):
     return load_model(str(directory), runs_dir=directory).model
 
 
-def assert_refused(directory: Path, message: str) -> None:
+def assert_refused(directory, message):
     with pytest.raises(UserError, match=message) as caught:
         load(directory)
     assert "\n" not in caught.value.line()
 
 
-def tokens_for(model: GPTModel) -> Tensor:
+def tokens_for(model):
     shape = (3, model.config.context_length)
     return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
 
@@ -37,9 +32,7 @@ def tokens_for(model: GPTModel) -> Tensor:
 @pytest.mark.parametrize("changes", [
     {"tie_weights": False, "qkv_bias": False, "drop_rate": 0.0},
     {"tie_weights": True, "qkv_bias": True, "vocab_size": 257, "init": "torch"}], ids=str)
-def test_transformers_computes_the_same_logits_and_its_files_load_here(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_transformers_computes_the_same_logits_and_its_files_load_here(changes, tmp_path):
     model = random_model(**changes)
     theirs, loading = GPT2LMHeadModel.from_pretrained(export(model, tmp_path / "ours"),
                                                       output_loading_info=True)
@@ -54,7 +47,7 @@ def test_transformers_computes_the_same_logits_and_its_files_load_here(
 
 
 @torch.no_grad()
-def test_gpt2_as_published_loads(tmp_path: Path) -> None:
+def test_gpt2_as_published_loads(tmp_path):
     """No prefix, masks stored with the weights, no separate head; OpenAI's shape, but narrower."""
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(n_embd=24, n_positions=16)).eval()
@@ -75,7 +68,7 @@ def test_gpt2_as_published_loads(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_sharded_files_and_half_precision_load(tmp_path: Path) -> None:
+def test_sharded_files_and_half_precision_load(tmp_path):
     model = random_model(tie_weights=True, qkv_bias=True)
     whole = load_file(export(model, tmp_path) / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -90,7 +83,7 @@ def test_sharded_files_and_half_precision_load(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
 
 
-def original_weights(model: GPTModel) -> dict[str, Tensor]:
+def original_weights(model):
     """Return the weights under the original system's names, the fused matrix split in three.
 
     Its checkpoints also have the mask of each layer.
@@ -120,9 +113,8 @@ def original_weights(model: GPTModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("tie_weights", "left_out", "qkv_bias", "published"), [
     (False, None, False, False), (False, None, True, True),
     (True, "tok_emb.weight", True, False), (True, "out_head.weight", False, True)])
-def test_checkpoints_of_the_original_system_load(
-    tie_weights: bool, left_out: str | None, qkv_bias: bool, published: bool, tmp_path: Path
-) -> None:
+def test_checkpoints_of_the_original_system_load(tie_weights, left_out, qkv_bias, published,
+                                                 tmp_path):
     model = random_model(qkv_bias=qkv_bias, tie_weights=tie_weights)
     weights = original_weights(model)
     weights.pop(left_out, None)
@@ -157,9 +149,7 @@ def test_checkpoints_of_the_original_system_load(
     ({"vocab_size": 60}, r"token_embedding.weight holds torch.float32 of shape \(61, 24\); its"),
     ({"tie_word_embeddings": False}, "has no weights lm_head.weight"),
 ])
-def test_another_architecture_is_refused_in_one_line(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_another_architecture_is_refused_in_one_line(changes, message, tmp_path):
     export(random_model(tie_weights=True), tmp_path, **changes)
     assert_refused(tmp_path, message)
 
@@ -175,9 +165,7 @@ def test_another_architecture_is_refused_in_one_line(
     ("model.safetensors.index.json", b'{"weight_map": {}}', "has no weights wte.weight"),
     ("model.safetensors.index.json", b'{"weight_map": [1]}', "has no weight_map"),
 ])
-def test_a_damaged_directory_is_refused_in_one_line(
-    file: str, content: bytes | None, message: str, tmp_path: Path
-) -> None:
+def test_a_damaged_directory_is_refused_in_one_line(file, content, message, tmp_path):
     export(random_model(), tmp_path)
     if content is None:
         (tmp_path / file).unlink()
@@ -186,7 +174,7 @@ def test_a_damaged_directory_is_refused_in_one_line(
     assert_refused(tmp_path, message)
 
 
-def with_number(dtype: torch.dtype, number: float) -> Callable[[Tensor], Tensor]:
+def with_number(dtype, number):
     return lambda weight: weight.to(dtype).index_fill(0, torch.tensor(3), number)
 
 
@@ -204,7 +192,7 @@ HOSTILE_WEIGHTS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE_WEIGHTS)
-def test_hostile_weights_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
+def test_hostile_weights_are_refused_in_one_line(case, tmp_path):
     name, change, message = HOSTILE_WEIGHTS[case]
     path = export(random_model(qkv_bias=True), tmp_path) / "model.safetensors"
     weights = load_file(path)
