@@ -1,14 +1,13 @@
 """Seconds and dollars of a run by phase, and what is left of its budget."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Self
 
 from basics.machine import seconds_since_process_start
 from basics.text import dollars
@@ -23,18 +22,15 @@ PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, DIAGNOSTICS, WAITING, VALIDATION
 SPENT_VARIABLE = "DDP_TRAIN_SPENT_SECONDS"  # from the process that starts torchrun to its workers
 
 
-@dataclass
-class PhaseTime:
-    """The duration of one stay in a phase."""
-
-    seconds: float = 0.0
-
-
 class PhaseClock:
     """Seconds and dollars of a run by phase, added to those of earlier launches.
 
     Args:
         since: the value of `time.perf_counter()` when this launch began.
+
+    Attributes:
+        current: the phase.
+        longest: the longest stay in each phase in this launch.
     """
 
     def __init__(self, since: float | None = None) -> None:
@@ -42,13 +38,13 @@ class PhaseClock:
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._earlier_seconds = dict.fromkeys(PHASES, 0.0)
         self._earlier_usd: dict[str, float] = {}
-        self._phase, self._since = STARTUP, self._now() if since is None else since
+        self.current, self._since = STARTUP, self._now() if since is None else since
         self._began = self._since
         self.usd_per_hour: float | None = None
-        self.longest = dict.fromkeys(PHASES, 0.0)  # stay in each phase, in this launch
+        self.longest = dict.fromkeys(PHASES, 0.0)
 
     @classmethod
-    def since_process_start(cls) -> PhaseClock:
+    def since_process_start(cls) -> Self:
         """Return a clock that has run since the operating system started this process."""
         return cls(since=time.perf_counter() - seconds_since_process_start())
 
@@ -95,36 +91,31 @@ class PhaseClock:
         self._earlier_usd = {phase: seconds / 3600 * usd_per_hour
                              for phase, seconds in self._earlier_seconds.items()}
 
-    @property
-    def current(self) -> str:
-        """The current phase."""
-        return self._phase
-
     def enter(self, phase: str) -> str:
         """Book the time from here on to another phase; return the previous one."""
-        before, now = self._phase, self._now()
+        before, now = self.current, self._now()
         self._spent[before] += now - self._since
-        self._phase, self._since = phase, now
+        self.current, self._since = phase, now
         return before
 
     def count_diagnostics(self, seconds: float) -> None:
         """Book some of the seconds of training to diagnostics: the device has worked for both."""
-        self.enter(self._phase)
+        self.enter(self.current)
         seconds = min(seconds, self._spent[TRAINING])
         self._spent[TRAINING] -= seconds
         self._spent[DIAGNOSTICS] += seconds
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[PhaseTime]:
-        """Book the time inside to another phase; afterwards its duration is known.
+    def phase(self, name: str) -> Iterator[SimpleNamespace]:
+        """Book the time inside to another phase; afterwards what is yielded has its `seconds`.
 
         After an error the phase is not left: it is where the error happened.
         """
-        outer, booked, time_inside = self.enter(name), self._spent[name], PhaseTime()
-        yield time_inside
+        outer, booked, stay = self.enter(name), self._spent[name], SimpleNamespace()
+        yield stay
         self.enter(outer)
-        time_inside.seconds = self._spent[name] - booked
-        self.longest[name] = max(self.longest[name], time_inside.seconds)
+        stay.seconds = self._spent[name] - booked
+        self.longest[name] = max(self.longest[name], stay.seconds)
 
     def total_seconds(self) -> float:
         """Return the seconds of all launches until now. Any thread."""
@@ -137,7 +128,7 @@ class PhaseClock:
 
     def read_this_launch(self) -> dict[str, float]:
         """Return the seconds of each phase in this launch."""
-        self.enter(self._phase)
+        self.enter(self.current)
         return dict(self._spent)
 
     def usd(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ On a GPU a window is read when the next one is full: the device never waits for 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -17,52 +17,27 @@ from reporting.clock import PhaseClock
 
 REPORT_INTERVAL = 10  # global steps between two reports of the losses
 LAG = {"cuda": 1, "cpu": 0}  # closed windows that stay unread until `close` is told to wait
+AVERAGES = ("train_loss", "train_loss_min", "train_loss_max", "grad_norm", "grad_norm_max")
 
 
-@dataclass(frozen=True)
-class WindowSummary:
-    """Averages over the global steps since the last report, all processes and all tokens."""
-
-    train_loss: float
-    train_loss_min: float
-    train_loss_max: float
-    grad_norm: float
-    grad_norm_max: float
-    skipped_steps: int  # with a gradient that was not finite on some process: no weight update
-    slowest_step: int | None  # of those that were timed: the first one compiles
-    slowest_step_seconds: float | None
-
-
-@dataclass(frozen=True)
-class ClosedWindow:
-    """A window whose values are on their way to the host.
+@dataclass
+class Window:
+    """The steps since the last report.
 
     Attributes:
-        values: (2, n): losses, averaged over the processes, and gradient norms; on the host.
+        global_step: the last one.
         seconds, usd: what the run had spent when the window was closed, by phase.
-        moments: the start of the first timed step, and the end of each.
-        ended: when `values` have arrived.
+        numbers: keys of a record, set when the window is read. Averages are over all processes
+            and tokens, without skipped steps; NaN if all were skipped.
+        steps_per_second: on the device; None if no step was timed: the first one compiles.
     """
 
-    global_step: int  # the last one in it
-    learning_rate: float  # of that step
-    values: Tensor
+    global_step: int
+    learning_rate: float
     seconds: dict[str, float]
     usd: dict[str, float]
-    moments: tuple[Moment, ...]
-    ended: Moment
-
-    def steps_per_second(self) -> float | None:
-        """Return the speed on the device; None if no step was timed: the first one compiles."""
-        timed_steps = len(self.moments) - 1
-        return timed_steps / self.ended.seconds_since(self.moments[0]) if timed_steps else None
-
-    def slowest_step(self) -> tuple[int, float] | tuple[None, None]:
-        """Return the slowest timed step, with all that it waited for, and its seconds."""
-        first = self.global_step - len(self.moments) + 2
-        steps = [(ended.seconds_since(began), step) for step, (began, ended)
-                 in enumerate(pairwise(self.moments), start=first)]
-        return max(steps)[::-1] if steps else (None, None)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    steps_per_second: float | None = None
 
 
 class LossWindow:
@@ -77,7 +52,9 @@ class LossWindow:
         self._device, self._lag = device, LAG[device.type]
         self._values = torch.zeros(2, REPORT_INTERVAL, device=device)
         self._filled = 0
-        self._closed: list[ClosedWindow] = []
+        # Each with its values on their way to the host, the start of the first timed step and the
+        # end of each, and the moment when the values have arrived.
+        self._closed: list[tuple[Window, Tensor, list[Moment], Moment]] = []
         self.restart_timing()
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
         self._skipped_in_a_row = self.longest_skipped = 0
@@ -99,7 +76,7 @@ class LossWindow:
         return self._filled == REPORT_INTERVAL
 
     def close(self, global_step: int, learning_rate: float, clock: PhaseClock, *,
-              waits: bool) -> list[tuple[ClosedWindow, WindowSummary]]:
+              waits: bool) -> list[Window]:
         """Average the losses over all processes, send them to the host, and empty the window.
 
         A collective: every rank.
@@ -116,34 +93,41 @@ class LossWindow:
         values[0] /= dist.get_world_size()  # the norms are the same on every rank
         on_host = values.to("cpu", non_blocking=True)  # in pinned memory
         ended = Moment(self._device)
-        self._closed.append(ClosedWindow(
-            global_step, learning_rate, on_host, clock.read(), clock.usd(),
-            moments=tuple(self._moments), ended=ended))
+        window = Window(global_step, learning_rate, clock.read(), clock.usd())
+        self._closed.append((window, on_host, self._moments, ended))
         self._moments, self._filled = [ended], 0
         num_read = len(self._closed) - (0 if waits else self._lag)
         read, self._closed = self._closed[:num_read], self._closed[num_read:]
         self.longest_skipped = 0
-        return [(window, self._summarise(window)) for window in read]
+        for unread in read:
+            self._read(*unread)
+        return [window for window, *_ in read]
 
-    def _summarise(self, window: ClosedWindow) -> WindowSummary:
-        """Wait for a window's values and average them.
-
-        Skipped steps are left out; if all were skipped, the averages are NaN.
-        """
-        window.ended.wait()
-        losses, grad_norms = window.values
+    def _read(self, window: Window, values: Tensor, moments: list[Moment], ended: Moment) -> None:
+        """Wait for the values of a window, losses and gradient norms, (2, n), and average them."""
+        ended.wait()
+        losses, grad_norms = values
         taken = grad_norms.isfinite()
         for is_finite in taken.tolist():
             self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
             self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
-        rest: list[Any] = [len(losses) - int(taken.sum()), *window.slowest_step()]
+        num_skipped = len(losses) - int(taken.sum())
         losses, grad_norms = losses[taken], grad_norms[taken]
-        if not len(losses):
-            return WindowSummary(math.nan, math.nan, math.nan, math.nan, math.nan, *rest)
-        self._loss_sum_since_checkpoint += losses.sum().item()
-        self._steps_since_checkpoint += len(losses)
-        numbers = [losses.mean(), losses.min(), losses.max(), grad_norms.mean(), grad_norms.max()]
-        return WindowSummary(*torch.stack(numbers).tolist(), *rest)
+        averages = [math.nan] * len(AVERAGES)
+        if len(losses):
+            self._loss_sum_since_checkpoint += losses.sum().item()
+            self._steps_since_checkpoint += len(losses)
+            averages = torch.stack([losses.mean(), losses.min(), losses.max(),
+                                    grad_norms.mean(), grad_norms.max()]).tolist()
+        num_timed = len(moments) - 1
+        first = window.global_step - num_timed + 1
+        slowest = max(((end.seconds_since(start), step) for step, (start, end)
+                       in enumerate(pairwise(moments), first)), default=(None, None))
+        window.numbers = dict(zip(AVERAGES, averages, strict=True)) | {
+            "skipped_steps": num_skipped, "slowest_step": slowest[1],
+            "slowest_step_seconds": slowest[0], "learning_rate": window.learning_rate}
+        if num_timed:
+            window.steps_per_second = num_timed / ended.seconds_since(moments[0])
 
     def pop_loss_since_checkpoint(self) -> float:
         """Return the mean loss of the steps reported since the last call, NaN if none. Rank 0."""

@@ -4,7 +4,6 @@ import math
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
@@ -15,15 +14,13 @@ from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
 from basics.text import counted, dollars
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
-from reporting.loss_window import ClosedWindow, WindowSummary
-from reporting.speed import shared_validation
-from reporting.summary import RunEnd, duration, step_seconds, summarise, summary_lines, write_status
+from reporting.loss_window import Window
+from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 
 PLAIN_LINE_SECONDS = 10  # between lines if there is no terminal for a bar
 ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not grow with the steps
-WORTH_SHARING = 0.02  # share of the time that validation takes on rank 0 while the others wait
 
 
 class RunLog:
@@ -35,8 +32,6 @@ class RunLog:
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._unwritten, self._is_behind = "", False  # records that a full disk refused
-        self._shared_validation = shared_validation(run.train.num_validation_sequences, plan)
-        self._others_wait = run.train.validate_on == "rank0" and self._shared_validation < 1
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
@@ -67,8 +62,7 @@ class RunLog:
         with suppress(OSError):
             self._bar.update()
 
-    def report_steps(self, closed: ClosedWindow, window: WindowSummary,
-                     machine: dict[str, Any]) -> None:
+    def report_steps(self, window: Window, machine: dict[str, Any]) -> None:
         """Record and show the steps of a window, as of the moment when it was closed.
 
         Args:
@@ -76,94 +70,51 @@ class RunLog:
         """
         if not self.is_active:
             return
-        global_step, seconds = closed.global_step, closed.seconds
-        tokens_per_second = None
-        if speed := closed.steps_per_second():
-            tokens_per_second = speed * self.plan.tokens_per_step
-        self._record(global_step, asdict(window) | {
-            "learning_rate": closed.learning_rate, "tokens_per_second": tokens_per_second,
-        } | machine, seconds=seconds, usd=closed.usd)
+        loss, global_step = window.numbers["train_loss"], window.global_step
+        seconds = window.seconds
+        speed = None if window.steps_per_second is None else (
+            window.steps_per_second * self.plan.tokens_per_step)
+        self.record(global_step, window.numbers | {"tokens_per_second": speed} | machine, window)
         share = seconds[VALIDATION] / sum(seconds.values())
-        said = f"{tokens_per_second or 0:,.0f} tok/s | {share:.0%} in validation"
+        said = f"{speed or 0:,.0f} tok/s | {share:.0%} in validation"
         recurring = sum(seconds.values()) - sum(seconds[phase] for phase in ONE_TIME_PHASES)
         num_left = self.plan.num_steps - 1 - global_step
         seconds_left = num_left * recurring / (global_step + 1)
         if self.clock.usd_per_hour is not None:
-            usd = sum(closed.usd.values())
+            usd = sum(window.usd.values())
             at_end = usd + seconds_left / 3600 * self.clock.usd_per_hour
             said += f" | ${dollars(usd)} of ${dollars(at_end)}"
         with suppress(OSError):
-            self._bar.set_postfix_str(f"loss {window.train_loss:.4f} | {said}")
+            self._bar.set_postfix_str(f"loss {loss:.4f} | {said}")
         plain = self._bar.disable or not sys.stdout.isatty()  # a log file gets lines
         if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
             self._last_plain_line = time.monotonic()
-            self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,}"
-                     f" | loss {window.train_loss:.4f} | grad norm {window.grad_norm:.2f}"
-                     f" | lr {closed.learning_rate:.2e} | {said} | {duration(seconds_left)} left")
-
-    def report_diagnostics(self, global_step: int, values: dict[str, Any],
-                           closed: ClosedWindow) -> None:
-        """Record the diagnostics of one step of a window."""
-        if self.is_active:
-            self._record(global_step, values, seconds=closed.seconds, usd=closed.usd)
+            self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | loss {loss:.4f}"
+                     f" | grad norm {window.numbers['grad_norm']:.2f}"
+                     f" | lr {window.learning_rate:.2e} | {said} | {duration(seconds_left)} left")
 
     def report_validation(self, global_step: int, loss: float, seconds: float, *,
                           bytes_per_token: float | None = None) -> None:
         """Record and show one validation; with the mean length of its tokens, bits per byte too."""
-        if not self.is_active:
-            return
         record = {"validation_loss": loss, "validation_seconds": seconds}
         if bytes_per_token is not None:
             record["validation_bits_per_byte"] = loss / math.log(2) / bytes_per_token
-        self._record(global_step, record)
+        self.record(global_step, record)
         self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | validation loss {loss:.4f}"
                  f" | {seconds:.1f} s")
-        training_seconds = step_seconds(self.clock.read())
-        if self._others_wait and global_step and training_seconds:  # a launch's first step has none
-            self._others_wait = False  # this is said once
-            self._say_share(seconds, training_seconds / global_step)
 
-    def _say_share(self, seconds: float, step_seconds: float) -> None:
-        """Say what it costs that only rank 0 validates, if that is worth a change."""
-        interval = min(self.run.train.validation_interval or math.inf, self.plan.num_steps)
-        interval_seconds = step_seconds * interval
-        share = seconds / (seconds + interval_seconds)
-        if share >= WORTH_SHARING:
-            shared, others = seconds * self._shared_validation, self.plan.world_size - 1
-            wait = "process waits" if others == 1 else f"{others} processes wait"
-            self.say(f"validation takes {share:.0%} of the time, on rank 0 while"
-                     f" the other {wait}; with \"validate_on\": \"all\" in"
-                     " train.json (also when resuming) all share it: about"
-                     f" {100 * shared / (shared + interval_seconds):.2g}%, the same loss")
-
-    def finish(self, end: RunEnd) -> str:
-        """Write `summary.json` and print it; return what could not be written, if anything."""
-        with suppress(OSError):
-            self._bar.close()
-        failure = self._write_records()
-        summary = summarise(self.run, self.plan, self.clock, end)
-        if not failure:
-            try:
-                failpoint("summary")
-                write_atomically(self.run.summary_path, to_json(summary, indent=2) + "\n")
-            except OSError as error:
-                failure = f"summary.json could not be written ({why_not_written(error)})"
-        for line in summary_lines(summary, self.run):
-            self.say(line)
-        return failure
-
-    def _record(self, global_step: int, values: dict[str, Any], *,
-                seconds: dict[str, float] | None = None,
-                usd: dict[str, float] | None = None) -> None:
-        """Write a record; with what was spent until now, if not told otherwise."""
-        record = {
+    def record(self, global_step: int, values: dict[str, Any],
+               window: Window | None = None) -> None:
+        """Add a record to `metrics.jsonl`, with what was spent at the end of a window, or now."""
+        if not self.is_active:
+            return
+        spent = self.clock.read() if window is None else window.seconds
+        usd = self.clock.usd() if window is None else window.usd
+        self._unwritten += to_json({
             "global_step": global_step,
             "tokens": (global_step + 1) * self.plan.tokens_per_step,
-            "seconds": round(sum((seconds or self.clock.read()).values()), 3),
-        } | values
-        if usd := (self.clock.usd() if usd is None else usd):
-            record["usd"] = round(sum(usd.values()), 6)
-        self._unwritten += to_json(record) + "\n"
+            "seconds": round(sum(spent.values()), 3), **values,
+            **({"usd": round(sum(usd.values()), 6)} if usd else {})}) + "\n"
         failure = self._write_records()
         if failure and not self._is_behind:  # printed once, until a write succeeds
             self.say(f"warning: {failure} in {self.run.run_dir}; training continues and tries"
@@ -180,6 +131,22 @@ class RunLog:
             return f"metrics.jsonl could not be written ({why_not_written(error)})"
         self._unwritten = ""
         return ""
+
+    def finish(self, end: RunEnd) -> str:
+        """Write `summary.json` and print it; return what could not be written, if anything."""
+        with suppress(OSError):
+            self._bar.close()
+        failure = self._write_records()
+        summary = summarise(self.run, self.plan, self.clock, end)
+        if not failure:
+            try:
+                failpoint("summary")
+                write_atomically(self.run.summary_path, to_json(summary, indent=2) + "\n")
+            except OSError as error:
+                failure = f"summary.json could not be written ({why_not_written(error)})"
+        for line in summary_lines(summary, self.run):
+            self.say(line)
+        return failure
 
 
 def batch_arithmetic(plan: BatchPlan) -> list[str]:

@@ -14,7 +14,7 @@ from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
 from reporting.clock import COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
-from reporting.loss_window import ClosedWindow, LossWindow
+from reporting.loss_window import LossWindow, Window
 from reporting.machine_meter import MachineMeter
 from reporting.run_log import RunLog, batch_arithmetic
 from reporting.sampling import Sampler
@@ -106,13 +106,13 @@ class Reports:
         """
         num_measured = global_step - self.prepared.first_step  # all but the first one
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
-        for window, losses in self.window.close(global_step, learning_rate, self.clock,
-                                                waits=waits or says_speed):
+        for window in self.window.close(global_step, learning_rate, self.clock,
+                                        waits=waits or says_speed):
             for probe in self.diagnostics.measured(up_to=window.global_step):
-                self.log.report_diagnostics(probe.global_step, probe.numbers, window)
+                self.log.record(probe.global_step, probe.numbers, window)
                 self.clock.count_diagnostics(probe.seconds)
-            self.log.report_steps(window, losses, self._machine(window))
-            if losses.skipped_steps:
+            self.log.report_steps(window, self._machine(window))
+            if window.numbers["skipped_steps"]:
                 self._check_skipped_steps(window.global_step)
         gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         self.warn_of_failed_write()
@@ -122,10 +122,10 @@ class Reports:
             if self.process.is_main:
                 self.log.say(self._speed(num_measured).line())
 
-    def _machine(self, window: ClosedWindow) -> dict[str, Any]:
+    def _machine(self, window: Window) -> dict[str, Any]:
         """Return what the record of a window has of the machine: a new reading, and the MFU."""
         self.log.warn("a reading of the machine failed", self.meter.pop_failure())
-        speed, reading = window.steps_per_second(), self.meter.pop_reading()
+        speed, reading = window.steps_per_second, self.meter.pop_reading()
         if self._gpu is None or speed is None:
             return reading
         flops = speed * self.plan.tokens_per_step * flops_per_token(self.run.model)

@@ -37,7 +37,7 @@ def fill(window, number, *, steps=REPORT_INTERVAL, waits=False):
     for _ in range(steps):
         window.add(torch.tensor(float(number)), torch.tensor(2.0 * number))
     closed = window.close(number * REPORT_INTERVAL, number / 10, PhaseClock(), waits=waits)
-    return [(each.global_step, each.learning_rate, summary.train_loss) for each, summary in closed]
+    return [(each.global_step, each.learning_rate, each.numbers["train_loss"]) for each in closed]
 
 
 def test_a_window_is_read_at_once_and_with_a_lag_when_the_next_one_is_closed(monkeypatch):
@@ -61,9 +61,10 @@ def test_losses_are_averaged_over_processes_and_without_skipped_steps(monkeypatc
     window = LossWindow(CPU)
     for loss, norm in ((2.0, 1.0), (4.0, math.inf), (4.0, math.inf), (6.0, 3.0)):
         window.add(torch.tensor(loss), torch.tensor(norm))
-    ((_, summary),) = window.close(4, 0.1, PhaseClock(), waits=True)
-    assert (summary.train_loss, summary.train_loss_max, summary.grad_norm) == (6.0, 9.0, 2.0)
-    assert summary.skipped_steps == window.longest_skipped == 2
+    (closed,) = window.close(4, 0.1, PhaseClock(), waits=True)
+    assert [closed.numbers[key] for key in ("train_loss", "train_loss_max", "grad_norm")] == [
+        6.0, 9.0, 2.0]
+    assert closed.numbers["skipped_steps"] == window.longest_skipped == 2
 
 
 def test_consecutive_skipped_steps_are_counted_across_reports():
@@ -86,9 +87,9 @@ def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(late, monkeyp
         for each in seconds:
             now.seconds += each
             window.add(torch.tensor(1.0), torch.tensor(math.nan))  # skipped steps count too
-        for closed, summary in window.close(last_step, 0.1, PhaseClock(), waits=waits):
-            found.append((closed.steps_per_second(), summary.slowest_step,
-                          summary.slowest_step_seconds))
+        for closed in window.close(last_step, 0.1, PhaseClock(), waits=waits):
+            found.append((closed.steps_per_second, closed.numbers["slowest_step"],
+                          closed.numbers["slowest_step_seconds"]))
 
     now.seconds += 100  # it compiles
     window.add(torch.tensor(1.0), torch.tensor(1.0))
@@ -113,9 +114,8 @@ def test_closing_and_reading_windows_never_waits_for_the_device():
     torch.cuda._sleep(10**9)  # some tenths of a second
     window.add(value, value)
     assert window.close(2, 0.1, PhaseClock(), waits=False) == []
-    (asleep,) = window._closed
-    assert not asleep.ended._event.query()  # the device is still asleep
+    ((_, values, _, ended),) = window._closed
+    assert not ended._event.query() and values.is_pinned()  # the device is still asleep
     window.add(value, value)
-    _, (last, summary) = window.close(3, 0.1, PhaseClock(), waits=True)
-    assert summary.train_loss == 3.0 and last.values.is_pinned()
-    assert last.steps_per_second() > 0
+    _, last = window.close(3, 0.1, PhaseClock(), waits=True)
+    assert last.numbers["train_loss"] == 3.0 and last.steps_per_second > 0

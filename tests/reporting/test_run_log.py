@@ -91,38 +91,6 @@ def test_a_sample_that_cannot_be_drawn_is_a_warning(monkeypatch):
     assert len(said) == 1 and said[0].startswith("warning: no sample: RuntimeError: probability")
 
 
-@pytest.mark.parametrize(("train", "world_size", "seconds", "says"), [
-    ({}, 8, 15, "validation takes 13% of the time, on rank 0 while the other 7 processes wait; with"
-     ' "validate_on": "all" in train.json (also when resuming) all share it: about 2.2%, the same'
-     " loss"),  # 15 seconds beside 100 steps; 3 of 20 microbatches are dealt to rank 0
-    ({"validation_interval": 10_000}, 2, 21, "takes 2% of the time, on rank 0 while the other"
-     " process waits"),  # the interval is longer than the run
-    ({}, 8, 2.0, ""),  # 2% of 102 seconds is more
-    ({"validate_on": "all"}, 8, 15, ""),
-    ({}, 1, 15, ""),
-    ({"validation_sequences": 1}, 8, 15, ""),  # one microbatch cannot be shared
-])
-def test_validation_that_leaves_processes_idle_for_long_is_told_once(workplace, now, train,
-                                                                     world_size, seconds, says):
-    workplace.add_run(train={"validation_interval": 100, "validation_batches": None,
-                             "validation_sequences": 20} | train)
-    clock, said = PhaseClock(), []
-    log = RunLog(load_run(workplace.runs_dir, "tiny"), BatchPlan(1, 1, world_size, 16, 1000),
-                 clock=clock, is_active=True)
-    log.say = said.append
-    clock.enter("compile")
-    now.seconds += 500  # says nothing about the time of a step
-    log.report_validation(0, 3.5, seconds)
-    assert len(said) == 1
-    for phase, spent in (("training", 74.25), ("waiting", 24.75)):  # a second for each step
-        clock.enter(phase)
-        now.seconds += spent
-    for _ in range(2):
-        log.report_validation(99, 3.5, seconds)
-    told = [line for line in said if "on rank 0 while" in line]
-    assert len(told) == bool(says) and says in "".join(told)
-
-
 def test_a_config_changed_during_training_is_not_read_at_the_end(workplace, run_dir, monkeypatch):
     def start_torchrun(*_, **__):
         (run_dir / "train.json").write_text("{half")
