@@ -41,7 +41,7 @@ from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file, write_atomically
 from basics.json_files import FrozenConfig
-from basics.tensor_files import Header, header_of, read_tensors, write_tensors
+from basics.tensors import Header, header_of, read_tensors, write_tensors
 from basics.text import SNAPSHOT_BLOCK_BYTES
 from gpt import GPTModel
 from run_config import ModelConfig

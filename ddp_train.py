@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from basics.cli import exit_with
-from basics.cpu_settings import keep_freed_memory
+from basics.entry_points import keep_freed_memory
 from basics.errors import drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none

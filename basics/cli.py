@@ -16,12 +16,12 @@ from basics.errors import (
     UserError,
     drop_unwritable_output,
     exit_status,
+    is_out_of_memory,
     print_error,
     print_line,
     print_traceback,
 )
 from basics.json_files import to_json
-from basics.out_of_memory import is_out_of_memory
 
 MAX_USD_PER_HOUR = 1e6
 

@@ -1,22 +1,35 @@
-"""How each command begins, and the commands of an installed package. Imports next to nothing."""
+"""How commands begin, the settings of the C libraries. Imports next to nothing."""
 
+import ctypes
 import importlib
 import io
 import os
 import runpy
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 INTERRUPTED = "Interrupted"  # what is printed after Ctrl-C
+# A thread that waits at the end of a parallel region computes in a loop, so that it can go on at
+# once. By default OpenMP lets it do so for milliseconds, which other processes then lack: beside
+# two busy ones, two threads on two cores trained at a tenth of their speed. After this many rounds,
+# some microseconds, it sleeps (benchmarks/busy_machine.py).
+SPIN_COUNT = "2500"
+CHOSEN_BY_USER = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"}
+# Parameters of mallopt, from malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8
 
 
 def begin_command() -> None:
-    """Let Ctrl-C end the process in one line, and nothing that is printed fail. Called first.
+    """Let Ctrl-C end the process in one line, nothing that is printed fail, and no thread spin.
 
-    Importing takes seconds, in which Ctrl-C would print the traceback of some package. A terminal
-    or log that is not UTF-8 gets "\\u2192" for what it cannot show.
+    Called first. Importing takes seconds, in which Ctrl-C would print the traceback of some
+    package. A terminal or log that is not UTF-8 gets "\\u2192" for what it cannot show. OpenMP
+    reads its limit when torch is imported.
     """
+    if not CHOSEN_BY_USER & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     # torchrun passes signals on to its processes, and says what has happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _end)
     for stream in (sys.stdout, sys.stderr):
@@ -31,7 +44,6 @@ def _end(*_: object) -> NoReturn:
 
 def train() -> None:
     """Run ddp_train.py: the command `ddp-train`."""
-    begin_command()
     runpy.run_module("ddp_train", run_name="__main__", alter_sys=True)
 
 
@@ -45,3 +57,28 @@ def lab() -> None:
     """Run the command `lab`."""
     begin_command()
     importlib.import_module("lab.__main__").main()
+
+
+def keep_freed_memory() -> None:
+    """Stop glibc from returning freed memory to the system: the next step reuses it.
+
+    Large blocks would be returned, and the system clears them again for each step, which takes a
+    third of the step time of a small model on a CPU.
+    """
+    _set_malloc_options({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1})
+
+
+def map_every_tensor() -> None:
+    """Make glibc return freed memory at once, and keep one heap for all threads.
+
+    Otherwise chance decides how much memory it holds: a microbatch would fit in one trial and not
+    in another.
+    """
+    _set_malloc_options({M_ARENA_MAX: 1, M_MMAP_THRESHOLD: 2**16})
+
+
+def _set_malloc_options(options: dict[int, int]) -> None:
+    with suppress(OSError, AttributeError):  # not glibc
+        c_library = ctypes.CDLL(None)
+        for parameter, value in options.items():
+            c_library.mallopt(parameter, value)

@@ -1,31 +1,29 @@
-"""Writes that survive a kill or a full disk, and reads of untrusted files."""
+"""Writes that survive a kill or a full disk, reads of untrusted files, locks of directories."""
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from basics.errors import UserError
+from basics.errors import UserError, cannot_be_written
 
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
 MAX_HEADER_BYTES = 2**22  # of a safetensors file: about 20,000 tensors
+LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 NO_FSYNC = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EINVAL}
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Read an untrusted text file. Raises: OSError: as `read_regular_bytes`."""
-    return read_regular_bytes(path, max_bytes=max_bytes).decode(errors="replace")
-
-
-def read_regular_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read an untrusted file. Raises: OSError: as `open_regular`, or it is too large."""
+    """Read an untrusted text file. Raises: OSError: as `open_regular`, or it is too large."""
     with open(open_regular(path), "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             raise OSError(errno.EFBIG, f"has {size:,} bytes")
-        return file.read(max_bytes)
+        return file.read(max_bytes).decode(errors="replace")
 
 
 def open_regular(path: Path) -> int:
@@ -67,9 +65,8 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """
     partial = partial_file(path)
     partial.unlink(missing_ok=True)  # a leftover, or a planted link to another file
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with open(descriptor, "wb") as file:
+        with partial.open("xb") as file:
             yield file
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -97,15 +94,14 @@ def fsync(path: Path) -> None:
 
     Some file systems cannot do that for directories: these are left as they are.
     """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.fsync(descriptor)
     except OSError as error:
         if not (error.errno in NO_FSYNC and path.is_dir()):
             raise
+    finally:
+        os.close(descriptor)
 
 
 def check_inside(path: Path, root: Path, option: str) -> None:
@@ -114,3 +110,66 @@ def check_inside(path: Path, root: Path, option: str) -> None:
     if not Path(place).is_relative_to(limit):
         raise UserError(f"{path}: leads out of {root}; name the directory that it leads to"
                         f" with {option}")
+
+
+class NoLocksError(OSError):
+    """The file system has no locks, as mounts of object stores and some network file systems."""
+
+
+def lock_directory(directory: Path, *, is_shared: bool = False) -> int:
+    """Lock a directory for this process; the lock ends when the returned descriptor is closed.
+
+    A library such as filelock would have to create a file: a launch that is refused writes nothing.
+
+    Args:
+        is_shared: other processes may have a shared lock too.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        NoLocksError: the file system has none.
+        OSError: the directory is missing or cannot be opened.
+    """
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    for path, flags in ((directory, os.O_RDONLY),
+                        (directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)):
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return descriptor
+        except OSError as error:
+            os.close(descriptor)
+            reason = error
+            if isinstance(error, BlockingIOError):
+                raise
+    if reason.errno not in NO_LOCKS:
+        raise reason
+    raise NoLocksError(reason.errno, "its file system has no locks", str(directory))
+
+
+@contextmanager
+def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterator[None]:
+    """Create a directory if it is missing, and lock it while the block runs.
+
+    Args:
+        busy: the message if another process holds the lock.
+        is_temporary: remove the directory again if nothing is left in it.
+
+    Raises:
+        UserError: another process holds it, or it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = lock_directory(directory)
+    except BlockingIOError:
+        raise UserError(busy) from None
+    except OSError as error:
+        raise cannot_be_written(directory, error) from None
+    try:
+        yield
+    finally:
+        if is_temporary:
+            with suppress(OSError):
+                if {path.name for path in directory.iterdir()} <= {LOCK_NAME}:
+                    (directory / LOCK_NAME).unlink(missing_ok=True)
+                    directory.rmdir()
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Facts of the machine and of the code: cores, memory, compiler, why CUDA fails, the version."""
+"""Facts of the machine and of the code, and work that may never end on a machine in trouble."""
 
 import hashlib
 import os
@@ -6,13 +6,18 @@ import shutil
 import socket
 import subprocess
 import sysconfig
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
+T = TypeVar("T")
 CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
 PROJECT_DIR = Path(__file__).parents[1]
 # By name: a wheel's root has the modules of other packages, too.
@@ -155,3 +160,22 @@ def code_version() -> str:
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=PROJECT_DIR, capture_output=True, text=True,
                           timeout=GIT_SECONDS, check=True).stdout.strip()
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Run `work` in a thread and return its result.
+
+    Raises:
+        TimeoutError: it has not ended in time; its thread stays until it ends, or the process does.
+        Exception: what `work` raises.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="time limit", daemon=True).start()
+    return future.result(timeout=seconds)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from basics.cpu_settings import keep_freed_memory
+from basics.entry_points import keep_freed_memory
 from ddp_train import TrainingStep, microbatch_indices
 from gpt import GPTModel
 from processes.launch import Process, machine_facts

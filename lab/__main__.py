@@ -11,7 +11,6 @@ import sys
 import click
 
 from basics.cli import run_and_exit
-from basics.cpu_settings import limit_spinning
 
 MODULES = {
     "compare": "lab.compare.compare",
@@ -54,7 +53,6 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line."""
-    limit_spinning()
     run_and_exit(cli, sys.argv[1:] or ["--help"], name="lab",
                  smaller="--microbatch-size, --batch-size or --samples")
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from basics.directory_lock import lock_directory
 from basics.errors import DISK_FULL, UserError
 from basics.failpoints import failpoint
-from basics.files import append_whole, fsync, write_atomically
+from basics.files import append_whole, fsync, lock_directory, write_atomically
 from basics.text import gb
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ import gc
 import os
 
 from basics.cli import exit_with
-from basics.cpu_settings import limit_spinning
 from processes.command_line import read_command_line
 from processes.run_lock import LockedError, announce, lock_run
 from processes.signals import end_with_torchrun
@@ -17,7 +16,6 @@ def check_before_torch() -> None:
     Under torchrun only rank 0 checks, and only a locked run ends it here: all ranks find the
     other errors again later, together, so that one line reports them.
     """
-    limit_spinning()
     gc.disable()  # collecting while modules are imported takes a tenth of the start-up time
     rank = os.environ.get("RANK")
     if rank is not None:

@@ -11,8 +11,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from basics.errors import is_out_of_memory
 from basics.machine import process_namespace
-from basics.out_of_memory import is_out_of_memory
 
 # More for an answer that is there: C++ code that loads a large file may hold up all Python threads.
 MOMENT_SECONDS = 0.5

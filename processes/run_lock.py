@@ -28,9 +28,8 @@ from typing import Any
 
 import psutil
 
-from basics.directory_lock import NoLocksError, lock_directory
 from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, print_line
-from basics.files import write_atomically
+from basics.files import NoLocksError, lock_directory, write_atomically
 from basics.json_files import found_object, to_json
 from basics.machine import seconds_since_process_start
 from processes.signals import Deadlines

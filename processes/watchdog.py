@@ -21,13 +21,13 @@ from basics.errors import (
     UserError,
     describe,
     exit_status,
+    is_out_of_gpu_memory,
     one_line,
     print_error,
     print_stacks,
     print_traceback,
 )
 from basics.failpoints import failpoint
-from basics.out_of_memory import is_out_of_gpu_memory
 from processes.launch import Process, end_torchrun, spans_nodes
 from processes.peers import Peers, is_timeout
 from processes.run_lock import write_heartbeat

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from basics.device_time import Moment
+from basics.tensors import Moment
 from reporting.clock import PhaseClock
 
 REPORT_INTERVAL = 10  # global steps between two reports of the losses

@@ -21,7 +21,7 @@ from tiktoken.load import check_hash, read_file_cached
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from basics.errors import FAILED, UserError, describe, first_line
-from basics.time_limit import within
+from basics.machine import within
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_IDS = {"gpt2": 50256, "bytes": 256}  # of each known tokenizer

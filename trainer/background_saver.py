@@ -11,7 +11,7 @@ from typing import Any
 
 from basics.errors import NON_FINITE, UserError, as_os_error, why_not_written
 from basics.failpoints import failpoint
-from basics.tensor_files import first_non_finite
+from basics.tensors import first_non_finite
 from checkpointing import (
     Checkpoint,
     CheckpointMeta,

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from basics.errors import UserError
+from basics.errors import UserError, is_out_of_memory
 from basics.machine import find_compiler
-from basics.out_of_memory import is_out_of_memory
 from gpt import Block, ForwardOptions, GPTModel
 from ops.sizes import head_chunk_tokens
 from run_config import ModelConfig, TrainConfig

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from basics.device_time import Moment
+from basics.tensors import Moment
 from gpt import GPTModel
 from ops.block_attention import causal_logits
 from ops.sizes import CACHED_LOGITS

@@ -13,10 +13,16 @@ from typing import Any
 import numpy as np
 
 from basics.cli import print_json
-from basics.errors import FAILED, STOP_SIGNALS, UserError, print_error, print_line
+from basics.errors import (
+    FAILED,
+    STOP_SIGNALS,
+    UserError,
+    print_error,
+    print_line,
+    says_out_of_memory,
+)
 from basics.files import write_atomically
 from basics.json_files import read_json_object, set_number, to_json
-from basics.out_of_memory import says_out_of_memory
 from basics.text import gib
 from processes.command_line import Options
 from processes.launch import num_gpus, spans_nodes, start_torchrun

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from basics.cpu_settings import map_every_tensor
-from basics.device_time import Moment
-from basics.errors import FAILED, UserError, describe
-from basics.out_of_memory import is_out_of_memory
+from basics.entry_points import map_every_tensor
+from basics.errors import FAILED, UserError, describe, is_out_of_memory
+from basics.tensors import Moment
 from checkpointing import TrainingState
 from processes.command_line import Options
 from processes.launch import Process, device_name, join_process_group, share_cpu_cores

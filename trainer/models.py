@@ -14,7 +14,7 @@ from basics.errors import UserError, first_line, print_error
 from basics.files import check_tensor_header
 from basics.json_files import describe, read_json_object
 from basics.machine import available_ram_gib
-from basics.tensor_files import first_non_finite
+from basics.tensors import first_non_finite
 from basics.text import gib
 from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from basics.errors import UserError, first_line
-from basics.out_of_memory import is_out_of_memory
+from basics.errors import UserError, first_line, is_out_of_memory
 from gpt import KERNELS, ForwardOptions, attend
 from run_config import ModelConfig, Precision, TrainConfig
 

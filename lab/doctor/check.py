@@ -13,7 +13,7 @@ import click
 
 from basics.errors import describe, visible
 from basics.gpu_readings import GpuReading
-from basics.time_limit import within
+from basics.machine import within
 from run_config import Run
 
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"

@@ -12,8 +12,7 @@ import click
 from basics.cli import print_json
 from basics.errors import FAILED, UserError
 from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
-from basics.machine import available_ram_gib
-from basics.time_limit import within
+from basics.machine import available_ram_gib, within
 from lab.doctor import machine_checks, run_checks
 from lab.doctor.check import (
     PROBLEM,

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from basics.device_time import Moment
 from basics.errors import UserError, describe
 from basics.gpu_readings import read_gpus
 from basics.json_files import to_json
 from basics.machine import cuda_problem
+from basics.tensors import Moment
 from lab.doctor.check import OTHER_MACHINE, ok, problem, warn_unless, warning
 from lab.plan.setting import GPT2_SMALL
 from processes.launch import Process, join_process_group, share_cpu_cores

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from basics.errors import describe
-from basics.machine import code_digest
-from basics.time_limit import within
+from basics.machine import code_digest, within
 from lab.doctor.check import OTHER_MACHINE, Checks, Finding, ok, problem, warning
 from lab.doctor.load import all_reduce, first_kernel
 from lab.doctor.load_tests import ADVICE, EXCHANGE, judge_exchange

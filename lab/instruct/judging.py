@@ -13,7 +13,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
 from basics.errors import UserError
-from basics.time_limit import within
+from basics.machine import within
 from lab.instruct.comparison import Comparison, UnusableReplyError
 
 OPENAI = "https://api.openai.com/v1"

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from basics.directory_lock import locked
 from basics.errors import UserError, as_os_error, cannot_be_written
 from basics.failpoints import failpoint
-from basics.files import fsync, read_regular_file
+from basics.files import fsync, locked, read_regular_file
 from basics.json_files import read_json_object
-from basics.tensor_files import write_tensors
+from basics.tensors import write_tensors
 from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
 from lab.publish.model_card import CHARTS, MARK
 from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from basics.directory_lock import locked
 from basics.errors import UserError, cannot_be_written, print_line
-from basics.files import write_atomically
+from basics.files import locked, write_atomically
 from basics.json_files import describe, read_json_object, to_json
 from lab.sweep.changes import Changes, apply_changes, label
 from run_config import ModelConfig, Run, TrainConfig, load_config, with_defaults

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from basics import failpoints
-from basics.directory_lock import lock_directory
 from basics.errors import UserError
+from basics.files import lock_directory
 from checkpointing import Snapshot, find_checkpoint, list_checkpoints, prune, save_checkpoint
 from lab.publish import export, upload
 from lab.publish.export import Extras, write_export

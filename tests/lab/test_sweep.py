@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from basics.directory_lock import lock_directory
+from basics.files import lock_directory
 from lab.compare import charts as comparison_charts
 from lab.sweep import execution, report
 from lab.sweep.changes import parse_change

@@ -11,8 +11,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from basics.directory_lock import lock_directory
 from basics.failpoints import MARKS, VARIABLE
+from basics.files import lock_directory
 from processes.beside import Beside, start_module
 from tests.support.runs import wait_for
 from tests.support.workplace import PROJECT_DIR

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics import device_time
+from basics import tensors
 from reporting import loss_window
 from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
@@ -80,7 +80,7 @@ def test_consecutive_skipped_steps_are_counted_across_reports():
 def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(late, monkeypatch):
     """Whenever a window is read, and whatever is done between two windows."""
     now, window = FakeTime(), LossWindow(CPU)
-    monkeypatch.setattr(device_time.time, "perf_counter", now)
+    monkeypatch.setattr(tensors.time, "perf_counter", now)
     found = []
 
     def train(last_step, *seconds, waits=True):

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.run
 
-from basics import cpu_settings
+from basics import entry_points
 from processes import before_torch, run_lock, startup_agreement
 from processes.watchdog import Watchdog
 from tests.support.workplace import PROJECT_DIR, Workplace
@@ -43,7 +43,7 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
                               ("expect_steps", _refuse_to_train)):
             patch.setattr(Watchdog, name, instead)
         patch.setattr(before_torch, "end_with_torchrun", lambda: None)
-        patch.setattr(cpu_settings, "keep_freed_memory", lambda: None)
+        patch.setattr(entry_points, "keep_freed_memory", lambda: None)
         if under_torchrun:
             store = dist.HashStore()
             patch.setattr(startup_agreement, "_open_torchrun_store", lambda: store)

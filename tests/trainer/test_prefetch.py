@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import save
 
-from basics.directory_lock import lock_directory
 from basics.errors import UserError
+from basics.files import lock_directory
 from gpt import GPTModel
 from processes.command_line import Options
 from run_config import ModelConfig

@@ -13,7 +13,8 @@ from itertools import count
 
 import pytest
 
-from basics.directory_lock import lock_directory
+from basics.errors import UserError
+from basics.files import LOCK_NAME, lock_directory, locked
 from processes import run_lock
 from processes.run_lock import (
     HEARTBEAT,
@@ -232,3 +233,17 @@ def test_the_processes_of_a_launch_keep_the_heartbeat_of_their_parent(run_dir, m
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # after others of this launch
     announce(run_dir)
     assert read_heartbeat(run_dir)["pid"] == os.getpid() and seconds_before() == 50
+
+
+def test_a_temporary_directory_goes_with_its_lock(tmp_path):
+    directory = tmp_path / "a/b"
+    with locked(directory, busy="busy", is_temporary=True):
+        (directory / LOCK_NAME).touch()  # as where directories cannot be locked
+        with pytest.raises(UserError, match="busy"), locked(directory, busy="busy"):
+            pass
+    assert not directory.exists()
+    with locked(directory, busy="busy", is_temporary=True):
+        (directory / "state").touch()
+    with locked(directory, busy="busy"):
+        (directory / "state").unlink()
+    assert directory.is_dir()

@@ -1,10 +1,15 @@
-"""safetensors files: reading untrusted ones, and writing."""
+"""safetensors files, untrusted ones too; moments on a device's own time line."""
 
+from __future__ import annotations
+
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -51,3 +56,30 @@ def write_tensors(path: Path, tensors: dict[str, Tensor],
     safetensors.torch.save_file(tensors, path, metadata)
     with suppress(OSError):  # a file system without permissions
         path.chmod(mode)
+
+
+class Moment:
+    """The end of all work that a device has been given so far.
+
+    A GPU records it when it gets there. A CPU is done with its work when the call returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | Any = None  # on a CPU
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self._seconds = time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait until the device has come to this moment."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Return the seconds between two moments of one device. Waits for this one."""
+        self.wait()
+        if self._event is None:
+            return self._seconds - earlier._seconds
+        return earlier._event.elapsed_time(self._event) / 1000  # milliseconds

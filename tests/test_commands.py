@@ -1,0 +1,335 @@
+"""How commands begin and end: Ctrl-C, errors as one line, memory, files, facts of the machine."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import threading
+from unittest.mock import Mock
+
+import pynvml
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from basics import files, machine
+from basics.entry_points import CHOSEN_BY_USER, SPIN_COUNT
+from basics.errors import (
+    UserError,
+    as_os_error,
+    describe,
+    is_out_of_gpu_memory,
+    is_out_of_memory,
+    says_out_of_memory,
+    why_not_written,
+)
+from basics.files import append_whole, read_regular_file, replacing, write_atomically
+from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
+from basics.text import gb, gib
+from processes.launch import num_gpus
+from tests.support import odd_files
+from tests.support.fake_nvml import H100, FakeNvml
+from tests.support.workplace import run_command
+
+# Runs a command, and presses Ctrl-C as soon as it imports a module.
+CTRL_C = """
+import importlib.abc, os, runpy, signal, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[0]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+how = runpy.run_path if sys.argv[1].endswith(".py") else runpy.run_module
+del sys.argv[0]
+how(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("module", "script", "arguments"), [
+    ("click", "ddp_train.py", ["tiny"]), ("torch", "ddp_train.py", ["tiny"]),
+    ("click", "prepare_dataset.py", ["--help"]), ("lab.list_runs", "lab", ["list"])])
+def test_ctrl_c_while_a_command_imports_is_one_line(workplace, module, script, arguments):
+    workplace.add_run()
+    if script == "ddp_train.py":
+        arguments = workplace.arguments(*arguments)
+    result = run_command(sys.executable, "-c", CTRL_C.replace("sys.argv[0]", repr(module), 1),
+                         script, *arguments)
+    assert (result.returncode, result.stdout) == (130, ""), result.stderr
+    assert result.stderr.strip() == "Interrupted"
+
+
+@pytest.mark.parametrize("chosen", [None, *sorted(CHOSEN_BY_USER)])
+def test_output_is_no_error_and_threads_do_not_spin_unless_a_person_wants_it(monkeypatch, chosen):
+    for name in CHOSEN_BY_USER:
+        monkeypatch.delenv(name, raising=False)
+    code = ("import os; from basics.entry_points import *; begin_command(); print('a→b');"
+            "print({name: os.environ[name] for name in CHOSEN_BY_USER & os.environ.keys()})")
+    result = run_command(sys.executable, "-c", code, PYTHONIOENCODING="latin-1",
+                         **{chosen: "7"} if chosen else {})
+    wanted = {chosen: "7"} if chosen else {"GOMP_SPINCOUNT": SPIN_COUNT}
+    assert result.stdout == f"a\\u2192b\n{wanted}\n", result.stderr
+
+
+NCCL = """NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888), error: No space left"""
+
+
+def test_of_an_nccl_error_the_reason_is_kept():
+    for text in (NCCL, NCCL.replace("Last error:\n", "NCCL Last Error: ")):  # old and new PyTorch
+        assert describe(RuntimeError(text)) == (
+            "RuntimeError: Error while creating shared memory segment /dev/shm/nccl-1"
+            " (size 9637888), error: No space left")
+    assert describe(RuntimeError("first\nsecond")) == "RuntimeError: first"
+    assert describe(RuntimeError("Last error:")) == "RuntimeError: Last error:"
+
+
+@pytest.mark.parametrize(("number", "advice"), [
+    (errno.ENOSPC, "; make room"), (errno.EIO, "; look at the disk"), (errno.EACCES, "")])
+def test_only_a_full_disk_wants_room(number, advice):
+    assert why_not_written(OSError(number, os.strerror(number))) == os.strerror(number) + advice
+    for text in (f"I/O error: x (os error {number})", f"IoError(Os {{ code: {number}, kind: K }})"):
+        of_a_library = as_os_error(SafetensorError(f"Error while serializing: {text}"))
+        assert why_not_written(of_a_library) == os.strerror(number) + advice
+
+
+def test_sizes_have_three_digits():
+    assert [gib(size) for size in (0, 0.00999 * 2**30, 1023 * 2**20, 31.25 * 2**30, -50 * 2**20)
+            ] == ["0.00 KiB", "10.2 MiB", "1,023 MiB", "31.2 GiB", "-50.0 MiB"]
+    assert [gb(size) for size in (48_000, 999.7e6, 9.996e9, 1.5e12)] == [
+        "48.0 kB", "1,000 MB", "10.0 GB", "1,500 GB"]
+
+
+NOT_STARTED = "CUBLAS_STATUS_NOT_INITIALIZED when calling `{}(handle)`"
+
+
+@pytest.mark.parametrize(("error", "of_memory", "of_gpu"), [
+    *((RuntimeError(text), True, True) for text in (
+        "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        "CUDA error: " + NOT_STARTED.format("cublasCreate"),
+        "RuntimeError: CUDNN_STATUS_ALLOC_FAILED", "CUDA error: cudaErrorMemoryAllocation",
+        "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED",
+        "ncclSystemError: Failed to CUDA calloc async")),
+    *((error, True, False) for error in (
+        MemoryError(), MemoryError("out of memory"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))),
+    *((RuntimeError(text), False, False) for text in (
+        "CUDA error: " + NOT_STARTED.format("cublasGemmEx"),
+        "out of resource: shared memory, Required: 262144, Hardware limit: 232448.",
+        "No valid triton configs. OutOfMemoryError: out of resource: triton_mm, Required: 262144",
+        "CUDA error: an illegal memory access was encountered", "a path named /memory/out"))],
+    ids=repr)
+def test_errors_that_mean_that_memory_ran_out(error, of_memory, of_gpu):
+    assert (is_out_of_memory(error), is_out_of_gpu_memory(error)) == (of_memory, of_gpu)
+    if type(error) is RuntimeError:
+        assert says_out_of_memory(str(error)) is of_memory
+
+
+def test_what_led_to_an_error_counts_unless_it_is_suppressed():
+    for how, counts in (("from", True), ("handling", True), ("from none", False)):
+        first, error = torch.OutOfMemoryError("no text that names it"), RuntimeError("second")
+        error.__context__ = first
+        error.__cause__ = first if how == "from" else None
+        error.__suppress_context__ = how != "handling"
+        assert is_out_of_memory(error) is is_out_of_gpu_memory(error) is counts, how
+
+
+@pytest.mark.gpu
+def test_the_drivers_text_is_recognised():
+    torch.cuda.init()
+    with pytest.raises(RuntimeError) as of_code:
+        torch.cuda.check_error(2)  # cudaErrorMemoryAllocation
+    with pytest.raises(torch.AcceleratorError) as of_call:
+        torch.empty(2**50, dtype=torch.uint8, pin_memory=True)  # a petabyte
+    for caught in (of_code, of_call):
+        assert says_out_of_memory(str(caught.value)) and is_out_of_memory(caught.value), caught
+    assert torch.ones(2, device="cuda").sum().item() == 2  # the context still works
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_file_is_replaced_and_an_error_leaves_the_old_one(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and names(tmp_path) == ["a.json"]
+    with replacing(path, durable=True) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and names(tmp_path) == ["a.json"]
+
+
+def test_no_link_is_followed_and_no_large_file_read(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".a.json.partial").symlink_to(tmp_path / "victim")
+    write_atomically(tmp_path / "a.json", "näu")
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert (tmp_path / "a.json").read_text(encoding="utf-8") == "näu"
+    assert names(tmp_path) == ["a.json", "victim"]
+    append_whole(tmp_path / "b", "12")
+    append_whole(tmp_path / "b", "3")
+    assert read_regular_file(tmp_path / "b") == "123"
+    with pytest.raises(OSError, match="3 bytes"):
+        read_regular_file(tmp_path / "b", max_bytes=2)
+    (tmp_path / "c").symlink_to(tmp_path / "b")
+    with pytest.raises(OSError, match="symbolic links"):
+        read_regular_file(tmp_path / "c")
+
+
+def test_fsync_of_a_directory_may_be_refused(tmp_path, monkeypatch):
+    for patch in odd_files.patches(tmp_path):
+        monkeypatch.setattr(*patch)
+    files.fsync(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        files.fsync(tmp_path / "a")
+
+
+def test_work_that_does_not_end_is_left_alone():
+    assert machine.within(60.0, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        machine.within(60.0, lambda: 1 / 0)
+    never = threading.Event()
+    with pytest.raises(TimeoutError):
+        machine.within(0.05, never.wait)
+    never.set()
+
+
+# Texts of torch.cuda.init(), what is told of them, and the remedy.
+PREFIX = ("Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before"
+          " calling NumCudaDevices() that might have already set an error? Error ")
+CASES = {
+    "The NVIDIA driver on your system is too old (found version 12040). Please update":
+        ("The NVIDIA driver on your system is too old (found version 12040)", "setup_lambda.sh"),
+    f"{PREFIX}802: system not yet initialized":
+        ("Error 802: system not yet initialized", "nvidia-fabricmanager"),
+    f"{PREFIX}304: OS call failed": ("Error 304: OS call failed", "--gpus all"),
+    f"{PREFIX}803: system has": ("Error 803: system has", "LD_LIBRARY_PATH"),
+    f"{PREFIX}804: forward": ("Error 804: forward", "LD_LIBRARY_PATH"),
+    f"{PREFIX}999: unknown error\nand": ("Error 999: unknown error", "nvidia-smi"),
+    "No CUDA GPUs are available": ("No CUDA GPUs are available", "CUDA_VISIBLE_DEVICES"),
+    "Found no NVIDIA driver on your system. Please": (
+        "Found no NVIDIA driver on your system", "image"),
+}
+
+
+@pytest.fixture
+def devices(monkeypatch, tmp_path):
+    """A machine whose GPUs PyTorch was built for, and does not find; return its /dev."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("sees_gpus", [True, False])
+def test_why_pytorch_cannot_use_the_gpus_is_named_with_what_helps(devices, monkeypatch, sees_gpus):
+    if sees_gpus:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    else:
+        (devices / "nvidia0").touch()  # the driver's library cannot be asked
+    for text, (cause, remedy) in CASES.items():
+        monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(text)))
+        with pytest.raises(UserError, match="this machine has GPUs, but PyTorch") as caught:
+            num_gpus()
+        assert f"use them: {cause}; " in str(caught.value) and remedy in str(caught.value)
+
+
+def test_a_machine_without_gpus_and_one_that_hides_them_train_on_the_cpu(devices, monkeypatch):
+    assert num_gpus() == 0
+    (devices / "nvidia0").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert num_gpus() == 0
+
+
+def git(project, *arguments):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    return subprocess.run(["git", *identity, *arguments], cwd=project, check=True,
+                          capture_output=True, text=True).stdout.strip()
+
+
+def test_the_codes_version_is_the_commit_or_the_release_with_a_digest(tmp_path, monkeypatch):
+    (tmp_path / "ddp_train.py").write_text("first")
+    monkeypatch.setattr(machine, "PROJECT_DIR", tmp_path)
+    git(tmp_path, "init", "-q"), git(tmp_path, "add", "."), git(tmp_path, "commit", "-qm", "first")
+    commit = git(tmp_path, "rev-parse", "--short=12", "HEAD")
+    git(tmp_path, "tag", "v1")  # no tag takes the commit's place
+    (tmp_path / "README.md").write_text("not the code")
+    assert machine.code_version() == commit
+    (tmp_path / "ddp_train.py").write_text("second")
+    second = machine.code_version()
+    assert re.fullmatch(rf"{commit}\+[0-9a-f]{{12}}", second)
+    (tmp_path / "ddp_train.py").write_text("third")
+    assert machine.code_version() not in (second, commit)
+    (tmp_path / "inside").mkdir()  # it has no repository of its own
+    monkeypatch.setattr(machine, "PROJECT_DIR", tmp_path / "inside")
+    first = machine.code_version()
+    assert re.fullmatch(r"[0-9.]+\+[0-9a-f]{12}", first)
+    (tmp_path / "inside/ddp_train.py").write_text("second")
+    assert machine.code_version() != first
+
+
+@pytest.fixture
+def install(monkeypatch):
+    return lambda nvml: monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+
+def test_all_that_a_gpu_tells_is_read(install):
+    install(FakeNvml({"GPU-1": H100}))
+    assert read_gpus() == [GpuReading(
+        name="NVIDIA H100 80GB HBM3", uuid="GPU-1", memory_used_gib=20, memory_total_gib=80,
+        use_percent=97, temperature_c=61, power_w=651.25, power_limit_w=700, energy_joules=9000.5,
+        sm_clock_mhz=1755, max_sm_clock_mhz=1980,
+        throttle_reasons=("sw power cap", "hw thermal slowdown"), uncorrected_ecc_errors=0,
+        driver_version="580.65.06")]
+    assert nvml_failure() is None
+    install(FakeNvml({"GPU-1": {"nvmlDeviceGetPowerUsage": pynvml.NVMLError_NoPermission(),
+                                "nvmlDeviceGetCurrentClocksEventReasons": 1,  # idle
+                                "nvmlDeviceGetTotalEnergyConsumption": 0,
+                                "nvmlDeviceGetTemperatureV": 0}}))
+    assert read_gpus() == [GpuReading(uuid="GPU-1", driver_version="580.65.06", throttle_reasons=(),
+                                      energy_joules=0, temperature_c=0)]
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_old_drivers_and_packages_are_asked_in_their_words(install, lacks):
+    new = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetTemperatureV")
+    answers = {key: value for key, value in H100.items() if key not in new}
+    install(FakeNvml({"GPU-1": answers | {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x20,
+                                          "nvmlDeviceGetTemperature": 55}},
+                     lacks=new if lacks else ()))
+    (gpu,) = read_gpus()
+    assert (gpu.throttle_reasons, gpu.temperature_c) == (("sw thermal slowdown",), 55)
+
+
+def test_the_gpus_of_a_run_keep_their_order_and_a_lost_one_its_place(install):
+    install(FakeNvml({"GPU-1": "lost", "GPU-2": H100}))
+    lost, found = read_gpus()
+    assert lost == GpuReading(driver_version="580.65.06") and found.uuid == "GPU-2"
+    assert read_gpus(["GPU-2", "GPU-1", "GPU-3"]) == [found, lost, lost]
+
+
+def test_without_a_driver_or_its_package_there_are_no_gpus(install):
+    install(FakeNvml({"GPU-1": H100}, init=pynvml.NVMLError_DriverNotLoaded()))
+    assert read_gpus() == [] and nvml_failure() == "Driver Not Loaded"
+    install(None)
+    assert read_gpus() == [] and "pynvml" in nvml_failure()
+
+
+@pytest.mark.gpu
+def test_pytorchs_id_is_the_drivers():
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    (gpu,) = read_gpus([uuid])
+    assert gpu.uuid == uuid and gpu.name == torch.cuda.get_device_name(0)
+    assert 0 < gpu.memory_used_gib < gpu.memory_total_gib and gpu.temperature_c > 0
