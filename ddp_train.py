@@ -7,7 +7,7 @@ if __name__ == "__main__":  # --help, a mistyped option and a locked run need no
     from basics.entry_points import begin_command
 
     begin_command()
-    from processes.before_torch import check_before_torch
+    from processes.command_line import check_before_torch
 
     check_before_torch()
 
@@ -83,7 +83,8 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     if options.find_learning_rate:
         return find_learning_rate(options, process, agreement)
     options = options.after_restart(agreement.step_before_restart())
-    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current)
+    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
+                        seconds=clock.total_seconds)
     with watchdog.start():  # a node may be lost while another one downloads
         prepared = prepare_run(options, process, clock, agreement)
         agreement.require_same("run", prepared.agreed_values())

@@ -1,7 +1,8 @@
-"""The command line of ddp_train.py. Needs no torch, so that --help is fast."""
+"""The command line of ddp_train.py, and what is checked before torch is imported, for seconds."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -11,8 +12,11 @@ from typing import Any
 import click
 
 from basics.checkpoint_files import BEST, CHECKPOINT_NAME, LATEST
-from basics.cli import ABOVE_0, USD_PER_HOUR
+from basics.cli import ABOVE_0, USD_PER_HOUR, exit_with
 from basics.errors import UserError
+from processes.run_lock import LockedError, lock_run
+from processes.signals import end_with_torchrun
+from run_config import load_run
 
 
 @dataclass(frozen=True)
@@ -46,22 +50,20 @@ class Options:
                               ("--when-done", self.when_done)):
             if command is not None and not command.strip():
                 raise UserError(f"{name} is empty; name a command, or leave it out")
-        search = "--find-max-microbatch"
-        instead = {search: self.find_max_microbatch, "--find-learning-rate":
-                   self.find_learning_rate, "--prefetch": self.prefetch}  # of training
-        of_training = {
-            "CHECKPOINT": self.checkpoint, "--max-steps": self.max_steps, "--fresh": self.fresh,
-            "--after-checkpoint": self.after_checkpoint, "--when-done": self.when_done}
-        of_search = {"--save": self.save, "--memory-limit-gib": self.memory_limit_gib,
-                     "--json": self.json}
-        chosen = [name for name, value in instead.items() if value]
-        for name in filter((of_training | of_search).get, of_training | of_search):
-            if name in of_search and search not in chosen:
-                raise UserError(f"{name} needs {search}; see --help")
-            if name in of_training and chosen:
-                raise UserError(f"{name} cannot be used with {chosen[0]}; see --help")
-        if len(chosen) > 1:
-            raise UserError(f"{chosen[1]} cannot be used with {chosen[0]}; see --help")
+        def given(**options: Any) -> list[str]:
+            return [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+
+        instead = given(  # of training
+            find_max_microbatch=self.find_max_microbatch,
+            find_learning_rate=self.find_learning_rate, prefetch=self.prefetch)
+        of_training = [*["CHECKPOINT"] * bool(self.checkpoint), *given(
+            max_steps=self.max_steps, fresh=self.fresh, after_checkpoint=self.after_checkpoint,
+            when_done=self.when_done)]
+        of_search = given(save=self.save, memory_limit_gib=self.memory_limit_gib, json=self.json)
+        if of_search and not self.find_max_microbatch:
+            raise UserError(f"{of_search[0]} needs --find-max-microbatch; see --help")
+        if instead and (others := [*of_training, *instead[1:]]):
+            raise UserError(f"{others[0]} cannot be used with {instead[0]}; see --help")
         if self.prefetch and "RANK" in os.environ and "DDP_TRAIN_TRIAL" not in os.environ:
             raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
 
@@ -147,3 +149,25 @@ def read_command_line() -> Options:
         sys.exit(0)
     options.check()
     return options
+
+
+def check_before_torch() -> None:
+    """Answer --help, mistakes on the command line and a locked run at once; lock the run.
+
+    Under torchrun only rank 0 checks, and only a locked run ends it here: all ranks find the
+    other errors again later, together, so that one line reports them.
+    """
+    gc.disable()  # collecting while modules are imported takes a tenth of the start-up time
+    rank = os.environ.get("RANK")
+    if rank is not None:
+        end_with_torchrun()
+    if rank not in (None, "0"):
+        return
+    try:
+        options = read_command_line()
+        run_dir = load_run(options.runs_dir, options.run).run_dir
+        if not (options.find_max_microbatch or options.prefetch):
+            lock_run(run_dir)
+    except Exception as error:
+        if rank is None or isinstance(error, LockedError):
+            exit_with(error)

@@ -1,7 +1,6 @@
 """What the processes of a run tell each other through torchrun's key-value store."""
 
 import json
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -80,18 +79,9 @@ class Peers:
             self._own |= facts
             self.set(f"rank/{self._rank}", json.dumps(self._own))
 
-    def announce(self) -> None:
-        """Publish where this process runs."""
-        self.publish(place=process_namespace(), pid=os.getpid())
-
     def facts(self, rank: int) -> dict[str, Any]:
         """Return what a process has published; empty if nothing, or if the store is down."""
         return json.loads(self.get(f"rank/{rank}") or "{}")
-
-    def is_working(self, rank: int) -> bool:
-        """Return whether a process is not done; False if the store is down."""
-        is_done = "is_done" in self.facts(rank)
-        return self.is_up and not is_done
 
     def find_dead(self) -> list[int]:
         """Return the ranks on this machine that have died since the last call."""
@@ -100,7 +90,7 @@ class Peers:
                 is_here = facts["place"] == process_namespace()
                 self._local_pids[rank] = facts["pid"] if is_here else None
         dead = [rank for rank, pid in self._local_pids.items()
-                if pid and not psutil.pid_exists(pid) and self.is_working(rank)]
+                if pid and not psutil.pid_exists(pid) and "is_done" not in self.facts(rank)]
         if not self.is_up:
             return []  # which of them were done, and which have died, is not known
         self._local_pids |= dict.fromkeys(dead)
@@ -122,11 +112,7 @@ class Peers:
             elif now - since > timeout_seconds and "is_done" not in facts:
                 self._seen[rank] = facts, float("inf")
                 lost.append(rank)
-        return lost
-
-    def all_silent(self) -> bool:
-        """Return whether no rank makes progress: each waits for the others."""
-        return all(self.facts(rank).get("is_silent") for rank in range(self._world_size))
+        return lost if self.is_up else []
 
     def find_hung(self) -> list[int]:
         """Return the ranks with the least progress; all if every rank waits for others."""

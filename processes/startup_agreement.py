@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from basics.errors import FAILED, UserError, describe, drop_unwritable_output, print_error
-from processes.run_lock import withdraw
 from processes.signals import Deadlines
 
 # Downloading a dataset of 20 GiB over a slow line may take long, before the first collective.
@@ -199,6 +198,5 @@ def _agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
 
 def leave(status: int) -> NoReturn:
     """End this process now: Python's own way takes seconds, and a stop's notice may be short."""
-    withdraw()
     drop_unwritable_output()
     os._exit(status)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,10 +30,11 @@ from basics.errors import (
     print_traceback,
 )
 from basics.failpoints import failpoint
+from basics.machine import process_namespace
 from processes.launch import Process, end_torchrun, spans_nodes
 from processes.peers import Peers, is_timeout
 from processes.run_lock import write_heartbeat
-from processes.signals import Deadlines, StopSignals
+from processes.signals import Deadlines, stop_signals
 from processes.startup_agreement import AgreedError
 
 NEVER = float("inf")
@@ -44,6 +47,7 @@ class Watchdog(AbstractContextManager):
 
     Args:
         phase: returns the name of what the process does now.
+        seconds: returns those of all launches until now, for the heartbeat file.
 
     Attributes:
         stop_signal: the number of the stop signal that any process has received; 0 if none has.
@@ -51,13 +55,14 @@ class Watchdog(AbstractContextManager):
         before_exit: called with a status and a reason before the process is ended early.
     """
 
-    def __init__(self, process: Process, store: dist.Store, *, phase: Callable[[], str]) -> None:
+    def __init__(self, process: Process, store: dist.Store, *, phase: Callable[[], str],
+                 seconds: Callable[[], float] = float) -> None:
         self.process, self.deadlines = process, Deadlines.read()
         self.stop_signal = 0
         self.before_exit: Callable[[str, str], None] = lambda status, reason: None
         self._peers = Peers(process.rank, process.world_size, store,
                             timeout_seconds=self.deadlines.store)
-        self._phase = phase
+        self._phase, self._seconds = phase, seconds
         self._heartbeat_path: Path | None = None
         self._step: int | None = None  # once it trains
         self._hang_seconds, self._lost_seconds = NEVER, self.deadlines.lost
@@ -75,9 +80,17 @@ class Watchdog(AbstractContextManager):
             self.fail(error)
 
     def start(self) -> Watchdog:
-        """Start watching the others, and handle stop signals. Call it in the main thread."""
-        self._peers.announce()
-        self._signals = StopSignals()
+        """Start watching the others, and handle stop signals. Call it in the main thread.
+
+        Python's handlers run in the main thread, and wait there for the end of what it does in C++.
+        So the numbers of signals come through a socket.
+        """
+        self._peers.publish(place=process_namespace(), pid=os.getpid())
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in stop_signals():
+            signal.signal(number, lambda *_: None)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -110,14 +123,17 @@ class Watchdog(AbstractContextManager):
         self._is_suspended = False
 
     def stop(self) -> None:
-        """Stop watching: this process is done."""
+        """Stop watching: this process is done. Call it in the main thread."""
         self._peers.publish(is_done=True)
-        while self.stop_signal and spans_nodes() and self._peers.is_working(0):
+        while self.stop_signal and spans_nodes() and "is_done" not in self._peers.facts(0) and (
+                self._peers.is_up):
             time.sleep(self.deadlines.tick)  # until rank 0 has saved, or the deadline
         self._done.set()
-        self._signals.wake()
+        self._writer.send(b"\0")  # the thread need not wait for its next tick
         self._thread.join()
-        self._signals.release()
+        signal.set_wakeup_fd(-1)  # later signals must not go to a socket that is closed by then
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_DFL)
         self._peers.close()
         self.before_exit = lambda status, reason: None  # else it would keep the model in memory
         if self.process.is_main and self._heartbeat_path:
@@ -175,7 +191,8 @@ class Watchdog(AbstractContextManager):
         try:
             while not self._done.is_set():
                 failpoint("watch")
-                for number in self._signals.wait(self.deadlines.tick):
+                ready, _, _ = select.select([self._reader], [], [], self.deadlines.tick)
+                for number in self._reader.recv(64) if ready else b"":
                     self._receive(number)
                 self._check()
         except BaseException as error:  # without this thread nothing would end a hang
@@ -240,7 +257,8 @@ class Watchdog(AbstractContextManager):
         if is_silent != self._is_silent:
             self._is_silent = is_silent
             self._peers.publish(is_silent=is_silent)
-        if is_silent and self._peers.all_silent():
+        ranks = range(self.process.world_size)
+        if is_silent and all(self._peers.facts(rank).get("is_silent") for rank in ranks):
             self._diagnose_hang(f"every rank has waited for the others for {silence:.0f} s")
         if now >= self._publish_at:
             self._publish_heartbeat(now)
@@ -268,16 +286,14 @@ class Watchdog(AbstractContextManager):
         """Show that this machine can be reached, and look for those that cannot."""
         self._publish_at = now + self.deadlines.heartbeat
         self._peers.publish(at=now)
-        if self.process.world_size > 1:
-            timeout_seconds = max(self._lost_seconds, 3 * self.deadlines.heartbeat)
-            for rank in self._peers.find_lost(now, timeout_seconds):
-                if self._peers.is_up:
-                    self._record_failure(
-                        FAILED, f"rank {rank} is lost {self._position()}: its machine"
-                                f" has not answered for {timeout_seconds:.0f} s")
+        timeout_seconds = max(self._lost_seconds, 3 * self.deadlines.heartbeat)
+        for rank in self._peers.find_lost(now, timeout_seconds):
+            self._record_failure(FAILED, f"rank {rank} is lost {self._position()}: its machine has"
+                                         f" not answered for {timeout_seconds:.0f} s")
         if self.process.is_main and self._heartbeat_path:
             with suppress(OSError):  # a full disk is reported by what needs it more
-                write_heartbeat(self._heartbeat_path, phase=self._phase(), step=self._step)
+                write_heartbeat(self._heartbeat_path, phase=self._phase(), step=self._step,
+                                seconds=self._seconds(), parent=self.process.torchrun_pid)
 
     def _position(self) -> str:
         step = "" if self._step is None else f" at step {self._step + 1}"

@@ -15,7 +15,7 @@ ORDER = ("benchmarks > ddp_train prepare_dataset lab > trainer > checkpointing o
 RANK = {name: rank for rank, names in enumerate(ORDER.split(">")) for name in names.split()}
 ROOT_FILES = {"ddp_train", "gpt", "optim", "run_config", "checkpointing", "prepare_dataset"}
 WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "tokens.token_file",
-                 "tokens.tokenizer", "run_config", "processes.before_torch", "prepare_dataset",
+                 "tokens.tokenizer", "run_config", "processes.command_line", "prepare_dataset",
                  "processes.beside", "reporting.charts", "reporting.tracker",
                  "lab.export_metrics", "lab.doctor.doctor"]
 LINES = {"ddp_train.py": 350, "checkpointing.py": 450}

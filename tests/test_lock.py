@@ -1,4 +1,4 @@
-"""The lock of a run, the heartbeat where there are no locks, the time of killed launches."""
+"""The lock of a run, the heartbeat where there are no locks; locks of other directories."""
 
 import errno
 import json
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from itertools import count
@@ -19,13 +18,11 @@ from processes import run_lock
 from processes.run_lock import (
     HEARTBEAT,
     LockedError,
-    announce,
     lock_run,
     read_heartbeat,
     release_run,
     seconds_before,
     trained_by,
-    withdraw,
 )
 from processes.signals import Deadlines
 from tests.support import odd_files
@@ -34,11 +31,12 @@ from tests.support.workplace import PROJECT_DIR
 
 # Locks a run, writes its heartbeat, and goes on after its parent's end.
 LOCKS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from processes import run_lock
 run_lock.lock_run(Path(sys.argv[1]))
-run_lock.announce(Path(sys.argv[1]))
+run_lock.write_heartbeat(Path(sys.argv[1]) / run_lock.HEARTBEAT, phase="training", step=1,
+                         seconds=100.5, parent=os.getppid())
 print("locked", flush=True)
 time.sleep(3600)
 """
@@ -47,13 +45,11 @@ HERE = os.uname().nodename
 
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
-    for name in ("RANK", run_lock.LAUNCH, run_lock.EARLIER):
+    for name in ("RANK", run_lock.LAUNCH):
         monkeypatch.delenv(name, raising=False)
     for name, value in with_deadlines(heartbeat=0.2, orphans=60).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(run_lock, "STARTUP_SECONDS", 0.05)
     yield tmp_path
-    withdraw()
     release_run()
 
 
@@ -116,7 +112,7 @@ def test_a_launch_waits_until_the_processes_of_an_earlier_one_have_ended(run_dir
 def test_a_healthy_launch_is_not_waited_for(run_dir, start, monkeypatch):
     """Rank 0, its child, shares its lock, and keeps it after the launch's end."""
     launch = start()
-    assert trained_by(run_dir) == launch.pid
+    assert trained_by(run_dir) == launch.pid and seconds_before(run_dir) == 100.5
     with pytest.raises(LockedError, match=f"another launch .*: process {launch.pid} on .*; stop"):
         lock_run(run_dir)
     monkeypatch.setenv(run_lock.LAUNCH, str(os.getppid()))  # as its child
@@ -144,8 +140,7 @@ def test_a_run_directory_that_is_out_of_reach_may_be_tried_again(run_dir, monkey
 @pytest.mark.parametrize(("has_locks", "goes_on", "facts", "age", "outcome"), [
     (True, True, {}, 0, "refused"), (False, True, {}, 0, "refused"),
     (False, True, {"host": HERE}, 600, "refused"), (False, False, {}, 0, "waits"),
-    (True, False, {}, 0, "waits"), (True, True, {"host": HERE}, 0, ""), (True, True, {}, 600, ""),
-    (False, True, {"host": HERE, "pid": os.getppid()}, 0, "")])
+    (True, False, {}, 0, "waits"), (True, True, {"host": HERE}, 0, ""), (True, True, {}, 600, "")])
 def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(run_dir, monkeypatch,
                                                                            capsys, has_locks,
                                                                            goes_on, facts, age,
@@ -169,70 +164,11 @@ def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(run_d
     assert ("has no locks" in said) is not has_locks
 
 
-def test_a_heartbeat_is_renewed_until_another_process_goes_on(run_dir):
-    def wait_until(holds):
-        until = time.monotonic() + 20
-        while not holds():
-            assert time.monotonic() < until
-            time.sleep(0.05)
-
-    announce(run_dir)
-    first = (run_dir / HEARTBEAT).read_text()
-    wait_until(lambda: (run_dir / HEARTBEAT).read_text() != first)
-
-    def goes_on():
-        """Write another process's heartbeat, as it does again and again; is the thread gone?"""
-        run_lock.write_atomically(run_dir / HEARTBEAT, json.dumps(
-            {"pid": 7, "host": "elsewhere", "time": "now"}))
-        return all(thread.name != "heartbeat" for thread in threading.enumerate())
-
-    wait_until(goes_on)  # one write alone may be lost to a heartbeat that is on its way
-    withdraw()
-    assert read_heartbeat(run_dir)["host"] == "elsewhere"
-
-
-def begin(run_dir):
-    """Begin a launch after the one before was killed; return what it finds of that."""
-    for beginning in run_lock._beginning:
-        beginning._is_over.set()
-    run_lock._beginning.clear()
-    os.environ.pop(run_lock.EARLIER, None)
-    announce(run_dir)
-    return seconds_before()
-
-
-def test_a_launch_that_is_killed_while_it_starts_is_counted_by_the_next_one(run_dir, monkeypatch):
-    (run_dir / "summary.json").write_text('{"seconds": {"training": 90.5, "lost": 9.5}}')
-    assert begin(run_dir) == 100
-    first = read_heartbeat(run_dir)["seconds"]
-    assert first > 100
-    killed = begin(run_dir)
-    assert killed >= first
-    assert read_heartbeat(run_dir)["seconds"] > killed
-    withdraw()
-    assert read_heartbeat(run_dir)["seconds"] == killed  # as it was: nothing else tells it
-    begin(run_dir)
-    monkeypatch.setattr(run_lock, "COUNTED_SECONDS", 0.0)
-    withdraw()  # as after a download that failed, which had taken a while
-    assert read_heartbeat(run_dir)["seconds"] > killed
-
-
 @pytest.mark.parametrize("seconds", ["NaN", "-1", "1e300", "null", '{"a": "9"}'])
-def test_a_launch_that_ends_by_itself_before_it_trains_leaves_no_heartbeat(run_dir, seconds):
-    (run_dir / "summary.json").write_text(f'{{"seconds": {seconds}}}')
-    assert begin(run_dir) == 0 and (run_dir / HEARTBEAT).exists()
-    withdraw()
-    assert not (run_dir / HEARTBEAT).exists() and seconds_before() == 0
-
-
-def test_the_processes_of_a_launch_keep_the_heartbeat_of_their_parent(run_dir, monkeypatch):
-    beat(run_dir, 1, seconds=50)
-    monkeypatch.setenv(run_lock.EARLIER, "7")
-    announce(run_dir)
-    assert read_heartbeat(run_dir)["pid"] == 7 and seconds_before() == 7
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # after others of this launch
-    announce(run_dir)
-    assert read_heartbeat(run_dir)["pid"] == os.getpid() and seconds_before() == 50
+def test_a_heartbeat_that_is_damaged_counts_no_time(run_dir, seconds):
+    (run_dir / HEARTBEAT).write_text(
+        f'{{"pid": 7, "host": "elsewhere", "time": "now", "seconds": {seconds}}}')
+    assert seconds_before(run_dir) == 0
 
 
 def test_a_temporary_directory_goes_with_its_lock(tmp_path):

@@ -33,7 +33,7 @@ from optim import schedule_of
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
 from processes.launch import Process, unused_gpus
-from processes.run_lock import count_by, seconds_before
+from processes.run_lock import seconds_before
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
 from reporting.metrics_file import read_metrics, read_records, remove_metrics_from, spent_before
@@ -168,8 +168,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     warnings += [*unused_options(run.model, run.train),
                  clock.set_price(run.train.usd_per_hour)]
     if not options.fresh:
-        clock.count_lost(seconds_before())  # of launches that were killed
-    count_by(clock.total_seconds)
+        clock.count_lost(seconds_before(run.run_dir))  # of launches that were killed
     if resume_from is not None:
         warnings += resume_warnings(resume_from, run, records, data=data.fingerprints,
                                     num_steps=data.plan.num_steps)

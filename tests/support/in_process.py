@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.run
 
 from basics import entry_points
-from processes import before_torch, run_lock, startup_agreement
+from processes import command_line, run_lock, startup_agreement
 from processes.watchdog import Watchdog
 from tests.support.workplace import PROJECT_DIR, Workplace
 
@@ -42,7 +42,7 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
                               ("fail", lambda watchdog, error: watchdog._peers.close()),
                               ("expect_steps", _refuse_to_train)):
             patch.setattr(Watchdog, name, instead)
-        patch.setattr(before_torch, "end_with_torchrun", lambda: None)
+        patch.setattr(command_line, "end_with_torchrun", lambda: None)
         patch.setattr(entry_points, "keep_freed_memory", lambda: None)
         if under_torchrun:
             store = dist.HashStore()
@@ -58,7 +58,6 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
         except Exited as error:
             status = error.args[0]
         finally:
-            run_lock.withdraw()
             run_lock.release_run()
             signal.signal(signal.SIGINT, handler)
             gc.enable()

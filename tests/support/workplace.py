@@ -242,7 +242,6 @@ def _run_worker(script: str, arguments: list[str], is_closing: Event) -> None:
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 os.close(int(descriptor))
     run_lock.release_run()  # nor is its lock
-    run_lock._beginning.clear()  # nor is its heartbeat
     for number in STOP_SIGNALS:  # nor are its handlers
         signal.signal(number, signal.SIG_DFL)
     for module in (startup_agreement, sys.modules.get("ddp_train")):
@@ -256,7 +255,6 @@ def _run_worker(script: str, arguments: list[str], is_closing: Event) -> None:
 
 def _leave(status: int) -> None:
     """End this process as `leave` does, unless all went well: its agent waits for its return."""
-    run_lock.withdraw()
     drop_unwritable_output()
     if status:
         os._exit(status)
@@ -284,10 +282,7 @@ def _run_script(script: str, arguments: list[str]) -> None:
     torch.distributed.run.run = lambda options: _run_agent(
         options.training_script, options.training_script_args,
         nproc_per_node=int(options.nproc_per_node))
-    try:
-        runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
-    finally:
-        run_lock.withdraw()  # a forked process calls nothing of atexit
+    runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
     # What started it waits from here on for the agent, also for one that is dead.
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:

@@ -64,7 +64,7 @@ def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(workplac
     assert not any("usd" in record for record in read_lines(run_dir / "metrics.jsonl"))
 
 
-def test_launches_that_were_killed_while_they_started_use_up_the_budget(workplace):
+def test_launches_that_were_killed_use_up_the_budget(workplace):
     run_dir = workplace.add_run(train={"max_hours": 1.0})
     workplace.add_dataset()
     (run_dir / "heartbeat.json").write_text(json.dumps(
