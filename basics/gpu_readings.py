@@ -34,7 +34,6 @@ class GpuReading:
     power_limit_w: float | None = None
     energy_joules: float | None = None
     sm_clock_mhz: float | None = None
-    max_sm_clock_mhz: float | None = None
     throttle_reasons: tuple[str, ...] | None = None
     uncorrected_ecc_errors: int | None = None
     driver_version: str | None = None
@@ -53,7 +52,6 @@ READINGS: dict[str, tuple[str, tuple[int, ...], Callable[[Any], Any]]] = {
     "power_limit_w": ("EnforcedPowerLimit", (), lambda milliwatts: milliwatts / 1000),
     "energy_joules": ("TotalEnergyConsumption", (), lambda millijoules: millijoules / 1000),
     "sm_clock_mhz": ("ClockInfo", (SM_CLOCK,), int),
-    "max_sm_clock_mhz": ("MaxClockInfo", (SM_CLOCK,), int),
     "throttle_reasons": (
         "CurrentClocksEventReasons CurrentClocksThrottleReasons", (),
         lambda mask: tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit)),

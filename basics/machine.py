@@ -61,15 +61,6 @@ def available_ram_gib() -> float:
     return available / 2**30
 
 
-def num_usable_cores() -> float:
-    """Return the CPU cores that this process may use, within the quota of a container."""
-    try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        return min(num_cpu_cores(), int(quota) / int(period))
-    except (OSError, ValueError):  # no container, or no quota ("max")
-        return num_cpu_cores()
-
-
 def seconds_since_process_start() -> float:
     """Return the age of this process."""
     # psutil counts from a boot time that is rounded to whole seconds

@@ -1,34 +1,46 @@
 """`lab doctor`: check whether this machine, or each node of a launch, is fit to train."""
 
+from __future__ import annotations
+
 import os
+import shutil
+import socket
 import sys
+import textwrap
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from basics.cli import print_json
-from basics.errors import FAILED, UserError
-from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
+from basics.errors import FAILED, UserError, visible
+from basics.gpu_readings import nvml_failure, read_gpus
 from basics.machine import available_ram_gib, within
-from lab.doctor import machine_checks, run_checks
-from lab.doctor.check import (
+from basics.text import counted
+from lab.doctor import run_checks
+from lab.doctor.checks import (
+    CHECKS,
+    NO_ANSWER,
+    OK,
     PROBLEM,
+    WARNING,
     Checks,
     Subject,
-    as_document,
+    compare_gpus,
+    in_use,
     make_checks,
-    num_of,
-    print_checks,
+    visible_gpus,
 )
 from lab.doctor.load_tests import check_load, load_tests
 from processes.run_lock import trained_by
-from run_config import RUN_NAME, Run, load_run
+from run_config import RUN_NAME, load_run
 
-DRIVER_SECONDS = 8.0  # it needs milliseconds; one in trouble may never answer
-RUN_SECONDS = 8.0  # to read a run's files; a network disk may never answer
+COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
+NARROWEST, WIDEST = 60, 120  # columns of a report
+# For the driver, which needs milliseconds, and to read a run's files: one in trouble, or a network
+# disk, may never answer.
+ANSWER_SECONDS = 8.0
 
 
 @click.command()
@@ -56,74 +68,93 @@ def command(as_json: bool, **about: Any) -> None:
     spans_nodes = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
     subject, checks = examine(Subject(**about)) if is_first else (Subject(**about), {})
     if spans_nodes:
-        from lab.doctor.nodes import check_nodes
+        from lab.doctor.load import check_nodes
 
         checks |= check_nodes(subject.run, bool(subject.busy), subject.time_limit)
+    is_fit = PROBLEM not in [found.verdict for found in checks.values()]
     if is_first and as_json:
-        print_json(as_document(checks, subject.run_name))
+        print_json({"schema": "doctor/1", "run": subject.run_name, "is_fit": is_fit, "reports": [
+            {"title": socket.gethostname(), "checks": [
+                {"name": name} | found._asdict() for name, found in checks.items()]}]})
     elif is_first:
         print_checks(checks, subject.run_name)
-    status = FAILED if is_first and num_of(checks, PROBLEM) else 0
+    status = FAILED if is_first and not is_fit else 0
     if spans_nodes:  # to destroy the process group could wait for a process that hangs
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 
 
-def found_here(subject: Subject) -> Subject:
-    """Find out what is to be checked. Raises: UserError: there is no such run."""
-    run, config_error, pid = None, "", None
-    if subject.run_name is not None:
-        try:
-            run, config_error, pid = within(
-                RUN_SECONDS, partial(_find_run, subject.runs_dir, subject.run_name))
-        except OSError as error:
-            why = error.strerror or f"no answer within {RUN_SECONDS:g} s"
-            config_error = f"{error.filename or subject.runs_dir}: {why}; check the disk"
+def examine(subject: Subject) -> tuple[Subject, Checks]:
+    """Find out what is to be checked, and make all checks of this machine.
 
-    def read() -> tuple[list[GpuReading], list[GpuReading], str | None]:
-        every = read_gpus()
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return every, machine_checks.visible_gpus(every, hidden), nvml_failure()
+    Raises: UserError: there is no such run.
+    """
+    subject = with_run(with_machine(subject))
+    with load_tests(subject) as results:
+        others = make_checks(CHECKS | run_checks.CHECKS
+                             | (run_checks.OF_RUN if subject.run else {}), subject)
+        processes = results()
+    gpus = compare_gpus(subject, processes[0].found("PyTorch") or {})
+    return subject, {"GPUs": gpus} | check_load(processes) | others
 
+
+def with_machine(subject: Subject) -> Subject:
+    """Read the GPUs and the memory that there is."""
     try:
-        every, gpus, failure = within(DRIVER_SECONDS, read)
+        every = within(ANSWER_SECONDS, read_gpus)
+        gpus = within(ANSWER_SECONDS, lambda: visible_gpus(
+            every, os.environ.get("CUDA_VISIBLE_DEVICES")))
+        failure = nvml_failure()
     except TimeoutError:
-        every, gpus, failure = [], [], machine_checks.NO_ANSWER
-    busy = [f"{subject.run_name} is being trained by process {pid}" if pid else "",
-            machine_checks.in_use(gpus)]
+        every, gpus, failure = [], [], NO_ANSWER
     number = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, len(gpus))))
     return replace(
-        subject, run=run, config_error=config_error, all_gpus=tuple(every), gpus=tuple(gpus),
-        nvml_failure=failure, num_processes=number, available_gib=available_ram_gib(),
-        world_size=int(os.environ.get("WORLD_SIZE", number)), busy="; ".join(filter(None, busy)),
-        is_training=pid is not None)
+        subject, all_gpus=tuple(every), gpus=tuple(gpus), nvml_failure=failure,
+        num_processes=number, world_size=int(os.environ.get("WORLD_SIZE", number)),
+        available_gib=available_ram_gib(), busy=in_use(gpus))
 
 
-def _find_run(runs_dir: Path, name: str) -> tuple[Run | None, str, int | None]:
-    """Return a run, or what is wrong with its configs, and the process that trains it.
+def with_run(subject: Subject) -> Subject:
+    """Read the run, if one is named, or what is wrong with its configs.
 
-    Raises:
-        UserError: there is no such run.
-        OSError: the disk cannot be read.
+    Raises: UserError: there is no such run.
     """
+    runs_dir, name = subject.runs_dir, subject.run_name
+    if name is None:
+        return subject
+    run, pid, config_error = None, None, ""
     try:
-        return load_run(runs_dir, name), "", trained_by(runs_dir / name)
+        pid = within(ANSWER_SECONDS, lambda: trained_by(runs_dir / name))
+        run = within(ANSWER_SECONDS, lambda: load_run(runs_dir, name))
     except UserError as error:
         if not RUN_NAME.fullmatch(name) or not (runs_dir / name).is_dir():
             raise
-        return None, str(error), trained_by(runs_dir / name)
+        config_error = str(error)
+    except OSError as error:  # a TimeoutError too
+        why = error.strerror or f"no answer within {ANSWER_SECONDS:g} s"
+        config_error = f"{error.filename or runs_dir}: {why}; check the disk"
+    busy = [f"{name} is being trained by process {pid}"] if pid else []
+    return replace(subject, run=run, config_error=config_error, is_training=bool(pid),
+                   busy="; ".join([*busy, *filter(None, [subject.busy])]))
 
 
-def examine(subject: Subject) -> tuple[Subject, Checks]:
-    """Find out what is to be checked, and make all checks of this machine."""
-    subject = found_here(subject)
-    with load_tests(subject) as results:
-        others = machine_checks.check_limits(subject) | make_checks(
-            machine_checks.CHECKS | run_checks.CHECKS
-            | (run_checks.OF_RUN if subject.run else {}), subject)
-        load = results()
-    facts = load.found["PyTorch"].get(0, {})
-    return subject, {
-        "GPUs": machine_checks.check_gpus(subject, facts)} | machine_checks.check_readings(
-        subject, facts) | check_load(load) | others
+def print_checks(checks: Checks, run_name: str | None) -> None:
+    """Print one line or more for each check, then what follows from all of them."""
+    longest = max(map(len, checks))
+    width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size((100, 24)).columns))
+    for name, found in checks.items():
+        head = f"{found.verdict:<7}  {name:<{longest}}  "
+        indent = " " * len(head)
+        lines = [*textwrap.wrap(found.text, width, break_on_hyphens=False, initial_indent=indent,
+                                subsequent_indent=indent),
+                 *textwrap.wrap(found.advice, width, break_on_hyphens=False,
+                                initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   ")]
+        text = visible(head + "\n".join(lines).lstrip()).removeprefix(found.verdict)
+        click.echo(click.style(found.verdict, fg=COLORS[found.verdict]) + text)
+    verdicts = [found.verdict for found in checks.values()]
+    text = "not fit" if PROBLEM in verdicts else "fit"
+    counts = ", ".join(counted(verdicts.count(word), word) if word in verdicts else f"no {word}s"
+                       for word in (PROBLEM, WARNING))
+    click.echo(click.style(
+        f"{text} to train{f' {run_name}' if run_name else ''}: {counts}", bold=True))

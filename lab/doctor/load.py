@@ -1,15 +1,17 @@
-"""A process of the load tests, one for each GPU, under torchrun: `lab.doctor.load OUTPUT SPEC`.
+"""What loads the machine: `python -m lab.doctor.load FOLDER SPEC` is one process, for one GPU.
 
-It appends a line when it begins a part of the tests, and one with what it found: one that crashes
-or hangs leaves the part in which it did.
+It appends a line to FOLDER/RANK when it begins a part of the tests, and one with what it found: a
+process that crashes or hangs leaves the part in which it did. On several nodes, the processes of
+`lab doctor` itself exchange data over all of them.
 """
 
+import hashlib
 import json
 import os
+import platform
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,28 +20,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from basics.errors import UserError, describe
-from basics.gpu_readings import read_gpus
+from basics.errors import describe
 from basics.json_files import to_json
-from basics.machine import cuda_problem
+from basics.machine import code_digest, cuda_problem, within
 from basics.tensors import Moment
-from lab.doctor.check import OTHER_MACHINE, ok, problem, warn_unless, warning
-from lab.plan.setting import GPT2_SMALL
-from processes.launch import Process, join_process_group, share_cpu_cores
+from lab.doctor.checks import OTHER_MACHINE, Checks, Finding, ok, problem, warning
+from lab.doctor.load_tests import ADVICE, EXCHANGE, PRODUCTS, judge_exchange
+from processes.launch import Process, join_process_group, share_cpu_cores, this_process
 from processes.signals import end_with_parent
 from processes.startup_agreement import open_store
-from run_config import TrainConfig, load_run
-from trainer.compilation import choose_forward_options
-from trainer.precision import check_attention, kernel_name, resolve_for_device
+from run_config import Run
 
 MATMUL_SIZE, MATMUL_SIZE_ON_CPU = 8192, 1024
 MATMUL_SECONDS = 0.5
 REDUCED_BYTES, REDUCED_BYTES_ON_CPU = 256 * 2**20, 16 * 2**20
 NUM_REDUCTIONS, NUM_REDUCTIONS_ON_CPU = 10, 2
-TRAIN = TrainConfig(dataset="none", microbatch_size=1, checkpoint_interval=1)
+MEET_SECONDS = 60.0  # more than the checks of a node take, without its load tests
 
 
-def main(output: Path, spec: SimpleNamespace) -> None:
+def main(folder: Path, spec: SimpleNamespace) -> None:
     """Do all parts that this process takes part in.
 
     Args:
@@ -48,22 +47,20 @@ def main(output: Path, spec: SimpleNamespace) -> None:
     """
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
 
+    def write(part: str, **record: Any) -> None:
+        with (folder / str(rank)).open("a") as file:
+            file.write(to_json({"part": part} | record) + "\n")
+
     def do(part: str, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """Do one part and write what it returns, or the error that it raises."""
-        write(part, {"begun": time.time()})
+        write(part, begun=time.time())
         try:
             found = work(*arguments)
         except Exception as error:  # whatever it is, the other parts go on
-            text = describe(error)  # only a UserError's ends with advice, behind a semicolon
-            write(part, {"error": text if isinstance(error, UserError)
-                         else text.replace(";", ",")})
+            write(part, error=describe(error))
             return {}
-        write(part, {"found": found})
+        write(part, found=found)
         return found
-
-    def write(part: str, record: dict[str, Any]) -> None:
-        with output.open("a") as file:
-            file.write(to_json({"part": part, "rank": rank} | record) + "\n")
 
     facts = do("PyTorch", torch_facts)
     if not spec.is_loading or facts.get("num_gpus") != spec.num_gpus:
@@ -73,24 +70,16 @@ def main(output: Path, spec: SimpleNamespace) -> None:
     share_cpu_cores(process)
     if not do("first kernel", first_kernel, device):
         return
-    precision = do("attention", attention, spec, device).get("precision", "fp32")
-    if rank == 0 and spec.num_gpus:
-        do("Triton", triton_kernel, device)
-    if rank == 0 and spec.num_gpus > 1:
-        do("peer-to-peer", unreachable_peers, spec.num_gpus)
-    do("matrix products", matrix_products, device, precision)
+    do(PRODUCTS, matrix_products, device)
     if world_size > 1:
-        do("all-reduce", all_reduce, process, open_store("lab doctor"),
+        do(EXCHANGE, all_reduce, process, dist.FileStore(str(folder / "store"), world_size),
            timedelta(seconds=spec.seconds))
 
 
 def torch_facts() -> dict[str, Any]:
     """Report PyTorch's versions and the GPUs that it sees. Puts nothing on a GPU."""
-    count, problem = torch.cuda.device_count(), cuda_problem()
-    usable = () if any(problem) or torch.version.hip else range(count)
     return {"version": torch.__version__, "cuda": torch.version.cuda or torch.version.hip,
-            "num_gpus": count, "problem": problem, "without_bf16": [
-                number for number in usable if torch.cuda.get_device_capability(number) < (8, 0)]}
+            "num_gpus": torch.cuda.device_count(), "problem": cuda_problem()}
 
 
 def first_kernel(device: torch.device) -> dict[str, Any]:
@@ -100,77 +89,26 @@ def first_kernel(device: torch.device) -> dict[str, Any]:
     return {"one": torch.ones(1, device=device).item()}
 
 
-def attention(spec: SimpleNamespace, device: torch.device) -> dict[str, Any]:
-    """Judge the attention kernel of the run, or of GPT-2 small; report the precision."""
-    model, train = GPT2_SMALL, TRAIN
-    if spec.run_name is not None:
-        run = load_run(Path(spec.runs_dir), spec.run_name)
-        model, train = run.model, run.train
-    train = resolve_for_device(train, device)
-    check_attention(model, train, device)
-    kernel = kernel_name(model, train, device, choose_forward_options(model, train, device))
-    return {"precision": train.precision, "finding": warn_unless(
-        kernel != "math" or device.type != "cuda",
-        f"{kernel}, in {train.precision}{'' if spec.run_name else ' (GPT-2 small)'}", "it is slow;"
-        ' remove attention "math" and precision "fp32" from train.json, or use a head size'
-        " (emb_dim / n_heads) of 64 or 128")}
-
-
-def triton_kernel(device: torch.device) -> dict[str, Any]:
-    """Compile a kernel and run it, as torch.compile does: needs a C compiler, Python's headers."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def double(source, target):
-        places = tl.arange(0, 1024)
-        tl.store(target + places, 2 * tl.load(source + places))
-
-    source = torch.arange(1024, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    double[(1,)](source, target)
-    text = f"Triton {triton.__version__} compiles and runs"
-    return {"finding": ok(text) if torch.equal(target, 2 * source) else problem(
-        f"{text}, with wrong results", OTHER_MACHINE)}
-
-
-def unreachable_peers(num_gpus: int) -> dict[str, Any]:
-    """Judge how many GPUs cannot read each other's memory."""
-    pairs = [(i, j) for i in range(num_gpus) for j in range(num_gpus) if i != j]
-    without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    return {"finding": warning(
-        f"{len(without)} of {len(pairs)} pairs of GPUs cannot, such as {without[0][0]} and"
-        f" {without[0][1]}", "data goes through the RAM, which is slower; consumer cards and some"
-        " virtual machines cannot do it") if without else ok(f"all {len(pairs)} pairs of GPUs")}
-
-
-def matrix_products(device: torch.device, precision: str) -> dict[str, Any]:
-    """Measure products in 16 bits, in float32 on a CPU, and read the GPU's state meanwhile."""
-    on_gpu, reading = device.type == "cuda", None
-    size = MATMUL_SIZE if on_gpu else MATMUL_SIZE_ON_CPU
-    dtype = torch.float32 if not on_gpu else (
-        torch.float16 if precision == "fp16" else torch.bfloat16)
+def matrix_products(device: torch.device) -> dict[str, Any]:
+    """Measure products in the 16 bits that training uses, in float32 on a CPU."""
+    size, dtype, on_gpu = MATMUL_SIZE_ON_CPU, torch.float32, device.type == "cuda"
+    if on_gpu:
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        size, dtype = MATMUL_SIZE, torch.bfloat16 if has_bf16 else torch.float16
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
 
-    def seconds(number: int, meanwhile: Callable[[], None] = lambda: None) -> float:
+    def seconds(number: int) -> float:
         began = Moment(device)
         for _ in range(number):
             torch.mm(a, b, out=out)
-        ended = Moment(device)
-        meanwhile()
-        return ended.seconds_since(began)
-
-    def read() -> None:
-        nonlocal reading
-        time.sleep(MATMUL_SECONDS / 2)  # until its clock has risen
-        reading = asdict(read_gpus([f"GPU-{torch.cuda.get_device_properties(device).uuid}"])[0])
+        return Moment(device).seconds_since(began)
 
     seconds(3)  # the first call initialises a library
     number = max(3, int(MATMUL_SECONDS / (seconds(3) / 3)))
-    taken = seconds(number, read) if on_gpu else seconds(number)
-    return {"flops": 2 * size**3 * number / taken, "dtype": str(dtype).removeprefix("torch."),
-            "name": torch.cuda.get_device_name(device) if on_gpu else "CPU", "gpu": reading}
+    return {"flops": 2 * size**3 * number / seconds(number),
+            "dtype": str(dtype).removeprefix("torch."),
+            "gpu": torch.cuda.get_device_name(device) if on_gpu else None}
 
 
 def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[str, Any]:
@@ -197,6 +135,66 @@ def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[st
     store.wait([f"done/{rank}" for rank in range(process.world_size)], limit)
     return {"backend": dist.get_backend(), "bytes": size, "seconds": taken, "is_right": is_right,
             "world_size": process.world_size}
+
+
+def check_nodes(run: Run | None, is_busy: bool, time_limit: float) -> Checks:
+    """Compare all nodes; add up numbers over all GPUs, unless one is in use. Every rank.
+
+    Args:
+        run, is_busy: of the first process of each node; the others know neither.
+        time_limit: seconds for the exchange, as for each node's own load tests.
+    """
+    versions = {"PyTorch": torch.__version__, "the project's code": code_digest(),
+                "Python": ".".join(platform.python_version_tuple()[:2])}
+    if run is not None:
+        configs = f"{run.model!r} {run.train!r}".encode()
+        versions["the run's configs"] = hashlib.blake2b(configs, digest_size=6).hexdigest()
+    store, ranks = open_store("lab doctor"), range(int(os.environ["WORLD_SIZE"]))
+    store.set(f"process/{os.environ['RANK']}", json.dumps(
+        {"node": int(os.environ["GROUP_RANK"]), "is_busy": is_busy, "versions": versions}))
+    keys = [f"process/{rank}" for rank in ranks]
+    try:
+        store.wait(keys, timedelta(seconds=MEET_SECONDS + time_limit))
+    except RuntimeError:
+        missing = [str(rank) for rank in ranks if not store.check([f"process/{rank}"])]
+        return {"nodes": problem(f"no answer from rank {', '.join(missing)}", OTHER_MACHINE)}
+    everybody = [json.loads(store.get(key)) for key in keys]
+    checks = {"nodes": compare_nodes(everybody)}
+    if not any(other["is_busy"] for other in everybody):
+        checks["all-reduce of all nodes"] = _exchange(store, time_limit)
+    return checks
+
+
+def compare_nodes(everybody: Sequence[dict[str, Any]]) -> Finding:
+    """Compare what must be the same on all nodes, as their first processes tell."""
+    nodes = {each["node"]: each for each in reversed(everybody)}
+    for what in nodes[min(nodes)]["versions"]:
+        found = {node: nodes[node]["versions"].get(what) for node in sorted(nodes)}
+        if len(set(found.values())) > 1:
+            values = ", ".join(f"{value} on node {node}" for node, value in found.items())
+            return problem(f"{what} differs: {values}", "bring all nodes to the same commit and run"
+                           " uv sync on each; runs/ is best shared between them")
+    text = f"{', '.join(nodes[min(nodes)]['versions'])}: the same on all {len(nodes)}"
+    busy = [str(node) for node in sorted(nodes) if nodes[node]["is_busy"]]
+    return ok(text) if not busy else warning(
+        f"{text}; no numbers are added up, because of node {', '.join(busy)}",
+        "see that node's report")
+
+
+def _exchange(store: dist.Store, time_limit: float) -> Finding:
+    """Add up numbers over all processes. Every rank."""
+    def work() -> dict[str, Any]:
+        process = this_process()
+        first_kernel(process.device)
+        return all_reduce(process, store, timedelta(seconds=time_limit))
+
+    try:
+        return judge_exchange({0: within(time_limit, work)})
+    except TimeoutError:
+        return problem(f"has not ended after {time_limit:g} s", ADVICE[EXCHANGE])
+    except Exception as error:  # whatever it is, the report is printed
+        text = describe(error)
+        return problem(text, ADVICE["gloo" if "gloo" in text else EXCHANGE])
 
 
 if __name__ == "__main__":

@@ -2,37 +2,30 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from basics.gpu_readings import SLOWDOWNS
 from basics.machine import PROJECT_DIR, num_cpu_cores
-from lab.doctor.check import (
+from basics.text import counted
+from lab.doctor.checks import (
     INSTALL_TORCH,
     OTHER_MACHINE,
     Checks,
     Finding,
     Subject,
-    num_processes,
     numbers,
     ok,
     problem,
-    split_error,
     unknown,
     warn_unless,
-    warning,
 )
 from reporting.speed import find_gpu
 
@@ -41,216 +34,162 @@ LITTLE_OF_PEAK = 0.5  # of a GPU's peak; large products reach 60 to 90%
 MUCH_SLOWER = 0.8  # of the fastest GPU's speed
 SLOW_BUS = 4e9  # bytes a second; PCIe without peer-to-peer access has more
 PRODUCTS, EXCHANGE = "matrix products", "all-reduce"
-PARTS = ("PyTorch", "first kernel", "attention", "Triton", "peer-to-peer", PRODUCTS, EXCHANGE)
+PARTS = ("PyTorch", "first kernel", PRODUCTS, EXCHANGE)
 ADVICE = {  # by the part that fails, or a word of its error
-    "import": "install it again: uv sync --reinstall-package torch",
-    "attention": 'set attention to "auto" in train.json',
-    "Triton": "install gcc and Python's headers, as setup_lambda.sh does, or set compile to false",
+    "PyTorch": "install it again: uv sync --reinstall-package torch",
     EXCHANGE: "set NCCL_DEBUG=INFO and train a few steps: it names the connection that fails",
     "gloo": "set GLOO_SOCKET_IFNAME to the interface between the machines",
     "no kernel image": INSTALL_TORCH,
 }
-FAILED_FIRST = re.compile(  # in torchrun's report
-    r"Root Cause.*?^\s*rank\s*: (\d+).*?^\s*exitcode\s*: (-?\d+)", re.DOTALL | re.MULTILINE)
-LAST_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
-
 MORE_TIME = "give the tests more time with --time-limit"
-
-ByRank = dict[int, Any]
-
-
-def _by_part() -> defaultdict[str, ByRank]:
-    return defaultdict(dict)
 
 
 @dataclass
-class Load:
-    """What the processes of the load tests have found, and how far they have come.
+class Outcome:
+    """What a process of the load tests has done.
 
     Attributes:
-        begun, found, error: by part and rank; a part that has ended is in one of the last two.
-        how: they ended, if too early: a signal, an error, or the time limit; `is_late` if that.
-        failed_rank: that ended first; None if that is not known.
-        seconds: when they ended, in seconds since the epoch, as `begun`.
+        parts: by name: when it `begun` it, in seconds since the epoch, and what it `found` there,
+            or the `error`; a process that crashes or hangs has neither.
+        end: how it ended too early: a signal or an error; "" if it has not.
     """
 
-    begun: dict[str, ByRank] = field(default_factory=_by_part)
-    found: dict[str, ByRank] = field(default_factory=_by_part)
-    error: dict[str, ByRank] = field(default_factory=_by_part)
-    how: str = ""
-    is_late: bool = False
-    failed_rank: int | None = None
-    seconds: float = 0.0
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    end: str = ""
 
-    def add(self, lines: str) -> None:
-        """Add what the processes have written; the last line may be cut off."""
-        for line in lines.split("\n"):
-            with suppress(ValueError):
+    @classmethod
+    def read(cls, path: Path, process: subprocess.Popen[bytes]) -> "Outcome":
+        """Read what a process has written; the last line may be cut off."""
+        outcome, status = cls(), process.poll()
+        with suppress(OSError, ValueError):  # nothing is written yet
+            for line in path.read_text().splitlines():
                 record = json.loads(line)
-                for kind in record.keys() & {"begun", "found", "error"}:
-                    getattr(self, kind)[record["part"]][record["rank"]] = record[kind]
+                outcome.parts.setdefault(record.pop("part"), {}).update(record)
+        if status:
+            lines = path.with_suffix(".log").read_text(errors="replace").split("\n")
+            said = [line.strip()[:120] for line in lines if line.strip()]
+            outcome.end = (f"killed by {signal.Signals(-status).name}" if status < 0
+                           else [f"exit status {status}", *said][-1])
+        return outcome
+
+    def found(self, part: str) -> Any:
+        return self.parts.get(part, {}).get("found")
 
 
 @contextmanager
-def load_tests(subject: Subject) -> Iterator[Callable[[], Load]]:
+def load_tests(subject: Subject) -> Iterator[Callable[[], list[Outcome]]]:
     """Run the tests while the block runs, and yield what waits for their results.
 
-    One process for each GPU, two on a CPU, one that only reports if others use the machine.
+    One process for each GPU, two on a CPU, one that only reports if others use the machine. They
+    need no torchrun: they meet in a file, and each has an exit status of its own.
     """
     number = 1 if subject.busy else len(subject.gpus) or min(2, num_cpu_cores())
     spec = {"num_gpus": len(subject.gpus), "is_loading": not subject.busy,
-            "seconds": subject.time_limit, "runs_dir": str(subject.runs_dir.absolute()),
-            "run_name": subject.run.name if subject.run else None}
+            "seconds": subject.time_limit}
     path = os.pathsep.join(filter(None, (str(PROJECT_DIR), os.environ.get("PYTHONPATH"))))
     deadline = time.monotonic() + subject.time_limit
-    with tempfile.TemporaryDirectory(prefix="lab-doctor-") as folder:
-        output, log = Path(folder, "parts"), Path(folder, "log")
-        # Without its address torchrun asks for that of the machine's name, which may have none.
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   "--local-addr=127.0.0.1", f"--nproc-per-node={number}",
-                   "-m", "lab.doctor.load", str(output), json.dumps(spec)]
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
-                start_new_session=True, env=os.environ | {"PYTHONPATH": path})
+    with tempfile.TemporaryDirectory(prefix="lab-doctor-", ignore_cleanup_errors=True) as folder:
+        processes = []
+        for rank in range(number):
+            with Path(folder, f"{rank}.log").open("wb") as log:
+                processes.append(subprocess.Popen(
+                    [sys.executable, "-m", "lab.doctor.load", folder, json.dumps(spec)],
+                    stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | {
+                        "PYTHONPATH": path, "RANK": str(rank), "WORLD_SIZE": str(number),
+                        "LOCAL_WORLD_SIZE": str(number), "GROUP_WORLD_SIZE": "1"}))
 
-        def results() -> Load:
-            load = Load()
-            try:
-                status = process.wait(max(0.0, deadline - time.monotonic()))
-                if status:
-                    load.failed_rank, load.how = how_it_failed(
-                        log.read_text(errors="replace"), status)
-            except subprocess.TimeoutExpired:
-                load.how, load.is_late = f"no answer within {subject.time_limit:g} s", True
-            load.seconds = time.time()
-            with suppress(OSError):  # nothing is written yet
-                load.add(output.read_text())
-            return load
+        def results() -> list[Outcome]:
+            """Wait until all have ended, one has failed, or the time is over."""
+            while time.monotonic() < deadline and None in (
+                    statuses := [process.poll() for process in processes]):
+                if any(statuses):
+                    break
+                time.sleep(0.05)
+            return [Outcome.read(Path(folder, str(rank)), process)
+                    for rank, process in enumerate(processes)]
 
         try:
             yield results
         finally:
-            _end(process)
+            for process in processes:
+                process.kill()
+            for process in processes:
+                with suppress(subprocess.TimeoutExpired):  # one that waits for a dead driver
+                    process.wait(2)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun, and its processes, which it has put into sessions of their own."""
-    with suppress(psutil.Error):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):  # one that waits for a dead driver
-        process.wait(2)
-
-
-def how_it_failed(log: str, status: int) -> tuple[int | None, str]:
-    """Return the rank that ended first and how, from what torchrun has printed."""
-    errors = LAST_ERROR.findall(log)
-    text = errors[-1][:120] if errors else f"exit status {status}"
-    if not (first := FAILED_FIRST.search(log)):
-        return None, text
-    rank, code = map(int, first.groups())
-    return rank, f"killed by {signal.Signals(-code).name}" if code < 0 else text
-
-
-def check_load(load: Load) -> Checks:
+def check_load(processes: list[Outcome]) -> Checks:
     """Judge what the processes have found, or why not all have finished, part by part."""
-    checks = {}
-    for part in PARTS:
-        found = [load.found[part][rank] for rank in sorted(load.found[part])]
-        if failure := _why_not(part, load):
-            checks[part] = failure
-        elif found and part in JUDGES:
-            checks[part] = JUDGES[part](found)
-        elif found and "finding" in found[0]:
-            checks[part] = Finding(*found[0]["finding"])
-        if part == PRODUCTS and (clocks := _clocks([each["gpu"] or {} for each in found])):
-            checks["clocks"] = clocks
-    if not load.begun[PARTS[0]] and load.is_late:
-        checks[PARTS[0]] = unknown(load.how, MORE_TIME)
-    elif not load.begun[PARTS[0]]:
-        checks[PARTS[0]] = problem(f"cannot be imported: {load.how}", ADVICE["import"])
-    elif load.how and not load.is_late:
-        rank = load.failed_rank or 0
-        last = [PARTS[0], *(part for part in PARTS if rank in load.begun[part])][-1]
-        checks[last] = problem(f"stopped on rank {rank}: {load.how}",
-                               ADVICE.get(last, OTHER_MACHINE))
-    return checks
+    checks = {part: judge_part(part, processes) for part in PARTS}
+    return {part: found for part, found in checks.items() if found is not None}
 
 
-def _why_not(part: str, load: Load) -> Finding | None:
-    """Return why not all processes have done a part; None if all have, or none began it."""
-    known, begun = ADVICE.get(part, OTHER_MACHINE), load.begun[part]
-    missing = load.begun[PARTS[0]].keys() - begun.keys()
-    if missing and begun and part in (PRODUCTS, EXCHANGE):  # all take part in these
-        first = load.failed_rank if load.failed_rank in missing else min(missing)
-        return unknown(f"rank {first} stopped before it")
-    if load.error[part]:
-        rank, error = min(load.error[part].items())
-        by_word = [ADVICE[word] for word in ("gloo", "no kernel image") if word in error]
-        text, advice = split_error(error, *by_word, known)
-        return problem(f"failed on rank {rank}: {text}", advice)
-    waiting = begun.keys() - load.found[part].keys()
-    if not waiting or not load.is_late:
-        return None
-    # In an exchange one waits for the last one that begins; a CPU may only be slow.
-    seconds = load.seconds - (max if part == EXCHANGE else min)(begun[rank] for rank in waiting)
-    on_gpu = load.found[PARTS[0]].get(0, {}).get("num_gpus") != 0
-    if seconds < HANG_SECONDS or not (on_gpu or part == EXCHANGE):
-        return unknown(load.how, MORE_TIME)
-    return problem(f"has not ended on rank {min(waiting)} after {seconds:.0f} s", known)
+def judge_part(part: str, processes: list[Outcome]) -> Finding | None:
+    """Judge a part; None if no process has come to it, or another part has stopped it."""
+    known = ADVICE.get(part, OTHER_MACHINE)
+    done = {rank: process.parts.get(part, {}) for rank, process in enumerate(processes)}
+    ends = {rank: process.end for rank, process in enumerate(processes) if process.end}
+    for rank, end in ends.items():
+        if [PARTS[0], *processes[rank].parts][-1] == part:
+            return problem(f"stopped on rank {rank}: {end}", known)
+    missing = [rank for rank, record in done.items() if not record]
+    if missing and part == PARTS[0] and not ends:
+        return unknown("it has not been imported in time", MORE_TIME)
+    if missing and any(done.values()) and part in (PRODUCTS, EXCHANGE):  # all take part
+        return unknown(f"rank {[*ends, *missing][0]} stopped before it")
+    for rank, record in done.items():
+        if error := record.get("error"):
+            by_word = [ADVICE[word] for word in ("gloo", "no kernel image") if word in error]
+            return problem(f"failed on rank {rank}: {error}", [*by_word, known][0])
+    waiting = {rank: record["begun"] for rank, record in done.items()
+               if record and "found" not in record}
+    if waiting and not ends:
+        # In an exchange one waits for the last one that begins; a CPU may only be slow.
+        seconds = time.time() - (max if part == EXCHANGE else min)(waiting.values())
+        on_gpu = (processes[0].found(PARTS[0]) or {}).get("num_gpus") != 0
+        if seconds < HANG_SECONDS or not (on_gpu or part == EXCHANGE):
+            return unknown("it has not ended in time", MORE_TIME)
+        return problem(f"has not ended on rank {min(waiting)} after {seconds:.0f} s", known)
+    found = {rank: record["found"] for rank, record in done.items() if "found" in record}
+    return JUDGES[part](found) if found and part in JUDGES else None
 
 
-def _products(found: Sequence[dict[str, Any]]) -> Finding:
+def judge_products(found: Mapping[int, dict[str, Any]]) -> Finding:
     """Compare each GPU's speed with its peak and with the others."""
-    speeds, on_gpu = [each["flops"] for each in found], found[0]["gpu"] is not None
-    size, unit = (1e12, "TFLOP/s") if on_gpu else (1e9, "GFLOP/s")
-    values = dict.fromkeys(f"{speed / size:,.3g}" for speed in (min(speeds), max(speeds)))
-    text = f"{' to '.join(values)} {unit} in {found[0]['dtype']}"
-    if not on_gpu:
+    speeds, one = {rank: each["flops"] for rank, each in found.items()}, found[min(found)]
+    size, unit = (1e12, "TFLOP/s") if one["gpu"] else (1e9, "GFLOP/s")
+    slowest, fastest = min(speeds.values()), max(speeds.values())
+    values = dict.fromkeys(f"{speed / size:,.3g}" for speed in (slowest, fastest))
+    text = f"{' to '.join(values)} {unit} in {one['dtype']}"
+    if not one["gpu"]:
         return ok(text + (f" by each of {len(speeds)} processes" if len(speeds) > 1 else ""))
-    if gpu := find_gpu(found[0]["name"]):
-        text += f", {min(speeds) / gpu.peak_flops:.0%} of the peak of {gpu.name}"
-    slow = [number for number, speed in enumerate(speeds) if speed < MUCH_SLOWER * max(speeds)]
+    if gpu := find_gpu(one["gpu"]):
+        text += f", {slowest / gpu.peak_flops:.0%} of the peak of {gpu.name}"
+    slow = [rank for rank, speed in speeds.items() if speed < MUCH_SLOWER * fastest]
     if slow:
-        return warning(f"{text}; {numbers(slow)} much slower than the others",
-                       "all GPUs wait for the slowest; see the lines on clocks and temperature")
+        text += f"; {numbers(slow)} much slower than the others"
+    is_fine = not slow and (not gpu or slowest >= LITTLE_OF_PEAK * gpu.peak_flops)
     return warn_unless(
-        not gpu or min(speeds) >= LITTLE_OF_PEAK * gpu.peak_flops, text, "large products reach 60"
-        " to 90%; see the lines on clocks and temperature, and look for other programs on the GPUs")
+        is_fine, text, "large products reach 60 to 90%, and all GPUs wait for the slowest:"
+        " nvidia-smi -q -d PERFORMANCE tells whether heat or the power supply slows a GPU down;"
+        " look for other programs on it, or take another machine")
 
 
-def _clocks(gpus: Sequence[dict[str, Any]]) -> Finding | None:
-    """Check the clocks while the GPUs computed, and whether heat or the supply lowered them."""
-    known = [gpu for gpu in gpus if gpu.get("sm_clock_mhz") and gpu.get("max_sm_clock_mhz")]
-    if not known:
-        return None
-    clocks = [gpu["sm_clock_mhz"] for gpu in known]
-    degrees = [gpu["temperature_c"] for gpu in known if gpu.get("temperature_c") is not None]
-    text = (f"{min(clocks):,.0f} to {max(clocks):,.0f} of"
-            f" {max(gpu['max_sm_clock_mhz'] for gpu in known):,.0f} MHz under load"
-            + (f", at most {max(degrees):.0f} °C" if degrees else ""))
-    slowed = {number: reason for number, gpu in enumerate(gpus)
-              for reason in reversed(gpu.get("throttle_reasons") or ()) if reason in SLOWDOWNS}
-    return ok(text) if not slowed else warning(
-        f"{text}; {numbers(list(slowed))} slowed down: {next(iter(slowed.values()))}",
-        "the machine's cooling or power supply is too weak; take another one")
-
-
-def judge_exchange(found: Sequence[dict[str, Any]]) -> Finding:
+def judge_exchange(found: Mapping[int, dict[str, Any]]) -> Finding:
     """Judge the sums and the speed of the exchange between some processes."""
-    if not all(each["is_right"] for each in found):
+    if not all(each["is_right"] for each in found.values()):
         return problem("gives wrong sums", "the machine is defective: take another one")
-    backend, number = found[0]["backend"], found[0]["world_size"]
-    slowest = max(each["seconds"] for each in found)
-    speed = 2 * (number - 1) / number * found[0]["bytes"] / slowest  # as nccl-tests counts
+    one = found[min(found)]
+    backend, number = one["backend"], one["world_size"]
+    slowest = max(each["seconds"] for each in found.values())
+    speed = 2 * (number - 1) / number * one["bytes"] / slowest  # as nccl-tests counts
     return warn_unless(
         speed >= SLOW_BUS or backend == "gloo", f"{speed / 1e9:,.3g} GB/s bus bandwidth,"
-        f" {num_processes(number)}, {backend}", "each step waits long for the gradients: raise"
-        ' gradient accumulation (a larger global_batch_size), set "all_reduce_dtype": "bf16", or'
-        " take a machine with NVLink")
+        f" {counted(number, 'process', 'processes')}, {backend}",
+        "each step waits long for the gradients: raise gradient accumulation (a larger"
+        ' global_batch_size), set "all_reduce_dtype": "bf16", or take a machine with NVLink')
 
 
-JUDGES: dict[str, Callable[[Sequence[dict[str, Any]]], Finding]] = {  # of what all ranks found
-    "PyTorch": lambda found: ok(found[0]["version"]), PRODUCTS: _products, EXCHANGE: judge_exchange}
+JUDGES: dict[str, Callable[[Mapping[int, dict[str, Any]]], Finding]] = {  # of what ranks found
+    "PyTorch": lambda found: ok(found[min(found)]["version"]),
+    PRODUCTS: judge_products, EXCHANGE: judge_exchange}

@@ -3,25 +3,23 @@
 import json
 import shutil
 from contextlib import suppress
-from pathlib import Path
 
-from basics.errors import UserError, first_line
+from basics.errors import UserError
 from basics.files import check_inside
-from basics.text import gb, gib
-from lab.doctor.check import (
+from basics.text import counted, gb, gib
+from lab.doctor.checks import (
+    OTHER_CONFIG,
     PROBLEM,
     Finding,
     Subject,
-    num_processes,
+    existing,
     numbers,
     ok,
     problem,
-    split_error,
     unknown,
     warn_unless,
     warning,
 )
-from lab.doctor.machine_checks import existing
 from lab.plan.estimate import (
     bytes_of_checkpoint,
     default_precision,
@@ -43,15 +41,14 @@ MUCH_TOO_LARGE = 1.25  # times the memory there is: the estimate is not that far
 OWN_GIB = 1.0  # of a GPU, which CUDA and NCCL take beside a process's tensors
 ASK_SECONDS = 8.0  # for one answer of the hub
 TOKEN_FILES = ("train.safetensors", "validation.safetensors", "tokenizer.json")
-OTHER_CONFIG = "see docs/configuration.md"
-OTHER_NAME = "correct the name in train.json, or the hub's token"
 
 
 def check_configs(subject: Subject) -> Finding | None:
-    """Check that the run's files can be read, as the training does."""
+    """Check that the run's files can be read, as the training does. Raises: UserError."""
+    if subject.config_error:
+        raise UserError(subject.config_error)
     if subject.run is None:
-        return problem(*split_error(subject.config_error, OTHER_CONFIG)
-                       ) if subject.run_name else None
+        return None
     lines = list(subject.run.warnings)
     try:
         subject.run.priced(None)
@@ -59,49 +56,35 @@ def check_configs(subject: Subject) -> Finding | None:
         lines.append(str(error))
     if not lines:
         return ok(f"model.json and train.json of {subject.run.run_dir} can be used")
-    texts, advice = zip(*(split_error(line, OTHER_CONFIG) for line in lines), strict=True)
-    return warning("; ".join(texts), "; ".join(dict.fromkeys(advice)))
+    return warning("; ".join(lines), OTHER_CONFIG)
 
 
 def check_dataset(subject: Subject) -> Finding:
-    """Check that the dataset is here, is made here, or can be downloaded."""
+    """Check that the dataset is here, is made here, or can be downloaded. Raises: UserError."""
     name = subject.run.train.dataset
     place = subject.datasets_dir / name
-    try:
-        check_inside(place, subject.datasets_dir, "--datasets-dir")
-        if is_complete(place):
-            train, _ = (TokenFile(place / f"{split}.safetensors")
-                        for split in ("train", "validation"))
-            return ok(f"{place} has {train.num_tokens:,} training tokens")
-    except UserError as error:
-        return problem(*split_error(error, OTHER_CONFIG))
-    if "/" in name:
-        return _check_download(subject, name)
+    check_inside(place, subject.datasets_dir, "--datasets-dir")
+    if is_complete(place):
+        train, _ = (TokenFile(place / file) for file in TOKEN_FILES[:2])
+        return ok(f"{place} has {train.num_tokens:,} training tokens")
     if name == STDLIB_DATASET:
         return ok(f"{place} is made from Python's own files when training starts")
-    return problem(f"{place}: no dataset there", f"make it: prepare_dataset.py SOURCE {place}, or"
-                   " name a dataset on the hub (owner/name) in train.json")
-
-
-def _check_download(subject: Subject, name: str) -> Finding:
-    """Check that a dataset is on the hub, and that the disk has room for it."""
+    if "/" not in name:
+        return problem(f"{place}: no dataset there", f"make it: prepare_dataset.py SOURCE {place},"
+                       " or name a dataset on the hub (owner/name) in train.json")
     from huggingface_hub import HfApi
 
-    try:
-        info = ask_hub(name, lambda: HfApi().dataset_info(
-            name, files_metadata=True, timeout=ASK_SECONDS), pauses=())
-    except UserError as error:
-        return problem(*split_error(error, OTHER_NAME))
+    info = ask_hub(name, lambda: HfApi().dataset_info(
+        name, files_metadata=True, timeout=ASK_SECONDS), pauses=())
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     if missing := [file for file in TOKEN_FILES[:2] if file not in sizes]:
         return problem(f"{name} on the hub has no {missing[0]}",
                        "name a dataset of token files, or make one with prepare_dataset.py")
     needed = sum(sizes.get(file, 0) for file in TOKEN_FILES)
     free = shutil.disk_usage(existing(subject.datasets_dir)).free
-    text = (f"{name} is on the hub: {needed / 1e9:,.1f} GB are downloaded when training starts,"
-            f" {free / 1e9:,.1f} GB are free")
+    text = f"{name} is on the hub: {gb(needed)} are downloaded when training starts"
     return ok(text) if needed < free else problem(
-        text, "make room, or name another place with --datasets-dir")
+        f"{text}, {gb(free)} are free", "make room, or name another place with --datasets-dir")
 
 
 def check_ram(subject: Subject) -> Finding:
@@ -141,15 +124,13 @@ def plan_of(subject: Subject) -> BatchPlan:
 
 
 def check_batch(subject: Subject) -> Finding:
-    """Check that the global batch can be divided among the processes."""
+    """Check that the global batch can be divided among the processes. Raises: UserError."""
     size, world_size = subject.run.train.microbatch_size, subject.world_size
-    try:
-        plan_of(subject)
-        steps = accumulation_steps_of(subject.run, world_size=world_size)
-    except UserError as error:
-        return problem(*split_error(error, OTHER_CONFIG))
+    plan_of(subject)
+    steps = accumulation_steps_of(subject.run, world_size=world_size)
     return ok(f"microbatch {size:,} x accumulation {steps:,} x"
-              f" {num_processes(world_size)} = {size * steps * world_size:,} sequences")
+              f" {counted(world_size, 'process', 'processes')} ="
+              f" {size * steps * world_size:,} sequences")
 
 
 def check_microbatch(subject: Subject) -> Finding:
@@ -200,69 +181,38 @@ def check_checkpoints(subject: Subject) -> Finding:
                        f" {gb(number * size)}", advice)
 
 
-def needed_of_hub(subject: Subject) -> tuple[str, str]:
-    """Return the dataset and the first model that the run must still download; "" for neither."""
-    if subject.run is None:
-        return "", ""
-    dataset, model = subject.run.train.dataset, subject.run.train.init_from or ""
-    if "/" not in dataset or is_complete(subject.datasets_dir / dataset):
-        dataset = ""
-    has_begun = (subject.run.checkpoints_dir / "latest").exists()
-    return dataset, "" if has_begun or "/" not in model or Path(model).is_dir() else model
-
-
 def check_hub(subject: Subject) -> Finding | None:
-    """Ask the hub for an answer, where that was asked for."""
-    if not subject.is_online:
-        return None
-    from huggingface_hub import constants
+    """Ask the hub what its token may do, if the run needs it, or if asked to.
+
+    Neither the token nor an error's text, which may repeat the request, is ever shown.
+    """
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import get_session
 
-    try:
-        get_session().head(constants.ENDPOINT, timeout=ASK_SECONDS)
-    except Exception as error:  # of whichever HTTP library the client uses
-        return warning(f"{constants.ENDPOINT} does not answer ({first_line(error)})",
-                       "check the network, a proxy (HTTPS_PROXY) and the clock of this machine")
-    return ok(f"{constants.ENDPOINT} answers")
-
-
-def check_model(subject: Subject) -> Finding | None:
-    """Check that the model that the run starts from can be downloaded."""
-    from huggingface_hub import HfApi
-
-    if not (name := needed_of_hub(subject)[1]):
+    dataset = subject.run.train.dataset if subject.run else ""
+    is_needed = "/" in dataset and not is_complete(subject.datasets_dir / dataset)
+    if not (is_needed or subject.is_online):
         return None
     try:
-        ask_hub(name, lambda: HfApi().model_info(name, timeout=ASK_SECONDS), pauses=())
-    except UserError as error:
-        return problem(*split_error(error, OTHER_NAME))
-    return ok(f"{name} is on the hub")
-
-
-def check_token(subject: Subject) -> Finding | None:
-    """Check what the hub's token may do; its text is never shown."""
-    if not (subject.is_online or any(needed_of_hub(subject))):
-        return None
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if not get_token():
-        return ok("none: enough for public datasets and models, not for lab publish")
-    try:
+        if not get_token():
+            get_session().head(constants.ENDPOINT, timeout=ASK_SECONDS)
+            return ok("answers; no token: enough for public datasets and models, not for lab"
+                      " publish (uv run hf auth login)")
         about = HfApi().whoami()
     except HfHubHTTPError as error:
         if error.response.status_code not in (401, 403):
             return unknown(f"the hub answers {error.response.status_code}")
-        return warning("the hub refuses it", "store another one: uv run hf auth login")
-    except Exception as error:  # its message may repeat the request
-        return unknown(f"the hub does not answer ({type(error).__name__})")
+        return warning("refuses the token", "store another one: uv run hf auth login")
+    except Exception as error:  # of whichever HTTP library the client uses
+        return warning(f"{constants.ENDPOINT} does not answer ({type(error).__name__})",
+                       "check the network, a proxy (HTTPS_PROXY) and the clock of this machine")
     token = (about.get("auth") or {}).get("accessToken") or {}
     may_write = token.get("role") == "write" or "repo.write" in json.dumps(token)
-    return ok(f"of {about.get('name', 'an unknown user')}: "
-              + ("may write" if may_write else "may not write, as lab publish must, or does not say"
-                 " so"))
+    return ok(f"answers; token of {about.get('name', 'an unknown user')}: " + (
+        "may write" if may_write else "may not write, as lab publish must, or does not say so"))
 
 
-CHECKS = {"RAM": check_ram, "configs": check_configs, "hub": check_hub, "hub token": check_token}
+CHECKS = {"RAM": check_ram, "configs": check_configs, "hub": check_hub}
 OF_RUN = {"dataset": check_dataset, "batch": check_batch, "microbatch": check_microbatch,
-          "checkpoints": check_checkpoints, "initial model": check_model}
+          "checkpoints": check_checkpoints}

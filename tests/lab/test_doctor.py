@@ -1,16 +1,20 @@
-"""`lab doctor`: the command, its report, the isolation of its checks, and several nodes."""
+"""`lab doctor`: the command and its report, GPUs, load tests, host, run, hub, several nodes."""
 
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
-import time
+from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import click
@@ -22,62 +26,100 @@ from click.testing import CliRunner
 
 from basics import machine
 from basics.errors import UserError
-from basics.gpu_readings import GpuReading
-from lab.doctor import doctor, nodes
-from lab.doctor.check import (
+from basics.gpu_readings import GIB, GpuReading, read_gpus
+from lab.doctor import checks, doctor, load, run_checks
+from lab.doctor.checks import (
+    NO_ANSWER,
     OK,
     PROBLEM,
-    SKIPPED,
     WARNING,
     Finding,
     Subject,
+    compare_gpus,
+    in_use,
     make_checks,
     ok,
-    print_checks,
+    visible_gpus,
 )
-from lab.doctor.load_tests import Load, load_tests
+from lab.doctor.doctor import print_checks
+from lab.doctor.load_tests import PARTS, Outcome, check_load, load_tests
+from processes.launch import Process
+from run_config import load_run
+from tests.support.fake_nvml import H100, FakeNvml
+from tests.support.hub_server import (
+    Fault,
+    Hub,
+    serving,
+    tokens_hub_fixture,  # noqa: F401
+    used_in_this_process,
+)
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab
+from tests.support.network import refused_network
 from tests.support.workplace import PROJECT_DIR, Workplace
 
-FACTS = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 1, "problem": ["", ""],
-         "without_bf16": []}
+A100 = "NVIDIA A100-SXM4-40GB"
+GPU = GpuReading(
+    name=A100, memory_used_gib=0.5, memory_total_gib=40.0, use_percent=0, temperature_c=31,
+    uncorrected_ecc_errors=0, driver_version="550.54.15")
+GPUS = tuple(replace(GPU, uuid=f"GPU-{number}aaa0000") for number in range(4))
+FACTS = {"version": "2.11.0", "cuda": "12.8", "num_gpus": 4, "problem": ["", ""]}
+PRODUCTS = {"flops": 250e12, "dtype": "bfloat16", "gpu": A100}
+REDUCED = {"backend": "nccl", "bytes": 2**28, "seconds": 0.002, "is_right": True, "world_size": 4}
+FOUND = dict(zip(PARTS, (FACTS, {"one": 1.0}, PRODUCTS, REDUCED), strict=True))
+NOW = 1000.0
+Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
 def place(tmp_path):
-    workplace = Workplace(tmp_path)
-    workplace.add_run()
-    workplace.add_dataset()
-    return workplace
+    return Workplace(tmp_path)
 
 
-def load_of(num_gpus, part="", **ended):
-    """Return what one process has found that has begun a part 20 seconds before its end."""
-    load = Load(seconds=120.0, **ended)
-    if part:
-        load.begun["PyTorch"][0] = load.begun[part][0] = 100.0
-    if part and part != "PyTorch":
-        load.found["PyTorch"][0] = FACTS | {"num_gpus": num_gpus}
-    return load
+@pytest.fixture
+def ready(place):
+    """A workplace with a run and its dataset."""
+    place.add_run()
+    place.add_dataset()
+    return place
+
+
+def subject(place, *, train=None, model=None, **about):
+    """Return the tiny run, changed, on a CPU with 100 GiB."""
+    place.add_run(train=train, model=model)
+    return Subject(place.runs_dir, place.datasets_dir, "tiny",
+                   run=load_run(place.runs_dir, "tiny"), **{"available_gib": 100.0} | about)
+
+
+def checks_of(about, functions=run_checks.CHECKS):
+    return make_checks(functions | (run_checks.OF_RUN if about.run else {}), about)
+
+
+def outcome(last=PARTS[-1], began=20.0, **changes):
+    """Return what a process found that did not end the last part, begun this many seconds ago."""
+    parts = {part: {"begun": NOW - began, "found": FOUND[part] | changes}
+             for part in PARTS[:PARTS.index(last) + 1]}
+    parts[last].pop("found")
+    return Outcome(parts)
 
 
 class Stand:
     """A machine with these GPUs, whose load tests end with this; no disk is measured."""
 
     def __init__(self, monkeypatch):
-        self.load, self.gpus, self.pid = load_of(0, how="ImportError: no such library"), [], None
-        self.busy: list[str] = []
+        self.outcomes, self.gpus = [Outcome(end="ImportError: x")], []
+        self.pid, self.busy = None, []
 
         @contextmanager
         def tests(subject):
             self.busy.append(subject.busy)
-            yield lambda: self.load
+            yield lambda: self.outcomes
 
         monkeypatch.setattr(doctor, "load_tests", tests)
         monkeypatch.setattr(doctor, "read_gpus", lambda: self.gpus)
         monkeypatch.setattr(doctor, "trained_by", lambda _: self.pid)
-        monkeypatch.setattr("lab.doctor.machine_checks.write_speed", lambda *_: 1e9)
+        monkeypatch.setattr(checks, "TEST_BYTES", 2**10)
+        monkeypatch.setattr("lab.doctor.load_tests.time", SimpleNamespace(time=lambda: NOW))
 
 
 @pytest.fixture
@@ -91,106 +133,53 @@ def report_of(output):
     return report.named()
 
 
-def test_a_machine_without_gpus_is_fit_to_train_a_run(place):
-    """All of it is real: under torchrun two processes multiply matrices and exchange data."""
-    before = place.files()
-    result = run_lab("doctor", *place.arguments("tiny", "--json", "--time-limit", "200"))
+# --- the command
+
+
+def test_a_machine_without_gpus_is_fit_to_train_a_run(ready):
+    """All of it is real: two processes multiply matrices and exchange data."""
+    before = ready.files()
+    result = run_lab("doctor", *ready.arguments("tiny", "--json", "--time-limit", "200"))
     assert result.exit_code == 0, result.output
     found = report_of(result.output)
     assert found["GPUs"].verdict == WARNING
-    assert {found[name].verdict for name in (
-        "PyTorch", "attention", "matrix products", "all-reduce", "configs", "dataset", "batch",
-        "disk of runs")} == {OK}
-    assert not {"hub", "hub token", "nodes", "Triton"} & found.keys()
+    assert {found[name].verdict for name in (  # the disk may be slow
+        "PyTorch", "matrix products", "all-reduce", "configs", "dataset", "batch")} == {OK}, found
+    assert not {"hub", "nodes", "first kernel", "disk of datasets"} & found.keys()
     assert "2 processes, gloo" in found["all-reduce"].text
-    assert "GFLOP/s" in found["matrix products"].text
-    assert place.files() == before
+    assert "GFLOP/s" in found["matrix products"].text and "MB/s" in found["disk of runs"].text
+    assert ready.files() == before
 
 
-@pytest.mark.thorough
-def test_two_nodes_print_a_report_each_and_add_up_numbers_together(place):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    launches = [subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
-         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
-         "-m", "lab", *place.arguments("doctor", "tiny", "--json", "--time-limit", "200")],
-        cwd=PROJECT_DIR, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)]
-    for launch in launches:
-        output, errors = launch.communicate(timeout=400)
-        assert launch.returncode == 0, errors
-        found = report_of(output)
-        assert {found[name].verdict for name in ("nodes", "all-reduce of all nodes")} == {OK}
-        assert "4 processes, gloo" in found["all-reduce of all nodes"].text
-        assert "x 4 processes" in found["batch"].text
-        assert "the run's configs" in found["nodes"].text
-
-
-def test_only_the_first_process_of_a_node_reports(place, monkeypatch):
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2",
-                        "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    result = run_lab("doctor", *place.arguments("tiny"))
-    assert (result.exit_code, result.output) == (0, "")
-
-
-LATE = {"how": "no answer within 40 s", "is_late": True}
-STOPPED = {  # the last part that was begun, GPUs, the end: the verdict, and parts of the text
-    "cannot be imported": ("", 1, {"how": "ImportError: no such library"}, PROBLEM,
-                           "cannot be imported: ImportError: no such library"),
-    "hangs": ("first kernel", 1, LATE, PROBLEM, "on rank 0 after 20 s"),
-    "hangs while it looks for GPUs": ("PyTorch", 1, LATE, PROBLEM, "after 20 s"),
-    "crashes": ("matrix products", 1, {"how": "killed by SIGBUS", "failed_rank": 0}, PROBLEM,
-                "stopped on rank 0: killed by SIGBUS"),
-    "crashes before it reports": ("PyTorch", 1, {"how": "killed by SIGKILL", "failed_rank": 1},
-                                  PROBLEM, "stopped on rank 1: killed by SIGKILL"),
-    "is on a CPU": ("matrix products", 0, LATE, WARNING, "within 40 s"),
-    "imports slowly": ("", 1, LATE, WARNING, "within 40 s"),
-}
-
-
-@pytest.mark.parametrize("case", STOPPED)
-def test_a_gpu_that_hangs_or_crashes_its_process_is_not_fit(place, stand, case):
-    part, num_gpus, end, verdict, text = STOPPED[case]
-    stand.load = load_of(num_gpus, part, **end)
-    stand.gpus = [GpuReading(name="NVIDIA L4")] * num_gpus
-    result = run_lab("doctor", *place.arguments("--json"))
-    assert result.exit_code == (verdict == PROBLEM), result.output
-    line = report_of(result.output)[part or "PyTorch"]
-    assert line.verdict == verdict and text in line.text and line.advice
-
-
-def test_a_run_with_wrong_configs_is_not_fit(place, stand):
-    (place.runs_dir / "tiny" / "train.json").write_text("{}")
-    result = run_lab("doctor", *place.arguments("tiny", "--json"))
+def test_wrong_configs_and_a_failed_import_are_not_fit(ready, stand):
+    (ready.runs_dir / "tiny" / "train.json").write_text("{}")
+    result = run_lab("doctor", *ready.arguments("tiny", "--json"))
     found = report_of(result.output)
     assert result.exit_code == 1 and found["configs"].verdict == PROBLEM and "dataset" not in found
-
-
-def test_an_unknown_run_is_one_line(place):
-    line = error_line(run_lab("doctor", *place.arguments("other")))
+    assert found["PyTorch"].verdict == PROBLEM and "ImportError" in found["PyTorch"].text
+    line = error_line(run_lab("doctor", *ready.arguments("other")))
     assert "no such run" in line and "tiny" in line
 
 
-def test_beside_a_training_nothing_is_loaded(place, stand):
-    run_lab("doctor", *place.arguments("tiny"))
+def test_beside_a_training_nothing_is_loaded(ready, stand):
+    run_lab("doctor", *ready.arguments("tiny"))
     stand.pid = 7
-    found = report_of(run_lab("doctor", *place.arguments("tiny", "--json")).output)
+    found = report_of(run_lab("doctor", *ready.arguments("tiny", "--json")).output)
     assert list(map(bool, stand.busy)) == [False, True]
     assert found["use"].text.startswith("tiny is being trained by process 7: the tests")
 
 
 @pytest.mark.parametrize(("used_gib", "is_trained", "status"), [
     (38.0, False, 1), (38.99, True, 0), (2.0, False, 0), (None, False, 0)])
-def test_a_gpu_whose_memory_others_have_taken_is_not_fit(place, stand, monkeypatch, used_gib,
-                                                         is_trained, status):
+def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
+    place, stand, monkeypatch, used_gib, is_trained, status
+):
     """A process that a killed run has left; beside a training of the run itself all is well."""
+    place.add_dataset()
     place.add_run("large", model={"emb_dim": 768, "n_heads": 12, "n_layers": 12},
                   train={"microbatch_size": 8, "compile": False})
-    gpu = GpuReading(name="NVIDIA A100-SXM4-40GB", memory_total_gib=40.0, memory_used_gib=used_gib)
-    stand.gpus = [replace(gpu, memory_used_gib=0.5), gpu]
-    stand.load = load_of(2, "first kernel")
+    stand.gpus = [GPU, replace(GPU, memory_used_gib=used_gib)]
+    stand.outcomes = [outcome(num_gpus=2, began=1.0)]
     stand.pid = 7 if is_trained else None
     monkeypatch.setattr(doctor, "available_ram_gib", lambda: 100.0)
     result = run_lab("doctor", *place.arguments("large", "--json"))
@@ -198,6 +187,240 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(place, stand, monkeypat
     assert result.exit_code == status, result.output
     assert found.verdict == (PROBLEM if status else OK)
     assert status == 0 or ("GPU 1 has 2.00 GiB free" in found.text and "nvidia-smi" in found.advice)
+
+
+@pytest.mark.parametrize(("function", "name", "text"), [
+    ("read_gpus", "GPUs", "the driver does not answer"),
+    ("load_run", "configs", "no answer within 0.1 s")])
+def test_a_driver_or_a_disk_that_never_answers_is_no_hang(
+    ready, stand, monkeypatch, function, name, text
+):
+    forever = threading.Event()
+    monkeypatch.setattr(doctor, function, lambda *_: forever.wait())
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 0.1)
+    result = run_lab("doctor", *ready.arguments("tiny", "--json"))
+    forever.set()
+    found = report_of(result.output)[name]
+    assert result.exit_code == 1 and found.verdict == PROBLEM and text in found.text
+
+
+def test_a_check_that_raises_or_hangs_stops_no_other(place, monkeypatch):
+    forever = threading.Event()
+    monkeypatch.setattr(checks, "CHECK_SECONDS", 0.2)
+
+    def failing(error, _):
+        raise error
+
+    found = make_checks({
+        "raises": partial(failing, ZeroDivisionError("by zero")),
+        "refuses": partial(failing, UserError("no; yes")),
+        "hangs": lambda _: forever.wait() and None,
+        "disk of runs": lambda _: forever.wait() and None,
+        "nothing": lambda _: None, "works": lambda _: ok("well")},
+        Subject(place.runs_dir, place.datasets_dir))
+    forever.set()
+    assert {name: (one.verdict, one.text) for name, one in found.items()} == {
+        "raises": (WARNING, "could not be checked: ZeroDivisionError: by zero"),
+        "refuses": (PROBLEM, "no"),
+        "hangs": (WARNING, "could not be checked: no answer within 0.2 s"),
+        "disk of runs": (PROBLEM, "no answer within 0.2 s"), "works": (OK, "well")}
+    assert found["refuses"].advice == "yes"
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_a_report_is_aligned_fits_the_terminal_and_obeys_no_text(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    show = click.Command("show", callback=lambda: print_checks({
+        "short": ok("fine"), "a longer name": Finding(WARNING, "a word " * 30, "do " * 40),
+        "x": Finding(PROBLEM, "bad \x1b[2J", "mend it")}, "tiny"))
+    plain, colored = (CliRunner().invoke(show, color=color).output for color in (False, True))
+    lines = plain.splitlines()
+    assert max(map(len, lines)) <= columns
+    places = {next(line for line in lines if text in line).index(text)
+              for text in ("fine", "a word", "bad", "-> mend it")}
+    assert len(places) == 1
+    assert lines[-1] == "not fit to train tiny: 1 problem, 1 warning"
+    assert "\x1b" not in plain and r"bad \x1b[2J" in plain and "\x1b[2J" not in colored
+    assert "\x1b[31mproblem" in colored and click.unstyle(colored) == plain
+
+
+# --- GPUs
+
+
+@pytest.fixture
+def install(monkeypatch):
+    return lambda nvml: monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+
+@pytest.mark.parametrize(("variable", "found"), [
+    (None, [0, 1, 2, 3]), ("", []), ("2", [2]), ("3, 1", [3, 1]), ("0,7,1", [0]), ("-1", []),
+    ("GPU-2aaa", [2]), ("GPU-2aaa0000,0", [2, 0])])
+def test_hidden_gpus_are_those_that_cuda_hides(variable, found):
+    assert visible_gpus(GPUS, variable) == [GPUS[number] for number in found]
+
+
+@pytest.mark.parametrize("variable", [None, "0", "GPU-whole", "MIG-second,MIG-first"])
+def test_a_part_of_a_gpu_has_its_own_readings(install, variable):
+    """Others use the rest of the card, which is none of ours."""
+    parts = {name: {"nvmlDeviceGetName": "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+                    "nvmlDeviceGetUUID": name,
+                    "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=GIB // 10, total=10 * GIB)}
+             for name in ("MIG-first", "MIG-second")}
+    nvml = FakeNvml({"GPU-whole": H100 | {"nvmlDeviceGetUUID": "GPU-whole"}} | parts)
+    nvml.nvmlDeviceGetMigMode = lambda handle: (1, 1)
+    nvml.nvmlDeviceGetMaxMigDeviceCount = lambda handle: 7
+    nvml.nvmlDeviceGetMigDeviceHandleByIndex = lambda handle, index: (
+        nvml.nvmlDeviceGetHandleByUUID([*parts, "none"][min(index, 2)]))
+    install(nvml)
+    whole, *_ = read_gpus(["GPU-whole"])
+    assert in_use([whole])
+    found, = visible_gpus([whole], variable)
+    assert found.name.endswith("MIG 1g.10gb") and found.memory_total_gib == 10
+    assert not in_use([found])
+    assert found.uuid == ("MIG-second" if variable and "MIG" in variable else "MIG-first")
+
+
+def test_a_gpu_that_others_use_is_found():
+    assert in_use(GPUS) == "" and in_use([GpuReading()]) == ""
+    assert in_use([GPU, replace(GPU, use_percent=98)]) == "in use: GPU 1 (0.5 GiB, 98%)"
+    assert in_use([replace(GPU, memory_used_gib=38)]) == "in use: GPU 0 (38.0 GiB, 0%)"
+
+
+NO_GPUS = {"gpus": (), "all_gpus": ()}
+READINGS = {  # what the driver sees, what PyTorch says: the verdict, and a part of the text
+    "all is well": ({}, {}, OK, f"4 x {A100}; driver 550.54.15"),
+    "PyTorch sees fewer": ({}, {"num_gpus": 3}, PROBLEM, "PyTorch sees 3"),
+    "PyTorch fails": ({}, {"problem": ["the NVIDIA driver is too old for it", "take"]},
+                      PROBLEM, "PyTorch 2.11.0 cannot use them: the NVIDIA driver is too old"),
+    "PyTorch without CUDA": ({}, {"cuda": None}, PROBLEM, "built without CUDA"),
+    "hidden": ({"gpus": GPUS[:2], "num_processes": 2}, {"num_gpus": 2}, WARNING,
+               "2 of 4 are hidden by CUDA_VISIBLE_DEVICES"),
+    "one is lost": ({"gpus": (*GPUS[:3], GpuReading())}, {}, PROBLEM, "does not answer"),
+    "two kinds": ({"gpus": (*GPUS[:3], replace(GPU, name="NVIDIA L4"))}, {}, WARNING,
+                  "1 x NVIDIA L4"),
+    "too many processes": ({"num_processes": 8}, {}, PROBLEM, "processes: 8"),
+    "too few processes": ({"num_processes": 1}, {}, WARNING, "processes: 1"),
+    "no GPU": (NO_GPUS | {"nvml_failure": "Driver Not Loaded"}, {"num_gpus": 0}, WARNING,
+               "none (Driver Not Loaded)"),
+    "all hidden": ({"gpus": (), "num_processes": 1}, {"num_gpus": 0}, WARNING, "4 of 4 are hidden"),
+    "no driver library": (NO_GPUS | {"nvml_failure": "Not Found"}, {}, WARNING,
+                          "4 seen by PyTorch, but the driver cannot be read (Not Found)"),
+    "dead driver": (NO_GPUS | {"nvml_failure": NO_ANSWER}, None, PROBLEM, "does not answer"),
+}
+
+
+@pytest.mark.parametrize("case", READINGS)
+def test_what_the_driver_and_pytorch_see_is_compared(case):
+    about, changes, verdict, text = READINGS[case]
+    found = compare_gpus(
+        Subject(Path("runs"), Path("datasets"), **{
+            "all_gpus": GPUS, "gpus": GPUS, "num_processes": 4} | about),
+        {} if changes is None else FACTS | changes)
+    assert found.verdict == verdict and text in found.text, found
+    assert bool(found.advice) == (verdict != OK)
+
+
+def test_lost_data_of_a_gpus_memory_is_told(place):
+    about = Subject(place.runs_dir, place.datasets_dir, gpus=GPUS)
+    assert checks.check_ecc(about) is None
+    found = checks.check_ecc(replace(about, gpus=(GPU, replace(GPU, uncorrected_ecc_errors=2))))
+    assert found.verdict == WARNING and found.text == "GPU 1: 2 uncorrected errors"
+
+
+# --- the tests that load them
+
+ALL_FOUND = Outcome({part: {"begun": 0.0, "found": found} for part, found in FOUND.items()})
+
+
+def changed(part, **changes):
+    return Outcome(ALL_FOUND.parts | {part: {"begun": 0.0, "found": FOUND[part] | changes}})
+
+
+def failed(part, error):
+    return Outcome(ALL_FOUND.parts | {part: {"begun": 0.0, "error": error}})
+
+
+def crashed(part, end="killed by SIGABRT"):
+    return Outcome(outcome(part).parts, end)
+
+
+ON_CPU = Outcome({"PyTorch": {"begun": 0.0, "found": FACTS | {"num_gpus": 0}},
+                  "matrix products": {"begun": 0.0}})
+JUDGED = {  # the part, the others and the last process: the verdict, parts of text and advice
+    "speed": ("matrix products", ALL_FOUND, ALL_FOUND, OK,
+              "250 TFLOP/s in bfloat16, 80% of the peak of A100-40", ""),
+    "weak": ("matrix products", *[changed("matrix products", flops=100e12)] * 2, WARNING,
+             "32% of the peak", "nvidia-smi"),
+    "one is slow": ("matrix products", ALL_FOUND, changed("matrix products", flops=180e12), WARNING,
+                    "GPU 3 much slower", "nvidia-smi"),
+    "an unknown card": ("matrix products", *[changed("matrix products", gpu="Some card")] * 2, OK,
+                        "250 TFLOP/s in bf", ""),
+    "bandwidth of nccl-tests": ("all-reduce", ALL_FOUND, ALL_FOUND, OK,
+                                "201 GB/s bus bandwidth, 4 processes", ""),
+    "slow exchange": ("all-reduce", ALL_FOUND, changed("all-reduce", seconds=0.5), WARNING,
+                      "0.805 GB/s", "NVLink"),
+    "wrong sums": ("all-reduce", ALL_FOUND, changed("all-reduce", is_right=False), PROBLEM,
+                   "gives wrong sums", "another one"),
+    "NCCL": ("all-reduce", ALL_FOUND, failed("all-reduce", "DistBackendError: NCCL"), PROBLEM,
+             "failed on rank 3", "NCCL_DEBUG"),
+    "gloo": ("all-reduce", ALL_FOUND, failed("all-reduce", "RuntimeError: [../gloo/tcp]"), PROBLEM,
+             "failed on rank 3", "GLOO_SOCKET_IFNAME"),
+    "no code for the GPU": ("first kernel", ALL_FOUND, failed(
+        "first kernel", "AcceleratorError: CUDA error: no kernel image is available"), PROBLEM,
+        "no kernel image", "https://pytorch.org"),
+    "the exchange hangs": ("all-reduce", ALL_FOUND, outcome(), PROBLEM, "on rank 3 after 20 s",
+                           "NCCL_DEBUG"),
+    "its last process has just come": ("all-reduce", outcome(), outcome(began=2.0), WARNING,
+                                       "not ended in time", "--time-limit"),
+    "a GPU hangs": ("first kernel", ALL_FOUND, outcome("first kernel"), PROBLEM,
+                    "on rank 3 after 20 s", "take another one"),
+    "it hangs while it looks for GPUs": ("PyTorch", *[outcome("PyTorch")] * 2, PROBLEM,
+                                         "after 20 s", ""),
+    "a CPU is slow": ("matrix products", ON_CPU, ON_CPU, WARNING, "not ended in time",
+                      "--time-limit"),
+    "the import is slow": ("PyTorch", Outcome(), Outcome(), WARNING, "in time", "--time-limit"),
+    "the exchange crashes": ("all-reduce", outcome(), crashed("all-reduce"), PROBLEM,
+                             "stopped on rank 3: killed by SIGABRT", "NCCL_DEBUG"),
+    "a kernel crashes": ("first kernel", ALL_FOUND, crashed("first kernel"), PROBLEM,
+                         "stopped on rank 3: killed by SIGABRT", "take another one"),
+    "it crashed before": ("all-reduce", outcome(), crashed("matrix products"), WARNING,
+                          "rank 3 stopped before it", ""),
+    "never came": ("all-reduce", outcome(), outcome("matrix products"), WARNING,
+                   "rank 3 stopped before it", ""),
+    "cannot be imported": ("PyTorch", Outcome(), Outcome(end="ImportError: no libcudart"), PROBLEM,
+                           "rank 3: ImportError: no libcudart", "reinstall-package torch"),
+}
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_what_four_processes_find_and_how_they_end_gets_its_verdict(stand, case):
+    name, others, last, verdict, text, advice = JUDGED[case]
+    found = check_load([others] * 3 + [last])[name]
+    assert found.verdict == verdict and text in found.text and advice in found.advice, found
+
+
+def test_a_process_tells_what_it_finds_and_loads_only_what_it_should(tmp_path, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(load, "MATMUL_SIZE_ON_CPU", 32)
+    monkeypatch.setattr(load, "MATMUL_SECONDS", 0.001)
+    ended = SimpleNamespace(poll=lambda: 0)
+    for number, (changes, parts) in enumerate((
+            ({}, list(PARTS[:3])), ({"num_gpus": 3}, ["PyTorch"]),
+            ({"is_loading": False}, ["PyTorch"]))):
+        folder = tmp_path / f"case {number}"
+        folder.mkdir()
+        load.main(folder, SimpleNamespace(**{
+            "num_gpus": 0, "is_loading": True, "seconds": 10.0} | changes))
+        with (folder / "0").open("a") as file:
+            file.write('{"part": "matr')  # cut off by a kill
+        found = Outcome.read(folder / "0", ended)
+        assert list(found.parts) == parts and all(map(found.found, parts))
+    monkeypatch.setattr(load, "first_kernel", lambda _: 1 / 0)
+    load.main(tmp_path, SimpleNamespace(num_gpus=0, is_loading=True, seconds=10.0))
+    found = Outcome.read(tmp_path / "0", ended).parts
+    assert found["first kernel"]["error"] == "ZeroDivisionError: division by zero"
+    assert list(found) == ["PyTorch", "first kernel"]
 
 
 def of_this_test():
@@ -211,127 +434,332 @@ def test_processes_that_hang_or_die_are_told_and_ended(place, monkeypatch, is_de
     monkeypatch.setenv("DOCTORS_TEST", str(os.getpid()))
     if is_dead:
         monkeypatch.setenv("PYTHONHOME", "/nowhere")
-    about = Subject(place.runs_dir, place.datasets_dir, time_limit=60.0 if is_dead else 0.5)
+    about = Subject(place.runs_dir, place.datasets_dir, time_limit=60.0 if is_dead else 0.1)
     with load_tests(about) as results:
-        load = results()  # torch needs longer than half a second
-        assert load.is_late == (not is_dead) and load.how
-        while load.is_late and len(of_this_test()) < 2:
-            time.sleep(0.05)  # until torchrun has started a process, which imports torch
+        processes = results()  # torch needs longer than a tenth of a second
+        assert [bool(process.end) for process in processes].count(True) >= is_dead
+        assert check_load(processes)["PyTorch"].verdict == (PROBLEM if is_dead else WARNING)
+        assert is_dead or len(of_this_test()) == len(processes)
     assert of_this_test() == []
 
 
-def test_a_check_that_raises_or_hangs_stops_no_other(place):
-    forever = threading.Event()
-
-    def failing(error, _):
-        raise error
-
-    checks = make_checks({
-        "raises": partial(failing, ZeroDivisionError("by zero")),
-        "refuses": partial(failing, UserError("no; yes")),
-        "hangs": lambda _: forever.wait() and None,
-        "disk of runs": lambda _: forever.wait() and None,
-        "nothing": lambda _: None, "works": lambda _: ok("well")},
-        Subject(place.runs_dir, place.datasets_dir), seconds=0.2)
-    forever.set()
-    assert {name: (found.verdict, found.text) for name, found in checks.items()} == {
-        "raises": (WARNING, "could not be checked: ZeroDivisionError: by zero"),
-        "refuses": (WARNING, "could not be checked: no; yes"),
-        "hangs": (WARNING, "could not be checked: no answer within 0.2 s"),
-        "disk of runs": (PROBLEM, "no answer within 0.2 s"), "works": (OK, "well")}
+def test_the_exchange_is_tried_over_gloo_too_and_a_wrong_sum_is_seen(monkeypatch):
+    """Training with NCCL waits in a group of gloo, whose connections are others."""
+    groups, all_reduce = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: (
+        groups.append(dist.get_backend(group) if group else None), all_reduce(tensor, group=group)))
+    alone, limit = Process(0, 0, 1, torch.device("cpu")), timedelta(seconds=10)
+    found = load.all_reduce(alone, dist.HashStore(), limit)
+    dist.destroy_process_group()
+    assert found["is_right"] and groups[-1] == "gloo" and set(groups[:-1]) == {None}
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor.mul_(1.001))
+    found = load.all_reduce(alone, dist.HashStore(), limit)
+    dist.destroy_process_group()
+    assert not found["is_right"]
 
 
-@pytest.mark.parametrize(("function", "name", "text"), [
-    ("read_gpus", "GPUs", "the driver does not answer"),
-    ("load_run", "configs", "no answer within 0.1 s")])
-def test_a_driver_or_a_disk_that_never_answers_is_no_hang(place, stand, monkeypatch, function, name,
-                                                          text):
-    forever = threading.Event()
-    monkeypatch.setattr(doctor, function, lambda *_: forever.wait())
-    monkeypatch.setattr(doctor, "DRIVER_SECONDS", 0.1)
-    monkeypatch.setattr(doctor, "RUN_SECONDS", 0.1)
-    stand.load = load_of(0, "first kernel")
-    result = run_lab("doctor", *place.arguments("tiny", "--json"))
-    forever.set()
-    found = report_of(result.output)[name]
-    assert result.exit_code == 1 and found.verdict == PROBLEM and text in found.text
+# --- the machine
 
 
-CHECKS = {"short": ok("fine"), "a longer name": Finding(WARNING, "a word " * 30, "do " * 40),
-          "x": Finding(PROBLEM, "bad \x1b[2J", "mend it"), "y": Finding(SKIPPED, "not now")}
+@pytest.mark.parametrize(("available", "verdict"), [(100, OK), (20, WARNING), (10, PROBLEM)])
+def test_ram_is_compared_with_what_processes_and_snapshot_need(place, available, verdict):
+    found = run_checks.check_ram(subject(
+        place, gpus=GPUS * 2, num_processes=8, world_size=8, available_gib=available))
+    assert found.verdict == verdict and "24.5" in found.text  # 8 times 3, and a block
 
 
-@pytest.mark.parametrize("columns", [60, 120])
-def test_a_report_is_aligned_fits_the_terminal_and_obeys_no_text(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    show = click.Command("show", callback=lambda: print_checks(CHECKS, "tiny"))
-    plain, colored = (CliRunner().invoke(show, color=color).output for color in (False, True))
-    lines = plain.splitlines()
-    assert max(map(len, lines)) <= columns
-    starts = [line for line in lines if line.split()[0] in (OK, WARNING, PROBLEM, SKIPPED)]
-    place, *others = (line.index(text) for line, text in zip(
-        starts, ("fine", "a word", "bad", "not now"), strict=True))
-    assert set(others) == {place}
-    assert next(line for line in lines if "-> mend it" in line).index("->") == place
-    assert lines[-1] == "not fit to train tiny: 1 problem, 1 warning"
-    assert "\x1b" not in plain and r"bad \x1b[2J" in plain and "\x1b[2J" not in colored
-    assert "\x1b[31mproblem" in colored and click.unstyle(colored) == plain
+def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    unlimited = machine.available_ram_gib()
+    for name, text in {"memory.max": "max", "memory.current": "5",
+                       "memory.stat": "inactive_file 1\nactive_file 2\n"}.items():
+        (tmp_path / name).write_text(text)
+    assert machine.available_ram_gib() == pytest.approx(unlimited, rel=0.2)
+    (tmp_path / "memory.max").write_text(str(2**20 + 2))
+    assert machine.available_ram_gib() == 2**20 / 2**30
 
 
-VERSIONS = {"PyTorch": "2.11.0", "the project's code": "abc"}
-NODES = {  # how node 1 differs: the verdict, and a part of the text
-    "nothing differs": ({}, OK, "PyTorch, the project's code: the same on all 2"),
-    "code": ({"versions": VERSIONS | {"the project's code": "def"}}, PROBLEM,
-             "the project's code differs: abc on node 0, def on node 1"),
-    "in use": ({"is_busy": True}, WARNING, "because of node 1"),
+@pytest.mark.parametrize(("free", "verdict"), [(2**30, OK), (2**29, WARNING), (2**26, PROBLEM)])
+def test_shared_memory_must_suffice_for_all_processes(place, monkeypatch, free, verdict):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**34, 0, free))
+    about = Subject(place.runs_dir, place.datasets_dir, num_processes=8)
+    assert checks.check_shared_memory(about).verdict == verdict
+    assert checks.check_shared_memory(replace(about, num_processes=1)) is None
+
+
+def test_a_host_name_without_an_address_is_a_problem(place, monkeypatch):
+    def unknown(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    about = Subject(place.runs_dir, place.datasets_dir)
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    assert checks.check_host_name(about).verdict == OK
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    found = checks.check_host_name(about)
+    assert found.verdict == PROBLEM and found.advice == (
+        'add "ADDRESS box" to /etc/hosts, with the address that others reach')
+    monkeypatch.setenv("RANK", "0")
+    assert checks.check_host_name(about) is None
+
+
+COMPILERS = {  # CC, what is installed, train.json: the verdict, and a part of the text
+    "gcc": (None, ["gcc", "clang"], {}, OK, "gcc"),
+    "clang alone": (None, ["clang"], {}, OK, "clang"),
+    "named": ("icx", ["icx"], {}, OK, "icx"),
+    "none": (None, [], {}, PROBLEM, "no gcc or clang: the"),
+    "another is named": ("icx", ["gcc"], {}, PROBLEM, "CC is icx"),
+    "nothing is compiled": (None, [], {"compile": False}, None, ""),
 }
 
 
-@pytest.mark.parametrize("case", NODES)
-def test_nodes_are_compared(case):
-    changes, verdict, text = NODES[case]
-    one = {"node": 0, "versions": VERSIONS, "is_busy": False}
-    other = one | {"node": 1} | changes
-    found = nodes.compared([one, one | {"versions": {}}, other, other | {"versions": {}}])
-    assert found.verdict == verdict and text in found.text
+@pytest.mark.parametrize("case", COMPILERS)
+def test_a_compiler_is_missed_where_the_step_is_compiled(place, tmp_path, monkeypatch, case):
+    named, installed, train, verdict, text = COMPILERS[case]
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    if named:
+        monkeypatch.setenv("CC", named)
+    about = subject(place, train={"compile": None} | train, gpus=GPUS)
+    found = checks.check_compiler(about)
+    assert (found and found.verdict) == verdict and (not found or text in found.text)
+    assert checks.check_compiler(replace(about, gpus=())) is None
+    if verdict == OK:
+        (tmp_path / "Python.h").unlink()
+        assert checks.check_compiler(about).text.startswith(f"no {tmp_path}/Python.h")
 
 
-def test_a_process_that_does_not_come_is_named_and_nothing_is_added_up(monkeypatch):
-    store = dist.HashStore()
-    for rank in ("0", "2"):
-        store.set(f"process/{rank}", json.dumps({"node": int(rank), "is_busy": False}))
-    for name, value in ("RANK", 1), ("LOCAL_RANK", 0), ("WORLD_SIZE", 3), ("GROUP_RANK", 1):
-        monkeypatch.setenv(name, str(value))
-    everybody = nodes.meet({"node": 1}, store, timedelta(seconds=20))
-    assert [other["node"] for other in everybody] == [0, 1, 2]
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(nodes, "open_store", lambda _: store)
-    monkeypatch.setattr(nodes, "MEET_SECONDS", 0.1)
-    checks = nodes.check_nodes(None, is_busy=False, time_limit=0.1)
-    assert list(checks) == ["nodes"] and checks["nodes"].verdict == PROBLEM
-    assert checks["nodes"].text == "no answer from rank 3"
+DISKS = {  # seconds to write, an error, file system, bytes free: verdict, part of the text
+    "fast": (0.01, None, "ext4", 1e9, OK, "writes 3,355 MB/s"),
+    "slow": (5.0, None, "ext4", 1e9, WARNING, "writes 7 MB/s"),
+    "lost with the container": (0.01, None, "overlay", 1e9, WARNING, "the container's own layer"),
+    "nearly full": (0.01, None, "ext4", 1e7, WARNING, "too little to measure its speed"),
+    "fails": (0.01, OSError(5, "Input/output error"), "ext4", 1e9, PROBLEM,
+              "writing fails: Input/out"),
+}
+
+
+@pytest.mark.parametrize("case", DISKS)
+def test_a_disk_gets_its_verdict_and_nothing_is_left_on_it(place, monkeypatch, case):
+    seconds, error, file_system, free, verdict, text = DISKS[case]
+    clock, written = [0.0], []
+
+    def fsync(descriptor):
+        written.append(os.fstat(descriptor).st_size)
+        clock[0] += seconds
+        if error:
+            raise error
+
+    about = subject(place)
+    monkeypatch.setattr(checks.os, "fsync", fsync)
+    monkeypatch.setattr(checks.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, free))
+    monkeypatch.setattr(checks.psutil, "disk_partitions", lambda all: [
+        SimpleNamespace(mountpoint="/", fstype="overlay" if file_system == "ext4" else "ext4"),
+        SimpleNamespace(mountpoint=str(place.root), fstype=file_system)])
+    before = place.files()
+    found = checks.check_runs_disk(about)
+    assert found.verdict == verdict and text in found.text and bool(found.advice) == (verdict != OK)
+    assert written in ([], [checks.TEST_BYTES]) and place.files() == before
+
+
+# --- the run
+
+
+def test_the_runs_own_things(place):
+    place.add_dataset()
+    found = checks_of(subject(place, num_processes=2, world_size=2))
+    assert {check.verdict for check in found.values()} == {OK} and "hub" not in found
+    assert found["dataset"].text.endswith("has 4,000 training tokens")
+    assert found["batch"].text == "microbatch 2 x accumulation 2 x 2 processes = 8 sequences"
+    assert re.match(r"microbatch 2 takes about [\d.]+ (KiB|MiB) of the 50.0 GiB of a process",
+                    found["microbatch"].text)
+    assert re.fullmatch(r"[\d.]+ kB each, .* free; at most 3 are kept: [\d.]+ kB",
+                        found["checkpoints"].text)
+    assert re.search("needs about [^0].* [MG]iB, [^0].* [KM]iB of them for",
+                     found["RAM"].text)
+
+
+OLD = {"microbatch_size": None, "minibatch_size": 2, "max_cost_usd": 5.0}
+WRONG = {  # train.json: the check, its verdict, and a part of the text
+    "no dataset": ({"dataset": "other"}, "dataset", PROBLEM, "no dataset there"),
+    "made here": ({"dataset": "python-stdlib"}, "dataset", OK, "is made from Python's own"),
+    "too short": ({"min_train_tokens": 10**6}, "batch", PROBLEM, "wanted 1000"),
+    "uneven": ({"global_batch_size": 7, "gradient_accumulation_steps": None}, "batch", PROBLEM,
+               "is not divisible"),
+    "old key": (OLD, "configs", WARNING, "is now called"),
+    "no price": (OLD, "configs", WARNING, "needs the machine's price"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_with_a_run_is_found(place, case):
+    train, name, verdict, text = WRONG[case]
+    place.add_dataset()
+    found = checks_of(subject(place, train=train, world_size=2))[name]
+    assert found.verdict == verdict and text in found.text, found
+    assert bool(found.advice) == (verdict != OK)
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(16, OK), (76, WARNING), (200, PROBLEM)])
+def test_a_microbatch_is_compared_with_the_memory_of_a_gpu(place, size, verdict):
+    gpt2 = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
+            "n_layers": 12, "drop_rate": 0.0}
+    found = run_checks.check_microbatch(subject(
+        place, model=gpt2, train={"microbatch_size": size, "precision": None}, gpus=GPUS * 2,
+        num_processes=8, world_size=8, is_training=True))
+    assert found.verdict == verdict and "of the 38.2 GiB of a GPU" in found.text
+
+
+def test_room_for_one_checkpoint_and_for_all(place, monkeypatch):
+    about = subject(place)
+    size = run_checks.bytes_of_checkpoint(about.run)
+    for free, verdict in ((size - 1, PROBLEM), (size * 2, WARNING), (size * 100, OK)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(free, 0, free))
+        assert run_checks.check_checkpoints(about).verdict == verdict
+
+
+# --- the hub
+
+
+def test_nothing_is_asked_of_the_network_unasked(place, tmp_path):
+    with refused_network(tmp_path / "log"):
+        place.add_dataset("someone/tokens")
+        here = subject(place, train={"dataset": "someone/tokens"})  # on this machine already
+        for about in (here, Subject(place.runs_dir, place.datasets_dir)):
+            assert "hub" not in checks_of(about)
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_dataset_of_the_hub_is_looked_up(place, tmp_path, tokens_hub):
+    with used_in_this_process(tokens_hub, tmp_path / "home"):
+        found = checks_of(subject(place, train={"dataset": "someone/tokens"}))
+        assert found["dataset"].verdict == OK
+        assert "someone/tokens is on the hub" in found["dataset"].text
+        assert found["hub"].text.startswith("answers; no token")
+        assert not tokens_hub.downloads("train.safetensors")
+        shutil.rmtree(place.runs_dir)
+        missing = checks_of(subject(place, train={"dataset": "someone/else"}))
+        assert missing["dataset"].verdict == PROBLEM and missing["dataset"].advice
+
+
+def test_a_hub_that_does_not_answer_is_no_hang(place, tmp_path):
+    hub = Hub({})
+    hub.endpoint = "http://127.0.0.1:9"
+    with used_in_this_process(hub, tmp_path / "home"):
+        found = checks_of(Subject(place.runs_dir, place.datasets_dir, is_online=True))
+    assert found["hub"].verdict == WARNING and "does not answer" in found["hub"].text
+
+
+def token(role, *permissions):
+    scoped = [{"entity": {"name": "me"}, "permissions": permissions}]
+    return {"name": "me", "auth": {"accessToken": {
+        "role": role, "fineGrained": {"scoped": scoped}}}}
+
+
+@pytest.mark.parametrize(("answer", "may_write"), [
+    (token("write"), True), (token("fineGrained", "repo.write"), True), (token("read"), False),
+    (token("fineGrained", "repo.content.read"), False), ({}, False)])
+def test_what_a_token_may_do_is_told(place, monkeypatch, answer, may_write):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda _: answer)
+    found = run_checks.check_hub(Subject(place.runs_dir, place.datasets_dir, is_online=True))
+    assert found.verdict == OK and ("may not write" in found.text) == (not may_write)
+
+
+def test_a_token_is_never_shown(place, tmp_path, monkeypatch):
+    token = "hf_marker0123456789"
+    echo = {"X-Error-Message": f"Bearer {token}", "X-Request-Id": token}
+    for status in (401, 400):
+        hub = Hub({}, faults=[Fault("/api/whoami", times=-1, status=status, headers=echo)])
+        with serving(hub), used_in_this_process(hub, tmp_path / "home"):
+            monkeypatch.setenv("HF_TOKEN", token)
+            found = checks_of(Subject(place.runs_dir, place.datasets_dir, is_online=True))
+        assert found["hub"].verdict == WARNING
+        assert token not in json.dumps(found)
+
+
+# --- several nodes
+
+
+@pytest.mark.thorough
+def test_two_nodes_print_a_report_each_and_add_up_numbers_together(ready):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launches = [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
+         "-m", "lab", *ready.arguments("doctor", "tiny", "--json", "--time-limit", "200")],
+        cwd=PROJECT_DIR, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)]
+    for launch in launches:
+        output, errors = launch.communicate(timeout=400)
+        assert launch.returncode == 0, errors
+        found = report_of(output)
+        assert {found[name].verdict for name in (
+            "nodes", "all-reduce", "all-reduce of all nodes")} == {OK}
+        assert "4 processes, gloo" in found["all-reduce of all nodes"].text
+        assert "x 4 processes" in found["batch"].text
+        assert "the run's configs" in found["nodes"].text
+
+
+def test_only_the_first_process_of_a_node_reports(ready, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2",
+                        "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    result = run_lab("doctor", *ready.arguments("tiny"))
+    assert (result.exit_code, result.output) == (0, "")
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """Set this process among others, which tell these things; return its checks."""
+    def check(*others, world_size, work=lambda: REDUCED, is_busy=False):
+        store = dist.HashStore()
+        for rank, other in enumerate(others, start=1):
+            store.set(f"process/{rank}", json.dumps(
+                {"node": 1, "is_busy": False, "versions": versions} | other))
+        for name, value in ("RANK", 0), ("WORLD_SIZE", world_size), ("GROUP_RANK", 0):
+            monkeypatch.setenv(name, str(value))
+        for name, value in {
+                "open_store": lambda _: store, "all_reduce": lambda *_: work(), "MEET_SECONDS": 0.1,
+                "this_process": lambda: SimpleNamespace(device=torch.device("cpu")),
+                "code_digest": lambda: "abc"}.items():
+            monkeypatch.setattr(load, name, value)
+        return load.check_nodes(None, is_busy=is_busy, time_limit=0.2)
+
+    versions = {"PyTorch": torch.__version__, "the project's code": "abc",
+                "Python": ".".join(map(str, sys.version_info[:2]))}
+    return check
+
+
+def test_nodes_are_compared_and_one_that_does_not_come_is_named(nodes):
+    found = nodes({}, {"versions": {}}, world_size=3)  # only the first of a node tells
+    assert found["nodes"].text == "PyTorch, the project's code, Python: the same on all 2"
+    assert found["all-reduce of all nodes"].verdict == OK
+    found = nodes({"versions": {"the project's code": "def"}}, world_size=2)["nodes"]
+    assert found.verdict == PROBLEM and "differs" in found.text and "on node 1" in found.text
+    found = nodes({"is_busy": True}, world_size=2)
+    assert list(found) == ["nodes"] and "because of node 1" in found["nodes"].text
+    found = nodes({}, world_size=3)
+    assert list(found) == ["nodes"] and found["nodes"].verdict == PROBLEM
+    assert found["nodes"].text == "no answer from rank 2"
 
 
 EXCHANGES = {  # what it does: parts of the text and of the advice
-    "wrong sums": (lambda: {"is_right": False}, "wrong sums", "another one"),
+    "wrong sums": (lambda: REDUCED | {"is_right": False}, "wrong sums", "another one"),
     "fails": (lambda: 1 / 0, "ZeroDivisionError", "NCCL_DEBUG"),
     "hangs": (lambda: threading.Event().wait(30), "has not ended after 0.2 s", "NCCL_DEBUG"),
 }
 
 
 @pytest.mark.parametrize("case", EXCHANGES)
-def test_an_exchange_of_all_nodes_that_fails_is_a_problem(monkeypatch, case):
+def test_an_exchange_of_all_nodes_that_fails_is_a_problem(nodes, case):
     work, text, advice = EXCHANGES[case]
-    everybody = [{"node": node, "versions": {}, "is_busy": False} for node in (0, 1)]
-    monkeypatch.setenv("GROUP_RANK", "0")
-    monkeypatch.setattr(nodes, "open_store", lambda _: None)
-    monkeypatch.setattr(nodes, "meet", lambda *_: everybody)
-    monkeypatch.setattr(nodes, "this_process", lambda: SimpleNamespace(device=torch.device("cpu")))
-    monkeypatch.setattr(nodes, "all_reduce", lambda *_: work())
-    found = nodes.check_nodes(None, is_busy=False, time_limit=0.2)["all-reduce of all nodes"]
+    found = nodes({}, world_size=2, work=work)["all-reduce of all nodes"]
     assert found.verdict == PROBLEM and text in found.text and advice in found.advice
-    everybody[1]["is_busy"] = True
-    assert list(nodes.check_nodes(None, is_busy=False, time_limit=0.2)) == ["nodes"]
 
 
 def test_a_wheels_code_is_that_of_a_checkout(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ H100 = {
     "nvmlDeviceGetEnforcedPowerLimit": 700_000,
     "nvmlDeviceGetTotalEnergyConsumption": 9_000_500,  # millijoules
     "nvmlDeviceGetClockInfo": 1755,
-    "nvmlDeviceGetMaxClockInfo": 1980,
     "nvmlDeviceGetCurrentClocksEventReasons": 0x44,
     "nvmlDeviceGetTotalEccErrors": 0,
 }

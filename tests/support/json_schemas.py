@@ -131,7 +131,7 @@ class Search(_Part):
 
 class DoctorsCheck(_Part):
     name: str
-    verdict: Literal["ok", "warning", "problem", "skipped"]
+    verdict: Literal["ok", "warning", "problem"]
     text: str
     advice: str
 

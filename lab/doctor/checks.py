@@ -1,0 +1,299 @@
+"""What a check is and what it finds; those of a machine: its GPUs, limits and disks."""
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from basics.errors import UserError, describe
+from basics.gpu_readings import GpuReading, read_gpus
+from basics.machine import find_compiler, within
+from run_config import Run
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+OTHER_PLACE = {f"disk of {name}": f"name another place with --{name}-dir"
+               for name in ("runs", "datasets")}
+OTHER_CONFIG = "see docs/configuration.md"
+OTHER_MACHINE = "restart the machine, or take another one"
+INSTALL_TORCH = "install a PyTorch that is built for this GPU: https://pytorch.org"
+CHECK_SECONDS = 12.0  # for one check; the disks' and the hub's take a few
+NO_ANSWER = "the driver does not answer"
+BUSY_MEMORY_SHARE, BUSY_PERCENT = 0.1, 30  # of a GPU in use; an idle one's driver takes less
+TEST_BYTES = 32 * 2**20  # written to measure a disk
+SLOW_DISK = 50e6  # bytes a second: the 2 GB of a checkpoint of GPT-2 take 40 seconds
+SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
+SHARED_MEMORY_PER_PROCESS = 16 * 2**20  # NCCL's, without peer-to-peer access
+
+
+class Finding(NamedTuple):
+    """A verdict, what was found, and what to do about it."""
+
+    verdict: str
+    text: str
+    advice: str = ""
+
+
+ok, warning, problem = (partial(Finding, verdict) for verdict in (OK, WARNING, PROBLEM))
+Checks = dict[str, Finding]  # by the name of what was checked
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A machine, and perhaps a run on it.
+
+    Attributes:
+        time_limit: seconds for the load tests.
+        gpus: those that CUDA_VISIBLE_DEVICES does not hide.
+        run: None without a name, or if its configs are wrong: then `config_error` says why.
+        num_processes: on this machine; `world_size` counts those of all nodes.
+        available_gib: of its RAM, before the load tests began.
+        busy: what uses the GPUs, or trains the run; empty if nothing does.
+        is_training: a process of this machine trains the run.
+    """
+
+    runs_dir: Path
+    datasets_dir: Path
+    run_name: str | None = None
+    is_online: bool = False
+    time_limit: float = 40.0
+    run: Run | None = None
+    config_error: str = ""
+    all_gpus: tuple[GpuReading, ...] = ()
+    gpus: tuple[GpuReading, ...] = ()
+    nvml_failure: str | None = None
+    num_processes: int = 1
+    world_size: int = 1
+    available_gib: float = 0.0
+    busy: str = ""
+    is_training: bool = False
+
+
+def warn_unless(is_fine: bool, text: str, advice: str) -> Finding:
+    """Return an ok, or else a warning with advice."""
+    return ok(text) if is_fine else warning(text, advice)
+
+
+def unknown(reason: str, advice: str = "") -> Finding:
+    """Return the finding of a check that could not be made: nothing is known to be wrong."""
+    return warning(f"could not be checked: {reason}", advice)
+
+
+def numbers(indices: Sequence[int]) -> str:
+    """Name GPUs by their numbers: "GPU 3", "GPUs 0 and 2"."""
+    *others, last = map(str, indices)
+    return f"GPUs {', '.join(others)} and {last}" if others else f"GPU {last}"
+
+
+def make_checks(functions: Mapping[str, Callable[[Subject], Finding | None]],
+                subject: Subject) -> Checks:
+    """Make checks one after the other; one that fails or hangs stops no other.
+
+    A function returns None where there is nothing to check. An error that training would end with,
+    and a disk that does not answer, are problems.
+    """
+    checks = {}
+    for name, function in functions.items():
+        try:
+            found = within(CHECK_SECONDS, partial(function, subject))
+        except UserError as error:
+            text, _, remedy = str(error).partition("; ")
+            found = problem(text, remedy or OTHER_CONFIG)
+        except TimeoutError:
+            text = f"no answer within {CHECK_SECONDS:g} s"
+            found = problem(text, OTHER_PLACE[name]) if name in OTHER_PLACE else unknown(text)
+        except Exception as error:  # whatever it is, the other checks go on
+            found = unknown(describe(error))
+        if found is not None:
+            checks[name] = found
+    return checks
+
+
+def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuReading]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as CUDA reads it; all if it is not set.
+
+    Of GPUs that are divided (MIG), CUDA shows a process one part alone: it has its own readings.
+    """
+    found = list(gpus) if variable is None else []
+    for entry in map(str.strip, variable.split(",") if variable else ()):
+        if entry.isdigit():
+            named = list(gpus[int(entry):][:1])
+        elif entry.startswith("MIG-"):
+            return [part for part in read_gpus([entry]) if part.name]
+        else:
+            named = [gpu for gpu in gpus if len(entry) > 4 and (gpu.uuid or "").startswith(entry)]
+        if not named:
+            break  # CUDA ignores what follows an entry that names no GPU
+        found.append(named[0])
+    return next(([part] for gpu in found for part in parts_of(gpu)), found)
+
+
+def parts_of(gpu: GpuReading) -> list[GpuReading]:
+    """Read the parts (MIG) that a GPU is divided into; none if it is not."""
+    import pynvml
+
+    uuids = []
+    with suppress(pynvml.NVMLError):
+        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid or "")
+        is_divided, _ = pynvml.nvmlDeviceGetMigMode(handle)
+        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle) if is_divided else 0):
+            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            uuids.append(pynvml.nvmlDeviceGetUUID(part))
+    return read_gpus(uuids)
+
+
+def in_use(gpus: Sequence[GpuReading]) -> str:
+    """Return which GPUs others use; empty if none is in use."""
+    used = [f"GPU {number} ({gpu.memory_used_gib or 0:,.1f} GiB, {gpu.use_percent or 0:.0f}%)"
+            for number, gpu in enumerate(gpus) if (gpu.use_percent or 0) >= BUSY_PERCENT
+            or (gpu.memory_used_gib or 0) >= BUSY_MEMORY_SHARE * (gpu.memory_total_gib or 1e9)]
+    return f"in use: {', '.join(used)}" if used else ""
+
+
+def compare_gpus(subject: Subject, facts: Mapping[str, Any]) -> Finding:
+    """Compare the GPUs that the driver sees with those that PyTorch sees.
+
+    Args:
+        facts: what PyTorch says, `torch_facts` of `load.py`; empty without an answer.
+    """
+    seen, by_torch = len(subject.gpus), facts.get("num_gpus")
+    cause, remedy = facts.get("problem") or ("", "")
+    if cause:
+        return problem(f"PyTorch {facts['version']} cannot use them: {cause}", remedy)
+    if subject.nvml_failure == NO_ANSWER:
+        return problem(NO_ANSWER, OTHER_MACHINE)
+    if not subject.all_gpus and by_torch:
+        return warning(f"{by_torch} seen by PyTorch, but the driver cannot be read"
+                       f" ({subject.nvml_failure}): the tests that load them are left out",
+                       "a training's speed line shows what they do")
+    if not subject.all_gpus:
+        text = f"none ({subject.nvml_failure})" if subject.nvml_failure else "none"
+        return warning(f"{text}: training runs on the CPU, slowly", "if the machine has GPUs,"
+                       " install their driver, or start the container with --gpus all")
+    names = Counter(gpu.name or "a GPU that does not answer" for gpu in subject.gpus)
+    text = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
+    text += f"; driver {subject.all_gpus[0].driver_version}"
+    if None in [gpu.name for gpu in subject.gpus]:
+        return problem(text, f"{OTHER_MACHINE}: that GPU is lost")
+    if facts and not facts["cuda"]:
+        return problem(f"{text}; PyTorch {facts['version']} was built without CUDA", INSTALL_TORCH)
+    if by_torch is not None and by_torch != seen:
+        return problem(f"{text}; PyTorch sees {by_torch}", "restart the machine if its driver was"
+                       " renewed; check CUDA_VISIBLE_DEVICES and the container's --gpus")
+    if seen and subject.num_processes != seen:
+        return Finding(PROBLEM if subject.num_processes > seen else WARNING,
+                       f"{text}; number of processes: {subject.num_processes}",
+                       f"set --nproc_per_node to {seen}")
+    if (hidden := len(subject.all_gpus) - seen) > 0:
+        return warning(f"{text}; {hidden} of {len(subject.all_gpus)} are hidden by"
+                       " CUDA_VISIBLE_DEVICES", "unset it to train on all of them")
+    return warn_unless(len(names) < 2, text, "all wait for the slowest in each step; hide it with"
+                       " CUDA_VISIBLE_DEVICES")
+
+
+def check_use(subject: Subject) -> Finding | None:
+    """Say that the machine is not loaded, as others use it."""
+    return warning(f"{subject.busy}: the tests that load the machine are left out",
+                   "run this again when it is idle") if subject.busy else None
+
+
+def check_ecc(subject: Subject) -> Finding | None:
+    """Warn of GPUs whose memory has lost data since the driver was loaded."""
+    wrong = {number: gpu.uncorrected_ecc_errors for number, gpu in enumerate(subject.gpus)
+             if gpu.uncorrected_ecc_errors}
+    return warning(f"{numbers(list(wrong))}: {sum(wrong.values()):,} uncorrected errors",
+                   f"{OTHER_MACHINE}: such an error ends a training") if wrong else None
+
+
+def check_compiler(subject: Subject) -> Finding | None:
+    """Check that Triton can compile its launchers in C, where a run's step is compiled on GPUs."""
+    if not subject.gpus or (subject.run and subject.run.train.compile is False):
+        return None
+    compiler, missing = find_compiler(on_gpu=True)
+    return ok(compiler) if compiler else problem(
+        f"{missing}: the training step cannot be compiled", "install gcc, libc6-dev and"
+        ' python3-dev, as ./setup_lambda.sh does, or set "compile": false')
+
+
+def check_shared_memory(subject: Subject) -> Finding | None:
+    """Check the memory through which NCCL may exchange data between processes."""
+    if subject.num_processes == 1 or not SHARED_MEMORY.is_dir():
+        return None
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    found = warn_unless(
+        usage.free >= SMALL_SHARED_MEMORY, f"{usage.free / 2**30:,.2f} of"
+        f" {usage.total / 2**30:,.2f} GiB free in {SHARED_MEMORY}",
+        "start the container with --shm-size=8g or --ipc=host")
+    is_enough = usage.free >= subject.num_processes * SHARED_MEMORY_PER_PROCESS
+    return found if is_enough else found._replace(verdict=PROBLEM)
+
+
+def check_host_name(_: Subject) -> Finding | None:
+    """Check that this machine's name has an address, by which torchrun's processes find it."""
+    if "RANK" in os.environ:
+        return None  # a torchrun has started this process: it does without, or has an address
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return problem(f"{name} has no address: torchrun waits for it for 5 minutes, and fails",
+                       f'add "ADDRESS {name}" to /etc/hosts, with the address that others reach')
+    return ok(name)
+
+
+def check_runs_disk(subject: Subject) -> Finding:
+    """Check that the runs can be written, and how fast."""
+    return _check_disk(subject.runs_dir / (subject.run_name or ""), OTHER_PLACE["disk of runs"])
+
+
+def check_datasets_disk(subject: Subject) -> Finding | None:
+    """Do the same for the datasets, if they are on another disk."""
+    place = existing(subject.datasets_dir)
+    if place.stat().st_dev == existing(subject.runs_dir).stat().st_dev:
+        return None
+    return _check_disk(place, OTHER_PLACE["disk of datasets"])
+
+
+def _check_disk(place: Path, advice: str) -> Finding:
+    place, here = existing(place), Path.cwd()
+    free = shutil.disk_usage(place).free
+    shown = place.relative_to(here) if place.is_relative_to(here) else place
+    text = f"{free / 1e9:,.1f} GB free in {shown}"
+    if free < 2 * TEST_BYTES:
+        return warning(f"{text}: too little to measure its speed", f"make room, or {advice}")
+    content, began = os.urandom(TEST_BYTES), time.perf_counter()
+    try:  # a file without a name, where the system can do that
+        with tempfile.TemporaryFile(dir=place, prefix=".doctor-") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            speed = TEST_BYTES / (time.perf_counter() - began)
+    except OSError as error:
+        return problem(f"{text}; writing fails: {error.strerror or error}", advice)
+    text += f", writes {speed / 1e6:,.0f} MB/s"
+    types = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
+    mounts = (types[str(path)] for path in (place, *place.parents) if str(path) in types)
+    if next(mounts, "") == "overlay":
+        return warning(f"{text}; in the container's own layer, which is lost with the container",
+                       f"mount a volume there, or {advice}")
+    return warn_unless(speed >= SLOW_DISK, text, f"checkpoints take long to write; {advice}")
+
+
+def existing(place: Path) -> Path:
+    """Return a directory, or the nearest one above it that exists."""
+    place = place.absolute()
+    return next(path for path in (place, *place.parents) if path.is_dir())
+
+
+CHECKS = {"use": check_use, "ECC memory": check_ecc, "compiler": check_compiler,
+          "shared memory": check_shared_memory, "host name": check_host_name,
+          "disk of runs": check_runs_disk, "disk of datasets": check_datasets_disk}
