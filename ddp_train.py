@@ -30,7 +30,7 @@ from basics.json_files import finite_or_none
 from checkpointing import CheckpointMeta, TrainingState, Validation
 from optim import clip_gradients, learning_rate_at, set_rates
 from processes.command_line import Options, read_command_line
-from processes.launch import Process, process_group, started_by_torchrun, this_process
+from processes.launch import Process, process_group, this_process
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, VALIDATION, WAITING, PhaseClock
@@ -54,7 +54,7 @@ from trainer.stopping import Stop
 def main() -> None:
     clock, agreement = PhaseClock.since_process_start(), Agreement.in_one_process()
     try:
-        if started_by_torchrun():
+        if "RANK" in os.environ:  # torchrun has started this process
             clock.import_from_parent()
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
             run_worker(agreement, clock)

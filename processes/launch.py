@@ -48,15 +48,6 @@ class Process:
         return self.local_rank == 0
 
 
-def started_by_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def default_num_processes() -> int:
-    """Return the number of GPUs, or 1 on a machine without."""
-    return max(1, num_gpus())
-
-
 def num_gpus() -> int:
     """Return the number of GPUs of this machine.
 

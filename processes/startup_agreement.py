@@ -82,11 +82,8 @@ class Agreement:
 
     def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
         """Return on every rank what rank 0 computes. Every rank."""
-        text, key = self.run(step, work if self._rank == 0 else str), f"{step}/decision"
-        if self._rank == 0:
-            self._store.set(key, text)
-        self._store.wait([key], STARTUP_TIMEOUT)
-        return self._store.get(key).decode()
+        text = self.run(step, work if self._rank == 0 else str)
+        return self.gather(f"{step}/decision", text)[0]
 
     def require_same(self, step: str, value: object) -> None:
         """Check that all processes have the same value. Every rank.
@@ -94,14 +91,10 @@ class Agreement:
         Raises:
             AgreedError: one differs from rank 0, so that they would not train the same run.
         """
-        expected = self.from_rank_0(step, lambda: repr(value))
-
-        def compare() -> None:
-            if repr(value) != expected:
-                raise UserError(f"rank {self._rank} reads another run than rank 0; make its"
-                                " configs, dataset and checkpoints the same")
-
-        self.run(f"{step}/same", compare)
+        values = self.gather(step, repr(value))
+        if other := next((rank for rank, each in enumerate(values) if each != values[0]), None):
+            raise AgreedError(f"rank {other} reads another run than rank 0; make its configs,"
+                              " dataset and checkpoints the same")
 
     def gather(self, step: str, text: str) -> list[str]:
         """Return every process's text, in the order of the ranks. Waits for all. Every rank."""

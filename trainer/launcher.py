@@ -5,7 +5,7 @@ import sys
 import torch
 
 from processes.command_line import Options
-from processes.launch import Process, default_num_processes, start_torchrun
+from processes.launch import Process, num_gpus, start_torchrun
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.summary import final_status
@@ -21,7 +21,7 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
     Raises: UserError: the run cannot be trained, and nothing was written; or it is finished, and
         the command of --when-done failed.
     """
-    num_processes = options.nproc_per_node or default_num_processes()
+    num_processes = options.nproc_per_node or max(1, num_gpus())
     if options.find_max_microbatch:
         search(script, options, num_processes)
         return 0
