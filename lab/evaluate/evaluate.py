@@ -28,20 +28,16 @@ from lab.evaluate.tasks import TASKS
 @click.option("--microbatch-size", type=click.IntRange(min=1), default=8, show_default=True,
               help="Sequences in one forward pass; the results do not depend on it.")
 @click.option("--task", "tasks", multiple=True, metavar="NAME[=FILE]",
-              help="Score a task instead, as lm-eval does; may be given several times. NAME:"
+              help="Score a task instead of the loss, as lm-eval does; may be repeated. NAME:"
                    f" {', '.join(TASKS)}. FILE: JSON lines, parquet, a directory of them, or"
                    " owner/name on the hub.  [default: the task's dataset on the hub]")
-@click.option("--with-loss", is_flag=True, help="With --task: measure the loss too.")
-@click.option("--benchmark", type=(click.Choice(list(TASKS)), str), metavar="NAME FILE",
-              help="The same as --task NAME=FILE.")
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON document instead, for scripts.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
-def command(targets: tuple[str, ...], benchmark: tuple[str, str] | None, as_json: bool,
-            **options: Any) -> None:
+def command(targets: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Measure models on held-out tokens and print one table, lowest loss first.
 
     A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
@@ -50,13 +46,10 @@ def command(targets: tuple[str, ...], benchmark: tuple[str, str] | None, as_json
     losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.evaluate.held_out import Options
-    from lab.evaluate.measure import measure_all
-    from lab.evaluate.results import Result, draw_over_tokens, tables
+    from lab.evaluate.measure import Options, measure_all
+    from lab.evaluate.results import Result, draw_over_tokens, table
     from lab.table import terminal_width
 
-    if benchmark:
-        options["tasks"] += ("=".join(benchmark),)
     results: list[Result] = []
     failed: UserError | None = None
     with stdout_to_stderr(as_json):
@@ -67,10 +60,13 @@ def command(targets: tuple[str, ...], benchmark: tuple[str, str] | None, as_json
             failed = error
     if results:
         if as_json:
-            print_json({"schema": "evaluate/1", "models": [one.as_document() for one in results]})
+            print_json({"schema": "evaluate/1", "models": [
+                {"name": one.name, "checkpoint": one.checkpoint,
+                 "trained_tokens": one.trained_tokens,
+                 "loss": None if options["tasks"] else one.records[0],
+                 "tasks": one.records if options["tasks"] else []} for one in results]})
         else:
-            width = terminal_width()
-            click.echo(visible("\n\n".join(one.terminal(width) for one in tables(results))))
+            click.echo(visible(table(results).terminal(terminal_width())))
         try:
             for path in draw_over_tokens(results):
                 print_error(f"chart: {path}")

@@ -1,126 +1,151 @@
-"""What was measured of models: records of evaluations.jsonl, tables, and charts over tokens."""
+"""Figures with their 95% intervals, and what is made of them: records, a table, charts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lab.evaluate.intervals import Figure
+import numpy as np
+
+from lab.runs import Record
+from lab.stats import t_95
 from lab.table import Column, Table
 from reporting.charts import draw_by_hand
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Chart
 
+Z_95 = 1.959964  # of the normal distribution
 CHART = "evaluations-chart.png"
 DECIMALS = {"loss": 6, "accuracy": 4, "normalised_accuracy": 4, "perplexity": 3,
             "bits_per_byte": 6}  # of figures, in the order of a table
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The figures of one model on held-out tokens, or on a task.
+class Figure(NamedTuple):
+    """A result and its 95% interval, None if there is none: how far off it may be by sampling."""
 
-    Attributes:
-        facts: what was measured, as its record says it.
-        figures: by name; None where it cannot be computed.
+    value: float
+    interval: tuple[float, float] | None
+
+    def through(self, function: Callable[[float], float]) -> Figure:
+        """Return a rising function of the figure and of both bounds."""
+        low, high = map(function, self.interval or (0.0, 0.0))
+        return Figure(function(self.value), self.interval and (low, high))
+
+
+def share(is_right: np.ndarray) -> Figure:
+    """Return the share of questions that are right, (N,) bool, with Wilson's interval.
+
+    Source: Wilson 1927, "Probable Inference, the Law of Succession, and Statistical Inference".
     """
-
-    facts: dict[str, Any]
-    figures: dict[str, Figure | None]
-
-    @property
-    def main_key(self) -> str:
-        """The name of the figure by which models are sorted, and that is drawn."""
-        return next(key for key in ("normalised_accuracy", "accuracy", "loss")
-                    if key in self.figures)
-
-    def as_record(self) -> dict[str, Any]:
-        """Return the facts and figures; bounds have six decimals, more depend on the microbatch."""
-        record = dict(self.facts)
-        for key, figure in self.figures.items():
-            bounds = figure and figure.interval
-            record[key] = figure and figure.value
-            record[f"{key}_interval"] = bounds and [round(bound, 6) for bound in bounds]
-        return record
+    found, num_questions, z2 = float(is_right.mean()), len(is_right), Z_95**2
+    scale = 1 + z2 / num_questions
+    middle = (found + z2 / (2 * num_questions)) / scale
+    half = Z_95 / scale * math.sqrt(found * (1 - found) / num_questions
+                                    + z2 / (4 * num_questions**2))
+    return Figure(found, (max(0.0, middle - half), min(1.0, middle + half)))
 
 
-@dataclass
-class Result:
-    """What was measured of one model, which has been freed.
+def ratio(x: np.ndarray, y: np.ndarray) -> Figure:
+    """Return sum(x) / sum(y) with its interval; x and y, (N,), such as losses and tokens of blocks.
+
+    The interval is None with fewer than two pairs, or if an x is not finite. With equal y it is
+    mean +- t x standard error of x / y, with Student's t for N - 1 degrees of freedom.
+
+    Source: Cochran 1977, "Sampling Techniques", section 6.4 (the variance of a ratio).
+    """
+    n, total = len(x), float(y.sum())
+    found = float(x.sum()) / total
+    if n < 2 or not math.isfinite(found):
+        return Figure(found, None)
+    deviations = x - found * y
+    half = t_95(n - 1) * math.sqrt(n / (n - 1) * float((deviations**2).sum())) / total
+    return Figure(found, (found - half, found + half))
+
+
+def exp(exponent: float) -> float:
+    """Return e to a power, at most 1e304: the perplexity of a very large loss."""
+    return math.exp(min(exponent, 700.0))
+
+
+def record_of(facts: dict[str, Any], figures: dict[str, Figure | None]) -> Record:
+    """Return facts and figures, None where one cannot be computed, as evaluations.jsonl has them.
+
+    Bounds have six decimals: more depend on the microbatch.
+    """
+    record = dict(facts)
+    for key, figure in figures.items():
+        bounds = figure and figure.interval
+        record[key] = figure and figure.value
+        record[f"{key}_interval"] = bounds and [round(bound, 6) for bound in bounds]
+    return record
+
+
+class Result(NamedTuple):
+    """What was measured of one model, which has been freed: its loss, or its scores on tasks.
 
     Attributes:
         checkpoint: its name; None if the target is a directory of weights or on the hub.
         run_dir: None unless the target is a run.
         trained_tokens: None without a checkpoint.
+        records: of the loss, or one for each task, with the key `benchmark`.
     """
 
     name: str
-    checkpoint: str | None = None
-    run_dir: Path | None = None
-    trained_tokens: int | None = None
-    loss: Measurement | None = None
-    tasks: list[Measurement] = field(default_factory=list)
-
-    @property
-    def title(self) -> str:
-        return f"{self.name} ({self.checkpoint})" if self.checkpoint else self.name
-
-    def as_document(self) -> dict[str, object]:
-        """Return the result for scripts: the records of evaluations.jsonl, for any target."""
-        return {"name": self.name, "checkpoint": self.checkpoint,
-                "trained_tokens": self.trained_tokens,
-                "loss": self.loss and self.loss.as_record(),
-                "tasks": [found.as_record() for found in self.tasks]}
+    checkpoint: str | None
+    run_dir: Path | None
+    trained_tokens: int | None
+    records: list[Record]
 
 
-def tables(results: list[Result]) -> list[Table]:
-    """Return the table of losses, lowest first, that of the tasks, or both.
+def table(results: list[Result]) -> Table:
+    """Return the table of losses, the lowest first, or of tasks in their order, the best first.
 
-    Losses of several datasets do not compare: then the fewest bits per byte come first. The tasks
-    are in their order, of each the best model first.
+    Losses of several datasets do not compare: then the fewest bits per byte come first.
     """
-    losses = [(result.title, result.loss) for result in results if result.loss]
-    by_bits = len({found.facts["dataset"] for _, found in losses}) > 1
-    losses.sort(key=lambda row: _rank(row[1].figures["bits_per_byte" if by_bits else "loss"]))
-    tasks: dict[str, list[tuple[str, Measurement]]] = {}
-    for result in results:
-        for found in result.tasks:
-            tasks.setdefault(found.facts["benchmark"], []).append((result.title, found))
-    scores = [row for rows in tasks.values() for row in sorted(
-        rows, key=lambda row: _rank(row[1].figures[row[1].main_key], best=-1))]
-    found = []
-    if losses:
-        found.append(_table(losses, {
-            "tokens": "{num_tokens:,}", "start token": "{start_token:,}",
-            "dataset": "{dataset} {split}"}))
-    if scores:
-        found.append(_table(scores, {"questions": "{questions:,}"}, {"task": "{benchmark}"}))
-    return found
+    rows = [(f"{result.name} ({result.checkpoint})" if result.checkpoint else result.name, record)
+            for result in results for record in result.records]
+    tasks = list(dict.fromkeys(record.get("benchmark") for _, record in rows))
+    by_bits = len({record.get("dataset") for _, record in rows}) > 1
 
+    def rank(row: tuple[str, Record]) -> tuple[int, bool, float]:
+        """Sort NaN last."""
+        _, record = row
+        value = record["bits_per_byte" if by_bits else _main_key(record)]
+        value = math.nan if value is None else value
+        return (tasks.index(record.get("benchmark")), math.isnan(value),
+                value if "loss" in record else -value)
 
-def _rank(figure: Figure | None, *, best: int = 1) -> tuple[bool, float]:
-    """Return a key that sorts the lowest (or, with -1, the highest) first, and NaN last."""
-    value = math.nan if figure is None else figure.value
-    return math.isnan(value), best * value
-
-
-def _table(rows: list[tuple[str, Measurement]], after: dict[str, str],
-           before: dict[str, str] | None = None) -> Table:
-    """Return a table of all figures, with facts before and after them: formats by heading."""
-    before = before or {}
-    keys = [key for key in DECIMALS if any(key in found.figures for _, found in rows)]
+    before, after = {}, {"tokens": "{num_tokens:,}", "start token": "{start_token:,}",
+                         "dataset": "{dataset} {split}"}
+    if tasks != [None]:
+        before, after = {"task": "{benchmark}"}, {"questions": "{questions:,}"}
+    keys = [key for key in DECIMALS if any(key in record for _, record in rows)]
     heads = ["model", *before, *(f"{key.replace('_', ' ')} [95%]" for key in keys), *after]
     return Table(
         [Column(head, "left" if head == "model" else "right") for head in heads],
-        [[title, *(text.format(**found.facts) for text in before.values()),
-          *(figure.cell(DECIMALS[key]) if (figure := found.figures.get(key)) else "-"
-            for key in keys),
-          *(text.format(**found.facts) for text in after.values())] for title, found in rows])
+        [[title, *(text.format(**record) for text in before.values()),
+          *(_cell(record, key) for key in keys),
+          *(text.format(**record) for text in after.values())]
+         for title, record in sorted(rows, key=rank)])
+
+
+def _cell(record: Record, key: str) -> str:
+    """Return a table's cell: the figure, then its interval in brackets."""
+    if record.get(key) is None:
+        return "-"
+    value, decimals = f"{record[key]:.{DECIMALS[key]}f}", min(DECIMALS[key], 4)
+    if record[f"{key}_interval"] is None:
+        return value
+    low, high = (f"{bound:.{decimals}f}" for bound in record[f"{key}_interval"])
+    return f"{value} [{low}, {high}]"
+
+
+def _main_key(record: Record) -> str:
+    """Return the name of the figure by which models are sorted, and that is drawn."""
+    return next(key for key in ("normalised_accuracy", "accuracy", "loss") if key in record)
 
 
 def draw_over_tokens(results: list[Result]) -> list[Path]:
@@ -134,34 +159,23 @@ def draw_over_tokens(results: list[Result]) -> list[Path]:
             if len({result.trained_tokens for result in found}) > 1]
 
 
-def _plot(figure: Chart, results: list[Result]) -> None:
-    """Plot losses and accuracies side by side, or the one of them that was measured."""
+def _plot(chart: Chart, results: list[Result]) -> None:
+    """Plot the main figure of each record, and its intervals as vertical lines."""
     from matplotlib.ticker import EngFormatter
 
-    losses = [result.loss for result in results if result.loss]
-    curves = {"loss (nats per token)": [losses] if losses else [],
-              "accuracy": list(zip(*(result.tasks for result in results), strict=True))}
-    curves = {label: found for label, found in curves.items() if found}
+    axes = chart.subplots()
     tokens = [result.trained_tokens or 0 for result in results]
-    figure.suptitle(results[0].name.replace("$", r"\$"))
-    all_axes = figure.subplots(1, len(curves), squeeze=False)[0]
-    for axes, (label, found) in zip(all_axes, curves.items(), strict=True):
-        for place, points in enumerate(found):
-            _plot_curve(axes, tokens, points, color="tab:red" if points is losses else f"C{place}")
-        axes.set_xlabel("tokens of training")
-        axes.set_ylabel(label)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.legend(frameon=False, fontsize="small")
-
-
-def _plot_curve(axes: Axes, tokens: list[int], points: Sequence[Measurement], *,
-                color: str) -> None:
-    """Plot the main figure of measurements, and its intervals as vertical lines."""
-    key = points[0].main_key
-    name = points[0].facts.get("benchmark", "held-out loss, 95% intervals")
-    figures: list[Any] = [point.figures[key] for point in points]
-    axes.plot(tokens, [figure.value for figure in figures], color=color, marker="o", markersize=5,
-              label=f"{name}, by length" if key == "normalised_accuracy" else name)
-    for x, figure in zip(tokens, figures, strict=True):
-        if figure.interval is not None:
-            axes.plot([x, x], figure.interval, color=color, linewidth=1.5, path_effects=[])
+    for place, records in enumerate(zip(*(result.records for result in results), strict=True)):
+        key = _main_key(records[0])
+        name = records[0].get("benchmark", "held-out loss, 95% intervals")
+        color = "tab:red" if key == "loss" else f"C{place}"
+        axes.plot(tokens, [record[key] for record in records], color=color, marker="o",
+                  markersize=5, label=name + ", by length" * (key == "normalised_accuracy"))
+        for x, record in zip(tokens, records, strict=True):
+            if (bounds := record[f"{key}_interval"]) is not None:
+                axes.plot([x, x], bounds, color=color, linewidth=1.5, path_effects=[])
+        axes.set_ylabel("loss (nats per token)" if key == "loss" else "accuracy")
+    chart.suptitle(results[0].name.replace("$", r"\$"))
+    axes.set_xlabel("tokens of training")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend(frameon=False, fontsize="small")

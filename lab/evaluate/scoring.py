@@ -1,20 +1,56 @@
-"""Score a model on questions, by the log probabilities that it gives to their choices.
+"""The loss of a model on held-out tokens, and its answers to the questions of a task, in float32.
 
-Texts are split into tokens and scored as in the lm-eval harness: each choice follows its context
-after a space; an empty context is the end-of-text token; what does not fit loses its beginning.
+Questions are split into tokens and scored as in the lm-eval harness: each choice follows its
+context after a space; an empty context is the end-of-text token; what does not fit loses its
+beginning.
 """
 
+import hashlib
+import json
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
 
 from basics.errors import UserError, one_line
-from lab.evaluate.held_out import head_losses
-from lab.evaluate.tasks import Answers, Question
+from gpt import GPTModel
+from lab.evaluate.results import exp, ratio, record_of, share
+from lab.evaluate.tasks import Quiz
+from lab.runs import Record
+from tokens.batches import TOKENIZERS_BY_VOCABULARY, byte_lengths, check_token_ids
+from tokens.token_file import TokenFile
+from tokens.tokenizer import file_beside, load_tokenizer, short_name
 from trainer.models import LoadedModel
+
+# The unit of the intervals. Neighbouring sequences share documents, so that their losses are alike;
+# blocks of many documents are close to independent.
+BLOCK_TOKENS = 16_384
+TEXT_FACTS = ("source", "revision", "num_documents", "num_text_bytes")  # metadata of a text
+TOKENS_PER_CHUNK = 1024  # whose logits exist at a time: 0.2 GiB with a vocabulary of 50,257
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a token file: `num_tokens` inputs from `start_token` on; one more token follows."""
+
+    dataset: str
+    file: TokenFile
+    start_token: int
+    num_tokens: int
+
+    def text_identity(self) -> str | None:
+        """Identify the text of a whole file, the same in all tokens; None for a part of a file."""
+        facts = [self.file.metadata.get(key) for key in TEXT_FACTS]
+        if None in facts or self.num_tokens != self.file.num_tokens - 1:
+            return None
+        return hashlib.blake2b(json.dumps([self.file.path.stem, *facts]).encode(),
+                               digest_size=8).hexdigest()
 
 
 class Text(NamedTuple):
@@ -25,7 +61,91 @@ class Text(NamedTuple):
     is_cut: bool  # it has lost its beginning
 
 
-def encode_questions(target: LoadedModel, questions: list[Question]) -> list[list[Text]]:
+@torch.inference_mode()
+def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Record:
+    """Measure a model's loss in nats per token, in sequences of its own context length.
+
+    The last sequence may be shorter. All is computed in float32 and summed in float64, so that the
+    microbatch size does not change the first six decimals. The intervals regard blocks of
+    `BLOCK_TOKENS` as independent; there are none with a single block. Bits per byte are None if
+    the tokenizer is not known.
+
+    Raises:
+        UserError: the tokens are of another tokenizer than the model's, or outside its vocabulary.
+    """
+    torch.set_float32_matmul_precision("highest")
+    lengths, config = _token_lengths(target, part.file), target.model.config
+    longest = config.context_length
+    blocks = np.zeros((3, -(-part.num_tokens // BLOCK_TOKENS)))  # losses, tokens, bytes
+    stride = microbatch_size * longest
+    for place in tqdm(range(0, part.num_tokens, stride), unit="batch", desc=one_line(target.name),
+                      leave=False, disable=None):
+        first = part.start_token + place
+        tokens = part.file.read(first, part.start_token + min(place + stride, part.num_tokens) + 1)
+        check_token_ids(tokens, part.file.path, first=first, vocab_size=config.vocab_size)
+        losses = _losses(target.model, tokens)
+        sequences = (place + np.arange(len(losses))) // longest
+        # A sequence belongs to the block in which it begins.
+        block = sequences * longest // BLOCK_TOKENS
+        num_bytes = np.zeros(len(losses)) if lengths is None else lengths[tokens[1:]]
+        for row, values in zip(blocks, (losses, np.ones(len(losses)), num_bytes), strict=True):
+            row += np.bincount(block, values, minlength=len(row))
+    nats, num_tokens, num_bytes = blocks[:, blocks[1] > 0]
+    loss, bits = ratio(nats, num_tokens), None
+    if num_bytes.any():
+        bits = ratio(nats, num_bytes).through(lambda nats_per_byte: nats_per_byte / math.log(2))
+    return record_of(
+        {"dataset": part.dataset, "split": part.file.path.stem, "start_token": part.start_token,
+         "num_tokens": part.num_tokens, "sequences": -(-part.num_tokens // longest),
+         "tokenizer": target.tokenizer_name, "text": part.text_identity()},
+        {"loss": loss, "perplexity": loss.through(exp), "bits_per_byte": bits})
+
+
+def _token_lengths(target: LoadedModel, file: TokenFile) -> np.ndarray | None:
+    """Return the number of text bytes of each token id: (V,) int64; 0 for the end of text.
+
+    None if neither the file nor the model names a tokenizer.
+
+    Raises:
+        UserError: they name different ones.
+    """
+    made_with, own = file.metadata.get("tokenizer"), target.tokenizer_name
+    if made_with and own and made_with != own:
+        raise UserError(f"{file.path}: the tokenizer is {short_name(made_with)}, but that of"
+                        f" {target.name} is {short_name(own)}; name another --dataset")
+    vocab_size = target.model.config.vocab_size
+    if own is not None:
+        return byte_lengths(target.load_tokenizer(), num_ids=vocab_size)
+    name = made_with or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
+    return name and byte_lengths(load_tokenizer(name, file_beside(file.path.parent, name)),
+                                 num_ids=vocab_size)
+
+
+def _losses(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
+    """Return each token's loss: (N + 1,) uint16, the first only an input, to (N,) float64."""
+    token_ids = torch.from_numpy(tokens.astype(np.int64)).to(model.token_embedding.weight.device)
+    num_tokens, longest = len(token_ids) - 1, model.config.context_length
+    # Padding follows the last, shorter sequence: causality hides it.
+    inputs = F.pad(token_ids[:-1], (0, -num_tokens % longest)).view(-1, longest)  # (B, T)
+    x = model.transform(model.embed(inputs)).flatten(0, 1)[:num_tokens]  # (N, C)
+    return torch.cat([losses for *_, losses in _head_losses(model, x, token_ids[1:])]).cpu().numpy()
+
+
+def _head_losses(model: GPTModel, x: Tensor,
+                 targets: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield logits (n, V), targets (n,) and cross-entropies (n,) float64 of chunks of tokens.
+
+    Args:
+        x: (N, C), the output of the last layer.
+        targets: (N,) int64.
+    """
+    for part, wanted in zip(model.final_norm(x).split(TOKENS_PER_CHUNK),
+                            targets.split(TOKENS_PER_CHUNK), strict=True):
+        logits = F.linear(part, model.head_weight)
+        yield logits, wanted, F.cross_entropy(logits, wanted, reduction="none").double()
+
+
+def encode_questions(target: LoadedModel, quiz: Quiz) -> list[list[Text]]:
     """Turn questions into tokens: a text for each choice.
 
     Raises:
@@ -34,26 +154,25 @@ def encode_questions(target: LoadedModel, questions: list[Question]) -> list[lis
     tokenizer = target.load_tokenizer()
     longest = target.model.config.context_length + 1  # the last token is only a target
     found: list[list[Text]] = []
-    for question in questions:
+    for question in quiz.questions:
         before = tokenizer.encode_ordinary(question.context.rstrip())
         start = [] if before else [tokenizer.eot_token]
-        texts: list[Text] = []
+        found.append([])
         for choice in question.choices:
             tokens = start + tokenizer.encode_ordinary(f"{question.context} {choice}")
             num_new = len(tokens) - len(start or before)
             if num_new >= longest:
-                raise UserError(f"{question.place}: a choice has {num_new:,} tokens, but"
-                                f" {target.name} has a context of {longest - 1:,}; leave the"
-                                " question out, or name another model")
-            texts.append(Text(tuple(tokens[-longest:]), num_new, len(tokens) > longest))
-        found.append(texts)
+                raise UserError(f"{quiz.name}, {quiz.source}: the choice {choice[:30]!r} has"
+                                f" {num_new:,} tokens, but {target.name} has a context of"
+                                f" {longest - 1:,}; leave the question out, or name another model")
+            found[-1].append(Text(tuple(tokens[-longest:]), num_new, len(tokens) > longest))
     return found
 
 
 @torch.inference_mode()
-def score(target: LoadedModel, questions: list[Question], texts: list[list[Text]], *,
-          microbatch_size: int) -> Answers:
-    """Score a model on all questions.
+def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], *,
+          microbatch_size: int) -> Record:
+    """Score a model on all questions of a task.
 
     A text is scored once: two equal choices must have exactly equal log probabilities.
 
@@ -63,29 +182,37 @@ def score(target: LoadedModel, questions: list[Question], texts: list[list[Text]
             pass; of shorter texts, as many more.
     """
     torch.set_float32_matmul_precision("highest")
-    unique = dict.fromkeys(text for of_one in texts for text in of_one)
-    batches = list(_batches(sorted(unique, key=lambda text: -len(text.tokens)),
-                            microbatch_size * target.model.config.context_length))
-    results = {text: result for batch in tqdm(batches, desc=one_line(target.name), unit="batch",
-                                              leave=False, disable=None)
-               for text, result in zip(batch, _score(target, batch), strict=True)}
+    unique = sorted(dict.fromkeys(text for of_one in texts for text in of_one),
+                    key=lambda text: -len(text.tokens))
+    results: dict[Text, tuple[float, bool]] = {}
+    with tqdm(total=len(unique), desc=one_line(target.name), unit="text", leave=False,
+              disable=None) as bar:
+        while len(results) < len(unique):  # a batch begins with its longest text
+            longest = unique[len(results)]
+            size = max(1, microbatch_size * target.model.config.context_length
+                       // max(1, len(longest.tokens) - 1))
+            batch = unique[len(results) : len(results) + size]
+            results.update(zip(batch, _score(target, batch), strict=True))
+            bar.update(len(batch))
+    # Of each question: the right choice has the highest log probability of all; the same, divided
+    # by the characters of the choice; each token of the right choice is the likeliest of all
+    # tokens; the log probability of the right choice.
     answers = []
-    for question, of_one in zip(questions, texts, strict=True):
+    for question, of_one in zip(quiz.questions, texts, strict=True):
         sums = np.array([results[text][0] for text in of_one])
         lengths = np.array([len(choice) for choice in question.choices])
         log_probability, is_greedy = results[of_one[question.right]]
         answers.append((sums.argmax() == question.right,
                         (sums / lengths).argmax() == question.right, is_greedy, log_probability))
-    return Answers(*map(np.array, zip(*answers, strict=True)))
-
-
-def _batches(texts: list[Text], budget: int) -> Iterator[list[Text]]:
-    """Divide texts, the longest first, into batches of at most `budget` tokens."""
-    first = 0
-    while first < len(texts):
-        size = max(1, budget // max(1, len(texts[first].tokens) - 1))
-        yield texts[first : first + size]
-        first += size
+    right, normalised, greedy, log_probabilities = map(np.array, zip(*answers, strict=True))
+    has_choice = len(quiz.questions[0].choices) > 1  # else a last word is to be foretold
+    figures = {"accuracy": share(right if has_choice else greedy),
+               "normalised_accuracy": share(normalised),
+               "perplexity": ratio(-log_probabilities, np.ones(len(answers))).through(exp)}
+    return record_of(
+        {"benchmark": quiz.name, "questions": len(quiz.questions), "questions_from": quiz.source,
+         "split": quiz.split, "cut_texts": sum(text.is_cut for of_one in texts for text in of_one)},
+        {key: figures[key] for key in quiz.figures})
 
 
 def _score(target: LoadedModel, texts: list[Text]) -> list[tuple[float, bool]]:
@@ -103,7 +230,8 @@ def _score(target: LoadedModel, texts: list[Text]) -> list[tuple[float, bool]]:
     model = target.model
     x = model.transform(model.embed(tokens[:, :-1]))[is_new]  # (new tokens, C)
     found = torch.cat([torch.stack([losses, (logits.argmax(1) != wanted).double()], 1)
-                       for logits, wanted, losses in head_losses(model, x, tokens[:, 1:][is_new])])
+                       for logits, wanted, losses in _head_losses(
+                           model, x, tokens[:, 1:][is_new])])
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=target.device)
     sums.index_add_(0, is_new.nonzero()[:, 0], found)  # of losses, of misses
     return [(-loss, num_misses == 0) for loss, num_misses in sums.tolist()]

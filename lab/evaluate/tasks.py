@@ -6,100 +6,65 @@ lambada_openai, and BLiMP all files that are given, as one task).
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
+from pydantic import BaseModel, ValidationError
 
 from basics.errors import UserError
-from lab.evaluate.intervals import Figure, exp, ratio, share
+from basics.json_files import describe
 
 LONGEST_LINE = 2**20
 KINDS = (".jsonl", ".parquet")
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-Record = dict[str, Any]
+# After the name of a split: its file, the numbers of its files, or the files in its folder.
+FILE = r"(-[\dof-]*)?(/[^/]*)?\.(parquet|jsonl)$"
 
 
-@dataclass(frozen=True)
-class Question:
-    """A context, texts that may follow it, and the index of the right one.
-
-    Attributes:
-        place: the task, the file and the number in it, for errors.
-    """
+class Question(NamedTuple):
+    """A context, texts that may follow it, the index of the right one, and the kind of a pair."""
 
     context: str
     choices: list[str]
     right: int
-    place: str = field(default="a question", compare=False)
+    kind: str = ""
 
 
-class Answers(NamedTuple):
-    """A model's answers to all questions of a task, (N,) each.
-
-    Attributes:
-        right: whether the right choice has the highest log probability of all.
-        normalised: the same, of log probabilities divided by the characters of the choice.
-        greedy: whether each token of the right choice is the likeliest of all tokens.
-        log_probability: of the right choice.
-    """
-
-    right: np.ndarray
-    normalised: np.ndarray
-    greedy: np.ndarray
-    log_probability: np.ndarray
-
-    def perplexity(self) -> Figure:
-        """Return e to the mean negative log probability of the right choices (not of tokens)."""
-        return ratio(-self.log_probability, np.ones(len(self.log_probability))).through(exp)
-
-
-Figures = dict[str, Callable[[Answers], Figure]]
-BY_LENGTH: Figures = {"accuracy": lambda answers: share(answers.right),
-                      "normalised_accuracy": lambda answers: share(answers.normalised)}
-OF_PAIRS: Figures = {"accuracy": lambda answers: share(answers.right)}
-OF_WORDS: Figures = {"accuracy": lambda answers: share(answers.greedy),
-                     "perplexity": Answers.perplexity}
-
-
-@dataclass(frozen=True)
-class Task:
-    """A kind of questions.
+class Record(BaseModel):
+    """A record of a task's dataset. A subclass has its columns, and the task's name.
 
     Attributes:
-        title: as its authors write it.
-        columns: of a record, as the error about a wrong file lists them.
         hub_name: of the dataset that is asked for without a file.
         hub_files: a pattern of the files with the questions in a dataset on the hub.
         split: that the published figures are of.
-        read: turns a record into a question. Raises: one of `UNREADABLE`.
-        figures: what is reported.
+        figures: what is reported, of those that `score` computes.
     """
 
-    title: str
-    columns: str
-    hub_name: str
-    hub_files: str
-    split: str
-    read: Callable[[Record], Question]
-    figures: Figures
+    hub_name: ClassVar[str]
+    hub_files: ClassVar[str]
+    split: ClassVar[str]
+    figures: ClassVar[tuple[str, ...]] = ("accuracy", "normalised_accuracy")
+
+    def as_question(self) -> Question:
+        """Return what the record asks. Raises: ValueError, LookupError."""
+        raise NotImplementedError
 
 
-def _text(record: Record, key: str) -> str:
-    if not isinstance(record[key], str):
-        raise TypeError(f"{key} is not a text")
-    return record[key]
+class HellaSwag(Record):
+    """How a description of everyday life goes on."""
 
+    hub_name, split = "Rowan/hellaswag", "validation"
+    hub_files = rf"val(id|idation)?{FILE}"
 
-def _hellaswag(record: Record) -> Question:
-    head, first, second = (_text(record, key) for key in ("activity_label", "ctx_a", "ctx_b"))
-    if not isinstance(record["endings"], list):
-        raise TypeError("endings is not a list")
-    return Question(_without_markup(f"{head}: {first} {second.capitalize()}"),
-                    [_without_markup(ending) for ending in record["endings"]],
-                    int(record["label"]))
+    activity_label: str
+    ctx_a: str
+    ctx_b: str
+    endings: list[str]
+    label: int
+
+    def as_question(self) -> Question:
+        context = f"{self.activity_label}: {self.ctx_a} {self.ctx_b.capitalize()}"
+        return Question(_without_markup(context), [*map(_without_markup, self.endings)], self.label)
 
 
 def _without_markup(text: str) -> str:
@@ -108,60 +73,70 @@ def _without_markup(text: str) -> str:
     return text.replace("  ", " ")
 
 
-def _lambada(record: Record) -> Question:
-    context, _, word = _text(record, "text").rpartition(" ")
-    return Question(context, [word], 0)
+class LAMBADA(Record):
+    """The last word of a passage."""
+
+    hub_name, split = "EleutherAI/lambada_openai", "test"
+    hub_files = rf"(^|^default/|^data/)(lambada_)?test{FILE}"
+    figures = ("accuracy", "perplexity")
+
+    text: str
+
+    def as_question(self) -> Question:
+        context, _, word = self.text.rpartition(" ")
+        return Question(context, [word], 0)
 
 
-def _arc(record: Record) -> Question:
-    """Read a record of the hub's files, or of AI2's own, in which the question is an object."""
-    question = record["question"]
-    if isinstance(question, dict):
-        text, choices = _text(question, "stem"), question["choices"]
-        texts = [_text(choice, "text") for choice in choices]
-        labels = [choice["label"] for choice in choices]
-    else:
-        text, texts, labels = _text(record, "question"), *(
-            list(record["choices"][key]) for key in ("text", "label"))
-    return Question(f"Question: {text}\nAnswer:", texts, labels.index(record["answerKey"]))
+class ARC(Record):
+    """Questions of science lessons, with choices."""
+
+    hub_name, split = "allenai/ai2_arc", "test"
+    hub_files = rf"ARC-Easy/(ARC-Easy-)?test{FILE}"
+
+    question: str
+    choices: dict[str, list[str]]  # `text` and `label`
+    answerKey: str
+
+    def as_question(self) -> Question:
+        return Question(f"Question: {self.question}\nAnswer:", self.choices["text"],
+                        self.choices["label"].index(self.answerKey))
 
 
-def _piqa(record: Record) -> Question:
-    return Question(f"Question: {_text(record, 'goal')}\nAnswer:",
-                    [_text(record, "sol1"), _text(record, "sol2")], int(record["label"]))
+class PIQA(Record):
+    """Two ways to a goal in the physical world."""
+
+    hub_name, split = "baber/piqa", "validation"
+    hub_files = rf"val(id|idation)?{FILE}"
+
+    goal: str
+    sol1: str
+    sol2: str
+    label: int
+
+    def as_question(self) -> Question:
+        return Question(f"Question: {self.goal}\nAnswer:", [self.sol1, self.sol2], self.label)
 
 
-def _blimp(record: Record) -> Question:
-    return Question("", [_text(record, "sentence_good"), _text(record, "sentence_bad")], 0)
+class BLiMP(Record):
+    """A sentence with good grammar, and one without."""
+
+    hub_name, split = "nyu-mll/blimp", "train"
+    hub_files = r"\.(parquet|jsonl)$"
+    figures = ("accuracy",)
+
+    sentence_good: str
+    sentence_bad: str
+    UID: str = ""
+
+    def as_question(self) -> Question:
+        return Question("", [self.sentence_good, self.sentence_bad], 0, self.UID)
 
 
-# After the name of a split: its file, the numbers of its files, or the files in its folder.
-FILE = r"(-[\dof-]*)?(/[^/]*)?\.(parquet|jsonl)$"
-
-TASKS = {
-    "hellaswag": Task(
-        title="HellaSwag", columns="activity_label, ctx_a, ctx_b, endings, label",
-        hub_name="Rowan/hellaswag", hub_files=rf"val(id|idation)?{FILE}", split="validation",
-        read=_hellaswag, figures=BY_LENGTH),
-    "lambada": Task(
-        title="LAMBADA", columns="text", hub_name="EleutherAI/lambada_openai",
-        hub_files=rf"(^|^default/|^data/)(lambada_)?test{FILE}", split="test",
-        read=_lambada, figures=OF_WORDS),
-    "arc_easy": Task(
-        title="ARC", columns="question, choices, answerKey", hub_name="allenai/ai2_arc",
-        hub_files=rf"ARC-Easy/(ARC-Easy-)?test{FILE}", split="test",
-        read=_arc, figures=BY_LENGTH),
-    "piqa": Task(
-        title="PIQA", columns="goal, sol1, sol2, label", hub_name="baber/piqa",
-        hub_files=rf"val(id|idation)?{FILE}", split="validation", read=_piqa, figures=BY_LENGTH),
-    "blimp": Task(
-        title="BLiMP", columns="sentence_good, sentence_bad", hub_name="nyu-mll/blimp",
-        hub_files=r"\.(parquet|jsonl)$", split="train", read=_blimp, figures=OF_PAIRS),
-}
+TASKS: dict[str, type[Record]] = {
+    "hellaswag": HellaSwag, "lambada": LAMBADA, "arc_easy": ARC, "piqa": PIQA, "blimp": BLiMP}
 
 
-@dataclass(frozen=True)
-class Quiz:
+class Quiz(NamedTuple):
     """A task with its questions.
 
     Attributes:
@@ -171,82 +146,79 @@ class Quiz:
     """
 
     name: str
-    task: Task
+    figures: tuple[str, ...]
     questions: list[Question]
     source: str
     split: str | None
 
 
-def parse_task(text: str) -> tuple[str, str]:
-    """Split NAME or NAME=FILE into the task's name and its file or dataset. Raises: UserError."""
-    name, _, source = text.partition("=")
-    if name not in TASKS:
-        raise UserError(f"--task {text[:60]}: is unknown; wanted {', '.join(TASKS)}, or one of"
-                        " them with =FILE")
-    return name, source or TASKS[name].hub_name
-
-
-def read_quiz(name: str, source: str) -> Quiz:
+def read_quiz(name: str, source: str = "") -> Quiz:
     """Read a local file (JSON lines or parquet), a directory of them, or a dataset on the hub.
 
+    Args:
+        source: the file, the directory or the dataset; empty for the task's own.
+
     Raises:
-        UserError: there is no such file, or it does not hold the task's questions.
+        UserError: there is no such task or file, or it does not hold the task's questions.
     """
     from trainer.models import HUB_NAME  # not for --help
 
-    task, place = TASKS[name], Path(source)
-    paths = [place] if place.is_file() else []
-    if is_on_hub := not place.exists() and bool(HUB_NAME.fullmatch(source)):
-        paths = _download(source, task)
-    elif place.is_dir():
+    if name not in TASKS:
+        raise UserError(f"--task {name[:60]}: is unknown; wanted {', '.join(TASKS)}, or one of"
+                        " them with =FILE")
+    task = TASKS[name]
+    source = source or task.hub_name
+    place, is_on_hub = Path(source), False
+    if place.is_dir():
         paths = sorted(file for file in place.iterdir() if file.suffix in KINDS and file.is_file())
-        if not paths:
-            raise UserError(f"{place}: has no .jsonl or .parquet file; give a file with"
-                            f" {task.title}'s questions")
-    if not paths:
-        raise UserError(f"{source}: no such file, and not the owner/name of a dataset on the hub;"
-                        f" give a file with {task.title}'s questions, or {task.hub_name}")
-    questions: list[Question] = []
-    kinds: set[str] = set()
-    for path in paths:
-        try:
-            for number, record in enumerate(_records(path), start=1):
-                question = task.read(record)
-                if not (0 <= question.right < len(question.choices) and all(question.choices)):
-                    raise ValueError(f"choice {question.right} of {len(question.choices)} is"
-                                     " right, or one is empty")
-                kinds.add(str(record.get("UID", "")))
-                questions.append(Question(question.context, question.choices, question.right,
-                                          f"{name}, {path.name}, question {number}"))
-        except UNREADABLE as error:
-            raise UserError(f"{path}: not {task.title}'s questions ({type(error).__name__}:"
-                            f" {str(error)[:60]}); each needs {task.columns}") from None
+    elif place.exists() or not HUB_NAME.fullmatch(source):
+        paths = [place]
+    else:
+        paths, is_on_hub = _download(source, task), True
+    questions = [question for path in paths for question in _questions(path, task)]
     if not questions:
-        raise UserError(f"{source}: has no questions; give a file with {task.title}'s")
+        raise UserError(f"{source}: has no questions; give a .jsonl or .parquet file with"
+                        f" {task.__name__}'s")
+    kinds = {question.kind for question in questions}
     kind = kinds.pop() if len(kinds) == 1 else ""
-    is_kind = name == "blimp" and re.fullmatch(r"\w{1,80}", kind)
-    return Quiz(f"{name}_{kind}" if is_kind else name, task, questions,
-                source if is_on_hub else place.resolve().name,
+    return Quiz(f"{name}_{kind}" if re.fullmatch(r"\w{1,80}", kind) else name, task.figures,
+                questions, source if is_on_hub else place.resolve().name,
                 task.split if is_on_hub and source == task.hub_name else None)
 
 
-def _records(path: Path) -> Iterator[Record]:
-    """Read the records of a file. Raises: one of `UNREADABLE`."""
+def _questions(path: Path, task: type[Record]) -> Iterator[Question]:
+    """Read the questions of a file. Raises: UserError: it does not hold the task's."""
+    try:
+        for record in _records(path):
+            question = task.model_validate(record).as_question()
+            if not (0 <= question.right < len(question.choices) and all(question.choices)):
+                raise ValueError(f"choice {question.right} of {len(question.choices)} is right, or"
+                                 " one is empty")
+            yield question
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file, and not the owner/name of a dataset on the hub;"
+                        f" give a file with {task.__name__}'s questions, or"
+                        f" {task.hub_name}") from None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = describe(error) if isinstance(error, ValidationError) else str(error)
+        raise UserError(f"{path}: not {task.__name__}'s questions ({reason[:80]}); each needs"
+                        f" {', '.join(task.model_fields)}") from None
+
+
+def _records(path: Path) -> Iterator[Any]:
+    """Read the records of a file."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
         yield from pyarrow.parquet.read_table(path).to_pylist()
         return
-    beside = path.with_name(f"{path.stem}-labels.lst")  # as PIQA's authors publish them
-    labels = iter(beside.read_text(encoding="utf-8").split()) if beside.is_file() else None
     with path.open(encoding="utf-8") as file:
         while line := file.readline(LONGEST_LINE):
             if line.strip():
-                record = json.loads(line)
-                yield record | {"label": next(labels, None)} if labels else record
+                yield json.loads(line)
 
 
-def _download(repository: str, task: Task) -> list[Path]:
+def _download(repository: str, task: type[Record]) -> list[Path]:
     """Download the files with the questions into the hub client's cache, unless they are there."""
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -259,7 +231,7 @@ def _download(repository: str, task: Task) -> list[Path]:
     hide_progress_bars()
     tables = [name for name in names if name.endswith(".parquet")]
     if not names:
-        raise UserError(f"{repository} on the Hugging Face hub: has no file of {task.title}'s"
+        raise UserError(f"{repository} on the Hugging Face hub: has no file of {task.__name__}'s"
                         f" questions; give {task.hub_name} or a local file")
     return [Path(ask_hub(repository, lambda name=name: hf_hub_download(
         repository, name, revision=info.sha, repo_type="dataset")))

@@ -15,7 +15,7 @@ from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.errors import UserError, cannot_be_written, one_line, visible
 from basics.files import append_whole
 from basics.text import counted
-from lab.evaluate.intervals import Figure
+from lab.evaluate.results import Figure
 from lab.instruct.comparison import Comparison, UnusableReplyError, compare
 from lab.instruct.instructions import AnswersFile, Entry, load_answers
 from lab.instruct.judging import Judge

@@ -1,5 +1,10 @@
-"""`lab evaluate`: losses on held-out tokens, their intervals, and the choice of models."""
+"""`lab evaluate`: losses and scores with their intervals, and the choice of models.
 
+lm-eval is the reference of the tasks.
+"""
+
+import importlib.util
+import json
 import math
 from pathlib import Path
 
@@ -12,17 +17,25 @@ from matplotlib.figure import Figure
 from basics.errors import UserError
 from checkpointing import list_checkpoints
 from lab import __main__
-from lab.evaluate import held_out, results
-from lab.evaluate.held_out import choose_slice, evaluate
-from tests.support.hub_server import Hub, serving
+from lab.evaluate import measure, results, scoring
+from lab.evaluate.measure import choose_slice
+from lab.evaluate.results import ratio, share
+from lab.evaluate.scoring import BLOCK_TOKENS, encode_questions, evaluate, score
+from lab.evaluate.tasks import TASKS, Question, Quiz, read_quiz
+from lab.publish.export import write_export
+from tests.support.hub_server import Hub, serving, used_in_this_process
+from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.lm_eval_tasks import write_records
+from tests.support.lm_eval_tasks import records_of, write_records, write_tasks
 from tests.support.models import export, random_model
-from tests.support.workplace import read_lines, write_tokens
+from tests.support.workplace import Workplace, read_lines, write_tokens
 from tokens.token_file import TokenFile
+from tokens.tokenizer import load_tokenizer
 from trainer.models import LoadedModel
 
 MODEL = {"vocab_size": 257, "context_length": 16}
+NAMES = list(TASKS)
+MAY_BE_EMPTY = ("activity_label", "ctx_a", "ctx_b", "question", "goal", "UID")
 
 
 def lab_evaluate(workplace, *arguments, **environment):
@@ -35,8 +48,7 @@ def rows_of(result):
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
 
 
-def raise_(error):
-    raise error
+# Losses
 
 
 @torch.no_grad()
@@ -45,7 +57,7 @@ def test_figures_match_their_definitions_for_any_context_and_microbatch(context_
                                                                         monkeypatch):
     """The mean over the slice's tokens; the interval of blocks of 16 tokens, or longer sequences.
     """
-    monkeypatch.setattr(held_out, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(scoring, "BLOCK_TOKENS", 16)
     tokens = np.random.default_rng(0).integers(0, 256, size=170).astype(np.uint16)
     tokens[10:150:7] = 256  # ends of text: 20 among the targets
     path = tmp_path / "validation.safetensors"
@@ -64,21 +76,21 @@ def test_figures_match_their_definitions_for_any_context_and_microbatch(context_
     assert num_bytes == 160 - 20
     for size in (1, 3, 100):
         found = evaluate(LoadedModel("x", model, "bytes"), part, microbatch_size=size)
-        loss, perplexity, bits = found.figures.values()
-        assert loss.value == pytest.approx(mean, abs=1e-6)
-        assert perplexity.value == pytest.approx(math.exp(mean), rel=1e-5)
-        assert bits.value == pytest.approx(losses.sum() / math.log(2) / num_bytes, rel=1e-6)
-        assert found.facts["sequences"] == math.ceil(160 / context_length)
+        assert found["loss"] == pytest.approx(mean, abs=1e-6)
+        assert found["perplexity"] == pytest.approx(math.exp(mean), rel=1e-5)
+        assert found["bits_per_byte"] == pytest.approx(
+            losses.sum() / math.log(2) / num_bytes, rel=1e-6)
+        assert found["sequences"] == math.ceil(160 / context_length)
+        intervals = [found[f"{key}_interval"] for key in ("loss", "perplexity", "bits_per_byte")]
         if context_length == 256:
-            assert loss.interval is perplexity.interval is bits.interval is None  # of one block
+            assert intervals == [None] * 3  # of one block
             continue
         n = len(losses)
         t = {10: 2.262, 4: 3.182}[n]  # Student's
         half = t * math.sqrt(n / (n - 1) * ((losses - mean * counts) ** 2).sum()) / 160
-        assert loss.interval == pytest.approx((mean - half, mean + half), abs=1e-5)
-        assert perplexity.interval == pytest.approx(
-            [math.exp(bound) for bound in loss.interval], rel=1e-5)
-        assert bits.interval[0] < bits.value < bits.interval[1]
+        assert intervals[0] == pytest.approx([mean - half, mean + half], abs=1e-5)
+        assert intervals[1] == pytest.approx(np.exp(intervals[0]).tolist(), rel=1e-5)
+        assert intervals[2][0] < found["bits_per_byte"] < intervals[2][1]
 
 
 def test_the_default_slice_is_that_of_the_published_results():
@@ -104,6 +116,52 @@ def test_a_run_has_the_loss_of_its_own_validation(trained):
     record = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")[-1]
     assert record["checkpoint"] == checkpoint and record["num_tokens"] == 480
     assert record["loss"] == pytest.approx(float(loss), abs=1e-6) and record["global_step"] >= 4
+
+
+# Intervals
+
+
+@pytest.mark.parametrize(("right", "questions", "interval"), [
+    (0, 10, (0.0, 0.2775)), (10, 10, (0.7225, 1.0)),  # 1 / (1 + n / z^2), and 1 minus that
+    (81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)),  # Newcombe 1998, table I
+    (0, 20, (0.0, 0.1611)), (1, 29, (0.0061, 0.1718)),
+])
+def test_wilsons_interval_is_the_published_one(right, questions, interval):
+    found = share(np.arange(questions) < right)
+    assert found.value == right / questions and found.interval == pytest.approx(interval, abs=6e-5)
+
+
+def test_a_short_last_sequence_counts_by_its_tokens():
+    losses, tokens = np.array([24.0, 30.0, 36.0, 6.0]), np.array([8, 8, 8, 2])
+    mean = 96 / 26
+    half = 3.182 * np.sqrt(4 / 3 * ((losses - mean * tokens)**2).sum()) / 26
+    assert ratio(losses, tokens).interval == pytest.approx((mean - half, mean + half))
+
+
+def test_blocks_cover_the_true_mean_of_losses_that_resemble_their_neighbours():
+    """Losses of 1,024-token sequences, each with half of the deviation of the one before."""
+    random = np.random.default_rng(0)
+    samples, steps = np.zeros((1000, 640)), random.normal(size=(1000, 640))
+    samples[:, 0] = steps[:, 0] / np.sqrt(1 - 0.5**2)
+    for place in range(1, 640):
+        samples[:, place] = 0.5 * samples[:, place - 1] + steps[:, place]
+    covered = {}
+    for block in (1, BLOCK_TOKENS // 1024):
+        sums = samples.reshape(1000, -1, block).sum(axis=2)
+        counts = np.full(sums.shape[1], block)
+        intervals = [ratio(sample, counts).interval for sample in sums]
+        covered[block] = np.mean([low < 0 < high for low, high in intervals])
+    assert covered[1] < 0.80 and covered[BLOCK_TOKENS // 1024] == pytest.approx(0.945, abs=0.02)
+
+
+def test_without_a_spread_to_measure_there_is_no_interval():
+    assert ratio(np.array([3.0]), np.array([8])).interval is None
+    for wrong in (np.nan, np.inf):
+        assert ratio(np.array([wrong, 1.0]), np.ones(2)).interval is None
+    assert ratio(np.full(3, 0.1), np.full(3, 7)).interval == pytest.approx((0.1 / 7, 0.1 / 7))
+
+
+# Targets and checkpoints
 
 
 def test_several_targets_are_one_table_with_the_lowest_loss_first(trained, tmp_path):
@@ -147,77 +205,27 @@ def test_only_the_split_that_is_measured_is_downloaded(trained, tmp_path):
         assert [len(hub.downloads(name)) for name in files] == [1, 1]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ("nix", "no such run"),
-    ("nix@latest", "no such run"),
-    ("tiny --dataset nix", "no dataset there"),
-    ("tiny --dataset ../tiny", "is not a plain name"),
-    ("tiny --dataset other", "the tokenizer is gpt2, but that of tiny is bytes"),
-    ("tiny --tokens 5000", "has 499 tokens to predict after token 0, wanted 5,000"),
-    ("tiny --start-token 495 --tokens 5", "has 4 tokens to predict after token 495, wanted 5"),
-    ("tiny@nix", "no checkpoint 'nix'"),
-    ("tiny --checkpoints latest,nix", "no checkpoint 'nix'"),
-    ("new", "no checkpoint yet; train the run first"),
-    ("new@all", "no checkpoint yet; train the run first"),
-    ("model", "--dataset: name the dataset to evaluate all targets on (no target is a run)"),
-    ("model@latest --dataset tiny", "is no run, so it has no checkpoints"),
-])
-def test_a_user_error_is_one_line(trained, arguments, message, monkeypatch):
-    monkeypatch.chdir(trained.root)
-    trained.add_run("new")
-    export(random_model(**MODEL), trained.root / "model")
-    write_tokens(trained.datasets_dir / "other/validation.safetensors",
-                 np.arange(100, dtype=np.uint16), {"tokenizer": "gpt2"})
-    assert message in error_line(lab_evaluate(trained, *arguments.split(" ")))
-
-
-def test_under_torchrun_it_is_refused(trained):
-    assert "start it without torchrun" in error_line(lab_evaluate(trained, "tiny", WORLD_SIZE="2"))
-
-
-def test_out_of_memory_is_one_line(monkeypatch, capsys):
-    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
-                  RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
-        monkeypatch.setattr(__main__.cli, "main", lambda *_, error=error, **__: raise_(error))
-        with pytest.raises(SystemExit) as caught:
-            __main__.main()
-        assert caught.value.code == 2
-        assert capsys.readouterr().err.startswith("Error: out of memory; set a smaller")
-    monkeypatch.setattr(__main__.cli, "main", lambda *_, **__: raise_(RuntimeError("another")))
-    with pytest.raises(SystemExit) as caught:
-        __main__.main()
-    assert caught.value.code == 1
-    error = capsys.readouterr().err
-    assert error.startswith("Traceback") and error.endswith("RuntimeError: another\n")
-
-
-def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(trained, monkeypatch):
+@pytest.mark.parametrize("is_task", [False, True])
+def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(trained, is_task, monkeypatch):
     drawn: list[Figure] = []
-    monkeypatch.setattr(held_out, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(scoring, "BLOCK_TOKENS", 64)
     monkeypatch.setattr(results, "draw_by_hand", lambda path, plot: drawn.append(
         figure := Figure()) or plot(figure) or path)
     write_records(trained.root / "pairs.jsonl", [
         {"sentence_good": "abcd"[:n], "sentence_bad": "wxyz"[-n:]} for n in (1, 2, 3, 4)])
-    result = lab_evaluate(trained, "tiny", "--checkpoints", "all", "--with-loss", "--task",
-                          f"blimp={trained.root / 'pairs.jsonl'}")
+    task = ["--task", f"blimp={trained.root / 'pairs.jsonl'}"] * is_task
+    result = lab_evaluate(trained, "tiny", "--checkpoints", "all", *task)
     checkpoints = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
-    assert len(checkpoints) > 1
+    assert len(checkpoints) > 1 and "evaluations-chart.png" in result.stderr
     records = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
-    assert [(r["checkpoint"], "loss" in r) for r in records] == [
-        (checkpoint.name, is_loss) for checkpoint in checkpoints for is_loss in (True, False)]
-    losses, tasks = succeeded(result).stdout.split("\n\n")
-    for checkpoint in checkpoints:
-        assert f"tiny ({checkpoint.name})" in losses and f"tiny ({checkpoint.name})" in tasks
-    assert "evaluations-chart.png" in result.stderr
-    loss_axes, accuracy_axes = drawn[0].axes
-    for axes, key in ((loss_axes, "loss"), (accuracy_axes, "accuracy")):
-        curve, *intervals = axes.lines
-        found = [record for record in records if key in record]
-        assert list(curve.get_xdata()) == [c.meta.tokens for c in checkpoints] == [
-            record["trained_tokens"] for record in found]
-        assert list(curve.get_ydata()) == [record[key] for record in found]
-        assert [list(line.get_ydata()) for line in intervals] == [
-            pytest.approx(record[f"{key}_interval"], abs=1e-6) for record in found]
+    assert [record["checkpoint"] for record in records] == [one.name for one in checkpoints]
+    assert {row[0] for row in rows_of(result)} == {f"tiny ({one.name})" for one in checkpoints}
+    key, (axes,) = "accuracy" if is_task else "loss", drawn[0].axes
+    curve, *intervals = axes.lines
+    assert list(curve.get_xdata()) == [record["trained_tokens"] for record in records]
+    assert list(curve.get_ydata()) == [record[key] for record in records]
+    assert [list(line.get_ydata()) for line in intervals] == [
+        record[f"{key}_interval"] for record in records]
 
 
 def test_each_checkpoint_that_is_named_is_measured_once(trained):
@@ -255,3 +263,240 @@ def test_a_late_error_loses_no_result(trained, tmp_path):
     result = lab_evaluate(trained, "tiny", str(broken))
     assert isinstance(result.exception, UserError) and "broken" in result.exception.line()
     assert "tiny (" in result.stdout and str(broken) not in result.stdout
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("nix", "no such run"), ("nix@latest", "no such run"),
+    ("tiny --dataset nix", "no dataset there"),
+    ("tiny --dataset ../tiny", "is not a plain name"),
+    ("tiny --dataset other", "the tokenizer is gpt2, but that of tiny is bytes"),
+    ("tiny --tokens 5000", "has 499 tokens to predict after token 0, wanted 5,000"),
+    ("tiny --start-token 495 --tokens 5", "has 4 tokens to predict after token 495, wanted 5"),
+    ("tiny@nix", "no checkpoint 'nix'"), ("tiny --checkpoints latest,nix", "no checkpoint 'nix'"),
+    ("new", "no checkpoint yet; train the run first"),
+    ("new@all", "no checkpoint yet; train the run first"),
+    ("model", "--dataset: name the dataset to evaluate all targets on (no target is a run)"),
+    ("model@latest --dataset tiny", "is no run, so it has no checkpoints"),
+    ("tiny --task nix",
+     "--task nix: is unknown; wanted hellaswag, lambada, arc_easy, piqa, blimp"),
+    ("tiny --task piqa=nix.jsonl", "nix.jsonl: no such file"),
+    ("tiny --task blimp=pairs.jsonl --task blimp=pairs.jsonl", "blimp is there twice"),
+    ("tiny --task piqa=pairs.jsonl",
+     'not PIQA\'s questions ("goal" is missing; add it); each needs goal, sol1, sol2, label'),
+    ("tiny --task piqa=empty", "empty: has no questions; give a .jsonl or .parquet file"),
+    ("tiny --task blimp=pairs.jsonl", "Error: blimp, pairs.jsonl: the choice 'aaaaaaaaaaaaaaaaaaaa'"
+                                      " has 21 tokens, but tiny has a context of 16"),
+])
+def test_a_user_error_is_one_line_and_nothing_is_recorded(trained, arguments, message, monkeypatch):
+    monkeypatch.chdir(trained.root)
+    trained.add_run("new")
+    export(random_model(**MODEL), trained.root / "model")
+    write_tokens(trained.datasets_dir / "other/validation.safetensors",
+                 np.arange(100, dtype=np.uint16), {"tokenizer": "gpt2"})
+    (trained.root / "empty").mkdir()
+    write_records(trained.root / "pairs.jsonl", [
+        {"sentence_good": "a", "sentence_bad": "b"}, {"sentence_good": "a" * 20,
+                                                      "sentence_bad": "b"}])
+    assert message in error_line(lab_evaluate(trained, *arguments.split(" ")))
+    assert not (trained.runs_dir / "tiny/evaluations.jsonl").exists()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_out_of_memory_is_one_line(error, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(__main__.cli, "main", fail)
+    with pytest.raises(SystemExit) as caught:
+        __main__.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("Error: out of memory; set a smaller")
+
+
+# Tasks
+
+
+def test_lm_eval_gives_an_export_the_same_scores(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # read at the first import
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    model = random_model(vocab_size=50257, context_length=32)  # " the" is often its likeliest token
+    model.final_norm.bias.data.fill_(0.5)
+    model.head_weight.data[load_tokenizer("gpt2").encode_ordinary(" the")] += 0.2
+    target = LoadedModel("x", model, "gpt2")
+    directory = write_export(target, tmp_path / "export", "a card")
+    paths = write_tasks(tmp_path / "tasks")
+    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    theirs = simple_evaluate(
+        "hf", {"pretrained": str(directory), "dtype": "float32"}, [f"local_{n}" for n in paths],
+        device="cpu", task_manager=manager, bootstrap_iters=0)["results"]
+    names = {"accuracy": "acc,none", "normalised_accuracy": "acc_norm,none",
+             "perplexity": "perplexity,none"}
+    num_cut = 0
+    for name, path in paths.items():
+        quiz = read_quiz(name, str(path))
+        expected = {key: theirs[f"local_{name}"][names[key]] for key in quiz.figures}
+        assert len({0.0, 1.0, *expected.values()}) == 2 + len(expected)  # a mix-up would show
+        for size in (1, 3, 100):
+            found = score(target, quiz, encode_questions(target, quiz), microbatch_size=size)
+            assert {key: found[key] for key in expected} == pytest.approx(
+                expected, rel=1e-5), (name, size)
+            for key, value in expected.items():
+                low, high = found[f"{key}_interval"]
+                assert low < value < high
+        num_cut += found["cut_texts"]
+    assert num_cut  # texts longer than the context
+
+
+def shortened(value):
+    """Make texts fit into the tiny run's context of 16 bytes."""
+    if isinstance(value, list):
+        return [shortened(item) for item in value]
+    if isinstance(value, dict):
+        return {key: shortened(item) for key, item in value.items()}
+    is_text = isinstance(value, str) and len(value) > 1 and not value.isidentifier()
+    return " ".join(word[:3] for word in value.split()[:2]) + "." if is_text else value
+
+
+def test_all_tasks_are_one_table_and_one_record_each(trained):
+    for name in NAMES:
+        write_records(trained.root / f"{name}.jsonl", shortened(records_of(name, 3)))
+    arguments = [f"--task={name}={trained.root}/{name}.jsonl" for name in NAMES]
+    table = succeeded(lab_evaluate(trained, "tiny", *arguments)).stdout.splitlines()
+    assert [line.split()[2] for line in table[2:]] == [
+        *NAMES[:-1], "blimp_anaphor_gender_agreement"]
+    assert "perplexity [95%]" in table[0] and "loss" not in table[0]
+    records = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
+    assert [record["benchmark"] for record in records] == [
+        line.split()[2] for line in table[2:]]
+    for record, line in zip(records, table[2:], strict=True):
+        low, high = record["accuracy_interval"]
+        assert record["split"] is None and record["questions_from"].endswith(".jsonl")
+        assert record["questions"] == 3 and 0 <= low <= record["accuracy"] <= high <= 1
+        assert f" {record['accuracy']:.4f} [{low:.4f}, {high:.4f}] " in line
+
+
+@pytest.mark.parametrize("is_task", [False, True])
+def test_what_was_measured_is_one_json_document_on_stdout(trained, is_task, monkeypatch):
+    write_records(questions := trained.root / "piqa.jsonl", shortened(records_of("piqa", 3)))
+    monkeypatch.setattr(measure, "load_model", lambda *wanted, load=measure.load_model, **more:
+                        print("a library's line") or load(*wanted, **more))
+    weights = export(random_model(**MODEL), trained.root / "weights")
+    own, other = checked(succeeded(lab_evaluate(
+        trained, "tiny@latest", str(weights), "--dataset", "tiny", "--json",
+        *[f"--task=piqa={questions}"] * is_task)).stdout).models
+    record, = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
+    assert (own.name, own.checkpoint, own.trained_tokens) == (
+        "tiny", record["checkpoint"], record["trained_tokens"])
+    assert (other.name, other.checkpoint, other.trained_tokens) == (str(weights), None, None)
+    for model in (own, other):
+        assert (model.loss is None, len(model.tasks)) == (is_task, int(is_task))
+    shown = own.tasks[0] if is_task else own.loss
+    assert record == record | shown.model_dump(exclude_unset=True)
+
+
+def test_hellaswag_is_cleaned_of_markup(tmp_path):
+    record = {"ind": 4, "activity_label": "Baking", "ctx_a": "A man [step] stands  there.",
+              "ctx_b": "he [title] opens", "label": "2", "split": "val",
+              "endings": ["the oven.", " a [x] window", "his eyes [title] sleeps", "the door"]}
+    for suffix in ("jsonl", "parquet"):
+        path = tmp_path / f"hellaswag_val.{suffix}"
+        write_records(path, [record])
+        assert read_quiz("hellaswag", str(path)).questions == [Question(
+            "Baking: A man stands there. He. opens",
+            ["the oven.", "a window", "his eyes. sleeps", "the door"], 2)]
+
+
+def test_minimal_pairs_are_named_by_their_kind_and_may_be_many_files(tmp_path):
+    pair = {"sentence_good": "a b.", "sentence_bad": "b a.", "UID": "some_island"}
+    (tmp_path / "data").mkdir()
+    for number, kind in enumerate(("some_island", "other_island")):
+        write_records(tmp_path / f"data/{number}.jsonl", [pair | {"UID": kind}] * 2)
+    one = read_quiz("blimp", str(tmp_path / "data/0.jsonl"))
+    assert (one.name, len(one.questions)) == ("blimp_some_island", 2)
+    both = read_quiz("blimp", str(tmp_path / "data"))
+    assert (both.name, len(both.questions)) == ("blimp", 4)
+    write_records(tmp_path / "own.jsonl", [{"sentence_good": "a", "sentence_bad": "b"}])
+    own = read_quiz("blimp", str(tmp_path / "own.jsonl"))
+    assert (own.name, own.source, own.split) == ("blimp", "own.jsonl", None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_without_valid_questions_is_a_user_error(name, tmp_path):
+    path, record = tmp_path / "val.jsonl", records_of(name, 1)[0]
+    contents = ["", "\n", "junk", "[]", "{}", "[" * 10_000, "\xff"]
+    for column in TASKS[name].model_fields:
+        for wrong in (None, -1, 7, [], {}, ["a", ""], *[""] * (column not in MAY_BE_EMPTY)):
+            contents.append(f"{json.dumps(record)}\n{json.dumps(record | {column: wrong})}")
+    for content in contents:
+        path.write_text(content, encoding="latin-1")
+        with pytest.raises(UserError) as caught:
+            read_quiz(name, str(path))
+        assert TASKS[name].__name__ in str(caught.value) and str(path) in str(caught.value), content
+
+
+def test_a_text_that_loses_its_beginning_is_reported(trained):
+    write_records(trained.root / "words.jsonl", [{"text": "too long for this model"},
+                                                 {"text": "short enough"}])
+    result = lab_evaluate(trained, "tiny", "--task", f"lambada={trained.root}/words.jsonl")
+    assert ("warning: lambada: 1 texts are longer than the context of tiny and lost their"
+            " beginning, as in lm-eval") in succeeded(result).stderr
+
+
+def test_equal_choices_are_a_tie_that_the_first_one_wins():
+    """In different batches, their log probabilities could differ in the last bit."""
+    target = LoadedModel("x", random_model(vocab_size=257, context_length=32), "bytes")
+    quiz = Quiz("piqa", ("accuracy", "normalised_accuracy"), [
+        Question("a" * n, ["b" * 9, "b" * 9, "c" * 5], right=1) for n in range(1, 22)], "", None)
+    found = score(target, quiz, encode_questions(target, quiz), microbatch_size=1)
+    assert found["accuracy"] == found["normalised_accuracy"] == 0
+
+
+# Questions on the hub
+
+
+@pytest.mark.parametrize(("name", "wanted", "others"), [
+    ("hellaswag", ["data/validation-00000-of-00001.parquet"], ["data/train-00000.parquet"]),
+    ("lambada", ["default/test/0000.parquet"], ["de/test/0000.parquet", "README.md"]),
+    ("lambada", ["data/lambada_test.jsonl"], ["data/lambada_test_de.jsonl"]),
+    ("arc_easy", ["ARC-Easy/test-00000-of-00001.parquet"],
+     ["ARC-Challenge/test-00000-of-00001.parquet", "ARC-Easy/train-00000-of-00001.parquet"]),
+    ("piqa", ["plain_text/validation-00000-of-00001.parquet"], ["plain_text/test-0.parquet"]),
+    ("blimp", ["a_island/train-00000-of-00001.parquet", "b_island/train-00000-of-00001.parquet"],
+     ["README.md"]),
+])
+def test_questions_are_downloaded_from_the_hub(name, wanted, others, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    write_records(path := tmp_path / Path(wanted[0]).name, records_of(name, 3))
+    hub = Hub(dict.fromkeys(wanted, path.read_bytes()) | dict.fromkeys(others, b"x"),
+              repository="someone/questions")
+    with serving(hub), used_in_this_process(hub, tmp_path / "home"):
+        quiz = read_quiz(name, "someone/questions")
+    assert len(quiz.questions) == 3 * len(wanted)
+    assert (quiz.source, quiz.split) == ("someone/questions", None)
+    assert not any(hub.downloads(other) for other in others)
+
+
+def test_nothing_is_downloaded_for_a_target_that_does_not_exist(tmp_path):
+    with serving(Hub({}, repository="Rowan/hellaswag")) as hub:
+        result = lab_evaluate(Workplace(tmp_path), "nix", "--task", "hellaswag",
+                              **hub.environment(tmp_path / "home"))
+        assert "no such run" in error_line(result) and not hub.requests
+
+
+def test_a_hub_dataset_without_the_questions_is_a_user_error(tmp_path):
+    hub = Hub({"README.md": b"x"}, repository="someone/questions")
+    with (serving(hub), used_in_this_process(hub, tmp_path / "home"),
+          pytest.raises(UserError, match="has no file of PIQA's questions; give baber/piqa or")):
+        read_quiz("piqa", "someone/questions")
+
+
+def test_the_default_datasets_are_those_of_lm_eval():
+    """What the hub's test server cannot show: the names that the tasks have in lm-eval."""
+    tasks = Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
+    for name, file in (("hellaswag", "hellaswag/hellaswag.yaml"), ("piqa", "piqa/piqa.yaml"),
+                       ("lambada", "lambada/lambada_openai.yaml"),
+                       ("arc_easy", "arc/arc_easy.yaml"), ("blimp", "blimp/_template_yaml")):
+        assert f"dataset_path: {TASKS[name].hub_name}\n" in (tasks / file).read_text()

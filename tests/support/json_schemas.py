@@ -165,6 +165,8 @@ class Loss(_Part):
     loss_interval: list[float] | None
     perplexity_interval: list[float] | None
     bits_per_byte_interval: list[float] | None
+    tokenizer: str | None
+    text: str | None
 
 
 class TaskScore(_Part):
