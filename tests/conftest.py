@@ -14,7 +14,7 @@ def pytest_addoption(parser):
     parser.addoption("--restarts", type=int, default=1, metavar="N",
                      help="how often test_faults.py and test_nodes.py let torchrun restart a rank")
     parser.addoption("--exits", type=int, default=3, metavar="N",
-                     help="how many runs test_leaks.py takes to their end")
+                     help="how many runs test_storm.py takes to their end")
     parser.addoption("--thorough", action="store_true",
                      help="all faults, nodes, steps, memory limits and megabytes that the tests of"
                           " faults, nodes, leaks, the search and preparing are laid out for, not a"

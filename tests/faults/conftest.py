@@ -1,9 +1,20 @@
 import pytest
 
+from tests.support.runs import SETTINGS, train_undisturbed
+from tests.support.shared import made_once
+from tests.support.workplace import Workplace
+
 
 @pytest.fixture
-def tiny(workplace):
+def tiny(workplace) -> Workplace:
     """The tiny run and its dataset, not trained yet."""
     workplace.add_run()
     workplace.add_dataset()
     return workplace
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """The run directory of a run without faults, on two processes."""
+    return made_once(tmp_path_factory, "undisturbed", lambda root: train_undisturbed(
+        root, SETTINGS)) / "runs/tiny"

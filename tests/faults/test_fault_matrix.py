@@ -72,7 +72,8 @@ def pytest_generate_tests(metafunc):
                                                  for fault, (phase, rank) in cells])
 
 
-def test_whatever_fails_all_ranks_end_and_the_run_resumes(workplace, undisturbed, cell, is_timed):
+def test_whatever_fails_all_ranks_end_and_the_run_resumes(workplace, undisturbed, cell,
+                                                          pytestconfig):
     fault, (phase, rank) = cell
     workplace.add_dataset()
     run_dir = workplace.add_run(train=SETTINGS)
@@ -86,6 +87,7 @@ def test_whatever_fails_all_ranks_end_and_the_run_resumes(workplace, undisturbed
     assert not [pid for *_, pid, _ in struck if Path(f"/proc/{pid}").exists()]
     status, words = ELSEWHERE.get(cell, ENDINGS[fault])
     check_end(result, status, words, rank)
+    is_timed = pytestconfig.getoption("--thorough")
     if is_timed and (status != 0 or fault == "signal"):
         limit = HANG_PATIENCE if status == 5 else PATIENCE
         assert ended - began < limit
@@ -98,11 +100,6 @@ def test_whatever_fails_all_ranks_end_and_the_run_resumes(workplace, undisturbed
     assert validations_of(run_dir) == validations_of(undisturbed)
     assert summary_of(run_dir)["status"] == "finished"
     print(f"{status} {last_line_of_ours(result)} {ended - began:.1f} s")
-
-
-@pytest.fixture
-def is_timed(request):
-    return request.config.getoption("--thorough")
 
 
 def check_end(result, status, words, rank):

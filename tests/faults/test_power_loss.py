@@ -1,30 +1,45 @@
-"""A model of power loss: data without fsync may be gone, although the program could read it.
+"""What a disk may do: a model of power loss, and whole runs on a file system that lacks calls.
 
-The file operations of two saves are recorded. Then the power fails after each of them: of the names
-made or changed since a directory was last flushed some first part is on the disk, and a file that
-was not flushed is whole, cut short or empty.
+Data without fsync may be gone after a power loss, although the program could read it. The file
+operations of two saves are recorded. Then the power fails after each of them: of the names made or
+changed since a directory was last flushed some first part is on the disk, and a file that was not
+flushed is whole, cut short or empty.
 """
 
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 
 import checkpointing
 from basics import checkpoint_files, files
+from basics.checkpoint_files import directory_of, find_damage, named_as_checkpoints
+from basics.failpoints import VARIABLE
 from checkpointing import (
     SnapshotBuffers,
     Validation,
     add_validation,
     clean_up,
+    list_checkpoints,
     newest_whole,
     renew_links,
     save_checkpoint,
 )
 from reporting import metrics_file
 from reporting.metrics_file import remove_metrics_from
+from tests.support import odd_files
 from tests.support.checkpoints import describe, state
+from tests.support.runs import (
+    SETTINGS,
+    metrics_of,
+    summary_of,
+    weights_of,
+    with_deadlines,
+)
+from tests.support.thorough import thorough_but
+from tests.support.workplace import succeeded
 from trainer.background_saver import BackgroundSaver
 
 
@@ -166,3 +181,28 @@ def test_metrics_are_durable_before_the_checkpoint(tmp_path, monkeypatch):
     writer.wait()
     assert recorder.operations[0] == ("flush", "metrics.jsonl", None)
     assert ("flush", ".", None) in recorder.operations  # `checkpoints` has been made there
+
+
+@pytest.mark.parametrize("fault", thorough_but(
+    ["save.manifest:kill:rank=0:hit=1"],
+    [f"{place}:kill:rank=0:hit={hit}" for place, hit in (
+        ("save.manifest", 1), ("save.remove", 1), ("save.validation", 2), ("save.links", 2),
+        ("save.prune", 1), ("record", 1))]))
+def test_a_run_without_links_locks_or_fsync_that_is_killed_resumes(workplace, undisturbed, fault):
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train=SETTINGS | {"keep_checkpoints": 1})
+    environment = {odd_files.VARIABLE: str(workplace.runs_dir)} | with_deadlines(heartbeat=0.5)
+    assert workplace.torchrun(2, "tiny", **environment, **{VARIABLE: fault}).returncode
+    for found in list_checkpoints(run_dir / "checkpoints"):
+        assert find_damage(found.path, thoroughly=True) == ""
+    result = succeeded(workplace.torchrun(2, "tiny", **environment))
+    assert "its file system has no locks" in result.stdout
+    latest = directory_of(run_dir / "checkpoints/latest")
+    assert latest.name != "latest" and (run_dir / "checkpoints/latest").is_file()
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert metrics_of(run_dir) == metrics_of(undisturbed)
+    assert summary_of(run_dir)["status"] == "finished"
+    assert not named_as_checkpoints(run_dir / "checkpoints", partial=True)
+    assert len(list_checkpoints(run_dir / "checkpoints")) <= 2  # one may have been resumed from
+    result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2"))  # on a usual one
+    assert "tiny is complete" in result.stdout

@@ -1,7 +1,12 @@
-"""Kills at random moments: `pytest tests/faults/test_storm.py --storm 200 --relaunches 100`."""
+"""Kills at random moments, machines that are taken away, and what long runs leave.
+
+`pytest tests/faults/test_storm.py --storm 200 --relaunches 100 --exits 100`; `--thorough` for more
+moves and for 2,000 steps.
+"""
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,31 +23,42 @@ from checkpointing import list_checkpoints
 from processes.run_lock import read_heartbeat
 from reporting.summary import FINISHED, has_status
 from run_config import load_run
-from tests.support.runs import metrics_of, validations_of, weights_of
+from tests.support.runs import (
+    SETTINGS,
+    metrics_of,
+    summary_of,
+    train_undisturbed,
+    validations_of,
+    weights_of,
+    with_deadlines,
+)
 from tests.support.workplace import (
     PROJECT_DIR,
+    Workplace,
     children_of,
+    ended,
     start_forked,
     succeeded,
 )
 
 # 40 steps, slowed down so that most kills hit training, validation and saving.
-SETTINGS = {"min_train_tokens": 40 * 128, "validation_interval": 4, "keep_checkpoints": 3}
+STORM = {"min_train_tokens": 40 * 128, "validation_interval": 4, "keep_checkpoints": 3}
 LONGEST = 4.0  # seconds before a kill
 LONGEST_LAUNCH = 9.0  # the same, for launches that import everything anew
 VICTIMS = ("rank 0", "rank 1", "both", "torchrun", "all")
 
 
-def test_kills_at_random_moments_change_no_result(workplace, num_kills):
+def test_kills_at_random_moments_change_no_result(workplace, pytestconfig):
+    num_kills = pytestconfig.getoption("--storm")
     random.seed(num_kills)
     workplace.add_dataset(num_tokens=8000)
-    undisturbed = workplace.add_run("undisturbed", train=SETTINGS)
+    undisturbed = workplace.add_run("undisturbed", train=STORM)
     succeeded(workplace.torchrun(2, "undisturbed"))
     killed, round_number, lost = 0, 0, 0
     while killed < num_kills:
         round_number += 1
         name, reached = f"round-{round_number}", -1
-        run_dir = workplace.add_run(name, train=SETTINGS)
+        run_dir = workplace.add_run(name, train=STORM)
         while killed < num_kills and kill_once(workplace, name):
             killed += 1
             found = list_checkpoints(run_dir / "checkpoints")
@@ -93,16 +109,17 @@ def wait_until_gone(pids, victim):
         time.sleep(0.02)
 
 
-def test_a_command_typed_again_after_a_kill_is_not_refused(workplace, num_relaunches):
+def test_a_command_typed_again_after_a_kill_is_not_refused(workplace, pytestconfig):
     """The first kills come when torchrun has just started its processes: they are orphans then."""
+    num_relaunches = pytestconfig.getoption("--relaunches")
     random.seed(num_relaunches)
     workplace.add_dataset(num_tokens=8000)
-    undisturbed = workplace.add_run("undisturbed", train=SETTINGS)
+    undisturbed = workplace.add_run("undisturbed", train=STORM)
     succeeded(workplace.torchrun(2, "undisturbed"))
     killed, names = [], (f"round-{number}" for number in range(1, 10**6))
     with (workplace.root / "log").open("w+") as log:
         while len(killed) < num_relaunches:
-            run_dir = workplace.add_run(name := next(names), train=SETTINGS)
+            run_dir = workplace.add_run(name := next(names), train=STORM)
             while len(killed) < num_relaunches and (
                     phase := kill_soon(workplace, name, len(killed), log)):
                 killed.append(phase)
@@ -148,11 +165,144 @@ def kill_soon(workplace, name, number, log):
     return phase
 
 
-@pytest.fixture
-def num_relaunches(request):
-    return request.config.getoption("--relaunches")
+# A checkpoint after every second of 12 steps, which are slow enough for a copy to be made between.
+OFTEN = SETTINGS | {"validation_interval": 2, "keep_checkpoints": 2}
+SLOW = "train:slow:seconds=0.5"
 
 
-@pytest.fixture
-def num_kills(request):
-    return request.config.getoption("--storm")
+RSYNC = "rsync -a --exclude '.*' {run_dir}/ %s/{run}/ || [ $? = 24 ]"  # 24: pruned meanwhile
+needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+
+
+@needs_rsync
+@pytest.mark.parametrize("num_moves", [2, pytest.param(5, marks=pytest.mark.thorough)])
+def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(tmp_path, num_moves):
+    undisturbed = train_undisturbed(tmp_path / "undisturbed", OFTEN)
+    copies, reached = tmp_path / "copies", -1
+    copies.mkdir()
+    for number in range(num_moves):
+        machine = new_machine(tmp_path / f"machine-{number}", copies)
+        output = train_until_copied(machine, copies, after=reached)
+        assert ("resuming from" in output) == (number > 0)
+        reached = newest_in(copies)
+        shutil.rmtree(machine.root)
+    machine = new_machine(tmp_path / "last", copies)
+    result = succeeded(machine.torchrun(2, "tiny", "--after-checkpoint", RSYNC % copies))
+    assert "resuming from" in result.stdout and "warning: --after" not in result.stdout
+    for run_dir in (machine.runs_dir / "tiny", copies / "tiny"):
+        assert weights_of(run_dir) == weights_of(undisturbed)
+        assert validations_of(run_dir) == validations_of(undisturbed)
+        assert summary_of(run_dir)["status"] == "finished"
+        assert summary_of(run_dir)["best"]["loss"] == summary_of(undisturbed)["best"]["loss"]
+    assert metrics_of(machine.runs_dir / "tiny") == metrics_of(copies / "tiny")
+    latest = machine.runs_dir / "tiny/checkpoints/latest"
+    latest.unlink()  # as a copy in an object store lacks it
+    result = succeeded(machine.ddp_train("tiny", "--nproc-per-node", "2"))
+    assert "tiny is complete" in result.stdout and latest.exists()
+
+
+@needs_rsync
+def test_the_checkpoint_of_a_stop_signal_is_copied(workplace):
+    workplace.add_dataset()
+    run_dir, copies = workplace.add_run(train=SETTINGS), workplace.root / "copies"
+    copies.mkdir()
+    result = succeeded(workplace.torchrun(
+        2, "tiny", "--after-checkpoint", RSYNC % copies, **with_deadlines(last_write=60, stop=90),
+        **{VARIABLE: "train:signal:number=15:rank=0:hit=7"}))
+    assert "warning: --after" not in result.stdout
+    assert newest_in(copies) == 6 and weights_of(copies / "tiny") == weights_of(run_dir)
+    assert summary_of(copies / "tiny")["status"] == "stopped"
+
+
+def new_machine(root, copies):
+    """Return an empty machine, with what the copy has of the run, or else a new run."""
+    machine = Workplace(root)
+    machine.add_dataset()
+    if (copies / "tiny/train.json").exists():
+        machine.runs_dir.mkdir(exist_ok=True)
+        subprocess.run(["cp", "-a", copies / "tiny", machine.runs_dir], check=True)
+    else:
+        machine.add_run(train=OFTEN)
+    return machine
+
+
+def train_until_copied(machine, copies, *, after):
+    """Train until the copy has a newer checkpoint; kill everything. Return what was printed."""
+    process, (stdout, _) = start_forked(
+        "ddp_train.py", machine.arguments("tiny", "--after-checkpoint", RSYNC % copies),
+        num_processes=2, environment={VARIABLE: SLOW}, folder=machine.root)
+    until = time.monotonic() + 200
+    while newest_in(copies) <= after:
+        assert process.is_alive() and time.monotonic() < until, stdout.read_text()
+        time.sleep(0.05)
+    family = [process.pid, *(pid for pid in children_of(process.pid))]
+    family += [pid for worker in family[1:] for pid in children_of(worker)]
+    for pid in family:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.join(timeout=60)
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in family):  # not those that have ended
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return stdout.read_text()
+
+
+def newest_in(copies):
+    found = list_checkpoints(copies / "tiny/checkpoints")
+    return found[-1].meta.global_step if found else -1
+
+
+WARM_UP_STEPS = 1000  # the allocator still grows by a few MiB in the first steps
+EVENTFUL = {"validation_interval": 50, "keep_checkpoints": 2}
+MIB = 2**20
+
+
+def held_by(pid):
+    """Return what a process holds now."""
+    status = dict(line.split(":", 1)
+                  for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {"private bytes": int(status["RssAnon"].split()[0]) * 1024,
+            "threads": int(status["Threads"]),
+            "files": len(list(Path(f"/proc/{pid}/fd").iterdir()))}
+
+
+@pytest.mark.thorough
+def test_steps_leak_no_memory_files_or_threads(workplace, tmp_path):
+    """With validations, checkpoints and charts, after 1,000 steps of warm-up."""
+    num_steps = 2000 + WARM_UP_STEPS
+    workplace.add_dataset(num_tokens=num_steps * 128 + 1000)
+    run_dir = workplace.add_run(train=EVENTFUL | {"min_train_tokens": num_steps * 128})
+    metrics_path = run_dir / "metrics.jsonl"
+    process, outputs = start_forked("ddp_train.py", workplace.arguments("tiny"), num_processes=2,
+                                    folder=tmp_path)
+    samples: dict[int, list[dict[str, int]]] = {}  # by process
+    while process.is_alive():
+        reported = metrics_path.read_text().count('"train_loss"') * 10 if (
+            metrics_path.exists()) else 0
+        workers = children_of(process.pid)
+        if WARM_UP_STEPS <= reported <= num_steps - 50 and len(workers) == 2:
+            for pid in workers:
+                samples.setdefault(pid, []).append(held_by(pid) | {"step": reported})
+        time.sleep(0.05)
+    succeeded(ended(process, outputs))
+    assert len(samples) == 2
+    for taken in samples.values():
+        third = len(taken) // 3
+        early, late = taken[:third], taken[-third:]
+        assert third >= 10 and late[0]["step"] > early[-1]["step"]
+        grown = max(s["private bytes"] for s in late) - max(s["private bytes"] for s in early)
+        print(f"\n{grown / MIB:+.2f} MiB between the first and the last third of steps"
+              f" {taken[0]['step']} to {taken[-1]['step']}")
+        assert grown < 1 * MIB
+        for name in ("threads", "files"):  # compare minima: some are short-lived
+            assert min(s[name] for s in late) <= min(s[name] for s in early)
+
+
+def test_runs_exit_cleanly(workplace, pytestconfig):
+    num_exits = pytestconfig.getoption("--exits")
+    workplace.add_dataset()
+    for number in range(num_exits):
+        workplace.add_run(f"run-{number}")
+        result = succeeded(workplace.torchrun(2, f"run-{number}", "--max-steps", "2"))
+        assert result.stderr == ""
+    print(f"\n{num_exits} of {num_exits} runs ended cleanly")
