@@ -1,28 +1,38 @@
-"""Export a model to a directory that `transformers` loads: a standard GPT-2, no custom code."""
+"""Export a model to a directory that `transformers` loads, a standard GPT-2 without custom code;
+upload that, or a dataset, to the hub."""
 
 import json
 import shutil
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import click
+import torch
+from huggingface_hub import HfApi, get_token
 from safetensors import SafetensorError
 
-from basics.errors import UserError, as_os_error, cannot_be_written
+from basics.errors import UserError, as_os_error, cannot_be_written, visible
 from basics.failpoints import failpoint
 from basics.files import fsync, locked, read_regular_file
-from basics.json_files import read_json_object
+from basics.json_files import found_object, read_json_object
 from basics.tensors import write_tensors
 from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
-from lab.publish.model_card import CHARTS, MARK
+from lab.publish.model_card import CHARTS, MARK, Request, changed_card, model_card
 from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
-from tokens.tokenizer import read_named_tokenizer
-from trainer.models import LoadedModel
+from preparation.ensure_dataset import is_complete
+from preparation.hub import ask_hub
+from run_config import load_run
+from tokens.token_file import TokenFile
+from tokens.tokenizer import TOKENIZER_FILE, read_named_tokenizer
+from trainer.models import LoadedModel, is_run, load_model
 from trainer.weight_formats import gpt2_config, to_gpt2
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
          "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
          "merges.txt", *CHARTS, *GGUF_FILES}
+TOKEN_FILES = ("train.safetensors", "validation.safetensors")
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,8 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
                  extras: Extras = NONE) -> Path:
     """Write a model's directory completely or not at all, replacing an earlier export.
 
+    A power loss leaves the earlier one or the new one whole.
+
     Raises:
         UserError: GPT-2 does not support the model, the directory cannot be written, or it holds
             something else; or a chart is a link.
@@ -48,22 +60,54 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
     check_output(output_dir)
     if extras.with_gguf:
         check_gguf(target)
-    work_dir = _work_dir(output_dir)
-    new_dir, old_dir = work_dir / "new", work_dir / "old"
+    new_dir, old_dir = (_work_dir(output_dir) / name for name in ("new", "old"))
     with _locked(output_dir):
         try:
             for leftover in (new_dir, old_dir):
                 shutil.rmtree(leftover, ignore_errors=True)
             new_dir.mkdir()
             (new_dir / "README.md").write_text(card, encoding="utf-8")
-            _write_model(target, new_dir)
-            _write_extras(target, new_dir, extras)
-            _replace(output_dir, new_dir, old_dir)
+            _write_files(target, new_dir, extras)
+            for path in (*new_dir.iterdir(), new_dir):
+                fsync(path)
+            if output_dir.exists():
+                output_dir.rename(old_dir)
+                failpoint("export.rename")
+            new_dir.rename(output_dir)
+            fsync(output_dir.parent)
+            shutil.rmtree(old_dir, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             raise cannot_be_written(output_dir, as_os_error(error)) from None
         finally:
             shutil.rmtree(new_dir, ignore_errors=True)
     return output_dir
+
+
+def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
+    """Write configs, weights, tokenizer and extras beside a card."""
+    model = target.model
+    end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
+    config = gpt2_config(model.config, end_of_text)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    for name, values in (("config.json", config), ("generation_config.json", ends)):
+        (directory / name).write_text(json.dumps(values, indent=2) + "\n")
+    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+    write_tensors(directory / "model.safetensors", to_gpt2(weights, model.config),
+                  {"format": "pt"})
+    length = model.config.context_length
+    if target.tokenizer_path is not None:
+        content = read_named_tokenizer(target.tokenizer_path, target.tokenizer_name)
+        write_own_tokenizer(directory, content, context_length=length)
+    elif target.tokenizer_name is not None:
+        write_tokenizer_files(directory, target.tokenizer_name, context_length=length)
+    if extras.chat_template is not None:
+        path = directory / "tokenizer_config.json"
+        write_json(path, read_json_object(path) | {"chat_template": extras.chat_template})
+    if extras.with_gguf:
+        write_gguf_files(target, directory)
+    for path in (extras.charts_dir / name for name in CHARTS if extras.charts_dir):
+        if is_own_file(path):
+            shutil.copyfile(path, directory / path.name)
 
 
 def _work_dir(output_dir: Path) -> Path:
@@ -74,18 +118,6 @@ def _locked(output_dir: Path) -> AbstractContextManager[None]:
     """Let one command at a time write an export."""
     return locked(_work_dir(output_dir), is_temporary=True, busy=(
         f"{output_dir}: another lab publish or lab tune is writing it; wait for its end"))
-
-
-def _replace(output_dir: Path, new_dir: Path, old_dir: Path) -> None:
-    """Replace an export, so that a power loss leaves the earlier one or the new one whole."""
-    for path in (*new_dir.iterdir(), new_dir):
-        fsync(path)
-    if output_dir.exists():
-        output_dir.rename(old_dir)
-        failpoint("export.rename")
-    new_dir.rename(output_dir)
-    fsync(output_dir.parent)
-    shutil.rmtree(old_dir, ignore_errors=True)
 
 
 def put_back(output_dir: Path) -> None:
@@ -132,32 +164,77 @@ def is_own_file(path: Path) -> bool:
     return path.is_file()
 
 
-def _write_model(target: LoadedModel, directory: Path) -> None:
-    """Write configs, weights and tokenizer."""
-    model = target.model
-    end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
-    config = gpt2_config(model.config, end_of_text)
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    for name, values in (("config.json", config), ("generation_config.json", ends)):
-        (directory / name).write_text(json.dumps(values, indent=2) + "\n")
-    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-    write_tensors(directory / "model.safetensors", to_gpt2(weights, model.config),
-                  {"format": "pt"})
-    length = model.config.context_length
-    if target.tokenizer_path is not None:
-        content = read_named_tokenizer(target.tokenizer_path, target.tokenizer_name)
-        write_own_tokenizer(directory, content, context_length=length)
-    elif target.tokenizer_name is not None:
-        write_tokenizer_files(directory, target.tokenizer_name, context_length=length)
+class Upload(NamedTuple):
+    """The files to upload to the hub."""
+
+    folder: Path
+    files: list[str]  # names in the folder
+    kind: str  # model or dataset
 
 
-def _write_extras(target: LoadedModel, directory: Path, extras: Extras) -> None:
-    if extras.chat_template is not None:
-        path = directory / "tokenizer_config.json"
-        write_json(path, read_json_object(path) | {"chat_template": extras.chat_template})
-    if extras.with_gguf:
-        write_gguf_files(target, directory)
-    if extras.charts_dir is not None:
-        for path in (extras.charts_dir / name for name in CHARTS):
-            if is_own_file(path):
-                shutil.copyfile(path, directory / path.name)
+def find_dataset(request: Request) -> Upload | None:
+    """Return the upload of a dataset directory; None if the source is not one.
+
+    Only the token files, their tokenizer and README.md are uploaded, unchanged.
+
+    Raises:
+        UserError: the dataset is incomplete, an option applies only to models, or README.md or
+            the tokenizer is a link.
+    """
+    directory = Path(request.source)
+    if not is_complete(directory):
+        return None
+    if request.repository is None:
+        raise UserError(f"{directory}: is a dataset, which needs no export; name the REPOSITORY to"
+                        " upload it to")
+    if request.output_dir or request.licence or request.languages or request.with_gguf:
+        raise UserError(f"{directory}: is a dataset; --output, --license, --language and --gguf"
+                        " apply only to models; put a dataset's licence in its README.md")
+    for name in TOKEN_FILES:
+        TokenFile(directory / name)  # raises an error if it is damaged, or no token file
+    texts = [name for name in (TOKENIZER_FILE, "README.md") if is_own_file(directory / name)]
+    return Upload(directory, [*TOKEN_FILES, *texts], "dataset")
+
+
+def export_model(request: Request) -> Upload:
+    """Write the export of a run's model, or of an exported or tuned one. Raises: UserError."""
+    source = Path(request.source).absolute()
+    put_back(source)
+    of_run = is_run(request.source, request.runs_dir)
+    if not of_run and not is_export(source):
+        load_run(request.runs_dir, request.source)  # its error lists the runs
+    output_dir = request.output_dir or (
+        request.runs_dir / request.source / "export" if of_run else source)
+    output_dir = output_dir.absolute()
+    check_output(output_dir)
+    target = load_model(request.source if of_run else str(source), runs_dir=request.runs_dir,
+                        checkpoint_name=request.checkpoint, device=torch.device("cpu"))
+    if of_run:
+        card, charts_dir, template = model_card(target, request), target.run.run_dir, None
+    else:  # once more, with what the command line adds to it
+        card, charts_dir = changed_card(source / "README.md", request), source
+        template = found_object(source / "tokenizer_config.json").get("chat_template")
+    write_export(target, output_dir, card, Extras(charts_dir, template, request.with_gguf))
+    return Upload(output_dir, sorted(path.name for path in output_dir.iterdir()), "model")
+
+
+def send(upload: Upload, repository: str, *, is_public: bool) -> None:
+    """Upload all files in one commit; files that an interrupted upload sent are not sent again.
+
+    The hub client retries by itself.
+    """
+    if not get_token():
+        raise UserError(f"{repository} on the Hugging Face hub: uploading needs a token; set"
+                        " HF_TOKEN to one with write access, or run `uv run hf auth login`")
+    api = HfApi()
+    about = {"repo_id": repository, "repo_type": upload.kind}
+    ask_hub(repository, lambda: api.create_repo(**about, private=not is_public, exist_ok=True))
+    if ask_hub(repository, lambda: api.repo_info(**about).private) is is_public:
+        found, remedy = ("private", "omit --public") if is_public else ("public", "add --public")
+        raise UserError(f"{repository} on the Hugging Face hub: already exists and is {found};"
+                        f" {remedy}, or change it on its page; nothing was uploaded")
+    commit = ask_hub(repository, lambda: api.upload_folder(
+        **about, folder_path=upload.folder, allow_patterns=upload.files,
+        commit_message=f"Upload {upload.folder.name} with lab publish"), pauses=(1,))
+    click.echo(f"uploaded to the Hugging Face hub, {'public' if is_public else 'private'}:"
+               f" {visible(commit.repo_url.url)}")

@@ -95,8 +95,11 @@ class Request:
     runs_dir: Path = Path("runs")
     datasets_dir: Path = Path("datasets")
 
-    def check_words(self) -> None:
-        """Raises: UserError: the hub would refuse the licence or a language."""
+    def check(self) -> None:
+        """Raises: UserError: the hub would refuse the repository, the licence or a language."""
+        if self.repository is not None and not HUB_NAME.fullmatch(self.repository):
+            raise UserError(f"{self.repository[:60]!r} is not the name of a repository; give"
+                            " owner/name")
         if self.licence is not None and not LICENCE_NAME.fullmatch(self.licence):
             raise UserError(f"--license: {self.licence[:60]!r} is not a licence's short name; give"
                             " one such as apache-2.0, mit or other")
@@ -121,8 +124,14 @@ def model_card(target: LoadedModel, request: Request) -> str:
     so_far = "" if written.status != RUNNING else (
         f" so far:\nthese are the weights after step {meta.global_step + 1:,}; training goes on")
     shown = [name for name in CHARTS if (target.run.run_dir / name).is_file()]
+    licence, languages = declared_of(dataset, request.datasets_dir)
+    front_matter = ModelCardData(  # the licence of other weights that it began with counts too
+        license=request.licence or (licence if start is None else None),
+        language=list(request.languages) or languages or None, library_name="transformers",
+        pipeline_tag="text-generation", tags=["gpt2", MARK], model_name=request.source,
+        datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, eval_results=found or None)
     return CARD.format(
-        front_matter=_front_matter(settings, found, request), title=request.source,
+        front_matter=front_matter.to_yaml(), title=request.source,
         address=request.repository or HERE, num_parameters=target.model.num_parameters(),
         start=f"the weights of {code(str(start))}" if start else "scratch",
         on_data=f" on {meta.tokens:,} tokens of {code(dataset)}{so_far}",
@@ -177,64 +186,54 @@ def declared_of(dataset: str, datasets_dir: Path) -> tuple[str | None, list[str]
     except Exception:  # there is none, or it is damaged; the YAML library has errors of its own
         return None, []
     licence, languages = values.get("license"), values.get("language")
-    if (not (isinstance(licence, str) and LICENCE_NAME.fullmatch(licence))
-            or licence == "unknown"):  # nobody has filled it in
+    is_name = isinstance(licence, str) and LICENCE_NAME.fullmatch(licence)
+    if not is_name or licence == "unknown":  # nobody has filled it in
         return None, []
     codes = languages if isinstance(languages, list) else [languages]
     are_codes = all(isinstance(code, str) and LANGUAGE_CODE.fullmatch(code) for code in codes)
     return licence, codes if are_codes else []
 
 
-def measurements(target: LoadedModel, dataset: str) -> list[dict[str, Any]]:
+def measurements(target: LoadedModel, dataset: str) -> list[EvalResult]:
     """Collect the results of this checkpoint: its validation loss and its evaluations.
 
     Of repeated evaluations the newest counts; losses of tokens trained on, which say nothing about
     others, and values that are not numbers are left out.
     """
-    checkpoint, found = target.checkpoint, {}
+    found: dict[tuple[str, str], EvalResult] = {}
+
+    def add(where: str, split: str | None, name: str, metric: str, value: float) -> None:
+        found[where, name] = EvalResult(
+            task_type="text-generation", task_name="Language modelling", dataset_type=where,
+            dataset_name=where, dataset_split=split, metric_type=metric, metric_name=name,
+            metric_value=value)
+
+    checkpoint = target.checkpoint
     if target.run.train.validates and checkpoint.loss is not None:
-        name = "validation loss during training (nats per token)"
-        found[dataset, name] = {"metric": "loss", "value": checkpoint.loss, "split": "validation"}
+        add(dataset, "validation", "validation loss during training (nats per token)", "loss",
+            checkpoint.loss)
     for record in read_metrics(target.run.evaluations_path):
         if record.get("checkpoint") != checkpoint.name:
             continue
+        split, of_what = record.get("split"), ""
         if "benchmark" in record:
-            split, of_what = record.get("split"), ""
             if not isinstance(split, str) and "questions_from" in record:
                 of_what = f", questions of {one_line(str(record['questions_from']))}"
         elif (split := record.get("split", "validation")) == "validation":
             count, start = number(record.get("num_tokens")), number(record.get("start_token"))
-            of_what = "" if None in (count, start) else (
-                f", {count:,.0f} tokens from token {start:,.0f}")
+            if count is not None and start is not None:
+                of_what = f", {count:,.0f} tokens from token {start:,.0f}"
         else:
             continue
         where = one_line(str(record.get("benchmark") or record.get("dataset")))
         for metric, name in MEASURED.items():
             if (value := number(record.get(metric))) is not None:
-                found[where, name + of_what] = {
-                    "metric": metric, "value": value,
-                    "split": None if split is None else one_line(str(split))}
-    return [{"dataset": where, "name": name} | values for (where, name), values in found.items()]
+                add(where, None if split is None else one_line(str(split)), name + of_what, metric,
+                    value)
+    return list(found.values())
 
 
-def _front_matter(settings: dict[str, Any], found: list[dict[str, Any]], request: Request) -> str:
-    dataset = one_line(str(settings.get("dataset")))
-    licence, languages = declared_of(dataset, request.datasets_dir)
-    if settings.get("init_from") is not None:  # the licence of other weights counts too
-        licence = None
-    results = [EvalResult(task_type="text-generation", task_name="Language modelling",
-                          dataset_type=one["dataset"], dataset_name=one["dataset"],
-                          dataset_split=one["split"], metric_type=one["metric"],
-                          metric_name=one["name"], metric_value=one["value"]) for one in found]
-    return ModelCardData(
-        license=request.licence or licence, language=list(request.languages) or languages or None,
-        library_name="transformers", pipeline_tag="text-generation",
-        datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, tags=["gpt2", MARK],
-        model_name=request.source, eval_results=results or None,
-    ).to_yaml()
-
-
-def _model_facts(target: LoadedModel, found: list[dict[str, Any]]) -> dict[str, str]:
+def _model_facts(target: LoadedModel, found: list[EvalResult]) -> dict[str, str]:
     config = target.model.config
     tokenizer = TOKENIZER_FILE if target.tokenizer_path else (
         target.tokenizer_name or "unknown tokenizer")
@@ -244,26 +243,28 @@ def _model_facts(target: LoadedModel, found: list[dict[str, Any]]) -> dict[str, 
         "vocabulary": f"{config.vocab_size:,} ({tokenizer})",
         "output head": "tied to the token embedding" if config.tie_weights else "separate",
         "query, key and value biases": "yes" if config.qkv_bias else "no (stored as zeros)",
-        **{f"{one['name']}, {one['dataset']}": f"{one['value']:.6f}" for one in found},
+        **{f"{one.metric_name}, {one.dataset_name}": f"{one.metric_value:.6f}" for one in found},
     }
 
 
 def _training(target: LoadedModel, written: RunFiles) -> dict[str, str]:
-    meta, machine = target.checkpoint.meta, written.part("machine")
-    num_steps = number(written.summary.get("num_steps"))
+    """Return how a checkpoint was trained; a run's own files may be damaged."""
+    meta, summary = target.checkpoint.meta, written.summary
+    machine, batch = written.part("machine"), written.part("batch")
+    num_steps = number(summary.get("num_steps"))
     facts = {"step": f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
              "tokens": f"{meta.tokens:,}", "training loss, mean since the checkpoint before":
              "-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
              "hours": f"{sum(meta.seconds.values()) / 3600:.3f}"}
     if meta.usd:
         facts["US$"] = dollars(sum(meta.usd.values()))
-    if epoch_tokens := number(written.part("batch").get("epoch_tokens")):
+    if epoch_tokens := number(batch.get("epoch_tokens")):
         facts["passes over the dataset"] = f"{meta.tokens / epoch_tokens:.2f}"
-    batch = [number(written.part("batch").get(key)) for key in (
+    sizes = [number(batch.get(key)) for key in (
         "microbatch_size", "gradient_accumulation_steps", "world_size", "context_length")]
-    if all(batch):
-        sizes = "{:.0f} x {:.0f} x {:.0f} sequences of {:,.0f} tokens"
-        facts["global batch"] = sizes.format(*batch)
+    if all(sizes):
+        text = "{:.0f} x {:.0f} x {:.0f} sequences of {:,.0f} tokens"
+        facts["global batch"] = text.format(*sizes)
     if machine:
         processes = int(number(machine.get("processes")) or 1)
         each = (counted(processes, "process on", "processes on")
@@ -271,7 +272,7 @@ def _training(target: LoadedModel, written: RunFiles) -> dict[str, str]:
         facts["hardware"] = f"{each} {machine.get('device')}"
         facts["precision"] = str(machine.get("precision"))
         facts["software"] = f"PyTorch {machine.get('torch')}, Python {machine.get('python')}"
-    if speed := number(written.summary.get("tokens_per_second")):
+    if speed := number(summary.get("tokens_per_second")):
         facts["tokens per second during training"] = f"{speed:,.0f}"
     return facts
 
@@ -282,14 +283,10 @@ def _changed(target: LoadedModel, settings: dict[str, Any]) -> dict[str, Any]:
     With Muon also those whose default depends on the width: a card is read without this code.
     """
     always = {*MUON_DEFAULTS, "init"} if settings.get("optimizer") == "muon" else set()
-    changed = {}
-    for config, values in ((ModelConfig, target.checkpoint.meta.model.model_dump()),
-                           (TrainConfig, settings)):
-        for key, field in config.model_fields.items():
-            if key in values and (field.is_required() or key in always
-                                  or values[key] != field.get_default()):
-                changed[key] = values[key]
-    return changed
+    return {key: values[key] for config, values in (
+        (ModelConfig, target.checkpoint.meta.model.model_dump()), (TrainConfig, settings))
+        for key, field in config.model_fields.items() if key in values and (
+            field.is_required() or key in always or values[key] != field.get_default())}
 
 
 def table_rows(facts: dict[str, str]) -> str:

@@ -42,12 +42,11 @@ def command(**options: Any) -> None:
     by `uv run hf auth login`. After an error, run the same command again.
     """
     # Imported here so that --help does not wait for torch.
+    from lab.publish.export import export_model, find_dataset, send
     from lab.publish.model_card import Request
-    from lab.publish.upload import check_repository, export_model, find_dataset, send
 
     request = Request(**options)
-    if request.repository is not None:
-        check_repository(request.repository)
+    request.check()
     upload = find_dataset(request) or export_model(request)
     for name in upload.files:
         click.echo(visible(f"{(upload.folder / name).stat().st_size:>15,} bytes  {name}"))

@@ -21,7 +21,8 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
         tokenizer_name: `gpt2` or `bytes`.
         context_length: in tokens, of the model.
     """
-    if tokenizer_name == "gpt2":
+    splits_words = tokenizer_name == "gpt2"
+    if splits_words:
         vocabulary = json.loads(gpt2_file("encoder.json"))
         _, *merges = filter(None, gpt2_file("vocab.bpe").decode().split("\n"))
         write_json(directory / "vocab.json", vocabulary)
@@ -29,17 +30,23 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
                                               encoding="utf-8")
     else:
         vocabulary, merges = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}, []
-    write_json(directory / "tokenizer.json",
-               _pipeline(vocabulary, merges, END_OF_TEXT_IDS[tokenizer_name],
-                         splits_words=tokenizer_name == "gpt2"))
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                "use_regex": splits_words}
+    write_json(directory / TOKENIZER_FILE, {  # bytes as characters, merged by rank
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "added_tokens": [{"id": END_OF_TEXT_IDS[tokenizer_name], "content": END_OF_TEXT,
+                          "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True}],
+        "pre_tokenizer": as_bytes, "post_processor": None, "decoder": as_bytes,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None,
+                  "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
+                  "vocab": vocabulary, "merges": merges}})
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     write_json(directory / "special_tokens_map.json", special)
     write_json(directory / "tokenizer_config.json", special | {
-        "tokenizer_class": ("GPT2Tokenizer" if tokenizer_name == "gpt2"
-                            else "PreTrainedTokenizerFast"),
+        "tokenizer_class": "GPT2Tokenizer" if splits_words else "PreTrainedTokenizerFast",
         "model_max_length": context_length, "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-    })
+        "clean_up_tokenization_spaces": False})
 
 
 def write_own_tokenizer(directory: Path, content: bytes, *,
@@ -57,23 +64,6 @@ def write_own_tokenizer(directory: Path, content: bytes, *,
     length = {} if context_length is None else {"model_max_length": context_length}
     write_json(directory / "tokenizer_config.json", special | length | {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False})
-
-
-def _pipeline(vocabulary: dict[str, int], merges: list[str], end_of_text: int, *,
-              splits_words: bool) -> dict[str, Any]:
-    """Return `tokenizer.json`: bytes as characters, merged by rank, within words if wanted."""
-    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                "use_regex": splits_words}
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": [{"id": end_of_text, "content": END_OF_TEXT, "single_word": False,
-                          "lstrip": False, "rstrip": False, "normalized": False,
-                          "special": True}],
-        "pre_tokenizer": as_bytes, "post_processor": None, "decoder": as_bytes,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None,
-                  "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
-                  "vocab": vocabulary, "merges": merges},
-    }
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

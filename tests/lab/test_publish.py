@@ -1,4 +1,7 @@
+"""`lab publish`: exports, uploads, model cards, GGUF files."""
+
 import errno
+import importlib.util
 import json
 import os
 import shutil
@@ -6,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -17,10 +22,15 @@ from basics import failpoints
 from basics.errors import UserError
 from basics.files import lock_directory
 from checkpointing import Snapshot, find_checkpoint, list_checkpoints, prune, save_checkpoint
-from lab.publish import export, upload
+from lab.publish import export
 from lab.publish.export import Extras, write_export
+from lab.publish.gguf_files import GGUF_FILES
+from lab.publish.model_card import Request, declared_of, model_card
 from lab.publish.tokenizer_files import write_tokenizer_files
+from processes.run_lock import write_heartbeat
+from run_config import load_run
 from tests.support.lab_cli import error_line, publish, succeeded
+from tests.support.markdown import HOSTILE, active_parts
 from tests.support.models import random_model
 from tests.support.tokenizers import write_tokenizer
 from tests.support.tuning import add_tunable_run, tune
@@ -28,13 +38,14 @@ from tests.support.upload_server import taking_uploads
 from tests.support.workplace import run_command
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
-from tokens.tokenizer import choose_tokenizer, load_tokenizer
+from tokens.tokenizer import BYTE_LETTERS, load_tokenizer, name_of
 from trainer import models
 from trainer.models import LoadedModel, load_model
 
 EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
             "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
 CHARTS = {"loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
+SHAPE = {"context_length": 64, "emb_dim": 64, "n_heads": 4}
 
 
 @pytest.fixture
@@ -335,55 +346,6 @@ def test_a_run_that_removes_what_is_read_is_read_again_and_damage_is_an_error(tr
     assert "has changed since it was written" in error_line(publish(trained, *command))
 
 
-def test_a_tokenizer_that_is_removed_after_the_weights_were_read_is_read_again(trained, tmp_path,
-                                                                               monkeypatch):
-    checkpoints_dir = trained.runs_dir / "tiny/checkpoints"
-    newest = list_checkpoints(checkpoints_dir)[-1]
-    own = write_tokenizer(tmp_path / "own", vocab_size=257)
-    weights, exported = load_file(newest.path / "model.safetensors"), []
-
-    def save(number):
-        save_checkpoint(checkpoints_dir, Snapshot(weights, {}), newest.meta.model_copy(update={
-            "global_step": newest.meta.global_step + number,
-            "tokenizer": choose_tokenizer(str(own)).name,
-            "tokenizer_file": (own / "tokenizer.json").read_bytes()}))
-
-    def go_on_and_write(target, *arguments):
-        exported.append(target.checkpoint.name)
-        if len(exported) == 1:
-            save(2)
-            shutil.rmtree(target.checkpoint.path)
-        return write_export(target, *arguments)
-
-    save(1)
-    monkeypatch.setattr(upload, "write_export", go_on_and_write)
-    succeeded(publish(trained, "tiny", "--checkpoint", "latest"))
-    assert len(set(exported)) == 2
-    assert (trained.runs_dir / "tiny/export/tokenizer.json").read_bytes() == (
-        own / "tokenizer.json").read_bytes()
-
-
-def test_an_export_can_be_fine_tuned(trained, tmp_path):
-    output = tmp_path / "export"
-    succeeded(publish(trained, "tiny", "--output", str(output)))
-    model = AutoModelForCausalLM.from_pretrained(output).train()
-    tokens = torch.arange(32).view(2, 16) % 7
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(10):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.5
-    model.save_pretrained(tmp_path / "tuned")
-    back = load_model(str(tmp_path / "tuned"), runs_dir=trained.runs_dir)
-    with torch.no_grad():
-        difference = back.model(tokens) - model.eval()(tokens).logits
-    assert difference.abs().max() < 1e-4 and back.tokenizer_name == "bytes"
-
-
 def test_tokens_load_with_safetensors_alone(workplace):
     path = workplace.add_dataset() / "train.safetensors"
     code = ("import sys\nfrom safetensors import safe_open\n"
@@ -392,3 +354,342 @@ def test_tokens_load_with_safetensors_alone(workplace):
             "assert not {'torch', 'tokens'} & sys.modules.keys()\n")
     shown = process_succeeded(run_command(sys.executable, "-c", code)).stdout
     assert json.loads(shown) == TokenFile(path).read(2, 5).tolist()
+
+
+# --- model cards
+
+
+def card_of(workplace, **train):
+    """Return the card of a run that says that it was trained with these settings."""
+    path = workplace.runs_dir / "tiny/summary.json"
+    summary = json.loads(path.read_text())
+    summary["train"] |= train
+    path.write_text(json.dumps(summary))
+    return model_card(load_model("tiny", runs_dir=workplace.runs_dir),
+                      Request("tiny", datasets_dir=workplace.datasets_dir))
+
+
+def words_of(card):
+    return " ".join(card.split())
+
+
+def test_the_card_has_all_results(trained, tmp_path):
+    run_dir, output = trained.runs_dir / "tiny", tmp_path / "export"
+    checkpoint = find_checkpoint(run_dir / "checkpoints", "best")
+    measured = {"checkpoint": checkpoint.name, "global_step": checkpoint.meta.global_step,
+                "dataset": "tiny", "split": "validation", "start_token": 16, "num_tokens": 320}
+    (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
+        measured | {"loss": 9.5}, measured | {"loss": 5.25, "perplexity": 190.5},
+        measured | {"checkpoint": "another", "loss": 1.0}, {"junk": 1},
+        measured | {"split": "train", "loss": 0.5},  # of tokens trained on
+        measured | {"dataset": None, "benchmark": "blimp", "split": "train", "accuracy": 0.5,
+                    "questions_from": "nyu-mll/blimp"},
+        measured | {"dataset": None, "benchmark": "blimp", "split": None, "accuracy": 0.25,
+                    "questions_from": "own|.jsonl"}]) + '{"half')
+    succeeded(publish(trained, "tiny", "--output", str(output), "--license", "apache-2.0"))
+    card = ModelCard.load(output / "README.md")
+    facts = card.data.to_dict()
+    assert facts["license"] == "apache-2.0" and facts["library_name"] == "transformers"
+    results = {found.metric_name: found.metric_value for found in card.data.eval_results}
+    assert results == {
+        "validation loss during training (nats per token)": checkpoint.loss,
+        "loss (nats per token), 320 tokens from token 16": 5.25,
+        "perplexity, 320 tokens from token 16": 190.5,
+        "accuracy": 0.5, "accuracy, questions of own|.jsonl": 0.25,
+    }
+    splits = {found.metric_name: found.dataset_split for found in card.data.eval_results}
+    assert splits["accuracy"] == "train" and splits["accuracy, questions of own|.jsonl"] is None
+    for wanted in (f"{checkpoint.meta.tokens:,} tokens of `tiny`", "14,976 parameters",
+                   f"step | {checkpoint.meta.global_step + 1} of 10", "| US$ | ",
+                   '"learning_rate": 0.01', "![Training and validation loss](loss-chart.png)",
+                   "| global batch | 2 x 1 x 1 sequences of 16 tokens |", "| 5.250000 |"):
+        assert wanted in card.text, wanted
+
+
+def test_no_path_of_the_machine_is_in_a_card(trained, monkeypatch):
+    card = card_of(trained, init_from=str(trained.root / "secret-place/gpt2-weights"))
+    assert 'pipeline("text-generation", model=".")' in card
+    assert "trained from the weights of `gpt2-weights` on" in words_of(card)
+    assert '"init_from": "gpt2-weights"' in card
+    assert str(trained.root) not in card and "secret-place" not in card
+    # A relative path of the place of training, also when the command is given elsewhere.
+    (trained.root / "exports/mine").mkdir(parents=True)
+    (trained.root / "elsewhere").mkdir()
+    for place in (trained.root, trained.root / "elsewhere"):
+        monkeypatch.chdir(place)
+        card = card_of(trained, init_from="exports/mine")
+        assert '"init_from": "mine"' in card and "exports/" not in card
+    assert "from the weights of `someone/gpt` on" in words_of(card_of(trained,
+                                                                      init_from="someone/gpt"))
+    assert "trained from scratch on" in words_of(card_of(trained, init_from=None))
+
+
+CARD_OF_MINE = "---\nlicense: cc-by-4.0\nlanguage:\n- de\n- pt-BR\n---\n"
+
+
+def test_licence_and_languages_are_those_of_the_dataset(tmp_path):
+    for name in ("gpjt/fineweb-gpt2-tokens", "gpjt/fineweb-edu-gpt2-tokens",
+                 "HuggingFaceFW/fineweb"):
+        assert declared_of(name, tmp_path) == ("odc-by", ["en"])
+    (tmp_path / "mine").mkdir()
+    path = tmp_path / "mine/README.md"
+    for card, *wanted in (
+            (CARD_OF_MINE, "cc-by-4.0", ["de", "pt-BR"]),
+            (CARD_OF_MINE.replace("cc-by-4.0", "unknown"), None, []),  # nobody has filled it in
+            (CARD_OF_MINE.replace("cc-by-4.0", "'a: b'"), None, []),
+            (CARD_OF_MINE.replace("de\n", "'<b>'\n"), "cc-by-4.0", []),
+            ("---\nlicense: mit\nlanguage: nl\n---\n", "mit", ["nl"]),
+            ("---\nlicense: mit\n---\n", "mit", []),
+            ("---\nlicense: [\n---\n", None, []), ("no front matter", None, []),
+            ("---\nlicense: [mit, gpl]\nlanguage: 7\n---\n", None, [])):
+        path.write_text(card)
+        assert declared_of("mine", tmp_path) == tuple(wanted), card
+    (tmp_path / "README.md").write_text(CARD_OF_MINE)
+    path.unlink()
+    path.symlink_to(tmp_path / "README.md")
+    for name in ("..", "../mine/..", ".", "", str(tmp_path), "mine", "nix", "fineweb", "fineweb2",
+                 "fineweb-gpt2-tokens", "someone/fineweb"):
+        assert declared_of(name, tmp_path) == (None, [])
+
+
+def test_a_run_has_the_licence_of_its_dataset_only_if_trained_from_scratch(trained):
+    (trained.datasets_dir / "tiny/README.md").write_text(CARD_OF_MINE)
+    for start, licence in ((None, "cc-by-4.0"), ("someone/gpt", None)):
+        data = ModelCard(card_of(trained, init_from=start)).data
+        assert (data.license, data.language) == (licence, ["de", "pt-BR"])
+
+
+def test_licence_and_languages_can_be_named(trained):
+    for option, value in (("--license", "My Licence"), ("--license", "mit\ntags: x"),
+                          ("--license", ""), ("--language", "English"), ("--language", "e\x1b")):
+        assert option in error_line(publish(trained, "tiny", option, value))
+    export_dir = trained.runs_dir / "tiny/export"
+    assert not export_dir.exists()
+    succeeded(publish(trained, "tiny", "--license", "mit", "--language", "de", "--language",
+                      "pt-BR"))
+    card = ModelCard.load(export_dir / "README.md")
+    assert (card.data.license, card.data.language) == ("mit", ["de", "pt-BR"])
+
+
+def test_what_was_written_into_a_card_stays_there(trained):
+    succeeded(publish(trained, "tiny", "--gguf"))
+    export_dir = trained.runs_dir / "tiny/export"
+    path = export_dir / "README.md"
+    own = "\n## Limits\n\nIt knows nothing.\n\n## GGUF\n\nMy words.\n"
+    path.write_text(path.read_text() + own)
+    with_own = path.read_text()
+    for options, has_files in ((["--gguf"], True), ([], False), (["--gguf"], True)):
+        succeeded(publish(trained, str(export_dir), *options))
+        text = path.read_text()
+        assert own in text and ("model-F16.gguf" in text) is has_files
+        assert text.count("## GGUF") == 1 + has_files
+        if options and text.index("model-F16.gguf") < text.index("## Limits"):
+            assert text == with_own
+
+
+def test_a_card_describes_the_training_not_a_later_config(trained):
+    path = trained.runs_dir / "tiny/train.json"
+    path.write_text(path.read_text().replace('"tiny"', '"other"').replace("0.01", "0.123"))
+    card = card_of(trained)
+    assert "tokens of `tiny`" in card and '"learning_rate": 0.01' in card and "other" not in card
+
+
+def test_damaged_and_hostile_records_never_break_a_card(trained):
+    run_dir = trained.runs_dir / "tiny"
+    target = load_model("tiny", runs_dir=trained.runs_dir)
+    evaluations = [
+        '"loss": 1.5, "num_tokens": "x"', '"loss": 1.5, "num_tokens": 3, "start_token": null',
+        '"loss": "x"', '"loss": NaN', '"loss": 1.5, "dataset": ["a"]',
+        '"loss": 1.5, "dataset": "a|b\\nc", "split": {"a": 1}',
+        f'"loss": 1.5, "dataset": {json.dumps(HOSTILE)}',
+        f'"accuracy": 0.5, "benchmark": {json.dumps(HOSTILE)}']
+    (run_dir / "evaluations.jsonl").write_text("".join(
+        f'{{"checkpoint": "{target.checkpoint.name}", "global_step": 1, {text}}}\n'
+        for text in evaluations))
+    for summary in (
+            '{"batch": {"x": 1}}', '{"batch": [1]}', '{"machine": "x"}', "junk", None,
+            '{"tokens_per_second": "x"}', '{"train": {"dataset": "a|b\\nc"}}',
+            json.dumps({"train": {"dataset": HOSTILE}}),
+            json.dumps({"train": {"dataset": "tiny", "init_from": HOSTILE}}),
+            json.dumps({"machine": dict.fromkeys(("device", "torch"), HOSTILE)})):
+        (run_dir / "summary.json").unlink(missing_ok=True)
+        if summary is not None:
+            (run_dir / "summary.json").write_text(summary)
+        card = model_card(target, Request("tiny"))
+        ModelCard(card)  # parses its front matter
+        rows = [line for line in card.splitlines() if line.startswith("|")]
+        assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
+        assert active_parts(card) <= CHARTS
+
+
+def test_the_card_says_that_training_goes_on(trained):
+    run = load_run(trained.runs_dir, "tiny")
+    finished = json.loads(run.summary_path.read_text())
+    for status, has_heartbeat, goes_on in (("running", False, False), ("running", True, True),
+                                           ("finished", True, False)):
+        summary = finished if status == "finished" else {}
+        run.summary_path.write_text(json.dumps(summary | {"status": status}))
+        for path in (run.summary_path, run.metrics_path):
+            os.utime(path, (0, 0))
+        if has_heartbeat:
+            write_heartbeat(run.heartbeat_path, phase="training", step=7, seconds=1.0, parent=1)
+        target = load_model("tiny", runs_dir=trained.runs_dir)
+        says = ("of `tiny` so far: these are the weights after step"
+                f" {target.checkpoint.meta.global_step + 1}; training goes on. It is")
+        assert (says in words_of(model_card(target, Request("tiny")))) == goes_on
+
+
+# --- GGUF files
+
+
+def target_of(model, tmp_path, /, *, tokenizer="bytes", **changes):
+    """Return a model with a tokenizer: `gpt2`, `bytes`, or `own` for one in a file."""
+    if tokenizer != "own":
+        return LoadedModel("mine", model, tokenizer)
+    path = write_tokenizer(tmp_path / "tokenizer", **changes) / "tokenizer.json"
+    return LoadedModel("mine", model, name_of(path.read_bytes()), tokenizer_path=path)
+
+
+def exported(target, tmp_path, *, chat_template=None):
+    return write_export(target, tmp_path / "export", "tags: ddp-train", Extras(
+        chat_template=chat_template, with_gguf=True))
+
+
+def fields_of(path):
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def tensors_of(path):
+    return {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type)
+            for tensor in gguf.GGUFReader(path).tensors}
+
+
+def largest_error(weight, kind):
+    """Return how far each number may be from what a type of weights can hold."""
+    if kind == "F32":
+        return np.zeros_like(weight)
+    if kind == "F16":  # 11 bits; the smallest numbers are multiples of 2 ** -24
+        return np.abs(weight) * 2.0**-11 + 2.0**-25
+    blocks = np.abs(weight.reshape(-1, 32)).max(axis=1, keepdims=True) / 127
+    # Half a unit, and the unit itself is a 16-bit float.
+    return np.broadcast_to(blocks * (0.5 + 127 * 2.0**-11) * 1.001,
+                           (blocks.size, 32)).reshape(weight.shape)
+
+
+@pytest.mark.parametrize(("tied", "bias", "emb_dim"), [
+    (True, False, 64), (False, True, 24)])  # 24 is no multiple of a block of 32
+def test_the_tensors_read_back_are_the_weights(tmp_path, tied, bias, emb_dim):
+    model = random_model(**SHAPE | {"emb_dim": emb_dim}, vocab_size=264, tie_weights=tied,
+                         qkv_bias=bias)
+    output = exported(target_of(model, tmp_path), tmp_path)
+    ours = {name: weight.numpy() for name, weight in model.state_dict().items()}
+    wanted = {"token_embd.weight": "token_embedding.weight",
+              "position_embd.weight": "position_embedding.weight",
+              **{f"output_norm.{part}": f"final_norm.{part}" for part in ("weight", "bias")}}
+    for layer in range(2):
+        wanted |= {f"blk.{layer}.{theirs}.{part}": f"blocks.{layer}.{mine}.{part}"
+                   for theirs, mine in (("attn_norm", "attention_norm"), ("ffn_up", "mlp.up"),
+                                        ("attn_qkv", "attention.qkv"), ("ffn_norm", "mlp_norm"),
+                                        ("attn_output", "attention.output"),
+                                        ("ffn_down", "mlp.output"))
+                   for part in ("weight", "bias")}
+    wanted |= {} if tied else {"output.weight": "head.weight"}
+    for name, kind in GGUF_FILES.items():
+        found = tensors_of(output / name)
+        assert found.keys() == wanted.keys()
+        for tensor, mine in wanted.items():
+            weight = ours.get(mine, np.zeros(3 * emb_dim, np.float32))  # a bias that it lacks
+            stored = kind if weight.ndim == 2 and tensor != "position_embd.weight" else "F32"
+            if weight.shape[-1] % 32 and stored == "Q8_0":
+                stored = "F16"
+            assert found[tensor].shape == weight.shape
+            off = np.abs(found[tensor] - weight) - largest_error(weight, stored)
+            assert off.max() <= 0, (name, tensor)
+
+
+def test_the_facts_are_those_of_the_model(tmp_path):
+    target = target_of(random_model(**SHAPE, vocab_size=264), tmp_path)
+    fields = fields_of(exported(target, tmp_path, chat_template="{{ x }}") / "model-Q8_0.gguf")
+    wanted = {"general.architecture": "gpt2", "gpt2.context_length": 64, "gpt2.block_count": 2,
+              "gpt2.embedding_length": 64, "gpt2.feed_forward_length": 256,
+              "gpt2.attention.head_count": 4, "tokenizer.ggml.eos_token_id": 256,
+              "tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.add_bos_token": False,
+              "tokenizer.chat_template": "{{ x }}", "tokenizer.ggml.model": "gpt2"}
+    assert {name: fields[name] for name in wanted} == wanted
+    assert fields["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("tokenizer", "vocab_size"), [
+    ("bytes", 264), ("own", 310), pytest.param("gpt2", 50304, marks=pytest.mark.thorough)])
+def test_each_id_has_its_token(tmp_path, tokenizer, vocab_size):
+    target = target_of(random_model(**SHAPE, vocab_size=vocab_size), tmp_path, tokenizer=tokenizer)
+    fields = fields_of(exported(target, tmp_path) / "model-F16.gguf")
+    ours, tokens = target.load_tokenizer(), fields["tokenizer.ggml.tokens"]
+    kinds = fields["tokenizer.ggml.token_type"]
+    bytes_of = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
+    assert len(tokens) == len(kinds) == len(set(tokens)) == vocab_size
+    for number in range(ours.n_vocab):
+        if number != ours.eot_token:
+            found = bytes(bytes_of[letter] for letter in tokens[number])
+            assert found == ours.decode_single_token_bytes(number) and kinds[number] == 1
+    assert tokens[ours.eot_token] == "<|endoftext|>" and kinds[ours.eot_token] == 3
+    assert set(kinds[ours.n_vocab:]) == {5} and fields["tokenizer.ggml.merges"]
+
+
+@torch.no_grad()
+def test_transformers_loads_a_gguf_file(tmp_path):
+    model = random_model(**SHAPE | {"context_length": 1024}, vocab_size=264, tie_weights=False)
+    output = exported(target_of(model, tmp_path), tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(output, gguf_file="model-F16.gguf").eval()
+    tokens = torch.arange(40).view(2, 20)
+    difference = model(tokens).log_softmax(-1) - theirs(tokens).logits.log_softmax(-1)
+    assert difference.abs().max() < 0.01
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
+                       "use_regex": True}}, "does not split text as GPT-2's"),
+    ({"normalizer": {"type": "NFC"}}, "does not split text as GPT-2's"),
+    ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "is a WordLevel"),
+    ({"ignore_merges": True}, "has ignore_merges"),
+    ({"byte_fallback": True}, "has byte_fallback"),
+    ({"continuing_subword_prefix": "##", "merges": []}, "has continuing_subword_prefix"),
+    ({"end_of_word_suffix": "</w>", "merges": []}, "has end_of_word_suffix"),
+    ({"vocab": {"a": 0, "b": 1}, "merges": []}, "has no entry for 254 of the 256 bytes"),
+])
+def test_a_tokenizer_that_gguf_cannot_hold_is_refused(tmp_path, changes, message):
+    if not changes.keys() & {"pre_tokenizer", "normalizer", "model"}:
+        parts = json.loads((write_tokenizer(tmp_path) / "tokenizer.json").read_text())
+        changes = {"model": parts["model"] | changes}
+    target = target_of(random_model(vocab_size=300), tmp_path, tokenizer="own", **changes)
+    with pytest.raises(UserError, match=message) as caught:
+        exported(target, tmp_path)
+    assert "leave out --gguf" in caught.value.line() and not (tmp_path / "export").exists()
+
+
+def test_models_that_gguf_cannot_hold_are_refused(tmp_path):
+    model = random_model(vocab_size=257)
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight[0, 0] = 1e5
+    for refused, message in ((model, "up to 100000, too large for 16-bit"),
+                             (random_model(vocab_size=200), "has 257 entries, the model 200")):
+        with pytest.raises(UserError, match=message):
+            exported(target_of(refused, tmp_path), tmp_path)
+
+
+def test_publish_writes_gguf_files_under_the_name_of_the_card(trained, tmp_path, monkeypatch):
+    output, again = tmp_path / "export", tmp_path / "again"
+    result = succeeded(publish(trained, "tiny", "--output", str(output), "--gguf"))
+    succeeded(publish(trained, str(output), "--output", str(again), "--gguf"))
+    for name in GGUF_FILES:
+        assert f"bytes  {name}" in result.stdout
+        assert f"`{name}`" in (output / "README.md").read_text()
+        for place in (output, again):
+            assert fields_of(place / name)["general.name"] == "tiny"
+    succeeded(publish(trained, "tiny", "--output", str(output)))  # replaces it
+    assert not list(output.glob("*.gguf")) and "GGUF" not in (output / "README.md").read_text()
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = publish(trained, "tiny", "--output", str(tmp_path / "nix"), "--gguf")
+    assert "needs the package gguf: uv run --extra gguf" in error_line(result)
+    assert not (tmp_path / "nix").exists()
