@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from tests.support.fake_time import FakeTime
+from tests.support.stand_ins import FakeTime
 from tests.support.workplace import Workplace
 
 

@@ -24,8 +24,8 @@ from checkpointing import (
 )
 from processes.command_line import Options
 from run_config import load_run
-from tests.support import odd_files
-from tests.support.checkpoints import describe, save, state
+from tests.support import stand_ins
+from tests.support.models import describe, save, state
 from trainer.resuming import choose_checkpoint
 from trainer.startup import PreparedRun
 
@@ -34,7 +34,7 @@ A, B = Identity(name="aa"), Identity(name="bb")
 
 
 def test_without_links_latest_and_best_are_files_that_name_checkpoints(tmp_path, monkeypatch):
-    for patch in odd_files.patches(tmp_path):
+    for patch in stand_ins.odd_file_system(tmp_path):
         monkeypatch.setattr(*patch)
     saved = [save(tmp_path / "checkpoints", step, loss) for step, loss in ((1, 1.0), (2, 2.0))]
     for link, wanted in (("latest", saved[1]), ("best", saved[0])):

@@ -35,7 +35,7 @@ from processes.launch import Process
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from run_config import load_run
-from tests.support.checkpoints import MODEL, damage, describe, save, state
+from tests.support.models import MODEL, damage, describe, save, state
 from tests.support.workplace import small_disk
 from tokens.batches import open_run_data
 from trainer.background_saver import BackgroundSaver

@@ -28,8 +28,8 @@ from basics.files import append_whole, read_regular_file, replacing, write_atomi
 from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
 from basics.text import gb, gib
 from processes.launch import num_gpus
-from tests.support import odd_files
-from tests.support.fake_nvml import H100, FakeNvml
+from tests.support import stand_ins
+from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import run_command
 
 # Runs a command, and presses Ctrl-C as soon as it imports a module.
@@ -187,7 +187,7 @@ def test_no_link_is_followed_and_no_large_file_read(tmp_path):
 
 
 def test_fsync_of_a_directory_may_be_refused(tmp_path, monkeypatch):
-    for patch in odd_files.patches(tmp_path):
+    for patch in stand_ins.odd_file_system(tmp_path):
         monkeypatch.setattr(*patch)
     files.fsync(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -21,8 +21,7 @@ from processes.command_line import Options, command_line, read_command_line
 from processes.launch import Process
 from run_config import TrainConfig, load_run
 from tests.support.hub_server import Hub, serving
-from tests.support.in_process import refused
-from tests.support.runs import summary_of, validations_of
+from tests.support.runs import refused, summary_of, validations_of
 from tests.support.workplace import (
     TINY_TRAIN,
     Workplace,

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpointing import SnapshotBuffers
 from processes.launch import nccl_in_use
 from run_config import ModelConfig
-from tests.support import steps
+from tests.support import models
 from tests.support.workplace import read_lines, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, read_ahead
@@ -62,7 +62,7 @@ def test_a_run_trains_stops_and_resumes(workplace, precision):
 
 
 def step_of(**changes):
-    return steps.step_of(torch.device("cuda", 0), **MODEL.model_dump() | {
+    return models.step_of(torch.device("cuda", 0), **MODEL.model_dump() | {
         "microbatch_size": 8, "checkpoint_interval": 1, "validation_interval": None,
         "validation_batches": None, "precision": None} | changes)
 

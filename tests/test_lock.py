@@ -25,7 +25,7 @@ from processes.run_lock import (
     trained_by,
 )
 from processes.signals import Deadlines
-from tests.support import odd_files
+from tests.support import stand_ins
 from tests.support.runs import with_deadlines
 from tests.support.workplace import PROJECT_DIR
 
@@ -152,7 +152,7 @@ def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(run_d
     monkeypatch.setattr(run_lock.time, "sleep", lambda seconds: (
         beat(run_dir, next(numbers), **facts) if goes_on else sleep(seconds)))
     if not has_locks:
-        for patch in odd_files.patches(run_dir):
+        for patch in stand_ins.odd_file_system(run_dir):
             monkeypatch.setattr(*patch)
     if outcome == "refused":
         with pytest.raises(LockedError, match="another launch is training this run: process 7 on"):

@@ -19,9 +19,9 @@ from benchmarks.prepare import build_corpus, peak_memory_of, prepare_as_the_orig
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.sources import find_documents
 from prepare_dataset import MAX_DEFAULT_WORKERS
-from tests.support import slow_preparation
 from tests.support.preparation import (
     DOCUMENTS,
+    SLOW_COMMAND,
     contents,
     prepare,
     tokens_in,
@@ -31,7 +31,7 @@ from tests.support.preparation import (
 from tests.support.workplace import PROJECT_DIR, run_command, small_disk, succeeded
 
 COMMAND = [sys.executable, str(PROJECT_DIR / "prepare_dataset.py")]
-SLOW_COMMAND = [sys.executable, *slow_preparation.COMMAND]
+SLOW_COMMAND = [sys.executable, *SLOW_COMMAND]
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ from reporting.run_log import RunLog
 from tests.support import workplace
 from tests.support.hub_server import Fault, Hub, serving, used_in_this_process
 from tests.support.lab_cli import run_lab, succeeded
-from tests.support.network import environment_of_refusal, refused_network
 from tests.support.preparation import prepare
+from tests.support.stand_ins import environment_of_refusal, refused_network
 from tests.support.workplace import PROJECT_DIR, Workplace, run_command, train_tiny
 
 TOKEN = "hf_marker0123456789abcdefghijklmnop"

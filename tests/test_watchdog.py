@@ -34,11 +34,11 @@ from tests.support.runs import (
     SETTINGS,
     last_line_of_ours,
     summary_of,
+    thorough_but,
     wait_for,
     with_deadlines,
     with_fault,
 )
-from tests.support.thorough import thorough_but
 from tests.support.workplace import PROJECT_DIR, children_of, start_forked, succeeded
 
 CPU = torch.device("cpu")

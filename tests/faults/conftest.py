@@ -1,7 +1,6 @@
 import pytest
 
-from tests.support.runs import SETTINGS, train_undisturbed
-from tests.support.shared import made_once
+from tests.support.runs import SETTINGS, made_once, train_undisturbed
 from tests.support.workplace import Workplace
 
 

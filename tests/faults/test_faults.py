@@ -26,13 +26,13 @@ from tests.support.runs import (
     last_line_of_ours,
     metrics_of,
     summary_of,
+    thorough_but,
     validations_of,
     wait_for,
     weights_of,
     with_deadlines,
     with_fault,
 )
-from tests.support.thorough import thorough_but
 from tests.support.trackers import in_tensorboard
 from tests.support.workplace import (
     PROJECT_DIR,

@@ -20,8 +20,7 @@ from basics.failpoints import MARKS, VARIABLE
 from processes.signals import DEADLINES
 from reporting.metrics_file import MAX_RECORDS_BYTES, read_metrics
 from run_config import load_run
-from tests.support.in_process import LONGEST_ERROR, assert_refused, contents, refused
-from tests.support.runs import read_only, wait_for
+from tests.support.runs import LONGEST_ERROR, assert_refused, contents, read_only, refused, wait_for
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_TRAIN,

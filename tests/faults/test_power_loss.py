@@ -29,16 +29,16 @@ from checkpointing import (
 )
 from reporting import metrics_file
 from reporting.metrics_file import remove_metrics_from
-from tests.support import odd_files
-from tests.support.checkpoints import describe, state
+from tests.support import stand_ins
+from tests.support.models import describe, state
 from tests.support.runs import (
     SETTINGS,
     metrics_of,
     summary_of,
+    thorough_but,
     weights_of,
     with_deadlines,
 )
-from tests.support.thorough import thorough_but
 from tests.support.workplace import succeeded
 from trainer.background_saver import BackgroundSaver
 
@@ -191,7 +191,7 @@ def test_metrics_are_durable_before_the_checkpoint(tmp_path, monkeypatch):
 def test_a_run_without_links_locks_or_fsync_that_is_killed_resumes(workplace, undisturbed, fault):
     workplace.add_dataset()
     run_dir = workplace.add_run(train=SETTINGS | {"keep_checkpoints": 1})
-    environment = {odd_files.VARIABLE: str(workplace.runs_dir)} | with_deadlines(heartbeat=0.5)
+    environment = {stand_ins.ODD_FILES: str(workplace.runs_dir)} | with_deadlines(heartbeat=0.5)
     assert workplace.torchrun(2, "tiny", **environment, **{VARIABLE: fault}).returncode
     for found in list_checkpoints(run_dir / "checkpoints"):
         assert find_damage(found.path, thoroughly=True) == ""

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from tests.support.shared import made_once
+from tests.support.runs import made_once
 from tests.support.workplace import Workplace, train_tiny
 
 

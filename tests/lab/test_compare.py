@@ -25,9 +25,8 @@ from lab.compare.results import PUBLISHED_PATH, find_results, read_published
 from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
 from lab.table import Column, Table
 from tests.support.json_schemas import checked
-from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.markdown import HOSTILE as HOSTILE_TEXT
-from tests.support.markdown import active_parts
+from tests.support.lab_cli import HOSTILE as HOSTILE_TEXT
+from tests.support.lab_cli import active_parts, error_line, run_lab, succeeded
 from tests.support.watching import ODD_VALUES
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, draw_bare
 

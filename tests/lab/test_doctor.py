@@ -45,7 +45,6 @@ from lab.doctor.doctor import print_checks
 from lab.doctor.load_tests import PARTS, Outcome, check_load, load_tests
 from processes.launch import Process
 from run_config import load_run
-from tests.support.fake_nvml import H100, FakeNvml
 from tests.support.hub_server import (
     Fault,
     Hub,
@@ -55,7 +54,7 @@ from tests.support.hub_server import (
 )
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab
-from tests.support.network import refused_network
+from tests.support.stand_ins import H100, FakeNvml, refused_network
 from tests.support.workplace import PROJECT_DIR, Workplace
 
 A100 = "NVIDIA A100-SXM4-40GB"

@@ -8,7 +8,7 @@ from processes.signals import DEADLINES
 from reporting import tracker
 from reporting.tracker import TrackedRun
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.network import refused_network
+from tests.support.stand_ins import refused_network
 from tests.support.trackers import add_records, add_summary, in_tensorboard, tracked_run
 from tests.support.workplace import run_command
 from tests.support.workplace import succeeded as process_succeeded

@@ -10,7 +10,7 @@ from lab.plan.memory import largest_microbatch, peak_memory
 from lab.plan.setting import Setting, num_parameters
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig
-from tests.support.training_memory import (
+from tests.support.torchrun_workers import (
     GPT2_SMALL,
     MANY_TOKENS,
     MANY_WORDS,

@@ -29,11 +29,16 @@ from lab.publish.model_card import Request, declared_of, model_card
 from lab.publish.tokenizer_files import write_tokenizer_files
 from processes.run_lock import write_heartbeat
 from run_config import load_run
-from tests.support.lab_cli import error_line, publish, succeeded
-from tests.support.markdown import HOSTILE, active_parts
-from tests.support.models import random_model
-from tests.support.tokenizers import write_tokenizer
-from tests.support.tuning import add_tunable_run, tune
+from tests.support.lab_cli import (
+    HOSTILE,
+    active_parts,
+    add_tunable_run,
+    error_line,
+    publish,
+    succeeded,
+    tune,
+)
+from tests.support.models import random_model, write_tokenizer
 from tests.support.upload_server import taking_uploads
 from tests.support.workplace import run_command
 from tests.support.workplace import succeeded as process_succeeded

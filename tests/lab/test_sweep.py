@@ -14,10 +14,9 @@ from lab.sweep import execution, report
 from lab.sweep.changes import parse_change
 from lab.sweep.execution import Launch
 from tests.support import stub_trainer
-from tests.support.in_process import contents
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.runs import wait_for
+from tests.support.runs import contents, wait_for
 from tests.support.workplace import PROJECT_DIR, draw_bare, read_lines
 
 STUB = Path(stub_trainer.__file__)

@@ -14,11 +14,10 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from lab.tokenizer import train_tokenizer
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.sources import find_documents
-from tests.support.in_process import refused
 from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.models import TEXTS
 from tests.support.preparation import corrupt, write_parquet, write_source
-from tests.support.shared import made_once
-from tests.support.tokenizers import TEXTS
+from tests.support.runs import made_once, refused
 from tests.support.workplace import Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.batches import byte_lengths

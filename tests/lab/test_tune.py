@@ -20,9 +20,19 @@ from lab.instruct import instructions
 from lab.instruct.instructions import Entry, fetch_default_entries, load_answers, load_entries
 from lab.instruct.tuned_model import default_place
 from lab.instruct.tuning import IGNORED, TuneOptions, Tuner, encode_entries
-from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.markdown import HOSTILE, active_parts
-from tests.support.tuning import MODEL, add_tunable_run, answers_in, entries_of, tune, write_entries
+from tests.support.lab_cli import (
+    HOSTILE,
+    TUNABLE,
+    active_parts,
+    add_tunable_run,
+    answers_in,
+    entries_of,
+    error_line,
+    run_lab,
+    succeeded,
+    tune,
+    write_entries,
+)
 from tokens.tokenizer import load_tokenizer
 from trainer.models import LoadedModel, load_model
 
@@ -44,7 +54,7 @@ def encoded(prompt, *, input="", output="Yes.", context_length=192, loss_on="res
 
 def tuner(options=OPTIONS, **model):
     torch.manual_seed(0)
-    return Tuner(GPTModel(MODEL.model_copy(update=model)), options, pad_id=END)
+    return Tuner(GPTModel(TUNABLE.model_copy(update=model)), options, pad_id=END)
 
 
 def test_only_the_response_and_the_end_of_text_are_targets():
@@ -151,7 +161,7 @@ def test_the_tuned_model_answers_the_test(tuned_place):
 @pytest.mark.parametrize(("name", "output"), [("openai-community/gpt2", "gpt2-answers.json"),
                                               ("exports/mine/", "mine-answers.json")])
 def test_what_is_no_run_has_its_answers_in_the_current_directory(name, output):
-    target = LoadedModel(name, GPTModel(MODEL), "gpt2")
+    target = LoadedModel(name, GPTModel(TUNABLE), "gpt2")
     assert default_place(target, "instruction-answers.json", "-answers.json") == Path(output)
 
 

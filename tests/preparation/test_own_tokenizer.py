@@ -16,10 +16,11 @@ from preparation.ensure_dataset import SPLITS
 from preparation.hub import fetch_dataset
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.reading import Texts, text_tasks
-from tests.support import slow_preparation
 from tests.support.hub_server import Hub, serving, used_in_this_process
+from tests.support.models import write_tokenizer
 from tests.support.preparation import (
     DOCUMENTS,
+    SLOW_COMMAND,
     contents,
     leave_unfinished,
     prepare,
@@ -27,7 +28,6 @@ from tests.support.preparation import (
     tokens_in,
     write_source,
 )
-from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import run_command, succeeded
 from tokens.tokenizer import choose_tokenizer
 
@@ -70,7 +70,7 @@ def test_workers_write_the_same_bytes_as_one_process(tmp_path):
     for number in range(40):
         (source / f"{number:02}.txt").write_text(f"{number} " + "the cat, the hat 它 " * 200)
     arguments = (str(source), "--tokenizer", str(own))
-    succeeded(run_command(sys.executable, *slow_preparation.COMMAND, *arguments,
+    succeeded(run_command(sys.executable, *SLOW_COMMAND, *arguments,
                           str(tmp_path / "two"), "--workers", "2"))
     assert prepare(*arguments, str(tmp_path / "one")).returncode == 0
     assert contents(tmp_path / "one") == contents(tmp_path / "two")

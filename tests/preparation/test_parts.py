@@ -14,6 +14,7 @@ from preparation.parts import Part, join_parts, part_cuts
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.sources import find_documents
 from tests.support.hub_server import Hub, serving, used_in_this_process
+from tests.support.models import write_tokenizer
 from tests.support.preparation import (
     BYTES,
     Stopped,
@@ -24,7 +25,6 @@ from tests.support.preparation import (
     texts_source,
     write_parquet,
 )
-from tests.support.tokenizers import write_tokenizer
 from tests.support.workplace import succeeded
 
 SHARDS = [["a", "bb"], ["ccc"], ["d", "", "e"], ["f" * 9], ["g", "h"]]

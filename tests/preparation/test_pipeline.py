@@ -24,7 +24,7 @@ from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.reading import Texts
 from preparation.sources import find_documents
 from preparation.token_stream import TokenFileWriter, num_training_documents
-from tests.support.markdown import HOSTILE, active_parts
+from tests.support.lab_cli import HOSTILE, active_parts
 from tests.support.preparation import (
     BYTES,
     DOCUMENTS,

@@ -10,7 +10,7 @@ from basics import tensors
 from reporting import loss_window
 from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
-from tests.support.fake_time import FakeTime
+from tests.support.stand_ins import FakeTime
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from processes.launch import Process, gpu_uuids
 from reporting import machine_meter
 from reporting.machine_meter import MachineMeter, gpu_values
 from reporting.metrics_file import OF_MACHINE
-from tests.support.fake_nvml import H100, FakeNvml
 from tests.support.runs import summary_of
+from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import forked, read_lines, succeeded
 
 HOST = {"host_ram_gib", "host_load", "disk_free_gib"}

@@ -22,8 +22,8 @@ from reporting.tracker import (
     check_tracker,
     send_records,
 )
-from tests.support.network import environment_of_refusal
 from tests.support.runs import wait_for
+from tests.support.stand_ins import environment_of_refusal
 from tests.support.trackers import (
     add_records,
     add_summary,

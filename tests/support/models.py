@@ -1,6 +1,8 @@
-"""Small models with random weights, and their export as GPT-2."""
+"""Small tokenizers, models with random weights, steps of training and checkpoints."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,43 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.amp import GradScaler
 
+from checkpointing import (
+    Checkpoint,
+    CheckpointMeta,
+    LossScale,
+    SnapshotBuffers,
+    TrainingState,
+    renew_links,
+    save_checkpoint,
+)
+from ddp_train import TrainingStep
 from gpt import GPTModel
-from run_config import ModelConfig
-from tests.support.tokenizers import write_tokenizer
-from tests.support.workplace import TINY_MODEL, Workplace, write_tokens
+from lab.tokenizer import train_tokenizer
+from optim import build_optimizer
+from processes.launch import Process
+from run_config import ModelConfig, TrainConfig
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, write_tokens
+from tokens.batches import Microbatch
 from tokens.tokenizer import choose_tokenizer
+from trainer.losses import build_training_state
+from trainer.precision import resolve_for_device
 from trainer.weight_formats import gpt2_config, to_gpt2
+
+TEXTS = ["the cat sat on the mat, and the hat", "naïve café, naïve 🎉🎉",
+         "def f(x):\n    return x\n", "它是它的, 它是它的",
+         "aaaa bbbb 1234 1234\n\n\t it's we'll"] * 3
+
+
+def write_tokenizer(directory: Path, *, vocab_size: int = 300,
+                    texts: list[str] | None = None, **changes: Any) -> Path:
+    """Train a tokenizer and write its tokenizer.json, with some parts of it changed."""
+    content, _ = train_tokenizer(texts or TEXTS, vocab_size=vocab_size)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(json.dumps(json.loads(content) | changes))
+    return directory
+
 
 SHAPE = {"vocab_size": 61, "context_length": 12, "emb_dim": 24, "n_heads": 3, "n_layers": 2,
          "drop_rate": 0.1, "qkv_bias": False}
@@ -50,3 +82,65 @@ def add_dataset_with_tokenizer(workplace: Workplace) -> tuple[Path, str]:
                  {"tokenizer": name})
     torch.manual_seed(0)
     return export(GPTModel(ModelConfig(**TINY_MODEL)), workplace.root / "published"), name
+
+
+CPU = torch.device("cpu")
+
+
+def step_of(device: torch.device = CPU, **changes: object) -> TrainingStep:
+    """Return a step of a new model; `changes` are keys of model.json and train.json."""
+    model = {key: value for key, value in changes.items() if key in ModelConfig.model_fields}
+    train = {key: value for key, value in changes.items() if key not in model}
+    config = resolve_for_device(TrainConfig(**TINY_TRAIN | train), device)
+    process = Process(rank=0, local_rank=0, world_size=1, device=device)
+    state = build_training_state(ModelConfig(**TINY_MODEL | model), config, process)
+    return TrainingStep(state, config, process)
+
+
+def microbatches(device: torch.device = CPU) -> Iterator[Microbatch]:
+    """Yield microbatches of two sequences without end."""
+    generator = torch.Generator().manual_seed(0)
+    for index in itertools.count():
+        tokens = torch.randint(1, 257, (2, 2, 16), generator=generator)
+        yield Microbatch(index, *tokens.to(device))
+
+
+MODEL = ModelConfig(**TINY_MODEL)
+ONE_PROCESS = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+
+
+def state(seed: int, model: ModelConfig = MODEL) -> TrainingState:
+    torch.manual_seed(seed)
+    network = GPTModel(model)
+    optimizer = build_optimizer(network, TrainConfig(**TINY_TRAIN), ONE_PROCESS)
+    network(torch.arange(16)[None], torch.arange(16)[None]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return TrainingState(network, optimizer, GradScaler("cpu", init_scale=2.0**seed))
+
+
+def describe(global_step: int, loss: float | None = 1.0) -> CheckpointMeta:
+    return CheckpointMeta(global_step=global_step, tokens=0, loss=loss, train_loss=loss,
+                          seconds={}, tokenizer=None, model=MODEL, random_seed=42,
+                          loss_scale=LossScale(scale=2.0**global_step, growth_tracker=3),
+                          data={"train": "100 tokens, abc"})
+
+
+def save(checkpoints_dir: Path, global_step: int, loss: float | None = 1.0) -> Checkpoint:
+    snapshot = SnapshotBuffers().take(state(global_step))
+    checkpoint = save_checkpoint(checkpoints_dir, snapshot, describe(global_step, loss))
+    renew_links(checkpoints_dir)
+    return checkpoint
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "deleted":
+        path.unlink()
+    elif how == "cut short":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "a bit":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        path.write_bytes(b"rubbish")

@@ -1,7 +1,9 @@
-"""Run prepare_dataset.py in the process of the test, and read the datasets that it writes."""
+"""Prepare datasets in the process of the test, or slowly in one of its own, and read them."""
 
 import io
 import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import prepare_dataset as command
-from preparation import pipeline
+from preparation import encoding, pipeline, reading
 from preparation.cutting import Cuts
 from preparation.journal import Journal
 from preparation.pipeline import PrepareOptions, prepare_dataset
@@ -138,3 +140,34 @@ def leave_unfinished(source: Source, out: Path, options: PrepareOptions = BYTES)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(TextsShard, "tasks", tasks)
         prepare_dataset(source, out, options)
+
+
+SLOW_COMMAND = ["-m", "tests.support.preparation"]  # arguments of Python, in the project directory
+
+
+def die(*_: object) -> None:
+    os._exit(9)
+
+
+def prepare_slowly() -> None:
+    """Be prepare_dataset.py with small tasks, slow, or with a worker that dies.
+
+    Small tasks make it use worker processes for a small corpus. The environment variable
+    PAUSE_SECONDS holds a pause after each shard, in which a test can stop the command; if
+    WORKER_DIES is set, each worker exits at its first task.
+    """
+    pipeline.TASK_BYTES = reading.TASK_BYTES = 2**16
+    end_shard = pipeline._Preparation._end_shard
+
+    def slow_end_shard(preparation: pipeline._Preparation, number: int) -> None:
+        end_shard(preparation, number)
+        time.sleep(float(os.environ.get("PAUSE_SECONDS", "0")))
+
+    pipeline._Preparation._end_shard = slow_end_shard
+    if "WORKER_DIES" in os.environ:
+        encoding.encode_task = die
+    command.run()
+
+
+if __name__ == "__main__":
+    prepare_slowly()

@@ -33,7 +33,7 @@ from processes import beside, run_lock, startup_agreement
 from processes.signals import PARENT_DEATH_SIGNAL
 from reporting import charts
 from reporting.metrics_file import read_metrics
-from tests.support import odd_files
+from tests.support import stand_ins
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 NAMESPACE = "DDP_TRAIN_TEST_NAMESPACE"  # environment variable: the network of what is forked
@@ -273,7 +273,7 @@ def _end_with_siblings(is_closing: Event) -> None:
 
 def _run_script(script: str, arguments: list[str]) -> None:
     sys.argv, parent = [script, *arguments], os.getppid()
-    odd_files.install()
+    stand_ins.use_odd_files()
     charts.draw_by_hand = draw_bare
     if "draw:" not in os.environ.get(failpoints.VARIABLE, ""):
         start_module = beside.start_module

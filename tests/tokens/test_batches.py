@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from basics.errors import UserError
 from reporting.run_log import batch_arithmetic
 from run_config import load_run
-from tests.support.tokenizers import write_tokenizer
+from tests.support.models import write_tokenizer
 from tests.support.workplace import write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatches, open_run_data, read_ahead

@@ -17,7 +17,7 @@ from tiktoken import load
 from transformers import AutoTokenizer
 
 from basics.errors import FAILED, UserError
-from tests.support.tokenizers import TEXTS, write_tokenizer
+from tests.support.models import TEXTS, write_tokenizer
 from tokens import tokenizer
 from tokens.batches import byte_lengths
 from tokens.tokenizer import (

@@ -12,7 +12,7 @@ from checkpointing import (
     list_checkpoints,
     load_checkpoint,
 )
-from tests.support.checkpoints import describe, state
+from tests.support.models import describe, state
 from trainer import background_saver
 from trainer.background_saver import BackgroundSaver
 

@@ -7,8 +7,7 @@ import socket
 import pytest
 
 from basics.text import dollars
-from tests.support.in_process import run_in_process
-from tests.support.runs import summary_of
+from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import forked, read_lines, succeeded
 
 PRICE = 36_000  # dollars an hour: ten a second

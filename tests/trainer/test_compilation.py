@@ -10,7 +10,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from basics.errors import UserError
 from gpt import ForwardOptions
 from run_config import ModelConfig, TrainConfig
-from tests.support.steps import step_of
+from tests.support.models import step_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer.compilation import (
     choose_forward_options,

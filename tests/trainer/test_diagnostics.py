@@ -11,8 +11,8 @@ from gpt import GPTModel
 from processes.launch import Process
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import ModelConfig, TrainConfig
-from tests.support import steps
-from tests.support.steps import microbatches
+from tests.support import models
+from tests.support.models import microbatches
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, succeeded
 from trainer import diagnostics
 from trainer.compilation import ByLayer
@@ -29,7 +29,7 @@ WITHOUT_VALIDATION = {"validation_interval": None, "validation_batches": None,
 
 
 def step_of(**changes):
-    return steps.step_of(**WITHOUT_VALIDATION | {"diagnostics_interval": 1} | changes)
+    return models.step_of(**WITHOUT_VALIDATION | {"diagnostics_interval": 1} | changes)
 
 
 def take(step, batches, num_steps=1):

@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 
 from gpt import GPTModel
 from run_config import ModelConfig
-from tests.support.in_process import run_in_process
 from tests.support.models import add_dataset_with_tokenizer, export
+from tests.support.runs import run_in_process
 from tests.support.workplace import TINY_MODEL, succeeded
 
 STANDING_STILL = {"learning_rate": 1e-12, "min_train_tokens": 64, "validation_interval": 1,

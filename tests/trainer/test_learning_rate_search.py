@@ -25,7 +25,7 @@ from processes.signals import DEADLINES
 from processes.startup_agreement import AgreedError, Agreement
 from reporting import charts
 from run_config import load_run
-from tests.support.in_process import assert_refused, contents, run_in_process
+from tests.support.runs import assert_refused, contents, run_in_process
 from tests.support.workplace import succeeded
 from trainer import learning_rate_search
 from trainer.learning_rate_search import (

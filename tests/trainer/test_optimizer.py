@@ -13,7 +13,7 @@ from gpt import GPTModel
 from optim import build_optimizer, clip_gradients, learning_rate_at, rates_line
 from processes.launch import Process
 from run_config import ModelConfig, TrainConfig, with_defaults
-from tests.support.checkpoints import ONE_PROCESS
+from tests.support.models import ONE_PROCESS
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from trainer.startup import unused_options
 

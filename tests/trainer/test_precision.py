@@ -12,8 +12,8 @@ from basics.errors import UserError
 from checkpointing import SnapshotBuffers
 from gpt import attend
 from run_config import ModelConfig, TrainConfig
-from tests.support.in_process import refused
-from tests.support.steps import microbatches, step_of
+from tests.support.models import microbatches, step_of
+from tests.support.runs import refused
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN
 from tokens.batches import Microbatch
 from trainer.precision import check_attention, remedy, resolve_for_device

@@ -17,11 +17,9 @@ from basics.files import lock_directory
 from gpt import GPTModel
 from processes.command_line import Options
 from run_config import ModelConfig
-from tests.support.checkpoints import ONE_PROCESS
 from tests.support.hub_server import Fault, Hub, serving
-from tests.support.in_process import assert_refused, run_in_process
-from tests.support.models import add_dataset_with_tokenizer, export
-from tests.support.tokenizers import write_tokenizer
+from tests.support.models import ONE_PROCESS, add_dataset_with_tokenizer, export, write_tokenizer
+from tests.support.runs import assert_refused, run_in_process
 from tests.support.workplace import TINY_MODEL, run_command, succeeded, write_tokens
 from trainer import prefetch
 from trainer.microbatch_trial import Trial, check_idle

@@ -17,9 +17,8 @@ from basics.errors import UserError
 from processes.signals import Deadlines
 from reporting.clock import PhaseClock
 from run_config import TrainConfig, load_run
-from tests.support.checkpoints import ONE_PROCESS, save
-from tests.support.in_process import run_in_process
-from tests.support.runs import last_line_of_ours, summary_of, wait_for
+from tests.support.models import ONE_PROCESS, save
+from tests.support.runs import last_line_of_ours, run_in_process, summary_of, wait_for
 from tests.support.workplace import (
     TINY_TRAIN,
     read_lines,

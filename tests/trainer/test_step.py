@@ -13,8 +13,7 @@ import ddp_train
 from checkpointing import SnapshotBuffers
 from processes.launch import Process
 from reporting.clock import PhaseClock
-from tests.support.checkpoints import ONE_PROCESS
-from tests.support.steps import microbatches, step_of
+from tests.support.models import ONE_PROCESS, microbatches, step_of
 from tests.support.workplace import write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatches, dropout_seed
