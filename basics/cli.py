@@ -49,11 +49,15 @@ def run_and_exit(command: click.Command, arguments: list[str] | None = None, *,
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a command may have to tidy up
     try:
-        sys.exit(_run(command, arguments, name))
+        status = command.main(arguments, prog_name=name, standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
     except (click.Abort, KeyboardInterrupt):
         print_error(INTERRUPTED)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        if isinstance(error, click.ClickException):  # click would print a wrong word as it is
+            path = f"{context.command_path} " if (context := getattr(error, "ctx", None)) else ""
+            error = UserError(f"{' '.join(error.format_message().split())} See {path}--help.")
         if isinstance(error, UserError) and os.environ.get("RANK", "0") != "0":
             time.sleep(5)  # rank 0 prints the same error; torchrun then stops this process
         exit_with(error, smaller=smaller)
@@ -70,16 +74,6 @@ def exit_with(error: Exception, *, smaller: str = "") -> NoReturn:
     else:
         print_traceback(error)  # not Python's own: a terminal would obey what it prints
     sys.exit(exit_status(error))
-
-
-def _run(command: click.Command, arguments: list[str] | None, name: str | None) -> int:
-    """Run a command; return its status. click would print a wrong word as it is."""
-    try:
-        status = command.main(arguments, prog_name=name, standalone_mode=False)
-    except click.ClickException as error:
-        path = f"{context.command_path} " if (context := getattr(error, "ctx", None)) else ""
-        raise UserError(f"{' '.join(error.format_message().split())} See {path}--help.") from None
-    return status if isinstance(status, int) else 0
 
 
 def print_json(document: dict[str, Any]) -> None:
