@@ -11,22 +11,19 @@ from basics.errors import FAILED, UserError, describe, print_error, visible
 from basics.text import counted
 from processes.run_lock import lock_run, release_run
 from reporting.tracker import TrackedRun, check_tracker, send_records
-from run_config import Run, load_run
+from run_config import load_run
 
 
 @click.command("export-metrics")
 @click.argument("name", metavar="RUN")
 @click.option("--to", "tracker", type=click.Choice(("tensorboard", "wandb", "trackio")),
               required=True, help="Needs the extra of that name: uv run --extra wandb lab ...")
-@click.option("--output", "output_dir", type=click.Path(path_type=Path), metavar="DIR",
-              help="Send all records to a new tracked run that is kept in this directory."
-                   "  [default: only those that are missing in the tracked run of training]")
 @click.option("--fresh", "starts_over", is_flag=True,
-              help="Send all records to a new tracked run, with which training then goes on.")
+              help="Send all records to a new tracked run, with which training then goes on."
+                   "  [default: only those that are missing in the tracked run of training]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
-def command(name: str, tracker: str, output_dir: Path | None, starts_over: bool,
-            runs_dir: Path) -> None:
+def command(name: str, tracker: str, starts_over: bool, runs_dir: Path) -> None:
     """Show the metrics of RUN in TensorBoard, Weights & Biases or Trackio.
 
     This is what the key "tracker" of train.json does while a run trains, under the same names. The
@@ -37,25 +34,14 @@ def command(name: str, tracker: str, output_dir: Path | None, starts_over: bool,
     if not run.metrics_path.is_file():
         raise UserError(f"{run.metrics_path}: no such file; train the run first")
     check_tracker(run, asked_by=f"--to {tracker}")
-    if output_dir is None:
-        lock_run(run.run_dir)  # training would send the same records
+    lock_run(run.run_dir)  # training would send the same records
+    tracked = TrackedRun.load(run.run_dir, starts_over=starts_over)
     try:
-        num_sent = export(run, output_dir, starts_over=starts_over)
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Trackio prints
+            num_sent = send_records(run, tracked, note=print_error)
+    except Exception as error:
+        raise UserError(f"{tracker} has failed: {describe(error)}; the same command goes on from"
+                        " there", FAILED) from None
     finally:
         release_run()
     click.echo(visible(f"{tracker}: {counted(num_sent, 'record')} added"))
-
-
-def export(run: Run, output_dir: Path | None, *, starts_over: bool) -> int:
-    """Send the records of a run that are missing in a tracked run; return their number.
-
-    Raises:
-        UserError: the tracker has failed.
-    """
-    tracked = TrackedRun.load(run.run_dir, starts_over=starts_over or output_dir is not None)
-    try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Trackio prints
-            return send_records(run, tracked, output_dir=output_dir, note=print_error)
-    except Exception as error:
-        raise UserError(f"{run.train.tracker} has failed: {describe(error)}; the same command"
-                        " goes on from there", FAILED) from None

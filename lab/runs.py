@@ -4,30 +4,22 @@ A run may be training, killed or removed meanwhile; its files may be damaged, ha
 older version. A value that cannot be read, or that no run can have measured, is None.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os
+import stat
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 from basics.errors import UserError, one_line, print_error
-from basics.files import append_whole, check_inside, open_regular
+from basics.files import append_whole
 from basics.json_files import found_object, to_json
-from reporting.metrics_file import (
-    MAX_RECORD_LENGTH,
-    MAX_RECORDS_BYTES,
-    is_number,
-    read_records,
-    valid_records,
-)
-from reporting.summary import LARGEST
+from reporting.metrics_file import LARGEST, is_number, read_records, valid_records
 from run_config import RUN_NAME
 
 MAX_WORDS = 200  # characters of a status, a phase or a reason
@@ -36,9 +28,11 @@ RUNNING, NO_HEARTBEAT, NEW = "running", "no heartbeat", "not launched"
 NO_SUMMARY = "no summary"
 LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat, such as a copy
 LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run has one of them
-END_BYTES = 2**18  # of the records, some 900 or twice as many: what a list shows of a run
+END_BYTES = 2**18  # of the records, some 900: what a list shows of a run
+VALIDATION = b'"validation_loss"'
 
 Record = dict[str, Any]
+Version = tuple[int, int, int]  # of a file: inode, bytes, nanoseconds of its last change
 
 
 def number(value: Any) -> float | None:
@@ -51,63 +45,37 @@ def words(value: object) -> str | None:
     return one_line(value[:MAX_WORDS]) if isinstance(value, str) and value else None
 
 
-# Files that grow
-
-
-class Identity(NamedTuple):
-    """What changes when a file is appended to or replaced."""
-
-    inode: int
-    size: int  # bytes
-    mtime_ns: int
-
-
-def identity_of(path: Path) -> Identity | None:
-    """Return the identity of a plain file that is not too large to be read; None for all else."""
-    with suppress(OSError), open(open_regular(path), "rb") as file:
-        found = os.fstat(file.fileno())
-        if found.st_size <= MAX_RECORDS_BYTES:
-            return Identity(found.st_ino, found.st_size, found.st_mtime_ns)
+def version_of(path: Path) -> Version | None:
+    """Return what changes when a file is appended to or replaced; None if there is no file."""
+    with suppress(OSError):
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode):
+            return found.st_ino, found.st_size, found.st_mtime_ns
     return None
 
 
-def read_part(path: Path, start: int = 0, *, max_bytes: int = MAX_RECORDS_BYTES) -> bytes:
-    """Read bytes of an untrusted file from `start` on. Raises: OSError: as `open_regular`."""
-    with open(open_regular(path), "rb") as file:
-        file.seek(start)
-        return file.read(max_bytes)
+def last_records(path: Path) -> tuple[Record, ...]:
+    """Return the records at the end of a `metrics.jsonl`, and the last validation before them."""
+    version = version_of(path)
+    return _last_records(path, version) if version else ()
 
 
-@lru_cache(maxsize=128)
-def last_records(path: Path, found: Identity | None) -> tuple[Record, ...]:
-    """Return the records at the end of a `metrics.jsonl`, and the last validation before them.
-
-    Args:
-        found: the file's identity: while it is the same, nothing is read again.
-    """
-    if found is None:
-        return ()
+@lru_cache(maxsize=256)
+def _last_records(path: Path, version: Version) -> tuple[Record, ...]:
+    """Read them; while the file's version is the same, they are not read again."""
+    start, before = max(0, version[1] - END_BYTES), b""
     try:
-        start = max(0, found.size // END_BYTES - 1) * END_BYTES
-        text = read_part(path, start).decode(errors="replace")
-        records = valid_records(text.partition("\n")[2] if start else text)
-        if start and not any("validation_loss" in record for record in records):
-            records = _validation_before(path, found.inode, start) + records
+        with path.open("rb") as file:
+            file.seek(start)
+            content = file.read()
+            if VALIDATION not in content:
+                file.seek(0)
+                before = file.read(start)
     except OSError:  # removed or replaced meanwhile
         return ()
-    return tuple(records)
-
-
-@lru_cache(maxsize=128)
-def _validation_before(path: Path, inode: int, end: int) -> list[Record]:
-    """Return the last validation that begins before a place; of a file, that does not change."""
-    content = read_part(path, max_bytes=end + MAX_RECORD_LENGTH)
-    place = content.rfind(b'"validation_loss"')
-    if place < 0:
-        return []
-    start = content.rfind(b"\n", 0, place) + 1
-    line = content[start:start + MAX_RECORD_LENGTH].partition(b"\n")[0]
-    return valid_records(line.decode(errors="replace"))
+    place = before.rfind(VALIDATION)
+    line = before[before.rfind(b"\n", 0, place) + 1:].partition(b"\n")[0] if place >= 0 else b""
+    return tuple(valid_records(b"\n".join((line, content)).decode(errors="replace")))
 
 
 def last_value(records: Iterable[Record], key: str) -> float | None:
@@ -145,9 +113,6 @@ def append_evaluation(path: Path, record: Record) -> None:
         print_error(f"warning: result not saved: {path}: {error.strerror or error}")
 
 
-# The runs of a directory
-
-
 def launched_runs(runs_dir: Path) -> list[str]:
     """Return the names of all runs that have been launched, in alphabetical order.
 
@@ -155,7 +120,7 @@ def launched_runs(runs_dir: Path) -> list[str]:
         UserError: the directory cannot be read.
     """
     try:
-        names = sorted(entry.name for entry in os.scandir(runs_dir))
+        names = sorted(os.listdir(runs_dir))
     except OSError as error:
         raise UserError(f"{runs_dir}: cannot be read ({error.strerror}); set the directory of"
                         " your runs with --runs-dir") from None
@@ -163,15 +128,9 @@ def launched_runs(runs_dir: Path) -> list[str]:
 
 
 def is_launched(runs_dir: Path, name: str) -> bool:
-    """Return whether there is such a run, inside of `runs_dir`, and it has been launched."""
-    run_dir = runs_dir / name
-    if not RUN_NAME.fullmatch(name) or not run_dir.is_dir():
-        return False
-    with suppress(UserError, OSError):
-        check_inside(run_dir, runs_dir, "--runs-dir")
-        return any((path := run_dir / file).is_file() and not path.is_symlink()
-                   and path.stat().st_size > 0 for file in LAUNCHED)
-    return False
+    """Return whether there is such a run in `runs_dir`, and it has been launched."""
+    return bool(RUN_NAME.fullmatch(name)) and any(
+        (found := version_of(runs_dir / name / file)) and found[1] for file in LAUNCHED)
 
 
 def new_runs(runs_dir: Path) -> list[str]:
@@ -191,16 +150,11 @@ def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
     for name in names:
         if name not in launched:
             is_run = RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir()
-            if is_run:
-                check_inside(runs_dir / name, runs_dir, "--runs-dir")
             raise UserError(
                 f"{runs_dir / name}: has not been trained yet; train it with: uv run"
                 f" ddp_train.py {name}" if is_run else
                 f"{runs_dir}: no run {name[:60]!r}; trained runs: {', '.join(launched) or 'none'}")
     return names or launched
-
-
-# One run
 
 
 @dataclass(frozen=True)
@@ -220,17 +174,17 @@ class RunFiles:
     heartbeat_seconds: float | None
 
     @classmethod
-    def read(cls, run_dir: Path) -> RunFiles:
+    def read(cls, run_dir: Path) -> Self:
         """Read them; the run may be training."""
         summary, beat = (found_object(run_dir / f"{name}.json")
                          for name in ("summary", "heartbeat"))
         age, status = seconds_since(run_dir, "heartbeat.json"), words(summary.get("status"))
+        is_alive = age is not None and age <= HEARTBEAT_SECONDS
         if status is None:
-            status = "summary damaged" if (run_dir / "summary.json").exists() else NO_SUMMARY
-            if age is not None and age <= HEARTBEAT_SECONDS:
-                status = RUNNING  # it starts
+            status = RUNNING if is_alive else (  # it starts
+                "summary damaged" if (run_dir / "summary.json").exists() else NO_SUMMARY)
         elif status == RUNNING and age is not None:
-            status = NO_HEARTBEAT if age > HEARTBEAT_SECONDS else RUNNING
+            status = RUNNING if is_alive else NO_HEARTBEAT
         elif status == RUNNING:
             written = seconds_since(run_dir, "summary.json", "metrics.jsonl") or 0.0
             status = LAST_WRITTEN if written > HEARTBEAT_SECONDS else RUNNING
@@ -268,8 +222,5 @@ class RunFiles:
 
 def seconds_since(run_dir: Path, *names: str) -> float | None:
     """Return the age of the newest of some files of a run; None if there is none."""
-    times = []
-    for name in names:
-        with suppress(OSError):
-            times.append((run_dir / name).lstat().st_mtime)
+    times = [found[2] / 1e9 for name in names if (found := version_of(run_dir / name))]
     return max(0.0, time.time() - max(times)) if times else None

@@ -19,6 +19,12 @@ DIAGNOSTICS = "diagnostics"
 LOST = "lost"  # spent after the checkpoint that a later launch resumed from
 PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, DIAGNOSTICS, WAITING, VALIDATION, CHECKPOINT, CHART,
           LOST)
+SHOWN_PHASES = {  # as text, but for CHART, which is shown with CHECKPOINT
+    TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
+    DIAGNOSTICS: "diagnostics", CHECKPOINT: "checkpoints and charts",
+    COMPILE: "compiling and first steps", DOWNLOAD: "dataset", STARTUP: "start-up",
+    LOST: "after the checkpoint resumed from",
+}
 SPENT_VARIABLE = "DDP_TRAIN_SPENT_SECONDS"  # from the process that starts torchrun to its workers
 
 

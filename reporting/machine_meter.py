@@ -1,7 +1,6 @@
 """Rank 0's machine while a run trains: memory, load, GPUs, energy. For the records of steps."""
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import psutil
 
 from basics.errors import describe
 from basics.gpu_readings import GIB, GpuReading, read_gpus
+from reporting.metrics_file import THROTTLING
 
 READING_SECONDS = 15.0  # between two readings
 ANSWER_SECONDS = 2.0  # for a reading that was asked for
@@ -40,8 +40,8 @@ class MachineMeter:
         self._run_dir, self._gpu_uuids, self._seconds = run_dir, gpu_uuids, seconds
         self.energy_kwh: float | None = None
         self._gpus: list[GpuReading] = []
-        self._unrecorded: deque[dict[str, Any]] = deque(maxlen=1)
-        self._failure: str | None = None  # of the first reading that failed; "" once it is told
+        self._reading: dict[str, Any] = {}  # that no record has yet
+        self._failure, self._has_failed = "", False  # of the first reading that failed
         self._is_asked, self._has_answered = threading.Event(), threading.Event()
         self._joules, self._ends = 0.0, False
         self._counters: list[float] = []  # of the last reading, in joules
@@ -54,12 +54,13 @@ class MachineMeter:
 
     def pop_reading(self) -> dict[str, Any]:
         """Return the last reading as keys of a record, once; empty if there is no new one."""
-        return self._unrecorded.pop() if self._unrecorded else {}
+        reading, self._reading = self._reading, {}
+        return reading
 
     def pop_failure(self) -> str:
         """Return why a reading failed, once, the first time; else ""."""
-        failure, self._failure = self._failure, self._failure and ""
-        return failure or ""
+        failure, self._failure = self._failure, ""
+        return failure
 
     def renew(self) -> None:
         """Read now, or go on without a new reading if that takes long."""
@@ -82,45 +83,36 @@ class MachineMeter:
         while not ends:
             ends = self._ends
             try:
-                self._read()
+                self._reading = self._read()
             except Exception as error:  # whatever it is, training needs no readings
-                if self._failure is None:
-                    self._failure = describe(error)
+                if not self._has_failed:
+                    self._failure, self._has_failed = describe(error), True
             self._has_answered.set()
             if not ends:
                 self._is_asked.wait(self._seconds)
                 self._is_asked.clear()
 
-    def _read(self) -> None:
+    def _read(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()  # of the machine, not of a container's share of it
         reading: dict[str, Any] = {
             "host_ram_gib": round((memory.total - memory.available) / GIB, 2),
             "host_load": round(psutil.getloadavg()[0], 2),  # processes that run or wait, a minute
             "disk_free_gib": round(psutil.disk_usage(str(self._run_dir)).free / GIB, 2)}
-        if self._gpu_uuids:
-            self._gpus = read_gpus(self._gpu_uuids)
-            self._add_energy([gpu.energy_joules for gpu in self._gpus])
-            reading |= gpu_values(self._gpus)
-            if self.energy_kwh is not None:
-                reading["energy_kwh"] = round(self.energy_kwh, 6)
-        self._unrecorded.append(reading)
-
-    def _add_energy(self, counters: list[float | None]) -> None:
-        """Add what the GPUs have used since the last reading; their counters may be set back."""
-        known = [counter for counter in counters if counter is not None]
-        if len(known) == len(self._gpu_uuids):
-            before, self._counters = self._counters or known, known
-            self._joules += sum(max(0.0, now - then)
-                                for now, then in zip(known, before, strict=True))
+        if not self._gpu_uuids:
+            return reading
+        self._gpus = gpus = read_gpus(self._gpu_uuids)
+        for key, field in GPU_FIELDS.items():
+            values = [getattr(gpu, field) for gpu in gpus]
+            if any(value is not None for value in values):
+                reading[key] = [value if value is None else round(value, 2) for value in values]
+        if any(gpu.throttle_reasons is not None for gpu in gpus):
+            reading[THROTTLING] = [", ".join(gpu.throttle_reasons or ()) for gpu in gpus]
+        counters = [gpu.energy_joules for gpu in gpus if gpu.energy_joules is not None]
+        if len(counters) == len(self._gpu_uuids):
+            before, self._counters = self._counters or counters, counters
+            self._joules += sum(max(0.0, now - then)  # they may be set back
+                                for now, then in zip(counters, before, strict=True))
             self.energy_kwh = self._joules / JOULES_PER_KWH
-
-
-def gpu_values(gpus: list[GpuReading]) -> dict[str, list[Any]]:
-    """Return the keys of a record with a value for each GPU; without those that none tells."""
-    lists = {key: [None if (value := getattr(gpu, field)) is None else round(value, 2)
-                   for gpu in gpus] for key, field in GPU_FIELDS.items()}
-    known: dict[str, list[Any]] = {key: values for key, values in lists.items()
-                                   if any(value is not None for value in values)}
-    if any(gpu.throttle_reasons is not None for gpu in gpus):
-        known["gpu_throttling"] = [", ".join(gpu.throttle_reasons or ()) for gpu in gpus]
-    return known
+        if self.energy_kwh is not None:
+            reading["energy_kwh"] = round(self.energy_kwh, 6)
+        return reading

@@ -13,7 +13,7 @@ from torch import Tensor
 from basics.errors import describe
 from basics.files import append_whole
 from basics.json_files import to_json
-from gpt import Block, CausalSelfAttention, GPTModel
+from gpt import Block, GPTModel
 from tokens.tokenizer import decode, load_tokenizer
 
 SAMPLE_TOKENS = 64  # per prompt at a validation: one or two seconds on a GPU
@@ -72,11 +72,7 @@ class KeyValueCache:
 
     def _run(self, block: Block, x: Tensor) -> Tensor:
         """Run one layer of a model in eval mode, (B, T, C) to (B, T, C)."""
-        x = x + self._attend(block, block.attention, block.attention_norm(x))
-        return x + block.mlp(block.mlp_norm(x))
-
-    def _attend(self, block: Block, attention: CausalSelfAttention, x: Tensor) -> Tensor:
-        q, k, v = attention.project(x)  # each (B, H, T, D)
+        q, k, v = block.attention.project(block.attention_norm(x))  # each (B, H, T, D)
         B, H, T, D = k.shape
         if block not in self._layers:
             shape = (B, H, self._capacity, D)
@@ -87,7 +83,8 @@ class KeyValueCache:
         keys, values = (cached[:, :, :stop] for cached in self._layers[block])
         # A single new token attends to all; several at once are the first ones, so causal.
         y = F.scaled_dot_product_attention(q, keys, values, is_causal=T > 1)
-        return attention.output(y.transpose(1, 2).reshape(B, T, H * D))
+        x = x + block.attention.output(y.transpose(1, 2).reshape(B, T, H * D))
+        return x + block.mlp(block.mlp_norm(x))
 
 
 @torch.inference_mode()
@@ -153,8 +150,7 @@ class Sampler:
             self._model.train()
         return ""
 
-    def text(self, prompt: str = "",
-             options: SamplingOptions = LONG_SAMPLE) -> str:
+    def text(self, prompt: str = "", options: SamplingOptions = LONG_SAMPLE) -> str:
         """Generate text that continues a prompt."""
         tokenizer, token_ids = self._load_tokenizer(), []
         prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]

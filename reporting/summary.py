@@ -9,34 +9,12 @@ from basics.errors import STOP_SIGNALS
 from basics.files import write_atomically
 from basics.json_files import found_object, to_json
 from basics.text import dollars
-from reporting.clock import (
-    CHART,
-    CHECKPOINT,
-    COMPILE,
-    DIAGNOSTICS,
-    DOWNLOAD,
-    LOST,
-    STARTUP,
-    TRAINING,
-    VALIDATION,
-    WAITING,
-    PhaseClock,
-)
-from reporting.metrics_file import is_number, read_metrics
+from reporting.clock import CHART, CHECKPOINT, COMPILE, SHOWN_PHASES, TRAINING, WAITING, PhaseClock
+from reporting.metrics_file import LARGEST, is_number, read_metrics
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 
-SHOWN_PHASES = {
-    TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
-    DIAGNOSTICS: "diagnostics", CHECKPOINT: "checkpoints and charts",
-    COMPILE: "compiling and first steps", DOWNLOAD: "dataset", STARTUP: "start-up",
-    LOST: "after the checkpoint resumed from",
-}
 FINISHED = "finished"
-FINAL_KEYS = ("num_steps", "tokens", "num_parameters", "train_loss", "validation_loss",
-              "validation_bits_per_byte", "skipped_steps", "tokens_per_second",
-              "tokens_per_second_overall")  # what trackers show at the end
-LARGEST = 1e15  # the largest number that a run could have measured
 MAX_STEPS, SIGNAL, BUDGET = "--max-steps", "signal", "budget"  # what stops a launch before that
 
 
@@ -56,13 +34,7 @@ class RunEnd:
     global_step: int
     stop_reason: StopReason | None  # unless the run is finished
     lacks_validation: bool  # the last step is taken, but its validation was interrupted
-    num_parameters: int
-    best: dict[str, Any] | None  # checkpoint, global_step, loss
-    checkpoints: dict[str, float]  # of this launch: saved, longest_write_seconds
-    machine: dict[str, Any]
-    code: str  # a commit, or a version and a digest
-    tokenizer: str | None = None  # its name, if it is known
-    energy_kwh: float | None = None  # of the GPUs of rank 0's machine, over all launches
+    facts: dict[str, Any]  # what else stands in `summary.json`, as it stands there
     failure: str = ""  # what is wrong with a run whose steps are all taken
 
 
@@ -82,23 +54,16 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "global_step": end.global_step,
         "num_steps": plan.num_steps,
         "tokens": tokens,
-        "num_parameters": end.num_parameters,
-        "tokenizer": end.tokenizer,
         "train_loss": _last(records, "train_loss"),
         "validation_loss": _last(records, "validation_loss"),
         "validation_bits_per_byte": _last(records, "validation_bits_per_byte"),
-        "skipped_steps": sum(record.get("skipped_steps", 0) for record in records),
-        "best": end.best,
-        "checkpoints": end.checkpoints
-        | {"stalled_seconds": this_launch[CHECKPOINT]},
+        "skipped_steps": sum(record.get("skipped_steps") or 0 for record in records),
         **_spent(seconds, usd),
-        "energy_kwh": end.energy_kwh,
         "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
         "tokens_per_second_overall": tokens / sum(seconds.values()),
         "this_launch": {"steps": num_measured, "tokens": num_measured * plan.tokens_per_step,
                         "seconds": step_seconds(this_launch)},
-        "machine": end.machine,
-        "code": end.code,
+        **end.facts,
         "batch": asdict(plan),
         "model": run.model.model_dump(),
         "train": run.train.model_dump(),
@@ -134,11 +99,11 @@ def record_when_done(run: Run, status: int | None) -> None:
 
 def final_figures(summary: dict[str, Any]) -> dict[str, float]:
     """Return what trackers show of a complete `summary.json`; empty if the run has not ended."""
-    if not is_number(summary.get("global_step"), 0, LARGEST):  # only a status: it was not the end
+    if "global_step" not in summary:  # only a status: it was not the end
         return {}
-    figures: dict[str, Any] = {key: summary.get(key) for key in FINAL_KEYS}
-    figures["steps"] = summary["global_step"] + 1
+    figures = dict(summary)
     with suppress(TypeError, KeyError, AttributeError):  # damaged, or without a price
+        figures["steps"] = figures.pop("global_step") + 1
         figures["seconds"] = sum(summary["seconds"].values())
         figures["best_loss"] = summary["best"]["loss"]
         figures["usd"] = summary["usd"]["total"]
@@ -204,9 +169,9 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
 
 def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:
     """Return what was spent as text, in all and by phase."""
-    total = sum(spent[phase] for phase in SHOWN_PHASES) + spent[CHART]
     parts = {phase: spent[phase] for phase in SHOWN_PHASES}
     parts[CHECKPOINT] += spent[CHART]
+    total = sum(parts.values())
     named = [f"{show(value)} {SHOWN_PHASES[phase]}" for phase, value in parts.items()
              if phase == TRAINING or show(value) != show(0.0)]
     return f"{name}: {show(total)} = {', '.join(named)}"

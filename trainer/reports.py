@@ -13,7 +13,7 @@ from optim import rates_line
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
-from reporting.clock import COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
+from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.loss_window import LossWindow, Window
 from reporting.machine_meter import MachineMeter
 from reporting.run_log import RunLog, batch_arithmetic
@@ -214,16 +214,18 @@ class Reports:
         unwritten = self.log.finish(RunEnd(
             first_step=self.prepared.first_step,
             global_step=global_step, stop_reason=stop_reason, lacks_validation=lacks_validation,
-            num_parameters=self.losses.model.num_parameters(),
-            best=best.facts() if best else None,
-            checkpoints={"saved": self.saver.num_checkpoints,
-                         "longest_write_seconds": self.saver.longest_write_seconds},
-            machine=(machine_facts(self.process, self.losses.train.precision)
-                     | self.losses.facts() | {"up_seconds": machine_up_seconds()}),
-            code=self.code, tokenizer=self.prepared.data.tokenizer_name,
-            energy_kwh=self.meter.energy_kwh,
-            failure=failure,
-        ))
+            failure=failure, facts={
+                "num_parameters": self.losses.model.num_parameters(),
+                "tokenizer": self.prepared.data.tokenizer_name,
+                "best": best.facts() if best else None,
+                "checkpoints": {"saved": self.saver.num_checkpoints,
+                                "longest_write_seconds": self.saver.longest_write_seconds,
+                                "stalled_seconds": self.clock.read_this_launch()[CHECKPOINT]},
+                "energy_kwh": self.meter.energy_kwh,
+                "machine": machine_facts(self.process, self.losses.train.precision)
+                | self.losses.facts() | {"up_seconds": machine_up_seconds()},
+                "code": self.code,
+            }))
         self._has_ended = not (unwritten or self.saver.is_behind)
         command_failure = self.beside.finish()
         if self.saver.is_behind:

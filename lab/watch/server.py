@@ -12,8 +12,7 @@ from urllib.parse import parse_qsl
 
 from basics.errors import UserError
 from basics.json_files import to_json
-from lab.watch.answers import Answer, Watched
-from lab.watch.columns import AXES
+from lab.watch.answers import AXES, Answer, Watched
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript",
@@ -26,7 +25,6 @@ HEADERS = {
         " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
         " require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -55,17 +53,14 @@ class Server(ThreadingHTTPServer):
         except OSError as error:
             raise UserError(f"port {port} of 127.0.0.1 cannot be used ({error.strerror}); choose"
                             " another one with --port") from None
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/#token={self.token}"
+        self.address = f"http://127.0.0.1:{self.server_port}/#token={self.token}"
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: the browser has gone away."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Answers one connection; `BaseHTTPRequestHandler` refuses methods other than GET."""
 
     server: Server
     protocol_version, server_version, sys_version = "HTTP/1.1", "lab-watch", ""
@@ -89,13 +84,6 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, to_json(answer, separators=(",", ":")).encode(),
                        "application/json")
 
-    do_HEAD = do_GET
-
-    def _refuse_method(self) -> None:
-        self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
-
-    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_CONNECT = do_TRACE = _refuse_method
-
     def _send(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
         with suppress(ConnectionError, TimeoutError):  # the browser has gone away
             self.send_response(status)
@@ -109,8 +97,7 @@ class Handler(BaseHTTPRequestHandler):
             if self.close_connection:
                 self.send_header("Connection", "close")
             self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+            self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer with the status alone, and close: nothing of the request is repeated."""
@@ -131,11 +118,9 @@ def _answer(watched: Watched, path: str, query: str) -> Answer | None:
             return watched.runs()
         if path != "/run" or not watched.has(asked["run"]):
             return None
-        within = None
-        if "x" in asked:
-            within = asked["x"], float(asked["from"]), float(asked["to"])
-            if within[0] not in AXES:
-                return None
-        return watched.run(asked["run"], within)
+        if "x" not in asked:
+            return watched.run(asked["run"])
+        within = asked["x"], float(asked["from"]), float(asked["to"])
+        return watched.run(asked["run"], within) if within[0] in AXES else None
     except (KeyError, ValueError):
         return None

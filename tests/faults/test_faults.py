@@ -345,7 +345,7 @@ def test_a_run_that_is_killed_goes_on_in_the_same_tracked_run(workplace, undistu
         update={"sent": {"tensorboard": len(records)}})
     values = in_tensorboard(run_dir / "tensorboard" / tracked.id)
     for key in ("train_loss", "validation_loss", "head_grad_norm", "tokens_per_second"):
-        assert [step for step, _ in values[METRICS[key].name]] == [
+        assert [step for step, _ in values[METRICS[key]]] == [
             record["global_step"] + 1 for record in records if record.get(key) is not None], key
     assert values["final/steps"][-1] == (12, 12.0)
     keys = {key for record in records for key in record} - {"global_step"}

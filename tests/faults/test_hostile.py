@@ -235,9 +235,9 @@ NO_RECORDS = [
     b"", b"7", b"[]", b"NaN", b"\xff\xfe", b'{"a":' * 10**5, b'{"global_step": 1e99}',
     b'{"global_step": true}', b'{"global_step": 1' + b"0" * 30 + b"}",
     *(b'{"global_step": 0, ' + part + b"}" for part in (
-        b'"seconds": 1e999', b'"seconds": -5', b'"usd": 1e999', b'"seconds": 1' + b"0" * 400,
-        b'"skipped_steps": "y"', b'"skipped_steps": null', b'"train_loss": "x"',
-        b'"train_loss": [1]', b'"train_loss": 1e999', b'"a": [' + b"0," * 2**18 + b"0]")),
+        b'"seconds": 1e999', b'"usd": 1e999', b'"seconds": 1' + b"0" * 400,
+        b'"skipped_steps": "y"', b'"train_loss": "x"', b'"train_loss": [1]',
+        b'"train_loss": 1e999')),
     b'{"global_step": -3, "train_loss": 2.0}',
 ]
 

@@ -1,6 +1,7 @@
-"""The one reader of runs: status, progress, time left and money, also of damaged records."""
+"""The one reader of runs, `lab list`, and the statistics: also of damaged records."""
 
 import json
+import math
 import os
 import time
 
@@ -8,9 +9,10 @@ import pytest
 
 from basics.errors import UserError
 from lab.compare.results import read_result
+from lab.list_runs import read_state
 from lab.runs import END_BYTES, chosen_runs, launched_runs
+from lab.stats import Difference, pooled_deviation, seeds_needed, t_95
 from lab.watch.answers import Watched
-from lab.watch.run_state import read_state
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.watching import ODD_VALUES, add_run, append, lines, report, validation
@@ -30,6 +32,9 @@ def beat(run_dir, *, age=0.0, phase="training", **values):
     path = run_dir / "heartbeat.json"
     path.write_text(json.dumps({"phase": phase, "global_step": 1} | values))
     os.utime(path, (time.time() - age, time.time() - age))
+
+
+# The state of a run
 
 
 def test_the_state_of_a_finished_run(runs_dir):
@@ -128,24 +133,25 @@ def test_a_validation_long_before_the_end_of_the_records_is_found(runs_dir):
     assert read_state(runs_dir, "long").validation_loss == 1.25
 
 
-def test_launched_runs_are_plain_names_inside_the_directory(runs_dir, tmp_path):
+def test_launched_runs_have_plain_names_and_records(runs_dir, tmp_path):
     for name in ("b", "a", "<b>"):
         add_run(runs_dir, name)
-    add_run(tmp_path, "outside")
-    (runs_dir / "link").symlink_to(tmp_path / "outside")
+    (runs_dir / "x\nforged").mkdir()
+    (runs_dir / "x\nforged/train.json").write_text("{}")
     (runs_dir / "not-launched").mkdir()
     (add_run(runs_dir, "empty", steps=0) / "summary.json").write_text("")
-    linked = add_run(runs_dir, "linked", steps=0)
-    (linked / "summary.json").unlink()
-    (linked / "metrics.jsonl").symlink_to(tmp_path / "outside/metrics.jsonl")
     assert launched_runs(runs_dir) == ["a", "b"]
+    assert "forged" not in succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
     assert chosen_runs(runs_dir, ("b", "b")) == ["b"]
-    for name, words in (("link", "leads out of"), ("../a", "no run"),
-                        ("x", "trained runs: a, b"), ("not-launched", "has not been trained yet")):
+    for name, words in (("../a", "no run"), ("x", "trained runs: a, b"),
+                        ("not-launched", "has not been trained yet")):
         with pytest.raises(UserError, match=words):
             chosen_runs(runs_dir, (name,))
     for verb in ("list", "compare", "watch"):
         assert "--runs-dir" in error_line(run_lab(verb, "--runs-dir", str(tmp_path / "none")))
+
+
+# Odd records
 
 
 def survives(runs_dir, monkeypatch):
@@ -164,9 +170,10 @@ def test_odd_numbers_are_unknown_and_every_command_survives_them(runs_dir, monke
     (run_dir / "summary.json").write_text(
         '{"status": "finished", ' + ", ".join(f'"{key}": {value}' for key in keys) + "}")
     more = {key: "V" for key in ("mfu", "tokens_per_second", "gpu_memory_gib", "gpu_throttling",
-                                 "host_load", "disk_free_gib", "energy_kwh")}
+                                 "host_load", "disk_free_gib", "energy_kwh", "skipped_steps")}
     with (run_dir / "metrics.jsonl").open("w") as file:
-        file.write(lines(report(10), report(20, **more)).replace('"V"', value))
+        file.write(lines(report(10), report(20, **more), report(30, seconds="V", usd="V"),
+                         validation(30, 2.0) | {"validation_seconds": "V"}).replace('"V"', value))
     (run_dir / "evaluations.jsonl").write_text("".join(
         f'{{"split": "validation", "loss": {a}, "num_tokens": {b}, "score": {b}, "judge": {a}}}\n'
         for a, b in ((value, "1"), ("1", value))))
@@ -176,33 +183,116 @@ def test_odd_numbers_are_unknown_and_every_command_survives_them(runs_dir, monke
     assert state.num_steps is None and state.usd is None and state.mfu is None
     assert "mfu" not in Watched(runs_dir).run("odd")["lines"]
     printed = survives(runs_dir, monkeypatch)
-    assert all("good" in text for text in (printed[0], *printed[4:]))
+    (run_dir / "summary.json").write_text('{"status": "running", "num_steps": 100}')  # its pace
+    printed += survives(runs_dir, monkeypatch)
+    assert all("good" in printed[place] for place in (0, 4, 5, 6, 7, 8, 12))
 
 
 @pytest.mark.parametrize("kind", ["", "\n\n", "[" * 100_000, "\0" * 100, "null", '{"a":1}',
-                                  "link", "pipe", "directory", "huge"])
-def test_odd_files_are_no_error_for_any_command(runs_dir, tmp_path, monkeypatch, kind):
-    outside = add_run(tmp_path, "outside") / "metrics.jsonl"
+                                  "directory"])
+def test_odd_files_are_no_error_for_any_command(runs_dir, monkeypatch, kind):
     run_dir = add_run(runs_dir, "odd", steps=0)
     add_run(runs_dir, "good")
     (runs_dir / "loop").symlink_to(runs_dir / "loop")
     (runs_dir / "a-file").write_text("")
     for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
-        path = run_dir / name
-        if kind == "link":
-            path.symlink_to(outside)
-        elif kind == "pipe":
-            os.mkfifo(path)
-        elif kind == "directory":
-            path.mkdir()
-        else:
-            path.write_text(lines(report(10)) if kind == "huge" else kind)
-            if kind == "huge":
-                os.truncate(path, 2**27 + 1)
-    state, is_odd = read_state(runs_dir, "odd"), kind in ("link", "pipe", "directory", "huge")
-    assert state.train_loss is None and any("metrics.jsonl" in text
-                                            for text in state.warnings) == is_odd
+        (run_dir / name).mkdir() if kind == "directory" else (run_dir / name).write_text(kind)
+    assert read_state(runs_dir, "odd").train_loss is None
     assert Watched(runs_dir).samples("odd") == []
     printed = survives(runs_dir, monkeypatch)
     assert all("good" in text for text in (printed[0], *printed[4:]))
-    assert ("warning: left out" in printed[4]) == is_odd
+    assert ("warning: left out" in printed[4]) == (kind == "directory")
+
+
+# lab list
+
+
+@pytest.fixture
+def listed(workplace):
+    """A run that trains, one that was finished, one that was killed, one that is new."""
+    for name in ("trains", "finished", "killed", "new"):
+        run_dir = workplace.add_run(name)
+        if name != "new":
+            last = 100 if name == "finished" else 40
+            (run_dir / "summary.json").write_text(json.dumps({
+                "status": name if name == "finished" else "running", "num_steps": 100}))
+            append(run_dir, *(report(step, seconds=2.0 * step, usd=0.01 * step,
+                                     train_loss=5 - step / 50) for step in range(1, last + 1)))
+    beat(workplace.runs_dir / "trains")
+    beat(workplace.runs_dir / "killed", age=10**5)
+    return workplace.runs_dir
+
+
+def listing(runs_dir, *arguments):
+    return succeeded(run_lab("list", *arguments, "--runs-dir", str(runs_dir))).stdout
+
+
+def test_all_runs_are_listed_with_their_status_and_progress(listed):
+    *rows, total = listing(listed).splitlines()[2:]
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in rows}
+    assert next(iter(rows)) == "trains" and rows == {
+        "finished": "finished 100/100 3.0000 - 0:03:20 1.00",
+        "killed": "no heartbeat 40/100 4.2000 - 0:01:20 0.4000",
+        "trains": "running 40/100 4.2000 - 0:01:20 0.4000",
+        "new": "not launched - - - - -"}
+    assert total == "in all: 0:06:00, US$1.80"
+    output = listing(listed, "new")  # also one that was not launched can be named
+    assert "not launched" in output and "trains" not in output
+
+
+def test_the_sum_of_all_runs_counts_those_without_a_price_and_those_killed_at_their_start(listed):
+    (listed / "new/heartbeat.json").write_text('{"seconds": 40.0}')
+    assert listing(listed).splitlines()[-1] == (
+        "in all: 0:06:40, US$1.80 and 1 of 4 runs without a price")
+    assert "in all: 0:00:40\n" in listing(listed, "new")
+
+
+def test_the_list_is_a_json_document(listed):
+    states = {state.name: state for state in checked(listing(listed, "--json")).runs}
+    assert states["trains"].seconds_left == pytest.approx(120)
+    assert states["trains"].usd_per_hour == pytest.approx(18)
+    assert states["trains"].usd_at_end == pytest.approx(1.0) and states["finished"].usd == 1.0
+    assert states["new"].status == "not launched" and states["killed"].warnings
+    one = checked(listing(listed, "finished", "--json"))
+    assert [state.name for state in one.runs] == ["finished"]
+
+
+def test_the_help_names_every_command_with_a_whole_sentence():
+    output = " ".join(run_lab("--help").output.split())
+    assert "..." not in output.partition("Commands:")[2]
+    assert "RUN in TensorBoard, Weights & Biases or Trackio. gen" in output
+
+
+# Statistics
+
+
+def test_interval_of_paired_differences():
+    """Student's sleep data, in R: t.test(extra ~ group, paired = TRUE): -2.4598858 -0.7001142."""
+    found = Difference.of([-1.2, -2.4, -1.3, -1.3, 0.0, -1.0, -1.8, -0.8, -4.6, -1.4])
+    assert found.mean == pytest.approx(-1.58)
+    assert found.interval == pytest.approx((-2.4598858, -0.7001142), abs=1e-3)
+    assert found.is_noise is False
+    assert Difference.of([0.1, -0.12]).is_noise is True
+    assert Difference.of([0.1, 0.101]).is_noise is False
+    one = Difference.of([-0.1])
+    assert one.interval is None and one.is_noise is None and one.deviation is None
+    assert Difference.of([]) is None
+
+
+def test_deviations_are_pooled_by_degrees_of_freedom():
+    assert pooled_deviation([(1.0, 2), (2.0, 4)]) == pytest.approx((math.sqrt((1 + 3 * 4) / 4), 4))
+    assert pooled_deviation([]) == (0.0, 0)
+
+
+@pytest.mark.parametrize(("size", "num_seeds"), [
+    (0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (100.0, 2)])
+def test_seeds_needed_are_those_of_the_exact_paired_test(size, num_seeds):
+    """The published numbers for 80% power at the 5% level (noncentral t), by effect size."""
+    assert seeds_needed(size, 1.0) == seeds_needed(-2 * size, 2.0) == num_seeds
+    assert seeds_needed(size, 0.0) == 2
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [
+    (1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)])
+def test_critical_values_of_student(freedom, quantile):
+    assert t_95(freedom) == pytest.approx(quantile, abs=0.004)

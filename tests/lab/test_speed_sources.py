@@ -215,9 +215,8 @@ def test_the_summary_of_a_resumed_run_tells_the_speed_of_its_last_launch(workpla
     clock = PhaseClock()
     clock.resume({"training": 5000.0, "waiting": 1.0}, {})
     clock._spent |= {"training": 8.0, "waiting": 2.0}
-    end = RunEnd(code="1", first_step=900, global_step=999, stop_reason=None,
-                 lacks_validation=False, num_parameters=1, best=None, checkpoints={},
-                 machine=MACHINE)
+    end = RunEnd(first_step=900, global_step=999, stop_reason=None, lacks_validation=False,
+                 facts={"machine": MACHINE})
     run.summary_path.write_text(json.dumps(summarise(
         run, BatchPlan(8, 1, 8, 1024, 2000), clock, end)))
     assert read_own(run.summary_path).tokens_per_second == pytest.approx(99 * 65536 / 10)

@@ -1,7 +1,6 @@
 """Trackers: which records they get, their own packages without a network, and what goes wrong."""
 
 import importlib.util
-import math
 import os
 import subprocess
 import sys
@@ -9,19 +8,15 @@ import time
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 
-import psutil
 import pytest
 
 from basics.errors import UserError
+from processes.run_lock import lock_run, release_run
+from processes.signals import DEADLINES
 from reporting import tracker
 from reporting.metrics_file import remove_metrics_from
-from reporting.tracker import (
-    STATE_NAME,
-    TrackedRun,
-    begin_tracking,
-    check_tracker,
-    send_records,
-)
+from reporting.tracker import TrackedRun, begin_tracking, check_tracker, send_records
+from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.runs import wait_for
 from tests.support.stand_ins import environment_of_refusal
 from tests.support.trackers import (
@@ -35,9 +30,13 @@ from tests.support.trackers import (
     track,
     tracked_run,
 )
-from tests.support.workplace import PROJECT_DIR
+from tests.support.workplace import PROJECT_DIR, run_command
+from tests.support.workplace import succeeded as process_succeeded
 
 REMEDY = "; `lab export-metrics tiny --to trackio` adds what is missing"
+
+
+# Which records a tracker gets
 
 
 class Launches:
@@ -45,11 +44,10 @@ class Launches:
 
     def __init__(self, run, monkeypatch):
         self.run, self.status = run, ""
-        self.steps: list[int] = []
-        self.last_steps: list[int] = []  # that it had when it was opened
+        self.steps, self.last_steps = [], []  # the last ones that it had when it was opened
         monkeypatch.setattr(tracker, "open_tracker", self.open)
 
-    def open(self, run, id, last_step, **_):
+    def open(self, run, id, last_step, note):
         self.last_steps.append(last_step)
         return self
 
@@ -87,10 +85,6 @@ class Launches:
         return TrackedRun.load(self.run.run_dir).sent
 
 
-def kill():
-    raise KeyboardInterrupt
-
-
 @pytest.fixture
 def launches(workplace, monkeypatch):
     return Launches(tracked_run(workplace, "trackio"), monkeypatch)
@@ -124,6 +118,9 @@ def test_steps_that_a_kill_has_undone_are_passed_on_again(launches):
 
 
 def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(launches):
+    def kill():
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
         launches.send(*(launches.add(step) for step in range(3)), kill)
     assert launches.sent == {"trackio": 2}  # has the third one arrived?
@@ -138,9 +135,12 @@ def test_the_id_stays_until_a_run_starts_over_or_the_state_is_damaged(tmp_path):
     fresh = TrackedRun.load(tmp_path, starts_over=True)
     assert fresh.id != first.id and not fresh.sent
     for content in ("", "{", "[]", '{"id": "../../x"}', '{"id": "a", "sent": {"wandb": -1}}'):
-        (tmp_path / STATE_NAME).write_text(content)
+        (tmp_path / "tracker.json").write_text(content)
         found = TrackedRun.load(tmp_path)
         assert len(found.id) > 10 and not found.sent
+
+
+# The packages
 
 
 @pytest.fixture
@@ -158,20 +158,6 @@ def offline(tmp_path, monkeypatch):
     assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
 
 
-def test_without_a_key_wandb_does_not_ask_in_a_terminal(offline, workplace):
-    add_records(tracked_run(workplace, "wandb"), 0)
-    terminal, its_end = os.openpty()
-    try:
-        exported = subprocess.run(
-            [sys.executable, "-m", "lab", "export-metrics", "tiny", "--to", "wandb", "--runs-dir",
-             str(workplace.runs_dir)], cwd=PROJECT_DIR, stdin=its_end, stderr=its_end,
-            stdout=subprocess.PIPE, text=True, timeout=60)
-    finally:
-        os.close(its_end)
-        os.close(terminal)
-    assert exported.returncode == 0 and exported.stdout == "wandb: 1 record added\n"
-
-
 def kept(run, tmp_path):
     """Return what the tracker has of the run."""
     id = TrackedRun.load(run.run_dir).id
@@ -185,8 +171,8 @@ def kept(run, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
-def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine(offline, workplace,
-                                                                                 tmp_path, kind):
+def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine(
+        offline, workplace, tmp_path, kind):
     run = tracked_run(workplace, kind)
     add_records(run, 0, 1, 2, layer_grad_norm=[0.5, 0.25])
     assert ("records offline: UsageError: No API key" in track(run)) == (kind == "wandb")
@@ -204,11 +190,25 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine
         assert config["train"]["tracker"] == "wandb" and config["model"]["n_layers"] == 2
         assert (final["final/best_loss"], final["final/status"]) == (1.25, "finished")
     else:
-        assert values["final/best_loss"] == [(4, 1.25)]
+        assert values["final/best_loss"] == [(4, 1.25)] and values["final/steps"] == [(4, 4.0)]
 
 
-def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(offline, workplace, tmp_path,
-                                                            monkeypatch):
+def test_without_a_key_wandb_does_not_ask_in_a_terminal(offline, workplace):
+    add_records(tracked_run(workplace, "wandb"), 0)
+    terminal, its_end = os.openpty()
+    try:
+        exported = subprocess.run(
+            [sys.executable, "-m", "lab", "export-metrics", "tiny", "--to", "wandb", "--runs-dir",
+             str(workplace.runs_dir)], cwd=PROJECT_DIR, stdin=its_end, stderr=its_end,
+            stdout=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(its_end)
+        os.close(terminal)
+    assert exported.returncode == 0 and exported.stdout == "wandb: 1 record added\n"
+
+
+def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(
+        offline, workplace, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
@@ -216,6 +216,9 @@ def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(offline, workplace, 
     add_records(run, 0)
     assert "so it records offline" in track(run)
     assert kept(run, tmp_path)["train/loss"] == [(1, 10.0)]
+
+
+# What goes wrong
 
 
 @pytest.fixture
@@ -234,7 +237,7 @@ def write_package(tmp_path, monkeypatch):
 
     def write(*, init="pass", log="pass"):
         (package / "__init__.py").write_text(
-            "import os, sys, time, warnings\n"
+            "import sys, time, warnings\n"
             f"class Run:\n    def log(self, metrics, step):\n        {log}\n"
             f"def finish():\n    pass\n"
             f"def init(**_):\n    {init}\n    return Run()\n")
@@ -251,7 +254,8 @@ def test_a_tracker_that_fails_is_told_once(run, write_package, code, failure):
     assert track(run) == failure + REMEDY
 
 
-def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(run, write_package, tmp_path):
+def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(
+        run, write_package, tmp_path):
     steps = tmp_path / "steps"
     log = f"open({str(steps)!r}, 'a').write(f'{{step}} ')"
     write_package(log=f"{log}; step == 1 or sys.exit(3)")
@@ -268,21 +272,7 @@ def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(run, write
     assert end(process) == "" and steps.read_text() == "1 2 1 2 3 "
 
 
-def test_a_tracker_that_hangs_is_ended_at_the_limit_and_nothing_is_lost(run, write_package,
-                                                                        tmp_path):
-    pid, steps = tmp_path / "pid", tmp_path / "steps"
-    write_package(log=f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(3600)")
-    process = started(run)
-    process.tell_end()
-    failure = process.finish(lambda: 0.0 if pid.exists() and pid.read_text() else math.inf)
-    assert failure.startswith("it was ended after ") and failure.endswith(REMEDY)
-    assert not psutil.pid_exists(int(pid.read_text()))
-    write_package(log=f"open({str(steps)!r}, 'a').write(f'{{step}} ')")
-    assert track(run) == "" and steps.read_text() == "1 2 "
-
-
-def test_a_missing_package_is_one_line_that_says_how_to_install_it(workplace, monkeypatch):
-    run = tracked_run(workplace, "trackio")
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(run, monkeypatch):
     for spec in (None, ModuleSpec("trackio", None)):  # none, and a directory of that name
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
         with pytest.raises(UserError) as caught:
@@ -293,3 +283,58 @@ def test_a_missing_package_is_one_line_that_says_how_to_install_it(workplace, mo
     run = replace(run, train=run.train.model_copy(update={"tracker": "none"}))
     check_tracker(run)
     assert track(run) == ""
+
+
+# lab export-metrics
+
+
+def export(run, *arguments):
+    return run_lab("export-metrics", "tiny", "--to", "tensorboard", *arguments,
+                   "--runs-dir", str(run.run_dir.parent))
+
+
+def test_an_export_adds_what_is_new_and_a_fresh_one_everything(workplace):
+    run = tracked_run(workplace, "none")
+    add_records(run, 0, 1)
+    assert succeeded(export(run)).output == "tensorboard: 2 records added\n"
+    assert succeeded(export(run)).output == "tensorboard: 0 records added\n"
+    add_records(run, 2)
+    add_summary(run, 2)
+    assert succeeded(export(run)).output == "tensorboard: 1 record added\n"
+    first = TrackedRun.load(run.run_dir).id
+    values = in_tensorboard(run.run_dir / "tensorboard" / first)
+    assert values["train/loss"] == [(1, 10.0), (2, 9.0), (3, 8.0)]
+    assert values["final/train_loss"] == [(3, 1.5)]
+    assert succeeded(export(run, "--fresh")).output == "tensorboard: 3 records added\n"
+    assert TrackedRun.load(run.run_dir).id != first
+    assert len(list((run.run_dir / "tensorboard").iterdir())) == 2
+
+
+def test_trackio_prints_nothing_itself(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    result = process_succeeded(run_command(
+        sys.executable, "-m", "lab", "export-metrics", "tiny", "--to", "trackio", "--runs-dir",
+        str(run.run_dir.parent)))  # a process: the package would print when Python exits
+    assert (result.stdout, result.stderr) == ("trackio: 2 records added\n", "")
+
+
+def test_what_cannot_be_exported_is_one_line(run, monkeypatch):
+    def fail(*_):
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "--to tensorboard needs the package tensorboard: run `uv sync" in error_line(
+            export(run), status=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(tracker, "open_tracker", fail)
+        assert "tensorboard has failed: OSError: full; the same command" in error_line(
+            export(run), status=1)
+    lock_run(run.run_dir)
+    monkeypatch.setenv(DEADLINES, '{"orphans": 0}')
+    try:
+        assert "another launch is training this run" in error_line(export(run), status=2)
+    finally:
+        release_run()
+    run.metrics_path.unlink()
+    assert "metrics.jsonl: no such file; train the run first" in error_line(export(run), status=2)

@@ -1,0 +1,801 @@
+"""What a run prints and records: losses, time and dollars, speed, its machine, samples, its end."""
+
+import errno
+import json
+import math
+import os
+import re
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from basics import tensors
+from basics.errors import UserError
+from basics.failpoints import VARIABLE
+from basics.json_files import to_json
+from gpt import GPTModel
+from processes import launch
+from processes.command_line import Options
+from processes.launch import Process, gpu_uuids
+from processes.startup_agreement import Agreement
+from reporting import loss_window, machine_meter, metrics_file
+from reporting.clock import PhaseClock
+from reporting.loss_window import REPORT_INTERVAL, LossWindow
+from reporting.machine_meter import MachineMeter
+from reporting.metrics_file import (
+    METRICS,
+    metrics_of,
+    read_metrics,
+    remove_metrics_from,
+    spent_before,
+)
+from reporting.run_log import RunLog
+from reporting.sampling import Sampler
+from reporting.speed import (
+    CARDS_GIB,
+    FAR_BELOW,
+    GPUS,
+    Speed,
+    checkpoint_bytes,
+    find_gpu,
+    flops_per_token,
+    shared_validation,
+    usable_gib,
+)
+from reporting.summary import final_figures
+from run_config import ModelConfig, TrainConfig, load_config, load_run
+from tests.support.runs import (
+    OF_MACHINE,
+    SETTINGS,
+    last_line_of_ours,
+    summary_of,
+    weights_of,
+    with_fault,
+)
+from tests.support.stand_ins import H100, FakeNvml, FakeTime
+from tests.support.workplace import (
+    PROJECT_DIR,
+    TINY_MODEL,
+    Workplace,
+    forked,
+    read_lines,
+    start_forked,
+    succeeded,
+)
+from tokens.batch_plan import BatchPlan
+from trainer import launcher
+
+CPU = torch.device("cpu")
+
+
+# The log and the records, also on a full disk
+
+
+@pytest.fixture
+def run_dir(workplace):
+    workplace.add_dataset()
+    return workplace.add_run(train=SETTINGS)
+
+
+def test_a_log_on_a_full_disk_ends_no_run(workplace, run_dir, tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for name in ("stdout", "stderr"):
+        (folder / name).symlink_to("/dev/full")
+    process, _ = start_forked("ddp_train.py", workplace.arguments("tiny"), num_processes=2,
+                              folder=folder)
+    process.join(timeout=60)
+    assert process.exitcode == 0
+    summary = summary_of(run_dir)
+    assert (summary["status"], summary["global_step"]) == ("finished", 11)
+
+
+def test_a_log_that_nobody_reads_any_more_ends_no_run(workplace, run_dir, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr("sys.stdout", open(writer, "w"))
+    log = RunLog(load_run(workplace.runs_dir, "tiny"), BatchPlan(1, 1, 2, 16, 1000),
+                 clock=PhaseClock(), is_active=True)
+    log.say("a line")
+    log.report_validation(4, 3.5, 1.0)
+    with pytest.raises(BrokenPipeError):
+        sys.stdout.close()
+    assert '"validation_loss": 3.5' in (run_dir / "metrics.jsonl").read_text()
+
+
+def test_records_refused_by_a_full_disk_warn_once_and_are_written_later(workplace, run_dir):
+    faults = ";".join(f"record:full:hit={hit}" for hit in (2, 3, 5))
+    result = succeeded(with_fault(workplace, faults))
+    assert result.stdout.count("warning: metrics.jsonl could not be written (No space left") == 2
+    steps = [record["global_step"] for record in read_lines(run_dir / "metrics.jsonl")]
+    assert steps == [4, 4, 9, 9, 11, 11]
+
+
+def test_unwritten_records_are_status_4_and_the_next_launch_finishes(workplace, run_dir):
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "summary:full"})
+    assert result.returncode == 4
+    line = last_line_of_ours(result)
+    assert "summary.json could not be written (No space left on device; make room) in" in line
+    assert summary_of(run_dir)["status"] == "failed"
+    weights = weights_of(run_dir)
+    result = with_fault(workplace, "record:full")
+    assert result.returncode == 0  # nothing was left to be recorded
+    assert summary_of(run_dir)["status"] == "finished" and weights_of(run_dir) == weights
+
+
+def test_a_config_changed_during_training_is_not_read_at_the_end(workplace, run_dir, monkeypatch):
+    def start_torchrun(*_, **__):
+        (run_dir / "train.json").write_text("{half")
+        (run_dir / "summary.json").write_text('{"status": "running", "reason": null}')
+        return 7
+
+    monkeypatch.setattr(launcher, "start_torchrun", start_torchrun)
+    options = Options("tiny", runs_dir=workplace.runs_dir, datasets_dir=workplace.datasets_dir)
+    assert launcher.launch("ddp_train.py", replace(options, nproc_per_node=2), PhaseClock(),
+                           Agreement.in_one_process()) == 7
+    assert summary_of(run_dir)["status"] == "failed"
+
+
+def test_nan_never_enters_json():
+    values = {"a": float("nan"), "b": {"c": float("inf"), "d": 1.5}, "e": 3}
+    assert json.loads(to_json(values)) == {"a": None, "b": {"c": None, "d": 1.5}, "e": 3}
+
+
+def test_what_earlier_launches_spent_is_the_most_that_was_written(tmp_path):
+    path = tmp_path / "summary.json"
+    records = [{"global_step": 1, "energy_kwh": 0.75, "seconds": 60.0}, {"global_step": 2},
+               {"global_step": 3, "energy_kwh": 1e300}]
+    for summary, wanted in (
+            ("", (60.0, 0.0, 0.75)), ('{"energy_kwh": null}', (60.0, 0.0, 0.75)),
+            ('{"energy_kwh": -1}', (60.0, 0.0, 0.75)), ('{"energy_kwh": 1.25}', (60.0, 0.0, 1.25)),
+            ('{"seconds": {"a": 50.0, "b": 40.0}, "usd": {"total": 3.5}}', (90.0, 3.5, 0.75))):
+        path.write_text(summary)
+        assert spent_before(records, path) == wanted
+
+
+def test_repeated_steps_and_a_partial_line_are_removed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"global_step": 4}\n{"global_step": 9}\n{"global_step": 14}\n{"global_st')
+    assert len(read_metrics(path)) == 3
+    remove_metrics_from(path, 10)
+    assert path.read_text() == '{"global_step": 4}\n{"global_step": 9}\n'
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EIO, 1), (errno.EACCES, 2)])
+def test_records_that_cannot_be_read_are_an_error_and_stay(tmp_path, monkeypatch, number, status):
+    path, text = tmp_path / "metrics.jsonl", '{"global_step": 4, "seconds": 9.0}\n'
+    assert read_metrics(path) == [] and spent_before([], path) == (0.0, 0.0, 0.0)
+    path.write_text(text)
+
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(metrics_file, "read_regular_file", fail)
+    for read in (lambda: read_metrics(path), lambda: remove_metrics_from(path, 3),
+                 lambda: spent_before([], path)):
+        with pytest.raises(UserError, match=r"metrics.jsonl: cannot be read \(.*\); "
+                           + ("start again" if status == 1 else "make it readable")) as caught:
+            read()
+        assert caught.value.status == status
+    assert path.read_text() == text
+
+
+WRITTEN = [
+    {"layer_grad_norm": [1.0, None, -2], "logit_max": None},
+    {"mfu": 0.41, "host_ram_gib": 21.5, "host_load": 0, "disk_free_gib": 1e6, "energy_kwh": 0.0},
+    {"gpu_memory_gib": [20.1, None], "gpu_use_percent": [97, 0], "gpu_temperature_c": [61, -3],
+     "gpu_power_w": [650.2, None], "gpu_throttling": ["", "sw power cap, hw slowdown"]},
+]
+NOT_WRITTEN = [
+    {"layer_grad_norm": 1.0}, {"layer_grad_norm": None}, {"layer_grad_norm": [[1.0]]},
+    {"layer_update_ratio": [True]}, {"layer_activation_norm": [1e101]},
+    {"layer_attention_entropy": [math.nan]}, {"logit_p50": "1"}, {"token_loss_max": [1.0]},
+    {"head_grad_norm": math.inf}, {"gpu_use_percent": ["97"]}, {"gpu_throttling": "sw power cap"},
+    {"gpu_throttling": [None]}, {"gpu_throttling": ["\x1b[2J"]},
+]
+
+
+def test_what_a_run_writes_is_read_and_other_values_are_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for values, is_read in [*((values, True) for values in WRITTEN),
+                            *((values, False) for values in NOT_WRITTEN)]:
+        record = {"global_step": 1, "train_loss": 3.5, "another_key": "x"} | values
+        path.write_text(json.dumps(record) + "\n")
+        assert read_metrics(path) == [record] * is_read, values
+
+
+def test_the_names_that_trackers_show():
+    assert len(set(METRICS.values())) == len(METRICS)
+    assert metrics_of({
+        "global_step": 4, "train_loss": 2.5, "learning_rate": 1e-3, "grad_norm": None,
+        "tokens_per_second": 100, "validation_loss": 3.0, "tokens": 640, "another": 1.0,
+        "layer_grad_norm": [1.0, None, 3.0], "gpu_power_w": [250, 300],
+        "gpu_throttling": ["", "hw thermal slowdown"],
+    }) == {
+        "train/loss": 2.5, "train/learning_rate": 1e-3, "train/tokens_per_second": 100.0,
+        "validation/loss": 3.0, "progress/tokens": 640.0,
+        "layers/1/grad_norm": 1.0, "layers/3/grad_norm": 3.0,
+        "machine/gpu_0/power_w": 250.0, "machine/gpu_1/power_w": 300.0,
+        "machine/gpu_0/is_throttled": 0.0, "machine/gpu_1/is_throttled": 1.0}
+    assert final_figures({
+        "status": "finished", "global_step": 11, "num_steps": 12, "train_loss": 1.5,
+        "validation_loss": None, "best": {"loss": 1.25}, "seconds": {"a": 1.0, "b": 2.0},
+        "usd": {"a": 0.5, "total": 0.5}, "machine": {"device": "x"}}) == {
+        "final/steps": 12.0, "final/num_steps": 12.0, "final/train_loss": 1.5,
+        "final/best_loss": 1.25, "final/seconds": 3.0, "final/usd": 0.5}
+    assert final_figures({"status": "running", "num_steps": 12, "usd": None}) == {}  # not the end
+
+
+# Windows of losses: what is read when, and by how many windows a report may be late
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def late(group, monkeypatch):
+    """Windows are read one window late, as on a GPU."""
+    monkeypatch.setitem(loss_window.LAG, "cpu", 1)
+
+
+def fill(window, number, *, steps=REPORT_INTERVAL, waits=False):
+    """Add losses of `number`, and close the window.
+
+    Returns:
+        The last step, learning rate and mean loss of each window that is read.
+    """
+    for _ in range(steps):
+        window.add(torch.tensor(float(number)), torch.tensor(2.0 * number))
+    closed = window.close(number * REPORT_INTERVAL, number / 10, PhaseClock(), waits=waits)
+    return [(each.global_step, each.learning_rate, each.numbers["train_loss"]) for each in closed]
+
+
+def test_a_window_is_read_at_once_and_with_a_lag_when_the_next_one_is_closed(group, monkeypatch):
+    assert fill(LossWindow(CPU), 1) == [(10, 0.1, 1.0)]
+    monkeypatch.setitem(loss_window.LAG, "cpu", 1)
+    window = LossWindow(CPU)
+    assert [fill(window, number) for number in (1, 2, 3)] == [
+        [], [(10, 0.1, 1.0)], [(20, 0.2, 2.0)]]
+
+
+def test_whoever_waits_gets_all_windows_in_order(late):
+    window = LossWindow(CPU)
+    fill(window, 1)
+    assert fill(window, 2, steps=3, waits=True) == [(10, 0.1, 1.0), (20, 0.2, 2.0)]
+    assert window.pop_loss_since_checkpoint() == pytest.approx((10 * 1.0 + 3 * 2.0) / 13)
+
+
+def test_losses_are_averaged_over_processes_and_without_skipped_steps(group, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda losses: losses.mul_(3))  # the other has twice
+    window = LossWindow(CPU)
+    for loss, norm in ((2.0, 1.0), (4.0, math.inf), (4.0, math.inf), (6.0, 3.0)):
+        window.add(torch.tensor(loss), torch.tensor(norm))
+    (closed,) = window.close(4, 0.1, PhaseClock(), waits=True)
+    assert [closed.numbers[key] for key in ("train_loss", "train_loss_max", "grad_norm")] == [
+        6.0, 9.0, 2.0]
+    assert closed.numbers["skipped_steps"] == window.longest_skipped == 2
+
+
+def test_consecutive_skipped_steps_are_counted_across_reports(group):
+    window, found = LossWindow(CPU), []
+    for steps in ("1100", "0000", "0001", "1111", "0010"):  # 1 is a good step
+        for step in steps:
+            window.add(torch.tensor(1.0), torch.tensor(1.0 if step == "1" else math.inf))
+        window.close(0, 1e-3, PhaseClock(), waits=False)
+        found.append(window.longest_skipped)
+    assert found == [2, 6, 9, 0, 2]
+
+
+def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(late, monkeypatch):
+    """Whenever a window is read, and whatever is done between two windows."""
+    now, window = FakeTime(), LossWindow(CPU)
+    monkeypatch.setattr(tensors.time, "perf_counter", now)
+    found = []
+
+    def train(last_step, *seconds, waits=True):
+        for each in seconds:
+            now.seconds += each
+            window.add(torch.tensor(1.0), torch.tensor(math.nan))  # skipped steps count too
+        for closed in window.close(last_step, 0.1, PhaseClock(), waits=waits):
+            found.append((closed.steps_per_second, closed.numbers["slowest_step"],
+                          closed.numbers["slowest_step_seconds"]))
+
+    now.seconds += 100  # it compiles
+    window.add(torch.tensor(1.0), torch.tensor(1.0))
+    window.restart_timing()
+    train(4, 0.5, 0.5, 0.25, 0.75, waits=False)
+    train(8, 0.25, 0.25, 0.25, 0.25, waits=False)
+    train(10, 0.125, 0.125)
+    now.seconds += 1000  # a checkpoint and a validation
+    window.restart_timing()
+    train(13, 1.0, 29.0, 2.0)
+    assert found == [(2.0, 4, 0.75), (4.0, 8, 0.25), (8.0, 10, 0.125), (3 / 32, 12, 29.0)]
+
+
+@pytest.mark.gpu
+def test_closing_and_reading_windows_never_waits_for_the_device():
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        window = LossWindow(device)
+        value = torch.tensor(3.0, device=device)
+        fill(window, 1, waits=True)  # NCCL starts
+        torch.cuda._sleep(10**9)  # some tenths of a second
+        window.add(value, value)
+        assert window.close(2, 0.1, PhaseClock(), waits=False) == []
+        ((_, values, _, ended),) = window._closed
+        assert not ended._event.query() and values.is_pinned()  # the device is still asleep
+        window.add(value, value)
+        _, last = window.close(3, 0.1, PhaseClock(), waits=True)
+        assert last.numbers["train_loss"] == 3.0 and last.steps_per_second > 0
+    finally:
+        dist.destroy_process_group()
+
+
+# Seconds and dollars by phase
+
+
+def test_time_is_booked_to_its_phase(now):
+    clock = PhaseClock(since=90.0)
+    now.seconds = 102.0
+    clock.enter("training")
+    now.seconds = 110.0
+    with clock.phase("validation") as validation:
+        now.seconds = 115.0
+        with clock.phase("waiting"):
+            now.seconds = 116.0
+    now.seconds = 120.0
+    seconds = clock.read()
+    assert validation.seconds == seconds["validation"] == clock.longest["validation"] == 5
+    assert (seconds["startup"], seconds["training"], seconds["waiting"]) == (12, 12, 1)
+    assert sum(seconds.values()) == 30 and clock.usd() == {}  # it has no price
+    clock.count_diagnostics(4.0)
+    assert (clock.read()["training"], clock.read()["diagnostics"]) == (8, 4)
+    clock.count_diagnostics(9.0)  # more than there is: part was in another phase
+    assert (clock.read()["training"], clock.read()["diagnostics"]) == (0, 12)
+
+
+@pytest.mark.parametrize(("at_checkpoint", "recorded", "price", "says", "usd"), [
+    # US$ of the checkpoint's hour; hours and US$ of all launches; after half an hour more: US$ of
+    # training, and of what is lost
+    (10.0, (1.0, 10.0), 40.0, "", (30.0, 0.0)),
+    (10.0, (1.5, 16.0), 40.0, "", (30.0, 6.0)),
+    (None, (1.5, 0.0), 40.0, "1.5 hours are counted at US$40.00 an hour too", (60.0, 20.0)),
+    (None, (1.5, 15.0), 40.0, "", (30.0, 5.0)),  # the price came after the checkpoint
+    (10.0, (1.0, 10.0), None, "at that of the earlier ones, US$10.00 an hour", (15.0, 0.0)),
+])
+def test_all_launches_have_a_price(now, at_checkpoint, recorded, price, says, usd):
+    clock = PhaseClock()
+    clock.resume({"training": 3600.0}, {} if at_checkpoint is None else {"training": at_checkpoint})
+    clock.count_lost(recorded[0] * 3600, recorded[1])
+    line = clock.set_price(price)
+    assert says in line and bool(says) == bool(line)
+    with clock.phase("training"):
+        now.seconds += 1800
+    assert clock.read()["training"] == 5400 and clock.read_this_launch()["training"] == 1800
+    assert (clock.usd()["training"], clock.usd()["lost"]) == pytest.approx(usd)
+
+
+def test_time_that_only_a_heartbeat_tells_is_lost_and_has_the_present_price(now):
+    clock = PhaseClock()
+    clock.resume({"training": 3600.0}, {"training": 10.0})
+    clock.count_lost(3600.0, 10.0)
+    clock.set_price(40.0)
+    clock.count_lost(5400.0)
+    now.seconds += 10
+    assert clock.read()["lost"] == 1800 and clock.usd()["lost"] == 20
+    assert clock.total_seconds() == 5410 == sum(clock.read().values())
+
+
+def test_dollars_without_seconds_in_damaged_records_are_lost(now):
+    clock = PhaseClock()
+    clock.count_lost(0.0, 5.0)
+    clock.set_price(1.0)
+    assert clock.usd()["lost"] == 5.0
+
+
+def test_the_launchers_seconds_are_counted_once(now, monkeypatch):
+    monkeypatch.setenv("DDP_TRAIN_SPENT_SECONDS", "")
+    starter = PhaseClock()
+    with starter.phase("download"):
+        now.seconds += 60
+    now.seconds += 3
+    starter.export_to_children()
+    worker = PhaseClock()
+    worker.import_from_parent()
+    assert worker.read()["download"] == 60 and worker.read()["startup"] == 3
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    restarted = PhaseClock()
+    restarted.import_from_parent()
+    assert restarted.read()["download"] == 0
+
+
+# The machine while a run trains
+
+HOST = {"host_ram_gib", "host_load", "disk_free_gib"}
+
+
+@pytest.fixture
+def meter(tmp_path, monkeypatch):
+    """A meter of two GPUs that reads only if it is asked."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": H100, "GPU-1": H100}))
+    found = MachineMeter(tmp_path, ["GPU-0", "GPU-1"], seconds=1e6)
+    yield found
+    found._ends = True
+    found._is_asked.set()
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "machine meter"]
+
+
+def ended():
+    for thread in threads():
+        thread.join(timeout=20)
+    return not threads()
+
+
+def test_a_reading_has_the_host_and_every_gpu_and_is_recorded_once(meter):
+    meter.start(earlier_kwh=2.5)
+    meter.renew()
+    reading = meter.pop_reading()
+    assert set(reading) == OF_MACHINE - {"mfu"}
+    assert reading["gpu_memory_gib"] == [20, 20] and reading["gpu_use_percent"] == [97, 97]
+    assert reading["gpu_temperature_c"] == [61, 61] and reading["gpu_power_w"] == [651.25] * 2
+    assert reading["gpu_throttling"] == ["sw power cap, hw thermal slowdown"] * 2
+    assert reading["energy_kwh"] == meter.energy_kwh == 2.5
+    assert 0 < reading["host_ram_gib"] < 1e5 and reading["disk_free_gib"] > 0
+    assert reading["host_load"] >= 0
+    meter.stop()
+    assert ended() and set(meter.pop_reading()) == set(reading)  # a last one
+    assert meter.pop_reading() == {} and meter.pop_failure() == ""
+
+
+@pytest.mark.parametrize(("uuids", "lists"), [
+    ([], {}), (["GPU-0"], {}),  # this one does not tell anything
+    (["GPU-0", "GPU-1"], {"gpu_memory_gib": [None, 20], "gpu_use_percent": [None, 97],
+                          "gpu_temperature_c": [None, 61], "gpu_power_w": [None, 651.25],
+                          "gpu_throttling": ["", "sw power cap, hw thermal slowdown"]})])
+def test_what_no_gpu_tells_has_no_key(tmp_path, monkeypatch, uuids, lists):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": "lost", "GPU-1": H100}))
+    meter = MachineMeter(tmp_path, uuids, seconds=1e6)
+    meter.start()
+    meter.stop()
+    assert ended()
+    reading = meter.pop_reading()
+    assert reading.keys() == HOST | lists.keys() and lists.items() <= reading.items()
+    assert meter.energy_kwh is None and meter.pop_failure() == ""
+
+
+def test_a_driver_that_hangs_holds_nobody_up(meter, monkeypatch):
+    goes_on = threading.Event()
+    monkeypatch.setattr(machine_meter, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(
+        {"GPU-0": {"nvmlDeviceGetPowerUsage": goes_on.wait}}))
+    meter.start()
+    try:
+        meter.renew()
+        meter.stop()
+        assert meter.pop_reading() == {} and meter.energy_kwh is None
+        assert threads() and all(thread.daemon for thread in threads())  # the process can exit
+    finally:
+        goes_on.set()
+    assert ended()
+
+
+def test_a_failure_is_told_once_and_readings_go_on(meter, monkeypatch):
+    def fail(_):
+        raise OSError("Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_meter.psutil, "disk_usage", fail)
+        meter.start()
+        meter.renew()
+        assert meter.pop_reading() == {} and meter.pop_failure() == "OSError: Stale file handle"
+        meter.renew()
+        assert meter.pop_failure() == ""
+    meter.stop()
+    assert ended() and HOST < set(meter.pop_reading())
+
+
+def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(tmp_path, monkeypatch):
+    for masks, reason in (((0x1, 0x4), None), ((0x80, 0x68), "hw thermal slowdown")):
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
+            f"GPU-{n}": {"nvmlDeviceGetCurrentClocksEventReasons": mask}
+            for n, mask in enumerate(masks)}))
+        meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"], seconds=1e6)
+        meter.start()
+        meter.stop()
+        assert ended() and meter.throttling() == reason
+
+
+def test_counters_of_energy_are_added_to_what_earlier_launches_used(tmp_path, monkeypatch):
+    counters = {}
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({uuid: {
+        "nvmlDeviceGetTotalEnergyConsumption": lambda uuid=uuid: 1000 * counters[uuid]}
+        for uuid in ("GPU-0", "GPU-1")}))
+    meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"])
+    meter._joules = 3.6e6  # of earlier launches: 3.6 MJ are 1 kWh
+    for joules, kwh in (([5e6, 7e6], 1.0), ([8.6e6, 10.6e6], 3.0), ([0.0, 0.0], 3.0),  # set to 0
+                        ([0.0, 3.6e6], 4.0)):
+        counters |= zip(("GPU-0", "GPU-1"), joules, strict=True)
+        assert meter._read()["energy_kwh"] == pytest.approx(kwh)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": H100, "GPU-1": "lost"}))
+    assert meter._read()["energy_kwh"] == pytest.approx(4.0)
+
+
+def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(monkeypatch):
+    monkeypatch.setattr(launch.torch.cuda, "get_device_properties",
+                        lambda index: SimpleNamespace(uuid="cdab"[index]))
+    monkeypatch.setattr(launch.torch.version, "cuda", "13.0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    process = Process(0, 0, 2, launch.torch.device("cuda", 0))
+    assert gpu_uuids(process) == ["GPU-c", "GPU-d"]
+    assert gpu_uuids(replace(process, device=CPU)) == []
+    monkeypatch.setattr(launch.torch.version, "cuda", None)  # PyTorch for AMD
+    assert gpu_uuids(process) == []
+
+
+def test_a_run_records_its_gpus_and_its_energy_over_launches(workplace, run_dir):
+    def train(*arguments):  # with two GPUs of a stand-in, each reading adds 1 kWh
+        return succeeded(forked(
+            "tests/support/torchrun_workers.py",
+            ["train-with-gpus", str(workplace.root), *workplace.arguments("tiny", *arguments)],
+            num_processes=1)).stdout
+
+    train("--max-steps", "6")
+    before = summary_of(run_dir)["energy_kwh"]
+    assert before >= 1.0  # from the first reading to the last
+    output = train()
+    after = summary_of(run_dir)["energy_kwh"]
+    assert after >= before + 1.0
+    assert f"energy: {after:,.3f} kWh, of the GPUs of rank 0's machine" in output
+    records = [r for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
+    readings = [record for record in records if "gpu_memory_gib" in record]
+    assert [reading["gpu_memory_gib"] for reading in readings] == [[20, 20]] * len(readings)
+    assert HOST < set(readings[0]) and readings[-1]["energy_kwh"] >= before
+    assert readings[0] is records[0] and len(readings) >= 2  # the first of each launch
+    assert all(0 < record["mfu"] < 1 for record in records)
+
+
+# The speed beside that of the GPU
+
+GOOD = Speed(
+    tokens_per_second=2_800_000, num_processes=8, flops_per_token=854.44e6,
+    device_name="NVIDIA H100 80GB HBM3", precision="bf16", attention_kernel="flash",
+    is_compiled=True, waiting_share=0.0, microbatch_tokens=32768, throttling=None,
+)
+SLOW = replace(GOOD, tokens_per_second=500_000)
+NAMES = {  # of drivers, and in lower case or short as people write them
+    "A100-40": ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "A100-SXM4-40GB",
+        "A100 SXM4 40 GB"],
+    "A100-80": ["NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "a100", "A100 80GB",
+        "A100-SXM-80GB"],
+    "H100": ["NVIDIA H100 80GB HBM3", "h100", "H100 SXM", "H100 80GB SXM5"],
+    "H100-PCIe": ["NVIDIA H100 PCIe", "H100 PCIe 80GB"],
+    "H100-NVL": ["NVIDIA H100 NVL"],
+    "H200": ["NVIDIA H200"],
+    "H200-NVL": ["NVIDIA H200 NVL"],
+    "GH200": ["NVIDIA GH200 480GB", "NVIDIA GH200 120GB"],
+    "B200": ["NVIDIA B200"],
+    "B300": ["NVIDIA B300 SXM6 AC"],
+    "MI300X": ["AMD Instinct MI300X"],
+    "L4": ["NVIDIA L4"],
+    "L40": ["NVIDIA L40"],
+    "L40S": ["NVIDIA L40S"],
+    "A10": ["NVIDIA A10"],
+    "RTX-6000-Ada": ["NVIDIA RTX 6000 Ada Generation"],
+    "RTX-5090": ["NVIDIA GeForce RTX 5090"],
+    "RTX-4090": ["NVIDIA GeForce RTX 4090", "RTX 4090", "4090"],
+    "RTX-3090": ["NVIDIA GeForce RTX 3090", "GeForce RTX 3090"],
+    "V100": ["Tesla V100-SXM2-16GB"],
+    "V100-32": ["Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"],
+    "V100-PCIe": ["Tesla V100-PCIE-16GB"],
+    "V100-PCIe-32": ["Tesla V100-PCIE-32GB"],
+    "T4": ["Tesla T4"],
+}
+UNKNOWN_NAMES = [
+    "AMD EPYC", "NVIDIA Titan", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA A100X",
+    "NVIDIA A100-SXM-64GB", "GRID A100D-40C", "NVIDIA A10G", "NVIDIA A10M",
+    "NVIDIA A800-SXM4-80GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA H100 80GB HBM2e", "NVIDIA H100 64GB HBM2",
+    "NVIDIA H800", "NVIDIA H20", "NVIDIA GB200", "NVIDIA GB300", "NVIDIA L40G", "NVIDIA L20",
+    "NVIDIA T400", "NVIDIA T400 4GB", "NVIDIA T4G", "Tesla V100S-PCIE-32GB",
+    "AMD Instinct MI300A", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 5090 D", "NVIDIA GeForce RTX 5090 Laptop GPU",
+    "NVIDIA GeForce RTX 3090 Ti", "Quadro RTX 6000", "NVIDIA RTX A6000",
+    "NVIDIA RTX 5000 Ada Generation", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition", "", "NVIDIA",
+    "NVIDIA GH200 144G HBM3e",  # other memory than the plain card
+    "NVIDIA V100-SXM2-64GB",
+]
+
+
+def test_gpus_are_found_by_their_drivers_names_and_by_one_pattern_only():
+    for name in (gpu.name for gpu in GPUS):
+        for device in (name, *NAMES[name]):
+            assert find_gpu(device).name == name
+        for device in NAMES[name]:
+            model = re.sub("^((NVIDIA|AMD|Tesla|Instinct|GeForce) )*", "", device.replace("-", " "))
+            assert sum(bool(re.fullmatch(gpu.pattern, model, re.IGNORECASE)) for gpu in GPUS) == 1
+    for device in UNKNOWN_NAMES:  # it is not guessed
+        line = replace(SLOW, device_name=device).line()
+        assert line.endswith(f" (no MFU: the peak speed of {device} is not known)")
+
+
+DATA_SHEETS = {  # GB, and TFLOP/s in bf16 (or fp16), tf32 and fp32, dense
+    "A100-40": (40, 312, 156, 19.5), "A100-80": (80, 312, 156, 19.5),
+    "GH200": (96, 989, 495, 67), "H100": (80, 989, 495, 67), "H100-NVL": (94, 835, 417, 60),
+    "H100-PCIe": (80, 756, 378, 51), "H200": (141, 989, 495, 67), "H200-NVL": (141, 835, 417, 60),
+    "B200": (160, 2250, 1125, 75),  # the original's; others have 180 GB
+    "B300": (270, 2250, 1125, 75), "MI300X": (192, 1307, 654, 163),
+    "L40S": (48, 362, 183, 91.6), "L40": (48, 181, 90.5, 90.5), "L4": (24, 121, 60, 30.3),
+    "A10": (24, 125, 62.5, 31.2), "RTX-6000-Ada": (48, 364, 182, 91.1),
+    "RTX-5090": (32, 209.5, 104.8, 104.8), "RTX-4090": (24, 165, 82.6, 82.6),
+    "RTX-3090": (24, 71, 35.6, 35.6), "V100": (16, 125, 15.7, 15.7),
+    "V100-32": (32, 125, 15.7, 15.7), "V100-PCIe": (16, 112, 14, 14),
+    "V100-PCIe-32": (32, 112, 14, 14), "T4": (16, 65, 8.1, 8.1),
+}
+
+
+def test_memory_and_peaks_are_those_of_the_data_sheets():
+    assert set(DATA_SHEETS) == {gpu.name for gpu in GPUS}
+    for name, (memory, *wanted) in DATA_SHEETS.items():
+        gpu = find_gpu(name)
+        assert 0.9 * memory < gpu.memory_gib <= memory
+        peaks = [gpu.peak(precision) for precision in ("bf16", "tf32", "fp32")]
+        assert peaks == pytest.approx([peak * 1e12 for peak in wanted])
+        assert gpu.peak("fp16") == gpu.peak("bf16")
+    assert {gpu.name for gpu in GPUS if not gpu.has_bf16} == {
+        "V100", "V100-32", "V100-PCIe", "V100-PCIe-32", "T4"}
+    assert all(0.85 * card < usable_gib(card) < card - 1 for card in CARDS_GIB)
+
+
+def test_every_mfu_is_that_of_public_figures_of_another_gpu_or_assumed():
+    public = {"H100": 448e3, "H200": 455e3, "H100-NVL": 340e3, "GH200": 410e3, "A100-80": 187e3,
+              "L40S": 76e3, "B200": 621e3, "RTX-3090": 105e3 / 2}  # tokens/s, of one of several
+    for name, speed in public.items():
+        gpu = find_gpu(name)
+        assert gpu.expected_mfu == pytest.approx(speed * 854.44e6 / gpu.peak_flops, abs=0.006)
+    by_name = {gpu.name: gpu for gpu in GPUS}
+    for gpu in GPUS:
+        assert 0 < gpu.low_mfu.share < gpu.expected_mfu < gpu.high_mfu.share < 1
+        assert gpu.public_mfu or gpu.expected_mfu == 0.8 * gpu.high_mfu.share
+        for kind in ("low_mfu", "high_mfu", "public_mfu"):
+            found = getattr(gpu, kind)
+            if found and found.origin.startswith("from "):
+                assert found.share == getattr(by_name[found.origin[5:]], kind).share
+
+
+def test_a_shared_validation_is_dealt_out_in_whole_microbatches():
+    for num_sequences, world_size, share in ((80, 8, 2 / 10), (8, 8, 1), (9, 8, 1 / 2),
+                                             (64, 8, 1 / 8), (0, 8, 0), (80, 1, 1)):
+        plan = BatchPlan(8, 1, world_size, 16, 100)
+        assert shared_validation(num_sequences, plan) == pytest.approx(share)
+
+
+def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones():
+    run = load_run(PROJECT_DIR / "runs", "original")
+    assert flops_per_token(run.model) == pytest.approx(854.44e6, rel=1e-5)
+    assert "493,000 tokens/s" in (line := replace(SLOW, tokens_per_second=493_000).line())
+    assert "5.3% MFU" in line
+    for optimizer, num_floats in (("adamw", 3 * 163_009_536),
+                                  ("muon", 3 * 163_009_536 - 12 * 12 * 768**2)):  # one moment each
+        train = run.train.model_copy(update={"optimizer": optimizer})
+        assert checkpoint_bytes(run.model, train, 163_009_536) == 4 * num_floats
+
+
+def test_a_speed_is_shown_beside_the_best_of_its_gpu():
+    assert "30.2% MFU; H100 should reach up to 41%" in GOOD.line()
+    line = replace(GOOD, device_name="NVIDIA B200").line()
+    assert "up to 40% with such a model (assumed)" in line
+    assert "model (from A100-80)" in replace(GOOD, device_name="A100-SXM4-40GB").line()
+    assert "at dropout 0.1, whose masks" in replace(GOOD, drop_rate=0.1).line()
+    for line in (GOOD.line(), replace(GOOD, drop_rate=0.1, is_compiled=False).line()):
+        assert "dropout" not in line
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({}, "none found"),
+    ({"waiting_share": 0.3}, "waiting for data 30% of the time"),
+    ({"is_compiled": False}, "the model is not compiled"),
+    ({"attention_kernel": "math"}, "PyTorch's math attention kernel"),
+    ({"precision": "fp32"}, "precision fp32"),
+    ({"throttling": "sw thermal slowdown"}, "the GPU is throttled (sw thermal slowdown)"),
+    ({"microbatch_tokens": 1024}, "a small microbatch of 1,024 tokens"),
+    ({"is_compiled": False, "waiting_share": 0.5},
+     "waiting for data 50% of the time, the model is not compiled"),  # the strongest first
+])
+def test_a_speed_below_half_of_the_best_has_its_reason_and_no_other(changes, reason):
+    assert replace(SLOW, **changes).line().endswith(f"likely reason: {reason}")
+    limit = 8 * 989e12 * 0.41 * FAR_BELOW / 854.44e6
+    assert "reason" not in replace(GOOD, tokens_per_second=limit * 1.01, **changes).line()
+    assert "reason" in replace(GOOD, tokens_per_second=limit * 0.99, **changes).line()
+
+
+# Samples; tests/lab/test_generate.py tests how tokens are sampled
+
+PROMPTS = ["def ", ""]
+SAMPLED = {"sample_prompts": PROMPTS, "min_train_tokens": 12 * 64}
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """A trained run with samples."""
+    workplace = Workplace(tmp_path_factory.mktemp("sampled"))
+    workplace.add_run(train=SAMPLED)
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(1, "tiny"))
+    return workplace
+
+
+def test_each_validation_writes_a_line_per_prompt(sampled):
+    lines = read_lines(sampled.runs_dir / "tiny/samples.jsonl")
+    assert [(line["global_step"], line["prompt"]) for line in lines] == [
+        (step, prompt) for step in (4, 9, 11) for prompt in PROMPTS]
+    assert len({line["text"] for line in lines}) > 3  # the model learns between them
+
+
+def test_samples_do_not_change_training(sampled):
+    sampled.add_run("plain", train=SAMPLED | {"sample_prompts": None})
+    succeeded(sampled.torchrun(1, "plain"))
+    weights = [(sampled.runs_dir / name / "checkpoints/latest/model.safetensors").read_bytes()
+               for name in ("tiny", "plain")]
+    assert weights[0] == weights[1]
+    assert not (sampled.runs_dir / "plain/samples.jsonl").exists()
+
+
+def test_a_killed_run_has_the_samples_of_each_step_once(sampled, workplace):
+    run_dir = workplace.add_run(train=SAMPLED)
+    workplace.add_dataset()
+    assert workplace.torchrun(1, "tiny", **{VARIABLE: "save.validation:kill:hit=2"}).returncode
+    steps = {line["global_step"] for line in read_lines(run_dir / "samples.jsonl")}
+    assert steps == {4, 9}  # before the validation, without which both are repeated
+    succeeded(workplace.torchrun(1, "tiny"))
+    expected = read_lines(sampled.runs_dir / "tiny/samples.jsonl")
+    assert read_lines(run_dir / "samples.jsonl") == expected
+
+
+def test_samples_that_fail_do_not_stop_a_run(workplace):
+    workplace.add_run(train=SAMPLED | {"min_train_tokens": 5 * 64},
+                      model={"vocab_size": 300})  # with an unknown tokenizer
+    workplace.add_dataset()
+    result = succeeded(workplace.torchrun(1, "tiny"))
+    assert result.stdout.count("warning: no samples: tokenizer") == 1
+
+
+def test_the_model_is_left_in_training_mode(tmp_path):
+    for tokenizer_name, fails in (("bytes", False), (None, True)):
+        model = GPTModel(ModelConfig(**TINY_MODEL)).eval()
+        beats: list[None] = []
+        sampler = Sampler(model, tokenizer_name, heartbeat=partial(beats.append, None))
+        failure = sampler.try_to_write(tmp_path / "samples.jsonl", ["a"], 3)
+        assert bool(failure) is fails and model.training
+        assert bool(beats) is not fails  # else slow sampling would look like a hang
+    line, = read_lines(tmp_path / "samples.jsonl")
+    assert line["global_step"] == 3 and line["prompt"] == "a" and line["text"]
+
+
+def test_prompts_must_be_a_list_of_texts_and_need_a_validation(tmp_path):
+    path = tmp_path / "train.json"
+    values = {"dataset": "d", "microbatch_size": 1, "checkpoint_interval": 1}
+    validated = values | {"validation_interval": 1, "validation_batches": 1}
+    for config, message in (
+            (values | {"sample_prompts": ["a"]}, "continued at each validation, but there is none"),
+            *((validated | {"sample_prompts": prompts}, "sample_prompts")
+              for prompts in ("def ", [], [1], ["a"] * 65, ["a" * 20_000]))):
+        path.write_text(json.dumps(config))
+        with pytest.raises(UserError, match=message):
+            load_config(path, TrainConfig)
