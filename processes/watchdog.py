@@ -32,9 +32,8 @@ from basics.errors import (
 from basics.failpoints import failpoint
 from basics.machine import process_namespace
 from processes.launch import Process, end_torchrun, spans_nodes
-from processes.peers import Peers, is_timeout
 from processes.run_lock import write_heartbeat
-from processes.signals import Deadlines, stop_signals
+from processes.signals import Deadlines, Peers, is_timeout, stop_signals
 from processes.startup_agreement import AgreedError
 
 NEVER = float("inf")

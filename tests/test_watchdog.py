@@ -22,12 +22,10 @@ from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import UserError, describe
 from basics.failpoints import MARKS, VARIABLE
 from basics.machine import process_namespace
-from processes import peers as peers_module
-from processes import startup_agreement
+from processes import signals, startup_agreement
 from processes import watchdog as watchdog_module
 from processes.launch import Process
-from processes.peers import Peers, is_timeout
-from processes.signals import Deadlines, stop_signals, torchrun_signals
+from processes.signals import Deadlines, Peers, is_timeout, stop_signals, torchrun_signals
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import SMALLER, Watchdog
 from tests.support.runs import (
@@ -182,7 +180,7 @@ def peers():
 @pytest.mark.parametrize(("answers_after", "is_up"), [(0.2, True), (3600.0, False)])
 def test_a_store_that_does_not_answer_counts_as_down(monkeypatch, answers_after, is_up):
     """Not if the answer is there, and Python had no time to read it."""
-    monkeypatch.setattr(peers_module, "MOMENT_SECONDS", 20.0 if is_up else 0.05)
+    monkeypatch.setattr(signals, "MOMENT_SECONDS", 20.0 if is_up else 0.05)
     store = SlowStore(answers_after)
     peers = Peers(0, 2, store, timeout_seconds=0.05)
     assert (peers.get("key") == "value") is peers.is_up is is_up
@@ -357,6 +355,7 @@ def test_a_signal_in_the_start_up_ends_the_process_and_leaves_torchrun(alone):
     with pytest.raises(Ended, match=f"^{128 + signal.SIGTERM}$"):  # torchrun may start it again
         alone._receive(signal.SIGTERM)
     assert alone._peers.get("stop") == str(int(signal.SIGTERM))  # for the other nodes
+    alone._exiting.release()  # which only one thread takes
     alone.expect_steps(600.0, None)
     with pytest.raises(Ended, match="end torchrun"):
         alone._exit_for_signal()
