@@ -144,7 +144,7 @@ def test_trials_and_result_are_printed_and_saved_or_a_json_document(workplace, m
     output = capsys.readouterr()
     result = checked(output.out)
     assert result.largest == 5 and result.smallest_that_did_not_fit == 6 and result.fastest == 4
-    assert result.memory_gib == pytest.approx({"fixed": 1.0, "a_sequence": 0.5})
+    assert dict(result.memory_gib) == pytest.approx({"fixed": 1.0, "a_sequence": 0.5})
     assert [trial.fits for trial in result.trials if trial.microbatch_size == 6] == [False]
     assert output.err in text
 
