@@ -68,19 +68,52 @@ class Hub:
         return None
 
 
+class Handler(BaseHTTPRequestHandler):
+    """What the local servers of the tests have in common."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_headers(status, {"Content-Length": str(len(body))} | (headers or {}))
+        self.wfile.write(body)
+
+    def send_headers(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+
+    def send_json(self, answer: object, status: int = 200) -> None:
+        self.send(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def close(self) -> None:
+        self.connection.close()
+        self.close_connection = True
+
+
+@contextmanager
+def listening(handler: type[Handler]) -> Iterator[str]:
+    """Serve on the loopback interface inside the context, which gets the address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
     """Serve a hub inside the context."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(hub))
-    server.daemon_threads = True
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with listening(_handler_of(hub)) as hub.endpoint:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @contextmanager
@@ -110,13 +143,8 @@ def tokens_hub_fixture() -> Iterator[Hub]:
         yield hub
 
 
-def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
+def _handler_of(hub: Hub) -> type[Handler]:
+    class HubHandler(Handler):
         def do_GET(self) -> None:
             self.respond(has_body=True)
 
@@ -124,7 +152,7 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.respond(has_body=False)
 
         def do_POST(self) -> None:
-            self.form = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.form = self.body()
             self.respond(has_body=True)
 
         def respond(self, *, has_body: bool) -> None:
@@ -186,29 +214,17 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 start, stop = int(found[1]), int(found[2] or len(content) - 1) + 1
                 status, part = 206, content[start:stop]
                 headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+            headers["Content-Length"] = str(len(part))
             if not has_body:
-                self.send(status, b"", headers | {"Content-Length": str(len(part))})
-                return
-            self.send(status, part, headers, cut_after=fault.cut_after if fault else -1)
-
-        def send_json(self, answer: object) -> None:
-            self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
-
-        def send(self, status: int, body: bytes, headers: dict[str, str], *,
-                 cut_after: int = -1) -> None:
-            self.send_response(status)
-            for key, value in ({"Content-Length": str(len(body))} | headers).items():
-                self.send_header(key, value)
-            self.end_headers()
-            if 0 <= cut_after < len(body):
-                self.wfile.write(body[:cut_after])
+                self.send_headers(status, headers)
+            elif fault and 0 <= fault.cut_after < len(part):
+                self.send_headers(status, headers)
+                self.wfile.write(part[: fault.cut_after])
                 self.wfile.flush()
-                self.connection.close()
-                self.close_connection = True
-                return
-            self.wfile.write(body)
-            if "/resolve/" in self.path:
-                hub.num_bytes += len(body)
+                self.close()
+            else:
+                self.send(status, part, headers)
+                hub.num_bytes += len(part)
 
     def entry(name: str) -> dict[str, object]:
         content = hub.files[name]
@@ -217,7 +233,7 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
             facts["lfs"] = {"oid": etag(content), "size": len(content), "pointerSize": 130}
         return facts
 
-    return Handler
+    return HubHandler
 
 
 def etag(content: bytes) -> str:

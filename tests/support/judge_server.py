@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.hub_server import Handler, listening
 
 WORTH = re.compile(r"worth (\d+)")  # an answer contains the score that this judge gives it
 
@@ -81,26 +82,15 @@ def faulty_reply(kind: str, scores: dict[str, int]) -> Any:
 @contextmanager
 def judging(endpoint: Endpoint) -> Iterator[Endpoint]:
     """Serve a judge inside the context."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(endpoint))
-    server.daemon_threads = True
-    endpoint.base_url = f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
+    with listening(_handler_of(endpoint)) as address:
+        endpoint.base_url = f"{address}/v1"
         yield endpoint
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
-def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
+def _handler_of(endpoint: Endpoint) -> type[Handler]:
+    class JudgeHandler(Handler):
         def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = json.loads(self.body())
             assert self.headers["Accept-Encoding"] == "identity"  # a packed reply is not read
             with endpoint.lock:
                 endpoint.requests.append(request)
@@ -151,11 +141,6 @@ def _handler_of(endpoint: Endpoint) -> type[BaseHTTPRequestHandler]:
                 {"Location": endpoint.elsewhere} if status == 307 else {}))
 
         def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            usual = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-            for key, value in (usual | (headers or {})).items():
-                self.send_header(key, value)
-            self.end_headers()
-            self.wfile.write(body)
+            super().send(status, body, {"Content-Type": "application/json"} | (headers or {}))
 
-    return Handler
+    return JudgeHandler

@@ -4,13 +4,13 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from tests.support.hub_server import Handler, listening
 
 TOKEN = "hf_token_for_tests"
 COMMIT = "fedcba9876543210fedcba9876543210fedcba98"
@@ -45,38 +45,24 @@ class UploadHub:
 def taking_uploads() -> Iterator[UploadHub]:
     """Serve a hub inside the context."""
     hub = UploadHub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(hub))
-    server.daemon_threads = True
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
+    with listening(_handler_of(hub)) as hub.endpoint:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
-def _handler_of(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: object) -> None:
-            pass
-
+def _handler_of(hub: UploadHub) -> type[Handler]:
+    class UploadHandler(Handler):
         def do_GET(self) -> None:
             hub.paths.append(f"{self.command} {self.path}")
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = self.body()
             for part, (times, status) in hub.faults.items():
                 if part in self.path and times:
                     hub.faults[part] = times - 1, status
                     if status:
-                        return self.send({"error": "injected"}, status)
-                    self.connection.close()
-                    self.close_connection = True
-                    return None
+                        return self.send_json({"error": "injected"}, status)
+                    return self.close()
             is_allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
             if not (is_allowed or self.path.startswith("/lfs/")):
-                return self.send({"error": "Invalid token"}, 401)
+                return self.send_json({"error": "Invalid token"}, 401)
             return self.answer(body)
 
         do_POST = do_PUT = do_GET
@@ -90,20 +76,20 @@ def _handler_of(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
                 if is_new:
                     is_private = asked["visibility"] == "private"
                     hub.repositories[key] = {"private": is_private, "files": {}}
-                return self.send({"url": f"{hub.endpoint}/{key[1]}"}, 200 if is_new else 409)
+                return self.send_json({"url": f"{hub.endpoint}/{key[1]}"}, 200 if is_new else 409)
             if path == "/api/validate-yaml":
-                return self.send({"errors": [], "warnings": []})
+                return self.send_json({"errors": [], "warnings": []})
             if path.startswith("/lfs/"):
                 assert hashlib.sha256(body).hexdigest() == path.removeprefix("/lfs/")
                 hub.large_files[path.removeprefix("/lfs/")] = body
                 hub.received[path.removeprefix("/lfs/")] += 1
-                return self.send({})
+                return self.send_json({})
             if found := re.fullmatch(r"/(datasets/)?(.+/.+)\.git/info/lfs/objects/batch", path):
-                return self.send({"transfer": "basic", "objects": [
+                return self.send_json({"transfer": "basic", "objects": [
                     self.upload_action(wanted) for wanted in json.loads(body)["objects"]]})
             if found := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(/.+)?", path):
                 return self.in_repository(found[1], found[2], found[3] or "", body)
-            return self.send({"error": f"not supported: {path}"}, 404)
+            return self.send_json({"error": f"not supported: {path}"}, 404)
 
         def upload_action(self, wanted: dict[str, object]) -> dict[str, object]:
             if wanted["oid"] in hub.large_files:
@@ -113,18 +99,18 @@ def _handler_of(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
         def in_repository(self, kind: str, name: str, rest: str, body: bytes) -> None:
             repository = hub.repositories.get((kind, name))
             if repository is None:
-                return self.send({"error": "Repository not found"}, 404)
+                return self.send_json({"error": "Repository not found"}, 404)
             if rest.startswith("/preupload/"):
-                return self.send({"files": [
+                return self.send_json({"files": [
                     {"path": asked["path"], "shouldIgnore": False,
                      "uploadMode": "lfs" if asked["path"].endswith(".safetensors") else "regular"}
                     for asked in json.loads(body)["files"]]})
             if rest.startswith("/commit/"):
                 for line in body.splitlines():
                     self.store(repository["files"], **json.loads(line))
-                return self.send({"success": True, "commitOid": COMMIT, "hookOutput": "",
+                return self.send_json({"success": True, "commitOid": COMMIT, "hookOutput": "",
                                   "commitUrl": f"{hub.endpoint}/{name}/commit/{COMMIT}"})
-            return self.send({"id": name, "sha": COMMIT, "private": repository["private"],
+            return self.send_json({"id": name, "sha": COMMIT, "private": repository["private"],
                               "tags": [], "downloads": 0, "likes": 0, "siblings": []})
 
         def store(self, files: dict[str, bytes], key: str, value: dict[str, str]) -> None:
@@ -133,12 +119,4 @@ def _handler_of(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
             elif key == "lfsFile":
                 files[value["path"]] = hub.large_files[value["oid"]]
 
-        def send(self, answer: object, status: int = 200) -> None:
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    return Handler
+    return UploadHandler
