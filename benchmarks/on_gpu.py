@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import click
 import torch
-from tabulate import tabulate
 
 from basics.errors import describe
 from basics.files import replacing, write_atomically
@@ -47,6 +46,7 @@ from benchmarks.throughput import (
 from lab.plan.memory import peak_memory
 from lab.plan.setting import Setting
 from lab.plan.speed_sources import Measurement
+from lab.table import Column, Table
 from reporting.speed import flops_per_token
 
 SIZES = (64, 96, 48, 24, 12)  # microbatches of ours
@@ -208,8 +208,8 @@ def page(lines: dict[str, Line], task: Task) -> str:
         speed_table(speeds, flops_per_token(task.model), [
             ORIGINAL, HUGGING_FACE.format("bf16"), NANOGPT]),
         memory_lines(ok, task) if task.device == "cuda" else [],
-        tabulate(kernel_rows(ok["kernels"]), "keys", tablefmt="pipe",
-                 disable_numparse=True).splitlines() if "kernels" in ok else [],
+        Table(list(map(Column, ("kernel", "ms", "share"))), kernel_rows(ok["kernels"])
+              ).markdown().splitlines() if "kernels" in ok else [],
         [f"- {row}: {json.dumps(line.get('seconds_by_phase', line))}" for row, line in ok.items()
          if row == WHOLE_RUN or line not in speeds and row not in (*tests, "kernels")],
         [f"Tests: {dict(Counter(tests.values()))}, of bit-identical resuming: {dict(resumed)}"],

@@ -99,11 +99,10 @@ def kernels_of_trace(trace: dict[str, Any]) -> dict[str, float]:
     return dict(found)
 
 
-def kernel_rows(found: dict[str, Any]) -> list[dict[str, str]]:
+def kernel_rows(found: dict[str, Any]) -> list[list[str]]:
     """Return the rows of a table of what `profiled` found."""
     times = {"a step": found["step_ms"], "its kernels": found["kernel_ms"]} | found["largest"]
-    return [{"kernel": name[:100].replace("|", "/"), "ms": f"{milliseconds:,.2f}",
-             "share": f"{milliseconds / found['kernel_ms']:.1%}"}
+    return [[name[:100], f"{milliseconds:,.2f}", f"{milliseconds / found['kernel_ms']:.1%}"]
             for name, milliseconds in times.items()]
 
 

@@ -14,13 +14,12 @@ from itertools import cycle
 from pathlib import Path
 
 import click
-from tabulate import tabulate
 
 from basics.errors import UserError, print_line
 from lab.compare.results import Result, read_result
 from lab.compare.tokens_to_loss import first_reaching
 from lab.stats import Difference
-from lab.table import UNKNOWN
+from lab.table import UNKNOWN, Column, Table
 from reporting.summary import FINISHED
 
 RECIPES = {"bytes-muon": ("bytes-original", "bytes-adamw"),
@@ -52,6 +51,11 @@ class Variant:
     def tokens(self) -> float:
         return statistics.fmean(run.figures["tokens"] for run in self.runs.values())
 
+    @property
+    def cells(self) -> list[str]:
+        return [self.name, f"{self.tokens:,.0f}",
+                f"{statistics.fmean(self.losses.values()):.3f} ({len(self.runs)} seeds)"]
+
 
 def read_variants(sweep_dir: Path) -> list[Variant]:
     """Read the variants of a sweep, in order of their tokens; empty if there is no such sweep."""
@@ -71,7 +75,29 @@ def rows_of(sweeps_dir: Path) -> Iterator[list[str]]:
     for name, baselines in RECIPES.items():
         for baseline in (found for each in baselines for found in read_variants(sweeps_dir / each)):
             for recipe in read_variants(sweeps_dir / name):
-                yield [*_compare(baseline, recipe), *_reached(baseline, recipe)]
+                yield compare(baseline, recipe)
+
+
+def compare(baseline: Variant, recipe: Variant) -> list[str]:
+    """Return the cells of a row: both variants, the difference of their losses, and after how many
+    tokens the recipe had the baseline's loss."""
+    seeds = sorted(baseline.runs.keys() & recipe.runs.keys())
+    difference = Difference.of([recipe.losses[seed] - baseline.losses[seed] for seed in seeds])
+    cells = [*baseline.cells, recipe.cells[0], recipe.cells[1],
+             f"{recipe.tokens / baseline.tokens:.0%}", recipe.cells[2],
+             f"{difference.mean:+.3f}" if difference else UNKNOWN,
+             interval_of(difference, "{:+.3f} to {:+.3f}")]
+    reached = [first_reaching(recipe.runs[seed].records, baseline.losses[seed]) for seed in seeds]
+    if not seeds or None in reached:
+        return [*cells, "not reached" if seeds else UNKNOWN, UNKNOWN, UNKNOWN]
+    shares = Difference.of([found.tokens / baseline.runs[seed].figures["tokens"]
+                            for seed, found in zip(seeds, reached, strict=True)])
+    return [*cells, f"{statistics.fmean(found.tokens for found in reached):,.0f}",
+            f"{shares.mean:.1%}", interval_of(shares, "{:.1%} to {:.1%}")]
+
+
+def interval_of(found: Difference | None, text: str) -> str:
+    return text.format(*found.interval) if found and found.interval else UNKNOWN
 
 
 def draw(sweeps_dir: Path, path: Path) -> None:
@@ -99,42 +125,6 @@ def draw(sweeps_dir: Path, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _compare(baseline: Variant, recipe: Variant) -> list[str]:
-    """Return the cells of both variants and of the difference of their losses."""
-    difference = Difference.of([recipe.losses[seed] - baseline.losses[seed]
-                                for seed in _common_seeds(baseline, recipe)])
-    return [
-        baseline.name, f"{baseline.tokens:,.0f}", _mean(baseline), recipe.name,
-        f"{recipe.tokens:,.0f}", f"{recipe.tokens / baseline.tokens:.0%}", _mean(recipe),
-        f"{difference.mean:+.3f}" if difference else UNKNOWN,
-        _interval(difference, "{:+.3f} to {:+.3f}"),
-    ]
-
-
-def _reached(baseline: Variant, recipe: Variant) -> list[str]:
-    """Return the tokens after which the recipe had the baseline's loss, and their share."""
-    seeds = _common_seeds(baseline, recipe)
-    reached = [first_reaching(recipe.runs[seed].records, baseline.losses[seed]) for seed in seeds]
-    if not seeds or None in reached:
-        return ["not reached" if seeds else UNKNOWN, UNKNOWN, UNKNOWN]
-    shares = Difference.of([found.tokens / baseline.runs[seed].figures["tokens"]
-                            for seed, found in zip(seeds, reached, strict=True)])
-    return [f"{statistics.fmean(found.tokens for found in reached):,.0f}", f"{shares.mean:.1%}",
-            _interval(shares, "{:.1%} to {:.1%}")]
-
-
-def _common_seeds(baseline: Variant, recipe: Variant) -> list[int]:
-    return sorted(baseline.runs.keys() & recipe.runs.keys())
-
-
-def _interval(found: Difference | None, text: str) -> str:
-    return text.format(*found.interval) if found and found.interval else UNKNOWN
-
-
-def _mean(variant: Variant) -> str:
-    return f"{statistics.fmean(variant.losses.values()):.3f} ({len(variant.runs)} seeds)"
-
-
 @click.command()
 @click.option("--sweeps-dir", type=click.Path(path_type=Path), default=Path("sweeps"),
               show_default=True)
@@ -147,7 +137,7 @@ def main(sweeps_dir: Path, chart: Path | None) -> None:
                         " run those commands first")
     if chart:
         draw(sweeps_dir, chart)
-    print_line(tabulate(rows, HEADS, tablefmt="github", disable_numparse=True))
+    print_line(Table(list(map(Column, HEADS)), rows).markdown())
 
 
 if __name__ == "__main__":

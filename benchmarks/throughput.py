@@ -25,13 +25,13 @@ import click
 import numpy as np
 import psutil
 import torch
-from tabulate import tabulate
 
 from basics.errors import one_line
 from basics.files import append_whole
 from basics.machine import code_version
 from benchmarks.systems import Task
 from lab.plan.setting import GPT2_SMALL, size_name
+from lab.table import Column, Table
 from preparation.token_stream import TokenFileWriter
 from reporting.metrics_file import read_metrics
 from reporting.speed import find_gpu, flops_per_token
@@ -205,10 +205,12 @@ def speed_table(lines: list[Line], flops: float, against: list[str]) -> list[str
     speeds = {name: statistics.median(known) for name, measured in rows.items() if (
         known := [line["tokens_per_second"] for line in measured if line["status"] == "ok"])}
     reference = next((line["losses"] for line in lines if line.get("losses")), [])
+    head = ["", "precision", "microbatch", "peak MiB", "tokens/s", "MFU", "compiling, s",
+            "CPU ms a step", "losses off", *(f"/ {name}" for name in against)]
     cells = []
     for name, measured in rows.items():
         if name not in speeds:
-            cells.append([name, f"failed: {measured[-1]['reason']}".replace("|", "/")])
+            cells.append([name, f"failed: {measured[-1]['reason']}", *[""] * (len(head) - 2)])
             continue
         one = next(line for line in measured if line["status"] == "ok")
         gpu, off = find_gpu(one["machine"]["device"]), one["losses"] or None
@@ -220,9 +222,7 @@ def speed_table(lines: list[Line], flops: float, against: list[str]) -> list[str
                 (off and losses_off(one, reference), ".4f"),
                 *((speeds[name] / speeds[other] if other in speeds else None, ".2f")
                   for other in against)))])
-    head = ["", "precision", "microbatch", "peak MiB", "tokens/s", "MFU", "compiling, s",
-            "CPU ms a step", "losses off", *(f"/ {name}" for name in against)]
-    return tabulate(cells, head, tablefmt="pipe", disable_numparse=True).splitlines()
+    return Table(list(map(Column, head)), cells).markdown().splitlines()
 
 
 @click.command()

@@ -45,7 +45,7 @@ def test_all_that_is_imported_is_declared():
     known = declared(PYPROJECT["project"]["dependencies"])
     optional = PYPROJECT["project"]["optional-dependencies"]
     extras = declared([package for extra in optional.values() for package in extra])
-    others = {"tiktoken_ext", "triton"}  # a part of tiktoken; comes with PyTorch for GPUs
+    others = {"tiktoken_ext"}  # a part of tiktoken
     assert imported_packages() - others <= known | extras
     assert not known & (extras | {"pytest", "transformers", "ruff", "datasets"})
 
