@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
@@ -31,9 +30,10 @@ from processes.watchdog import SMALLER, Watchdog
 from tests.support.runs import (
     SETTINGS,
     last_line_of_ours,
+    struck_by,
     summary_of,
     thorough_but,
-    wait_for,
+    wait_until,
     with_deadlines,
     with_fault,
 )
@@ -411,10 +411,7 @@ def test_sighup_stops_a_run_but_stays_ignored_under_nohup(under_nohup):
     try:
         watchdog.start()
         signal.raise_signal(signal.SIGHUP)
-        until = time.monotonic() + 20
-        while not (watchdog.stop_signal or under_nohup):
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: watchdog.stop_signal or under_nohup)
         assert ("SIGHUP" in torchrun_signals()) is not under_nohup
         watchdog.stop()
         assert watchdog.stop_signal == (0 if under_nohup else signal.SIGHUP)
@@ -468,11 +465,8 @@ def assert_ends(process, run_dir, status):
     """Wait for the end of a run and of all processes that it has started."""
     process.join(timeout=90)
     assert process.exitcode == status  # None if it still runs
-    until = time.monotonic() + 20
     with suppress(ProcessLookupError):
-        while os.killpg(process.pid, 0) is None:
-            assert time.monotonic() < until, "a process is still running"
-            time.sleep(0.05)
+        wait_until(lambda: os.killpg(process.pid, 0))  # none of its group is left
     summary = summary_of(run_dir)
     assert (summary["status"], summary["reason"]) == ("stopped", "SIGTERM")
 
@@ -482,12 +476,7 @@ def assert_ends(process, run_dir, status):
 def test_a_signal_in_a_slow_step_ends_all_at_the_deadline(workplace, patient_dir, rank):
     marks = workplace.root / "marks"
     process = train(workplace, "train:slow:seconds=300:hit=7:rank=0", SOON | {MARKS: str(marks)})
-    wait_for(marks)
-    until = time.monotonic() + 60
-    while not (mark := marks.read_text()).endswith("\n"):
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    slow = int(mark.split()[3])
+    slow = struck_by(marks)
     workers = sorted(children_of(process.pid), key=lambda pid: pid != slow)
     os.kill(workers[rank], signal.SIGTERM)
     assert_ends(process, patient_dir, 128 + signal.SIGTERM)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import termios
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +28,7 @@ from tests.support.runs import (
     thorough_but,
     validations_of,
     wait_for,
+    wait_until_gone,
     weights_of,
     with_deadlines,
     with_fault,
@@ -243,10 +243,7 @@ def test_a_second_launch_is_refused_and_names_the_first(workplace, run_dir):
     assert f"another launch is training this run: process {pid} on " in second.stderr
     first.kill()  # torchrun: its processes must not live on
     first.join()
-    until = time.monotonic() + 40
-    while time.monotonic() < until and Path(f"/proc/{pid}").exists():
-        time.sleep(0.1)
-    assert not Path(f"/proc/{pid}").exists()
+    wait_until_gone([pid])
     succeeded(workplace.torchrun(2, "tiny"))
 
 

@@ -16,9 +16,11 @@ from basics.failpoints import MARKS, VARIABLE
 from tests.support.hub_server import Hub, tokens_hub_fixture  # noqa: F401
 from tests.support.runs import (
     metrics_of,
+    struck_by,
     summary_of,
     validations_of,
     wait_for,
+    wait_until_gone,
     weights_of,
     with_deadlines,
 )
@@ -163,10 +165,7 @@ def test_a_signal_to_one_node_stops_both_with_a_checkpoint(cluster, undisturbed,
 def test_a_node_that_ends_while_the_run_is_prepared_ends_the_other(cluster, number):
     marks = cluster.runs.root / "marks"
     cluster.start(environment={VARIABLE: "prepare:slow:rank=1:seconds=300", MARKS: str(marks)})
-    wait_for(marks)
-    while not (mark := marks.read_text()).endswith("\n"):
-        time.sleep(0.02)
-    slow = int(mark.split()[3])
+    slow = struck_by(marks)
     node = next(node for node in (0, 1) if slow in cluster.pids(node))
     os.kill(cluster.pids(node)[number == signal.SIGKILL], number)  # torchrun, or its process
     results = cluster.end()
@@ -255,10 +254,7 @@ def test_two_machines_that_lose_their_connection_end_and_resume_later(namespaces
     workers = [pid for agent in agents for pid in children_of(agent.pid)]
     assert len(workers) == 2
     ip("-n", namespaces[0], "link", "set", "cable", "down")
-    until = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}/exe").exists() for pid in workers):  # neither waits forever
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until_gone(workers)  # neither waits forever
     for agent in agents:
         agent.kill()  # torchrun itself waits for minutes
     lines = [[line for line in agent.communicate()[1].splitlines() if line.startswith("Error: ")]

@@ -29,6 +29,7 @@ from tests.support.runs import (
     summary_of,
     train_undisturbed,
     validations_of,
+    wait_until_gone,
     weights_of,
     with_deadlines,
 )
@@ -98,15 +99,8 @@ def kill_once(workplace, name):
         os.kill(pid, signal.SIGKILL)
     process.join(timeout=60)
     assert process.exitcode not in (None, 0), victim
-    wait_until_gone(workers, victim)
+    wait_until_gone(workers)
     return True
-
-
-def wait_until_gone(pids, victim):
-    until = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < until, f"a process is still running after {victim} was killed"
-        time.sleep(0.02)
 
 
 def test_a_command_typed_again_after_a_kill_is_not_refused(workplace, pytestconfig):
@@ -241,9 +235,7 @@ def train_until_copied(machine, copies, *, after):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.join(timeout=60)
-    while any(Path(f"/proc/{pid}/exe").exists() for pid in family):  # not those that have ended
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until_gone(family)
     return stdout.read_text()
 
 

@@ -80,12 +80,28 @@ def summary_of(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
+def wait_until(holds: Callable[[], object], *, seconds: float = 60) -> None:
+    """Wait until something holds; fail if it does not in time."""
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
 def wait_for(path: Path) -> None:
     """Wait until a file exists."""
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until, f"no {path}"
-        time.sleep(0.02)
+    wait_until(path.exists)
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+    """Wait until processes have ended; what is their parent need not have noticed."""
+    wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids))
+
+
+def struck_by(marks: Path) -> int:
+    """Wait until a failpoint has made its fault; return the process id in its mark."""
+    wait_until(lambda: marks.exists() and marks.read_text().endswith("\n"))
+    return int(marks.read_text().split()[3])
 
 
 @contextmanager
