@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # tried; no defaults
     "activation checkpointing": {"activation_checkpointing": True}}
 ARCHIVE = "on-gpu.tar.gz"
 RESERVE_SECONDS = 40  # of a call: to import PyTorch, to end the last row, and for the page
-SEARCH_TEST = "tests/trainer/test_microbatch_search.py"  # one test there needs a GPU
+SEARCH_TEST = "tests/test_search.py"  # one test there needs a GPU
 
 
 class Item(NamedTuple):
@@ -133,10 +133,10 @@ class Call(NamedTuple):
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "model.json").write_text(json.dumps(self.task("ours").shape))
         (run_dir / "train.json").write_text(config(1).model_dump_json(exclude_none=True))
-        return json.loads(run(
-            ["ddp_train.py", "search", "--runs-dir", str(run_dir.parent), "--nproc-per-node", "1",
+        run(["ddp_train.py", "search", "--runs-dir", str(run_dir.parent), "--nproc-per-node", "1",
              "--find-max-microbatch", "--memory-limit-gib", "40" if self.on_gpu else "0.2",
-             "--json"], folder, seconds))
+             "--save"], folder, seconds)
+        return json.loads((run_dir / "microbatch-search.json").read_text())
 
     def tests(self, arguments: list[str], folder: Path, seconds: float) -> Line:
         """Run tests that need a GPU and have not passed yet; each result is a line of its own."""

@@ -36,7 +36,6 @@ class Options:
     find_learning_rate: bool = False
     save: bool = False
     memory_limit_gib: float | None = None
-    json: bool = False
     prefetch: bool = False
     when_done: str | None = None
     began_at: int | None = None  # after a restart by torchrun: the step at which the launch began
@@ -59,7 +58,7 @@ class Options:
         of_training = [*["CHECKPOINT"] * bool(self.checkpoint), *given(
             max_steps=self.max_steps, fresh=self.fresh, after_checkpoint=self.after_checkpoint,
             when_done=self.when_done)]
-        of_search = given(save=self.save, memory_limit_gib=self.memory_limit_gib, json=self.json)
+        of_search = given(save=self.save, memory_limit_gib=self.memory_limit_gib)
         if of_search and not self.find_max_microbatch:
             raise UserError(f"{of_search[0]} needs --find-max-microbatch; see --help")
         if instead and (others := [*of_training, *instead[1:]]):
@@ -111,8 +110,6 @@ class Options:
               help="With --find-max-microbatch: write the result into train.json.")
 @click.option("--memory-limit-gib", type=ABOVE_0, metavar="GIB",
               help="With --find-max-microbatch: memory limit of a process; required on CPU.")
-@click.option("--json", is_flag=True,
-              help="With --find-max-microbatch: print the result as one JSON document.")
 def command_line(*, run: str, places: tuple[str, ...], datasets_dir: Path | None,
                  **options: Any) -> Options:
     """Train RUN, a directory in --runs-dir with a model.json and a train.json.

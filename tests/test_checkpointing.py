@@ -29,7 +29,6 @@ from checkpointing import (
     save_checkpoint,
 )
 from gpt import GPTModel
-from optim import learning_rate_at
 from processes.command_line import command_line
 from processes.launch import Process
 from processes.startup_agreement import Agreement
@@ -308,34 +307,6 @@ def test_each_machine_checks_its_own_copy(workplace, monkeypatch):
 def recorded(steps, learning_rate=0.01):
     return [{"global_step": step, "train_loss": None, "learning_rate": learning_rate}
             for step in steps]
-
-
-def test_other_defaults_than_in_earlier_launches_are_a_warning(workplace):
-    workplace.add_run(train={"optimizer": "muon", "learning_rate": None, "beta2": 0.9})
-    run, checkpoint = load_run(workplace.runs_dir, "tiny"), save(workplace.root, 3)
-    rates = recorded(range(4), learning_rate_at(run.train, 3, num_steps=9))
-    for before, wanted in (
-        (run.train.model_dump(), []),
-        (run.train.model_dump() | {"beta2": 0.7}, []),  # it is set
-        (run.train.model_dump() | {"schedule": None, "weight_decay": 0.1,
-                                     "beta1": 0.9},
-         ['"beta1": 0.9, "schedule": null, "weight_decay": 0.1 then']),
-    ):
-        run.summary_path.write_text(json.dumps({"train": before}))
-        found = resume_warnings(checkpoint, run, rates, data=checkpoint.meta.data, num_steps=9)
-        assert len(found) == len(wanted) and all(map(str.__contains__, found, wanted))
-
-
-def test_missing_records_are_one_warning_that_names_the_steps(workplace):
-    workplace.add_run()
-    checkpoint, run = save(workplace.root, 39), load_run(workplace.runs_dir, "tiny")
-    for steps, missing in (
-        ([4, 14, 16, 26, 36, 39], ""), ([], "1 to 40"), ([9, 19], "21 to 40"),
-        ([14, 39, 49], "1 to 5, 16 to 30"), ([10, 21, 32, 38], "1 to 1, 12 to 12, 23 to 23, ..."),
-    ):
-        found = resume_warnings(checkpoint, run, recorded(steps), data={}, num_steps=90)
-        assert [f"metrics.jsonl: the records of steps {missing} are missing;" in line
-                for line in found] == [True] * bool(missing)
 
 
 @pytest.mark.parametrize(("train", "was", "num_steps", "raised"), [

@@ -251,7 +251,6 @@ def test_bad_input_of_a_launch_is_reported_once(workplace, under_torchrun):
     ("--usd-per-hour 1e308", "'--usd-per-hour': 1e+308 is not in the range 0<x<=1000000"),
     ("--save", "--save needs --find-max-microbatch"),
     ("--memory-limit-gib 3", "--memory-limit-gib needs --find-max-microbatch"),
-    ("--json", "--json needs --find-max-microbatch"),
     ("--when-done", "--when-done"),
     ("--when-done=", "--when-done is empty; name a command"),
     ("--after-checkpoint=", "--after-checkpoint is empty; name a command"),

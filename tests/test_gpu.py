@@ -18,7 +18,7 @@ from tests.support.workplace import read_lines, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, read_ahead
 from tokens.token_file import TokenFile
-from trainer.compilation import ByLayer
+from trainer.losses import ByLayer
 from trainer.precision import autocast
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,9 @@
 """The training and the validation loss of a model, compiled if the run says so."""
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,22 +12,18 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from tqdm import tqdm
 
+from basics.errors import UserError, is_out_of_memory
 from basics.failpoints import failpoint
 from checkpointing import TrainingState
-from gpt import GPTModel
+from gpt import Block, GPTModel
 from optim import build_optimizer
 from processes.launch import Process, long_waits, share_cpu_cores
 from processes.watchdog import Watchdog
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatches, read_ahead
-from trainer.compilation import (
-    ByLayer,
-    choose_forward_options,
-    compile_now,
-    compiled,
-    keep_compiled_code,
-)
-from trainer.precision import autocast, kernel_name
+from trainer.precision import autocast, choose_forward_options, kernel_name
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def build_training_state(
@@ -35,12 +34,71 @@ def build_training_state(
     Args:
         train: after `resolve_for_device`.
     """
-    keep_compiled_code()
+    # PyTorch's default is a temporary directory, which a reboot clears. torch._dynamo reads the
+    # variable when it is imported, which building an optimizer does.
+    with suppress(RuntimeError):  # the user has no home directory
+        os.environ.setdefault(CACHE_VARIABLE, str(Path.home() / ".cache/ddp-train/inductor"))
     device = process.device
     torch.manual_seed(train.random_seed)
     model = GPTModel(model_config, choose_forward_options(model_config, train, device)).to(device)
     scaler = GradScaler(device.type, enabled=train.precision == "fp16")
     return TrainingState(model, build_optimizer(model, train, process), scaler)
+
+
+def compiled(function: Callable, model: GPTModel) -> Callable:
+    """Compile for fixed shapes. The settings are part of the cache's key, so all set them here."""
+    if model.config.drop_rate > 0:  # as eager code: inductor's masks depend on how graphs are cut
+        torch._inductor.config.fallback_random = True
+    # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs: the
+    # watchdog's thread would wait as well. Triton's launcher releases it.
+    torch._inductor.config.use_static_cuda_launcher = False
+    if torch.are_deterministic_algorithms_enabled():  # do not measure which kernel is fastest
+        torch._inductor.config.deterministic = True
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+class ByLayer(nn.Module):
+    """A model's training loss for DistributedDataParallel, with each layer compiled separately.
+
+    One compilation serves all layers. A layer's gradients are complete when its own backward pass
+    ends, so they are all-reduced while the backward pass goes on. With one graph for the whole
+    model, all gradients would become available only at the end of the backward pass.
+    """
+
+    def __init__(self, model: GPTModel) -> None:
+        super().__init__()
+        torch._dynamo.config.optimize_ddp = False  # do not cut a layer's graph at DDP's buckets
+        self.model = model
+        self._embed, self._run_block, self._loss = (
+            compiled(function, model)
+            for function in (GPTModel.embed, Block.forward, GPTModel.loss))
+
+    def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.model.transform(self._embed(self.model, token_ids), self._run_block)
+        return self._loss(self.model, x, targets)
+
+
+def compile_now(work: Callable[[], object]) -> None:
+    """Run something that compiles.
+
+    Raises:
+        UserError: it failed.
+        Exception: memory ran out, which is not a compile error.
+    """
+    try:
+        work()
+    # Dynamo, inductor, Triton, the C++ compiler and the cache raise errors of many types.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines()
+                 if line.strip() and not line.endswith("raised:")]
+        reason = (lines or [type(error).__name__])[0][:60].strip()
+        # A process that was killed while it compiled may have left a truncated file.
+        cache = os.environ.get(CACHE_VARIABLE, "PyTorch's cache of compiled code")
+        raise UserError(f"compiling failed: {reason}; install g++ and python3-dev if they are"
+                        f" missing, remove {cache} if a kill damaged it, or set"
+                        ' "compile": false') from None
 
 
 class Losses:
@@ -67,9 +125,10 @@ class Losses:
                 # Dynamo caches by code object: each of these functions has its own.
                 self.training = (ByLayer(model) if process.world_size > 1
                                  else compiled(lambda *batch: model(*batch), model))
-                compile_now(self._try_training, process.device)
+                compile_now(self._run_training)
                 if train.validates and (process.is_main or train.validate_on == "all"):
-                    compile_now(self._compile_validation, process.device)
+                    self._compiled_validation = compiled(lambda *batch: model(*batch), model)
+                    compile_now(self._run_validation)  # now: signals wait while it compiles
             if group is not None:
                 dist.barrier(group)
 
@@ -78,8 +137,7 @@ class Losses:
         shape = 2, self.train.microbatch_size, self.model.config.context_length
         return torch.zeros(shape, dtype=torch.int64, device=self.process.device)
 
-    def _try_training(self) -> None:
-        """Compile the training loss by running it once, before DDP wraps it."""
+    def _run_training(self) -> None:
         try:
             with autocast(self.train.precision, self.process.device):
                 value = self.training(*self._zeros())
@@ -88,9 +146,7 @@ class Losses:
             self.model.zero_grad()
 
     @torch.inference_mode()
-    def _compile_validation(self) -> None:
-        """Compile the validation loss now: signals wait while something compiles."""
-        self._compiled_validation = compiled(lambda *batch: self.model(*batch), self.model)
+    def _run_validation(self) -> None:
         self.model.eval()
         self.validation(*self._zeros())
         self.model.train()

@@ -1,4 +1,4 @@
-"""Search for the largest microbatch that fits in memory and the fastest one."""
+"""Search for the largest microbatch that fits in memory, and the fastest one."""
 
 import json
 import math
@@ -8,25 +8,15 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from basics.cli import print_json
-from basics.errors import (
-    FAILED,
-    STOP_SIGNALS,
-    UserError,
-    print_error,
-    print_line,
-    says_out_of_memory,
-)
+from basics.errors import FAILED, STOP_SIGNALS, UserError, print_line, says_out_of_memory
 from basics.files import write_atomically
 from basics.json_files import read_json_object, set_number, to_json
 from basics.text import gib
 from processes.command_line import Options
 from processes.launch import num_gpus, spans_nodes, start_torchrun
-from reporting.speed import CARDS_GIB, usable_gib
 from run_config import RENAMED_KEYS, Run, load_run
 from tokens.batch_plan import nearest_divisors
 from trainer.microbatch_trial import TRIAL_VARIABLE, Trial
@@ -36,7 +26,6 @@ GROWTH = 4  # times the largest that fits: tried without a line, and trusted of 
 SAFETY = 0.9  # share of a larger prediction that is tried: small microbatches may mislead
 MAX_GROWTH = 64  # times the largest that fits: never extrapolate further
 STEP_BACK = 0.03  # from a microbatch that did not fit; 4 times as much after each in a row
-MIN_RISE = 0.01  # of the fixed part: a memory line that rises less is noise
 
 
 def search(script: str, options: Options, num_processes: int) -> None:
@@ -48,36 +37,40 @@ def search(script: str, options: Options, num_processes: int) -> None:
     Raises: UserError: not even a microbatch of 1 fits, or a trial failed for another reason.
     """
     run, on_gpu = check_search(options, num_processes), num_gpus() > 0
-    say = print_error if options.json else print_line
     memory = "     allocated      reserved" if on_gpu else "      resident        mapped"
-    say(f"microbatch {memory}     tokens/s")
+    print_line(f"microbatch {memory}     tokens/s")
 
     def try_size(size: int) -> Trial:
-        trial = try_microbatch([script, *sys.argv[1:]], size, num_processes, on_gpu=on_gpu)
-        say(f"{size:>10,} {gib(trial.allocated_gib * 2**30):>14}"
-            f" {gib(trial.reserved_gib * 2**30):>13} {trial.tokens_per_second:>12,.0f}"
-            if trial.fits else f"{size:>10,} {'out of memory':>28}")
+        trial = try_microbatch(script, size, num_processes, on_gpu=on_gpu)
+        print_line(f"{size:>10,} {gib(trial.allocated_gib * 2**30):>14}"
+                   f" {gib(trial.reserved_gib * 2**30):>13} {trial.tokens_per_second:>12,.0f}"
+                   if trial.fits else f"{size:>10,} {'out of memory':>28}")
         return trial
 
     trials = find_max_microbatch(try_size)
-    if not trials[0].fits:
+    fitting, failure = by_size(trials)
+    if not fitting:
         raise UserError(f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
                         " context_length smaller, or use a larger card (see: lab plan)")
-    result = document(run, trials, num_processes)
-    say("\n".join(result_lines(result, on_gpu=on_gpu)))
+    largest = fitting[-1].microbatch_size
+    limit = "" if failure == largest + 1 else (
+        f" (larger ones were not tried: limit of {MAX_TRIALS} trials)" if failure is None else
+        f" ({failure:,} did not fit; none between was tried: limit of {MAX_TRIALS} trials)")
+    print_line(f"largest microbatch: {largest:,}{limit}")
+    fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
+    print_line(f"fastest microbatch: {fastest.microbatch_size:,}"
+               f" ({fastest.tokens_per_second:,.0f} tokens/s)")
     if options.save:
-        say(save_result(run, trials, num_processes))
-    if options.json:
-        print_json(result)
+        print_line(save_result(run, trials, num_processes))
 
 
 def check_search(options: Options, num_processes: int) -> Run:
     """Return the run, if it can be searched. Raises: UserError."""
-    run, on_gpu = load_run(options.runs_dir, options.run), num_gpus() > 0
+    run = load_run(options.runs_dir, options.run)
     if spans_nodes():
         raise UserError("--find-max-microbatch runs on one machine: start it there without"
                         " torchrun, or with --nnodes 1")
-    if not on_gpu and options.memory_limit_gib is None:
+    if not num_gpus() and options.memory_limit_gib is None:
         raise UserError("--find-max-microbatch without a GPU: give --memory-limit-gib, the memory"
                         " that a process may use")
     batch = run.train.global_batch_size
@@ -88,7 +81,7 @@ def check_search(options: Options, num_processes: int) -> Run:
     return run
 
 
-def try_microbatch(command: list[str], microbatch_size: int, num_processes: int, *,
+def try_microbatch(script: str, microbatch_size: int, num_processes: int, *,
                    on_gpu: bool = True, prefetches: bool = False) -> Trial:
     """Train a few steps under torchrun; return what they took.
 
@@ -96,7 +89,7 @@ def try_microbatch(command: list[str], microbatch_size: int, num_processes: int,
     a microbatch above 1 counts as one that does not fit.
 
     Args:
-        command: ddp_train.py and its arguments.
+        script: ddp_train.py, which gets the arguments of this process.
         on_gpu: False where the address space has a limit.
         prefetches: compile the validation, too; not where another program uses the GPU.
 
@@ -108,7 +101,7 @@ def try_microbatch(command: list[str], microbatch_size: int, num_processes: int,
             "microbatch_size": microbatch_size, "result_path": str(result_path),
             "prefetches": prefetches})
         try:
-            status = start_torchrun(command[0], command[1:], num_processes=num_processes,
+            status = start_torchrun(script, sys.argv[1:], num_processes=num_processes,
                                     logs_dir=Path(folder) / "logs")
         finally:
             del os.environ[TRIAL_VARIABLE]
@@ -143,7 +136,8 @@ def find_max_microbatch(try_size: Callable[[int], Trial]) -> list[Trial]:
             break
         low, predicted = fitting[-1].microbatch_size, math.inf
         if len(fitting) > 1:
-            fixed, slope = fit_memory(fitting[-2:])
+            slope, fixed = np.polyfit([trial.microbatch_size for trial in fitting[-2:]],
+                                      [trial.demand_gib for trial in fitting[-2:]], 1)
             predicted = (fitting[-1].capacity_gib - fixed) / slope if slope > 0 else math.inf
         if failure is not None:
             guess = predicted
@@ -166,51 +160,6 @@ def by_size(trials: list[Trial]) -> tuple[list[Trial], int | None]:
     """Return the trials that fitted, by size, and the smallest microbatch that did not fit."""
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda one: one.microbatch_size)
     return fitting, min((one.microbatch_size for one in trials if not one.fits), default=None)
-
-
-def fit_memory(fitting: list[Trial]) -> tuple[float, float]:
-    """Fit the demand by least squares: GiB beside the microbatch, and GiB of each sequence."""
-    slope, fixed = np.polyfit([trial.microbatch_size for trial in fitting],
-                              [trial.demand_gib for trial in fitting], 1)
-    return float(fixed), float(slope)
-
-
-def document(run: Run, trials: list[Trial], world_size: int) -> dict[str, Any]:
-    """Return the result as a JSON document; None for what is not known."""
-    fitting, failure = by_size(trials)
-    fixed, slope = fit_memory(fitting[len(fitting) > 2 :]) if len(fitting) > 1 else (None, None)
-    return {
-        "schema": "find-max-microbatch/1", "run": run.name, "world_size": world_size,
-        "largest": fitting[-1].microbatch_size,
-        "fastest": max(fitting, key=lambda trial: trial.tokens_per_second).microbatch_size,
-        "smallest_that_did_not_fit": failure,
-        "memory_gib": None if slope is None else {"fixed": fixed, "a_sequence": slope},
-        "trials": [asdict(trial) for trial in trials],
-    }
-
-
-def result_lines(result: dict[str, Any], *, on_gpu: bool) -> list[str]:
-    """Describe a document: the sizes, the memory, and what fits on other cards."""
-    largest, failure, memory = (
-        result[key] for key in ("largest", "smallest_that_did_not_fit", "memory_gib"))
-    if failure is None:
-        limit = f" (larger ones were not tried: limit of {MAX_TRIALS} trials)"
-    else:
-        limit = "" if failure == largest + 1 else (
-            f" ({failure:,} did not fit; none between was tried: limit of {MAX_TRIALS} trials)")
-    speed = max(trial["tokens_per_second"] for trial in result["trials"] if trial["fits"])
-    lines = [f"largest microbatch: {largest:,}{limit}",
-             f"fastest microbatch: {result['fastest']:,} ({speed:,.0f} tokens/s)"]
-    if memory is None or memory["a_sequence"] * largest < MIN_RISE * memory["fixed"]:
-        return [*lines, "memory hardly grows with these microbatches"]
-    fixed, slope = memory.values()
-    lines.append(f"{'memory' if on_gpu else 'mapped memory'}: {gib(fixed * 2**30)}"
-                 f" + {gib(slope * 2**30)} a sequence")
-    if on_gpu:
-        cards = {card: int((usable_gib(card) - fixed) / slope) for card in CARDS_GIB}
-        lines.append("largest by that line on a card of " + ", ".join(
-            f"{card} GiB: {f'{size:,}' if size >= 1 else 'none'}" for card, size in cards.items()))
-    return lines
 
 
 def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:

@@ -1,4 +1,4 @@
-"""The number format and the attention kernel of a run: decided once, before anything is built."""
+"""The number format, attention kernel and form of the forward pass, decided before building."""
 
 import os
 import warnings
@@ -9,10 +9,12 @@ from torch.nn.attention import SDPBackend
 
 from basics.errors import UserError, first_line, is_out_of_memory
 from gpt import KERNELS, ForwardOptions, attend
+from ops.sizes import head_chunk_tokens
 from run_config import ModelConfig, Precision, TrainConfig
 
 DTYPES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # any of these makes bf16 fast
+HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 
 
 def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
@@ -47,6 +49,25 @@ def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
     return train.model_copy(update={
         "precision": precision, "attention": attention, "residual_dtype": residual_dtype,
         "compile": on_gpu if train.compile is None else train.compile})
+
+
+def choose_forward_options(model: ModelConfig, train: TrainConfig,
+                           device: torch.device) -> ForwardOptions:
+    """Return how the forward pass is computed on a device.
+
+    Args:
+        train: after `resolve_for_device`.
+    """
+    on_gpu, in_16_bits = device.type == "cuda", train.precision in ("bf16", "fp16")
+    is_eager_on_cpu = not on_gpu and not train.compile
+    return ForwardOptions(
+        residual_dtype=torch.bfloat16 if train.residual_dtype == "bf16" else None,
+        head_chunk_tokens=head_chunk_tokens(model, train, is_eager_on_cpu=is_eager_on_cpu),
+        activation_checkpointing=train.activation_checkpointing,
+        head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
+        attention=("blocks" if is_eager_on_cpu and in_16_bits and train.attention == "auto"
+                   else train.attention),
+    )
 
 
 def autocast(precision: Precision | None, device: torch.device) -> torch.autocast:
@@ -89,15 +110,6 @@ def kernel_name(model: ModelConfig, train: TrainConfig, device: torch.device,
     q, k, v = _zeros(model, train, device)
     chosen = torch._fused_sdp_choice(q, k, v, dropout_p=model.drop_rate, is_causal=True)
     return SDPBackend(chosen).name.split("_")[0].lower()
-
-
-def remedy(kernel: str) -> str:
-    """Return what to change where gradients stop being finite, as the end of a sentence."""
-    others = "with a lower learning_rate, or with precision bf16 or fp32"
-    if kernel != "cudnn":
-        return others
-    return ('with attention "flash": cuDNN\'s backward pass has been reported to give NaN at large'
-            f" batches; if that does not help, {others}")
 
 
 def _zeros(model: ModelConfig, train: TrainConfig, device: torch.device) -> tuple[Tensor, ...]:

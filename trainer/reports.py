@@ -2,7 +2,7 @@
 
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from reporting.summary import RunEnd, StopReason
 from trainer.background_saver import BackgroundSaver
 from trainer.diagnostics import Diagnostics
 from trainer.losses import Losses
-from trainer.precision import autocast, remedy
+from trainer.precision import autocast
 from trainer.side_processes import SideProcesses, after_checkpoint_failed
 from trainer.startup import PreparedRun
 
@@ -52,7 +52,7 @@ class Reports:
         self.beside = SideProcesses(prepared, log=self.log, clock=clock, watchdog=watchdog)
         saver.after_write = self.beside.after_checkpoint.start
         watchdog.before_exit = self._before_exit
-        self._reports_speed = self._warns_of_cudnn = True
+        self._reports_speed = True
         self._has_ended = False  # the full summary is on disk
         self.code = code_version() if self.process.is_main else ""
 
@@ -112,15 +112,15 @@ class Reports:
                 self.log.record(probe.global_step, probe.numbers, window)
                 self.clock.count_diagnostics(probe.seconds)
             self.log.report_steps(window, self._machine(window))
-            if window.numbers["skipped_steps"]:
-                self._check_skipped_steps(window.global_step)
+            if self.window.longest_skipped >= self.run.train.max_skipped_steps:
+                self._end_skipping(window.global_step)
         gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         self.warn_of_failed_write()
         self.beside.warn()
         if says_speed:
             self._reports_speed = False
             if self.process.is_main:
-                self.log.say(self._speed(num_measured).line())
+                self._say_speed(num_measured)
 
     def _machine(self, window: Window) -> dict[str, Any]:
         """Return what the record of a window has of the machine: a new reading, and the MFU."""
@@ -131,22 +131,17 @@ class Reports:
         flops = speed * self.plan.tokens_per_step * flops_per_token(self.run.model)
         return reading | {"mfu": self._gpu.mfu(flops / self.process.world_size)}
 
-    def _check_skipped_steps(self, global_step: int) -> None:
-        """End a run whose gradients stay non-finite; name cuDNN's attention once: it may cause it.
-
-        Raises: AgreedError: on every rank.
-        """
-        num_skipped, advice = self.window.longest_skipped, remedy(self.losses.attention_kernel())
-        if num_skipped >= self.run.train.max_skipped_steps:
-            reason = (f"{self.run.run_dir}: the gradients of {num_skipped} steps in a row, up to"
-                      f" step {global_step + 1:,}, were not finite; resume from an earlier"
-                      f" checkpoint {advice}")
-            self.watchdog.before_exit("failed", reason)
-            raise AgreedError(reason, status=NON_FINITE)
-        if self._warns_of_cudnn and self.losses.attention_kernel() == "cudnn":
-            self._warns_of_cudnn = False
-            self.log.say(f"warning: by step {global_step + 1:,} gradients were not finite;"
-                         f" if that goes on, resume {advice}")
+    def _end_skipping(self, global_step: int) -> NoReturn:
+        """End a run whose gradients stay non-finite. Raises: AgreedError: on every rank."""
+        advice = "with a lower learning_rate, or with precision bf16 or fp32"
+        if self.losses.attention_kernel() == "cudnn":
+            advice = ('with attention "flash": cuDNN\'s backward pass has been reported to give'
+                      f" NaN at large batches; if that does not help, {advice}")
+        reason = (f"{self.run.run_dir}: the gradients of {self.window.longest_skipped} steps in a"
+                  f" row, up to step {global_step + 1:,}, were not finite; resume from an earlier"
+                  f" checkpoint {advice}")
+        self.watchdog.before_exit("failed", reason)
+        raise AgreedError(reason, status=NON_FINITE)
 
     def warn_of_failed_write(self) -> None:
         """Warn if the last checkpoint could not be written."""
@@ -154,12 +149,12 @@ class Reports:
             self.log.say(f"warning: {failure} in {self.run.checkpoints_dir}: each later"
                          " checkpoint tries again")
 
-    def _speed(self, num_steps: int) -> Speed:
-        """Return the speed of this launch's last `num_steps`."""
+    def _say_speed(self, num_steps: int) -> None:
+        """Print the speed of this launch's last `num_steps`, and what may explain it."""
         spent = self.clock.read_this_launch()
         seconds = spent[TRAINING] + spent[WAITING]
         self.meter.renew()
-        return Speed(
+        self.log.say(Speed(
             tokens_per_second=num_steps * self.plan.tokens_per_step / seconds,
             num_processes=self.process.world_size,
             flops_per_token=flops_per_token(self.run.model),
@@ -171,7 +166,7 @@ class Reports:
             microbatch_tokens=self.plan.tokens_per_microbatch,
             throttling=self.meter.throttling(),
             drop_rate=self.run.model.drop_rate,
-        )
+        ).line())
 
     def report_validation(self, global_step: int, loss: float, seconds: float) -> None:
         """Record a validation, and continue the run's `sample_prompts` with the model. Rank 0."""

@@ -1,13 +1,10 @@
 """Which checkpoint a launch resumes from, and whether it belongs to the run."""
 
-import json
 import socket
-from itertools import pairwise
 from typing import Any
 
 from basics.checkpoint_files import BEST, IDENTITY, LATEST, named_as_checkpoints, read_identity
 from basics.errors import UserError
-from basics.json_files import read_json_object
 from checkpointing import (
     Checkpoint,
     find_checkpoint,
@@ -17,7 +14,6 @@ from checkpointing import (
 )
 from optim import learning_rate_at, schedule_of
 from processes.command_line import Options
-from reporting.loss_window import REPORT_INTERVAL
 from run_config import Run
 from tokens.batches import RunData
 
@@ -107,8 +103,7 @@ def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, An
     """Return what is no error, but differs from the launches that trained the checkpoint.
 
     Args:
-        records: of `metrics.jsonl`. One of steps covers at most `REPORT_INTERVAL`; each checkpoint
-            has one.
+        records: of `metrics.jsonl`; each checkpoint has one of its last steps.
         data: as of `check_same_run`.
     """
     warnings, last_step = [], checkpoint.meta.global_step
@@ -117,30 +112,12 @@ def resume_warnings(checkpoint: Checkpoint, run: Run, records: list[dict[str, An
     if was != found:  # as another split can cause
         warnings.append(f"a validation has {found} sequences now, up to {checkpoint.name} it had"
                         f" {was}: best compares losses of both lengths")
-    try:  # what a run leaves to a default keeps its meaning only if the default stays
-        before = read_json_object(run.summary_path)["train"]
-        changed = {key: before[key] for key in ("beta1", "beta2", "learning_rate", "schedule",
-                                                "weight_decay")
-                   if key not in run.train.model_fields_set
-                   and before[key] != getattr(run.train, key)}
-    except (UserError, KeyError, TypeError):  # a summary of another version, or none
-        changed = {}
-    if changed:
-        warnings.append(f"{run.train_path}: other defaults than when the run began:"
-                        f" {json.dumps(changed)[1:-1]} then; to go on with these, set them"
-                        ' (schedule null: "constant")')
-    rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
-             if "train_loss" in record and record["global_step"] <= last_step}
-    gaps = [f"{before + 2:,} to {after - REPORT_INTERVAL + 1:,}" for before, after in pairwise(
-        [-1, *sorted(rates), last_step + REPORT_INTERVAL]) if after - before > REPORT_INTERVAL]
-    if gaps:
-        warnings.append(f"{run.metrics_path}: the records of steps {', '.join(gaps[:3])}"
-                        f"{', ...' * (len(gaps) > 3)} are missing; charts lack them")
+    last_rate = next((record.get("learning_rate") or 0.0 for record in records
+                      if "train_loss" in record and record["global_step"] == last_step), None)
     rate, next_rate = (learning_rate_at(run.train, step, num_steps=num_steps)
                        for step in (last_step, last_step + 1))
-    if last_step + 1 < num_steps and rate > RAISED * rates.get(last_step, rate):
+    if last_step + 1 < num_steps and last_rate is not None and rate > RAISED * last_rate:
         warnings.append(f"{run.train_path}: the schedule ({schedule_of(run.train)}, now"
-                        f" {num_steps:,} steps) raises the learning rate from"
-                        f" {rates[last_step]:.2g} to {next_rate:.2g}; README.md says how to train"
-                        " on")
+                        f" {num_steps:,} steps) raises the learning rate from {last_rate:.2g} to"
+                        f" {next_rate:.2g}; README.md says how to train on")
     return warnings

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from basics.checkpoint_files import (
-    LATEST,
-    Identity,
-    read_identity,
-    read_manifest,
-    write_identity,
-)
+from basics.checkpoint_files import LATEST, Identity, read_identity, read_manifest, write_identity
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.files import check_inside
-from checkpointing import (
-    Checkpoint,
-    TrainingState,
-    clean_up,
-    load_checkpoint,
-    renew_links,
-)
+from checkpointing import Checkpoint, TrainingState, clean_up, load_checkpoint
 from gpt import num_parameters
 from optim import schedule_of
 from preparation.ensure_dataset import provide_dataset
@@ -36,7 +23,7 @@ from processes.launch import Process, unused_gpus
 from processes.run_lock import seconds_before
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
-from reporting.metrics_file import read_metrics, read_records, remove_metrics_from, spent_before
+from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, has_status, write_status
 from reporting.tracker import check_tracker
@@ -114,13 +101,10 @@ class PreparedRun:
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
     def say_if_finished(self, process: Process) -> None:
-        """Say that nothing is left to train, if so, and renew the links. Rank 0; others return."""
+        """Say that nothing is left to train, if so. Rank 0; others return."""
         if self.is_finished and process.is_main:
             print_line(f"{self.run.name} is complete: {self.plan.num_steps:,} steps,"
                        f" {self.plan.num_tokens:,} tokens; --fresh starts it over")
-            if not (self.run.checkpoints_dir / LATEST).exists():
-                with suppress(OSError):  # a copy of the run may have come without its links
-                    renew_links(self.run.checkpoints_dir)
 
 
 def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:
@@ -138,7 +122,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     step = agreement.run
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
-    step("run directory", lambda: check_run_dir(run))
+    failpoint("prepare")
     step("tracker", lambda: check_tracker(run) if process.is_main else None)
     dataset_dir = options.datasets_dir / run.train.dataset
     step("dataset directory",
@@ -150,9 +134,9 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
         "checkpoint", lambda: json.dumps([has_status(run, FINISHED),
                                           *choose_checkpoint(run, options)])))
-    is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
     resume_from = step("resuming", lambda: check_resume_point(
-        run, name, data, thoroughly=is_first_reader) if name else None)
+        run, name, data, thoroughly=process.is_main_of_node and not process.is_main
+    ) if name else None)
     if resume_from is not None:
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
@@ -165,8 +149,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         records = step("records", lambda: read_metrics(run.metrics_path))
         *spent, energy_kwh = step("spent", lambda: spent_before(records, run.summary_path))
         clock.count_lost(*spent)
-    warnings += [*unused_options(run.model, run.train),
-                 clock.set_price(run.train.usd_per_hour)]
+    warnings += [*unused_options(run.model, run.train), clock.set_price(run.train.usd_per_hour)]
     if not options.fresh:
         clock.count_lost(seconds_before(run.run_dir))  # of launches that were killed
     if resume_from is not None:
@@ -175,8 +158,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
                            tuple(filter(None, warnings)), energy_kwh)
     goes_on = not prepared.is_trained  # each node by its own train.json: all take both steps
-    step("budget", lambda: check_budget(run, clock) if goes_on else None)
-    step("disk space", lambda: check_disk_space(run) if goes_on and process.is_main else None)
+    step("room", lambda: check_room(run, clock, process) if goes_on else None)
     return prepared
 
 
@@ -213,52 +195,30 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
     return state
 
 
-def check_run_dir(run: Run) -> None:
-    """Refuse links, pipes and other unexpected entries where a run reads and writes."""
-    failpoint("prepare")
-    for path in (run.checkpoints_dir, run.run_dir / "set-aside"):
-        check_inside(path, run.run_dir, "--runs-dir")
-        if (path.exists() or path.is_symlink()) and not path.is_dir():
-            raise UserError(f"{path}: is not a directory; move it away")
-    for path in (run.metrics_path, run.samples_path, run.evaluations_path, run.summary_path,
-                 run.heartbeat_path):
-        read_records(path)
-
-
-def check_disk_space(run: Run) -> None:
-    """Refuse to train if the next checkpoint could not be saved.
-
-    Raises: UserError: the disk has no space for it.
-    """
+def check_room(run: Run, clock: PhaseClock, process: Process) -> None:
+    """Refuse to train without budget or without disk space for a checkpoint. Raises: UserError."""
+    seconds_left, spent = nearest_limit(run.train, clock)
+    if seconds_left <= 0:
+        raise UserError(f"{run.train_path}: {spent}; raise it to go on")
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
     disk = shutil.disk_usage(place)
     needed = checkpoint_bytes(run.model, run.train, num_parameters(run.model))
     is_known = disk.total > 0  # a mount of an object store may have no size
-    if is_known and disk.free < needed:
+    if process.is_main and is_known and disk.free < needed:
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
                         f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
-
-
-def check_budget(run: Run, clock: PhaseClock) -> None:
-    """Refuse to continue a run that has spent its budget. Raises: UserError."""
-    seconds_left, spent = nearest_limit(run.train, clock)
-    if seconds_left <= 0:
-        raise UserError(f"{run.train_path}: {spent}; raise it to go on")
 
 
 def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
     """Return a warning for options that are set but have no effect beside another one."""
     unused = (
+        (train.init_from is not None, "init_from", {"init"}),
         (train.optimizer == "adamw", 'optimizer "adamw"', {"momentum"}),
         (schedule_of(train) == "constant", 'schedule "constant"',
          {"decay_period_percent", "final_learning_rate_fraction"}),
         (train.weight_decay == 0 and train.decay_norms_and_biases, "weight_decay 0",
          {"decay_norms_and_biases"}),
         (model.tie_weights, "tie_weights", {"head_learning_rate"}))
-    warnings = []
-    if train.init_from is not None and "init" in model.model_fields_set:
-        warnings.append("init: no effect with init_from")
-    for is_so, reason, keys in unused:
-        if is_so and (found := sorted(keys & train.model_fields_set)):
-            warnings.append(f"{', '.join(found)}: no effect with {reason}")
-    return warnings
+    is_set = model.model_fields_set | train.model_fields_set
+    return [f"{', '.join(sorted(keys & is_set))}: no effect with {reason}"
+            for applies, reason, keys in unused if applies and keys & is_set]

@@ -8,17 +8,8 @@ import torch.distributed as dist
 from basics.errors import STOP_SIGNALS
 from gpt import num_parameters
 from processes.watchdog import Watchdog
-from reporting.clock import (
-    CHART,
-    CHECKPOINT,
-    COMPILE,
-    DIAGNOSTICS,
-    TRAINING,
-    VALIDATION,
-    WAITING,
-    PhaseClock,
-    nearest_limit,
-)
+from reporting import clock as phases
+from reporting.clock import PhaseClock, nearest_limit
 from reporting.loss_window import REPORT_INTERVAL
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND, checkpoint_bytes
 from reporting.summary import BUDGET, MAX_STEPS, SIGNAL, StopReason
@@ -36,7 +27,9 @@ class Stop:
         group: a gloo group, for numbers in host memory.
 
     Attributes:
-        reason: why the launch ends before that, if it does.
+        last_step: of this launch, if nothing ends it before; it may be taken already, by an earlier
+            launch, or by this one before torchrun's restart.
+        reason: why the launch ends before the run does, if so.
     """
 
     def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
@@ -45,23 +38,16 @@ class Stop:
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
         self._checkpoint_bytes = checkpoint_bytes(
             prepared.run.model, self._config, num_parameters(prepared.run.model))
-        self.reason = StopReason(MAX_STEPS, MAX_STEPS) if prepared.options.max_steps else None
-
-    @property
-    def last_step(self) -> int:
-        """The last step of this launch, if nothing ends it before; it may be taken already.
-
-        Earlier launches may have taken it, or this one, before torchrun's restart.
-        """
-        options, num_steps = self._prepared.options, self._plan.num_steps
-        began_at = self._prepared.first_step if options.began_at is None else options.began_at
-        return min(num_steps, began_at + (options.max_steps or num_steps)) - 1
+        options, num_steps = prepared.options, prepared.plan.num_steps
+        began_at = prepared.first_step if options.began_at is None else options.began_at
+        self.last_step = min(num_steps, began_at + (options.max_steps or num_steps)) - 1
+        self.reason = StopReason(MAX_STEPS, MAX_STEPS) if options.max_steps else None
 
     def after(self, global_step: int, *, is_report_due: bool) -> bool:
         """Return whether the launch ends with this step. Budgets are checked at reports."""
-        is_spent, checks_budget = False, is_report_due or self.is_save_due(global_step)
-        if checks_budget and global_step < self.last_step:
-            is_spent = self._watchdog.process.is_main and self._is_spent_after(global_step)
+        is_spent = (global_step < self.last_step and self._watchdog.process.is_main
+                    and (is_report_due or self.is_save_due(global_step))
+                    and self._is_spent_after(global_step))
         return self.is_asked(is_spent=is_spent) or global_step >= self.last_step
 
     def is_asked(self, *, is_spent: bool = False) -> bool:
@@ -103,17 +89,16 @@ class Stop:
         clock, plan, config = self._clock, self._plan, self._config
         spent = clock.read_this_launch()
         num_measured = global_step - self._prepared.first_step  # all but the first one
-        step = (spent[TRAINING] + spent[DIAGNOSTICS] + spent[WAITING]) / num_measured if (
-            num_measured) else spent[COMPILE]
+        seconds = sum(spent[each] for each in (phases.TRAINING, phases.DIAGNOSTICS, phases.WAITING))
+        step = seconds / num_measured if num_measured else spent[phases.COMPILE]
         num_batches = math.ceil(config.num_validation_sequences / plan.microbatch_size)
-        validation = clock.longest[VALIDATION] or (
+        validation = clock.longest[phases.VALIDATION] or (
             step / plan.gradient_accumulation_steps / 3 * num_batches)
-        save = clock.longest[CHECKPOINT] + clock.longest[CHART] or (
+        save = clock.longest[phases.CHECKPOINT] + clock.longest[phases.CHART] or (
             self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND)
-        last_step = self.last_step
-        ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, last_step) + 1)
+        ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, self.last_step) + 1)
         due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
-        num_saves = 1 + sum(self.is_save_due(step) for step in due if step != last_step)
+        num_saves = 1 + sum(self.is_save_due(step) for step in due if step != self.last_step)
         # A launch ends with a save, whose write may have to wait for the one before.
         seconds = (len(ahead) * step + num_saves * save
                    + sum(map(self.is_validation_due, due)) * validation

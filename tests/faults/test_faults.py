@@ -17,9 +17,11 @@ from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from checkpointing import newest_whole, open_checkpoint
+from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS
 from reporting.tracker import TrackedRun
 from run_config import load_run
+from tests.support.models import ONE_PROCESS
 from tests.support.runs import (
     SETTINGS,
     last_line_of_ours,
@@ -251,9 +253,9 @@ def test_too_little_disk_space_is_an_error_before_training(workplace, run_dir, m
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000, total=1))
     run = load_run(workplace.runs_dir, "tiny")
     with pytest.raises(UserError, match="a checkpoint takes .* GB, and the disk has 0.00 GB free"):
-        startup.check_disk_space(run)
+        startup.check_room(run, PhaseClock(), ONE_PROCESS)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=0))
-    startup.check_disk_space(run)  # a mount that tells no size
+    startup.check_room(run, PhaseClock(), ONE_PROCESS)  # a mount that tells no size
 
 
 @pytest.mark.parametrize("rank", thorough_but([0], [0, 1]))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 PRELOADED = ("torch._dynamo", "torch.distributed.run", "matplotlib.pyplot", "hypothesis", "pytest")
-CONFIGURATION = ("tests/trainer/test_against_reference.py::"
+CONFIGURATION = ("tests/test_reference.py::"
                  "test_a_configuration_trains_and_resumes_as_the_reference[{}]")
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
 LIMIT_SECONDS, UNBROKEN_SECONDS = 120.0, 900.0  # of a fault's tests; of all tests without a fault
@@ -41,7 +41,7 @@ class Fault:
     fault: str
     effect: str
     tests: tuple[str, ...] = ()
-    configurations: tuple[int, ...] = ()  # of tests/trainer/test_against_reference.py
+    configurations: tuple[int, ...] = ()  # of tests/test_reference.py
     hangs: bool = False  # whether a run beyond the time limit counts as caught
 
     @property

@@ -56,8 +56,6 @@ VARIANT = part(
     number_or_none="loss difference tokens_to_baselines_loss seconds usd", parts={
         "changes": dict[str, Any],
         "runs": list[part(text="run state", number_or_none="loss")]})
-TRIAL = part(whole="microbatch_size", flag="fits", text="device", number_or_none="allocated_gib"
-             " reserved_gib demand_gib capacity_gib tokens_per_second")
 REPORT = part(text="title", parts={"checks": list[part(text="name verdict text advice")]})
 LOSS = part(
     text="dataset split", whole="start_token num_tokens sequences", text_or_none="tokenizer text",
@@ -80,10 +78,6 @@ DOCUMENTS = {
     "compare/1": part(texts="notes", parts={"rows": list[COMPARED]}),
     "sweep/1": part(text="sweep base", text_or_none="stop_reason", texts="notes",
                     parts={"variants": list[VARIANT]}),
-    "find-max-microbatch/1": part(
-        text="run", whole="world_size largest fastest",
-        whole_or_none="smallest_that_did_not_fit", parts={
-            "memory_gib": part(number="fixed a_sequence") | None, "trials": list[TRIAL]}),
     "evaluate/1": part(parts={"models": list[MODEL]}),
     "doctor/1": part(text_or_none="run", flag="is_fit", parts={"reports": list[REPORT]}),
 }

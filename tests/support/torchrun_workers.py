@@ -23,7 +23,7 @@ from reporting.speed import find_gpu
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import TINY_TRAIN
-from trainer import background_saver, compilation, reports, stopping
+from trainer import background_saver, losses, reports, stopping
 from trainer.reports import Reports
 
 GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
@@ -118,8 +118,8 @@ def train_with_gpus() -> None:
 
 def count_compilations() -> None:
     """Be ddp_train.py with a fast backend; after each save rank 0 prints what was compiled."""
-    compile_with = compilation.torch.compile
-    compilation.torch.compile = lambda function, **options: compile_with(
+    compile_with = losses.torch.compile
+    losses.torch.compile = lambda function, **options: compile_with(
         function, backend="aot_eager", **options)
     charts, end = Reports.draw_charts, Reports.end
 

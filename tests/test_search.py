@@ -1,0 +1,583 @@
+"""The searches for a microbatch and for a learning rate, and --prefetch."""
+
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.numpy import save
+
+import ddp_train
+from basics.errors import BAD_INPUT, DISK_FULL, NON_FINITE, STOP_SIGNALS, UserError
+from basics.failpoints import VARIABLE
+from basics.files import lock_directory
+from ddp_train import TrainingStep, measure_microbatch
+from gpt import GPTModel
+from lab.plan.length import measured_speed
+from optim import set_rates
+from processes.command_line import Options
+from processes.launch import Process
+from processes.run_lock import lock_run, release_run
+from processes.signals import DEADLINES
+from processes.startup_agreement import AgreedError, Agreement
+from reporting import charts
+from run_config import ModelConfig, load_run
+from tests.support.hub_server import Fault, Hub, serving
+from tests.support.models import ONE_PROCESS, add_dataset_with_tokenizer, export, write_tokenizer
+from tests.support.runs import assert_refused, contents, run_in_process
+from tests.support.workplace import (
+    PROJECT_DIR,
+    TINY_MODEL,
+    run_command,
+    succeeded,
+    torchrun_command,
+    write_tokens,
+)
+from trainer import launcher, learning_rate_search, microbatch_search, microbatch_trial
+from trainer.learning_rate_search import (
+    CHART_NAME,
+    RATES,
+    run_range_test,
+    suggest,
+    suggested_rates,
+)
+from trainer.losses import build_training_state
+from trainer.microbatch_search import (
+    MAX_TRIALS,
+    by_size,
+    find_max_microbatch,
+    save_result,
+    search,
+    try_microbatch,
+)
+from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial, Trial, check_idle
+from trainer.precision import resolve_for_device
+
+# A sequence takes 20 MiB in one chunk, or 30 with gradient accumulation.
+LARGE_VOCABULARY = {"vocab_size": 20000, "context_length": 128, "emb_dim": 16, "n_layers": 1,
+                    "drop_rate": 0.0}
+
+
+def memory(fixed, slope, capacity, floor=0.0):
+    """Memory as a line over the microbatch, with a floor for the optimizer's step."""
+    def train(size):
+        demand = max(floor, fixed + slope * size)
+        if demand > capacity:
+            return Trial(size, fits=False)
+        return Trial(size, True, demand, demand, demand, capacity, 1000.0 - abs(size - 4))
+
+    return train
+
+
+@settings(max_examples=300)
+@example(fixed=2.0, slope=1.0, sequences=248.99999999999997, floor=1.0)
+@given(fixed=st.floats(0.5, 20), slope=st.floats(0.05, 4), sequences=st.floats(1.1, 250),
+       floor=st.floats(0, 1))
+def test_the_true_maximum_is_found_in_eight_trials(fixed, slope, sequences, floor):
+    capacity, floor = fixed + slope * sequences, fixed + 2 * slope * floor
+    if floor > capacity:
+        return
+    trials = find_max_microbatch(memory(fixed, slope, capacity, floor))
+    sizes = [trial.microbatch_size for trial in trials]
+    assert sizes[0] == 1 and len(set(sizes)) == len(sizes) <= MAX_TRIALS
+    fitting, failure = by_size(trials)
+    assert failure == fitting[-1].microbatch_size + 1, sizes
+
+
+@settings(max_examples=300)
+@given(fits_up_to=st.integers(1, 10_000), demand=st.sampled_from(["flat", "noisy", "falling"]))
+def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(fits_up_to, demand):
+    trials = find_max_microbatch(lambda size: Trial(
+        size, size <= fits_up_to, capacity_gib=80.0,
+        demand_gib={"flat": 1.0, "noisy": 1.0 + hash(size) % 7, "falling": 10.0 / size}[demand]))
+    assert len(trials) <= MAX_TRIALS and trials[0].fits
+
+
+@pytest.mark.parametrize(("train", "largest", "world_size", "size", "message"), [
+    ({"global_batch_size": 96, "gradient_accumulation_steps": None}, 37, 1, 32,
+     "microbatch_size 32; x accumulation 3 x 1 = global batch 96 (kept)"),
+    ({"global_batch_size": 96, "gradient_accumulation_steps": None}, 200, 8, 12,
+     "microbatch_size 12; x accumulation 1 x 8 = global batch 96 (kept)"),
+    ({"microbatch_size": None, "minibatch_size": 3}, 5, 2, 5,  # an old name
+     "microbatch_size 5; x accumulation 2 x 2 = global batch 20 (it follows the microbatch"),
+])
+def test_saving_keeps_the_global_batch_and_every_other_key(workplace, train, largest, world_size,
+                                                           size, message):
+    path = workplace.add_run(train=train) / "train.json"
+    before = json.loads(path.read_text())
+    trials = [Trial(1, True, tokens_per_second=100.0),
+              Trial(largest, True, tokens_per_second=200.0)]
+    assert message in save_result(load_run(workplace.runs_dir, "tiny"), trials, world_size)
+    key = "minibatch_size" if "minibatch_size" in before else "microbatch_size"
+    assert list(json.loads(path.read_text()).items()) == list((before | {key: size}).items())
+    speed, processes, _ = measured_speed(load_run(workplace.runs_dir, "tiny"))
+    assert speed == pytest.approx(100 + 100 * (size - 1) / (largest - 1))  # between the two
+    assert processes == world_size
+
+
+def simulated_search(workplace, monkeypatch, *, capacity, num_processes=1, **options):
+    """Run `search` with simulated trials of 1 GiB + 0.5 GiB per sequence.
+
+    It never initialises CUDA, whose context would take memory that the trials measure.
+    """
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+    monkeypatch.setattr(microbatch_search, "try_microbatch",
+                        lambda script, size, *_, **__: memory(1.0, 0.5, capacity)(size))
+    search("ddp_train.py", Options("tiny", runs_dir=workplace.runs_dir,
+                                   **{"memory_limit_gib": 20.0} | options), num_processes)
+
+
+def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys):
+    path = workplace.add_run(train={
+        "global_batch_size": 12, "gradient_accumulation_steps": None, "microbatch_size": 5,
+    }) / "train.json"  # 5 does not divide 12: the search corrects it
+    simulated_search(workplace, monkeypatch, capacity=3.7, save=True)
+    text = capsys.readouterr().out
+    assert tried(text)[5] and not tried(text)[6]
+    assert re.search(r"^ +5 +3\.50 GiB +3\.50 GiB +999$", text, re.MULTILINE)
+    assert "\nlargest microbatch: 5\nfastest microbatch: 4 (1,000 tokens/s)\n" in text
+    assert "resident        mapped" in text  # on a CPU
+    assert f"saved in {path}: microbatch_size 4; x accumulation 3 x 1" in text
+    assert json.loads(path.read_text())["microbatch_size"] == 4
+    trials = json.loads(path.with_name("microbatch-search.json").read_text())["trials"]
+    assert [trial["fits"] for trial in trials if trial["microbatch_size"] == 6] == [False]
+
+
+@pytest.mark.parametrize(("train", "options", "message"), [
+    ({}, {"memory_limit_gib": None}, "without a GPU: give --memory-limit-gib"),
+    ({}, {"capacity": 1.2}, "not even a microbatch of 1 fits"),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 9, "microbatch_size": 1},
+     {"num_processes": 2}, "global_batch_size 9 is not divisible by 2 processes, so nothing"),
+])
+def test_a_search_that_is_impossible_says_why(workplace, monkeypatch, train, options, message):
+    workplace.add_run(train=train)
+    before = workplace.files()
+    with pytest.raises(UserError, match=message):
+        simulated_search(workplace, monkeypatch, **{"capacity": 3.7, "save": True} | options)
+    assert workplace.files() == before
+
+
+def tried(output):
+    """Read the table of trials: whether each microbatch fitted."""
+    rows = re.findall(r"^ +([\d,]+) +(\d|out of memory)", output, re.MULTILINE)
+    return {int(size.replace(",", "")): result != "out of memory" for size, result in rows}
+
+
+LOST_PEER = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer"
+
+
+@pytest.mark.parametrize(("on_gpu", "size", "errors", "stderr", "message"), [
+    (True, 3, ["out of memory: RuntimeError: of the compiler", LOST_PEER], "", None),
+    (True, 3, [], "torch.AcceleratorError: CUDA error: out of memory", None),
+    (False, 3, [LOST_PEER], "", None),  # on a CPU libraries crash
+    (False, 1, ["UserError: attention is"], "", "microbatch 1 failed: UserError: attention is"),
+    (True, 3, ["KeyError: x", LOST_PEER], "", "microbatch 3 failed: KeyError: x"),
+    (True, 3, [], "a line\nthe last line\n", "microbatch 3 failed: the last line"),
+    (True, 3, [], "", "microbatch 3 failed: exit status 139"),
+])
+def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(monkeypatch, on_gpu, size,
+                                                                    errors, stderr, message):
+    def start(script, arguments, *, num_processes, logs_dir):
+        logs_dir.mkdir()
+        (logs_dir / "stderr.log").write_text(stderr)
+        for rank, text in enumerate(errors):  # in the order in which they fail
+            path = logs_dir.parent / f"result.rank{rank}"
+            path.write_text(text)
+            os.utime(path, (rank, rank))
+        return 139
+
+    monkeypatch.setattr(microbatch_search, "start_torchrun", start)
+    if message is None:
+        assert not try_microbatch("ddp_train.py", size, 2, on_gpu=on_gpu).fits
+        return
+    with pytest.raises(UserError, match=message):
+        try_microbatch("ddp_train.py", size, 2, on_gpu=on_gpu)
+
+
+@pytest.fixture
+def trial_of(workplace, monkeypatch):
+    """Build a trial of the run `tiny` in this process."""
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+
+    def trial(microbatch_size, process=ONE_PROCESS):
+        monkeypatch.setenv(TRIAL_VARIABLE, json.dumps({
+            "microbatch_size": microbatch_size, "result_path": str(workplace.root / "result"),
+            "prefetches": False}))
+        options = Options("tiny", runs_dir=workplace.runs_dir, memory_limit_gib=1.0)
+        return MicrobatchTrial(options, process, Agreement.in_one_process())
+
+    yield trial
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_trial_includes_the_optimizers_state(workplace, monkeypatch, trial_of):
+    # At fp16's usual initial scale, the steps would overflow and be skipped.
+    workplace.add_run(model={"init": "torch", "tie_weights": True}, train={"precision": "fp16"})
+    states, take = [], TrainingStep.take
+    monkeypatch.setattr(TrainingStep, "take", lambda step, *args, **options: (
+        states.append(step.state), take(step, *args, **options)))
+    measure_microbatch(trial_of(2))
+    assert len(states) > 1
+    assert {float(each["step"]) for each in states[0].optimizer.state.values()} == {len(states)}
+    found = Trial(**json.loads((workplace.root / "result").read_text()))
+    assert found.fits and found.microbatch_size == 2 and found.device
+    assert found.tokens_per_second > 0 and found.capacity_gib == 1.0
+
+
+def test_a_process_that_fails_says_why_and_ends(workplace, monkeypatch, trial_of):
+    workplace.add_run()
+    statuses: list[int] = []
+    monkeypatch.setattr(microbatch_trial, "leave", statuses.append)
+    with trial_of(2).measuring():
+        raise MemoryError("of the host")
+    said = (workplace.root / "result.rank0").read_text()
+    assert said == "out of memory: MemoryError: of the host" and statuses == [1]
+
+
+@pytest.mark.parametrize(("keys", "world_size", "microbatches"), [
+    ({"gradient_accumulation_steps": 1}, 2, 1), ({"gradient_accumulation_steps": 64}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2),
+    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 8, 1)])
+def test_a_trial_accumulates_if_the_run_does(workplace, trial_of, keys, world_size, microbatches):
+    workplace.add_run(train=keys)
+    process = Process(0, 0, world_size, torch.device("cpu"))
+    assert trial_of(1, process).num_microbatches == microbatches
+
+
+def test_a_search_on_real_memory_with_two_processes(workplace):
+    workplace.add_run(model=LARGE_VOCABULARY, train={"head_chunks": 1})
+    before = workplace.files()
+    result = succeeded(workplace.ddp_train("tiny", "--find-max-microbatch", "--memory-limit-gib",
+                                           "0.12", "--nproc-per-node", "2"))
+    results = tried(result.stdout)
+    largest = max(size for size, fitted in results.items() if fitted)
+    assert f"\nlargest microbatch: {largest}\n" in result.stdout and largest > 1
+    assert results[largest + 1] is False
+    assert workplace.files() == before
+
+
+@pytest.mark.gpu
+def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace):
+    """Two layers and 6 GiB: a sequence takes about 0.2 GiB, by its logits."""
+    workplace.add_run(
+        model={"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
+               "n_layers": 2, "drop_rate": 0.0},
+        train={"precision": "bf16"})
+    result = succeeded(subprocess.run(
+        [*torchrun_command(1, "ddp_train.py"), *workplace.arguments(
+            "tiny", "--find-max-microbatch", "--memory-limit-gib", "6")],
+        capture_output=True, text=True, timeout=1200, cwd=PROJECT_DIR))  # up to 8 compilations
+    results = tried(result.stdout)
+    largest = max(size for size, fitted in results.items() if fitted)
+    assert largest > 4 and results[largest + 1] is False
+
+
+LONG_ENOUGH = {"min_train_tokens": -1, "gradient_accumulation_steps": 1}
+
+
+@pytest.fixture
+def tiny(workplace):
+    """A run that has enough steps on two processes."""
+    workplace.add_run(model={"n_layers": 1}, train=LONG_ENOUGH)
+    workplace.add_dataset(num_tokens=64 * len(RATES) + 1)
+    return load_run(workplace.runs_dir, "tiny")
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def curve(rate):
+    """A loss that is lowest at 0.01, noisy, and diverges above 0.1."""
+    noise = 0.1 * np.random.default_rng(0).standard_normal(len(RATES))
+    fall = 2.5 + 0.8 * np.abs(np.log10(rate / 0.01)) + np.maximum(0, rate - 0.1) * 40
+    return fall + noise[np.searchsorted(RATES, rate)]
+
+
+def change_config(run, changes):
+    values = json.loads(run.train_path.read_text())
+    run.train_path.write_text(json.dumps(values | changes))
+
+
+def test_only_a_loss_that_is_not_finite_or_a_lasting_rise_ends_the_test(one_process):
+    def run_test(losses):
+        """Run a test on a step that has these losses."""
+        watchdog = SimpleNamespace(process=ONE_PROCESS, start_hang_detection=lambda _: None)
+        remaining = iter(losses.tolist())
+        return run_range_test(lambda _: torch.tensor(next(remaining)), watchdog, 1.0)
+
+    for bad in (np.nan, np.inf):
+        losses = run_test(np.array([*curve(RATES)[:250], bad]))
+        assert losses == pytest.approx(curve(RATES)[:250].tolist())
+    one_is_high = np.full(len(RATES), 3.0)
+    one_is_high[100] = 20.0
+    assert len(run_test(one_is_high)) == len(RATES)
+
+
+def test_the_suggestion_follows_from_the_lowest_smoothed_loss():
+    assert suggest(curve(RATES)) == pytest.approx(learning_rate_search.FRACTION * 0.01, rel=0.3)
+    assert suggest(5 + 0.1 * np.random.default_rng(2).standard_normal(len(RATES))) is None  # noise
+    assert suggest(5 + np.log10(RATES / RATES[0])) is None  # only rises
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"embedding_learning_rate": 0.05, "matrix_learning_rate": 0.01},
+    {"optimizer": "muon", "matrix_learning_rate": 0.07, "vector_learning_rate": 0.002}])
+def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(workplace, options):
+    workplace.add_run(train=options)
+    run = load_run(workplace.runs_dir, "tiny")
+    optimizer = optimizer_of(run)
+    set_rates(optimizer, 0.003)
+    tested = [group["lr"] for group in optimizer.param_groups]
+    rates = suggested_rates(run.train, 0.003)
+    changed = replace(run, train=run.train.model_copy(update=rates))
+    assert [group["lr"] for group in optimizer_of(changed).param_groups] == pytest.approx(tested)
+    assert set(rates) >= {"learning_rate", *(key for key in options if key.endswith("_rate"))}
+
+
+def optimizer_of(run):
+    train = resolve_for_device(run.train, ONE_PROCESS.device)
+    return build_training_state(run.model, train, ONE_PROCESS).optimizer
+
+
+def find(workplace, rates):
+    """Run the test in this process, with other rates."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir,
+                      find_learning_rate=True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(learning_rate_search, "RATES", rates)
+            ddp_train.find_learning_rate(options, ONE_PROCESS, Agreement.in_one_process())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(tiny, workplace,
+                                                                          monkeypatch, capsys):
+    """Also where it diverges, and where the chart, the only new file, cannot be written."""
+    seen, take = [], TrainingStep.take
+
+    def watched(step, microbatches, **options):
+        microbatch = next(microbatches)
+        seen.append((microbatch.index, options["learning_rate"],
+                     step.state.model.token_embedding.weight.sum().item()))
+        return take(step, iter([microbatch]), **options)
+
+    def fail(path, _):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(TrainingStep, "take", watched)
+    monkeypatch.setattr(charts, "draw_by_hand", fail)
+    change_config(tiny, {"precision": "bf16", "optimizer": "muon"})
+    before = contents(workplace.root)
+    rates = np.geomspace(1e-3, 1e4, 150)
+    with pytest.raises(UserError, match=f"{CHART_NAME}: cannot be written: No space") as error:
+        find(workplace, rates)
+    assert error.value.status == DISK_FULL and contents(workplace.root) == before
+    output = capsys.readouterr().out
+    assert int(re.search(r"it diverged after (\d+) steps", output)[1]) < 150
+    assert float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1]) < 1
+    assert '"matrix_learning_rate": ' in output and "keep their ratio" in output
+    assert [index for index, _, _ in seen] == list(range(len(seen)))
+    assert [rate for _, rate, _ in seen] == pytest.approx(rates[: len(seen)].tolist())
+    train = resolve_for_device(tiny.train, ONE_PROCESS.device)
+    fresh = build_training_state(tiny.model, train, ONE_PROCESS)
+    assert seen[0][2] == fresh.model.token_embedding.weight.sum().item()
+
+
+def test_a_test_without_a_result_writes_nothing(tiny, workplace, monkeypatch):
+    before = contents(workplace.root)
+    for fault, status, message in (
+        ("gradient:nan", NON_FINITE, "the loss of the first step is not finite"),
+        ("no-place:nan", BAD_INPUT, "the loss fell at no learning rate"),
+    ):
+        monkeypatch.setenv(VARIABLE, fault)
+        with pytest.raises(AgreedError, match=message) as error:
+            find(workplace, np.geomspace(1e-12, 1e-11, 60))
+        assert error.value.status == status and contents(workplace.root) == before
+
+
+@pytest.mark.parametrize(("too_short", "message"), [
+    (False, "another launch"), (True, "takes 300 steps, and the run has 299")])
+def test_a_run_that_is_being_trained_or_has_too_few_steps_is_refused(tiny, workplace, monkeypatch,
+                                                                     too_short, message):
+    monkeypatch.setenv(DEADLINES, '{"orphans": 0}')  # it is refused at once
+    if too_short:
+        change_config(tiny, {"min_train_tokens": 32 * (len(RATES) - 1)})
+    else:
+        lock_run(tiny.run_dir)
+    before = contents(workplace.root)
+    try:
+        result = run_in_process(*workplace.arguments("tiny", "--find-learning-rate"),
+                                under_torchrun=too_short)
+    finally:
+        release_run()
+    assert_refused(result)
+    assert message in result.stderr and contents(workplace.root) == before
+
+
+def test_two_processes_leave_a_trained_run_as_it_was(tiny, workplace):
+    """Also one that was killed, which leaves its last heartbeat."""
+    succeeded(workplace.torchrun(1, "tiny", "--max-steps", "2"))
+    (tiny.run_dir / "heartbeat.json").write_text("{}")
+    before = contents(workplace.root)
+    result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2", "--find-learning-rate"))
+    assert result.stdout.count("suggestion") == 1
+    after, chart = contents(workplace.root), tiny.run_dir / CHART_NAME
+    assert Image.open(chart).size[0] > 100
+    assert after.pop(str(chart)) and after == before
+
+
+def test_ctrl_c_ends_all_processes_at_once_with_its_status(tiny, workplace):
+    before = contents(workplace.root)
+    fault = "train:signal:rank=0:hit=7:number=2;train:slow:seconds=0.05"
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", "--find-learning-rate",
+                                 **{VARIABLE: fault})
+    assert result.returncode == 128 + 2, result.stdout + result.stderr
+    assert "learning-rate test stopped: SIGINT" in result.stdout
+    assert "Traceback" not in result.stderr
+    assert contents(workplace.root) == before
+
+
+SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 128, "validation_batches": 1}
+
+
+def run_prefetch(workplace):
+    return run_in_process(*workplace.arguments("tiny", "--prefetch"))
+
+
+def prefetched(workplace):
+    return succeeded(run_prefetch(workplace)).stdout.splitlines()
+
+
+def test_all_that_is_there_is_verified_and_nothing_is_written(workplace):
+    source, _ = add_dataset_with_tokenizer(workplace)
+    write_tokenizer(source, vocab_size=257)
+    run_dir = workplace.add_run(train={"init_from": str(source)})
+    dataset_dir, before = workplace.datasets_dir / "tiny", workplace.files()
+    descriptor = lock_directory(run_dir)  # as while it trains
+    try:
+        lines = prefetched(workplace)
+    finally:
+        os.close(descriptor)
+    assert re.fullmatch(rf"dataset: {dataset_dir}: found, [\d.]+ MB, 0 of 3 files compared with the"
+                        r" hub's digests", lines[0])
+    assert lines[1] == "token ids: all are in the vocabulary of 257"
+    assert lines[2].startswith(f"tokenizer: {dataset_dir / 'tokenizer.json'}, ")
+    assert lines[3].startswith(f"initial weights: {source}: ")
+    assert lines[4] == "compiled code: none, the run is not compiled here"
+    assert lines[5].endswith("all that a launch needs is on this machine") and len(lines) == 6
+    assert workplace.files() == before
+
+
+def test_a_mistake_is_one_line(workplace):
+    def refuses(message):
+        result = run_prefetch(workplace)
+        assert result.returncode == 2 and message in result.stderr
+        assert result.stderr.count("\n") == 1
+
+    run_dir = workplace.add_run(train={"init_from": "nowhere"})
+    before = workplace.files()
+    refuses("no dataset there")
+    assert workplace.files() == before
+    workplace.add_dataset()
+    refuses("init_from: ")
+    shutil.rmtree(run_dir)
+    workplace.add_run()
+    write_tokens(workplace.datasets_dir / "tiny/train.safetensors",
+                 np.full(4000, 300, dtype=np.uint16))
+    refuses("has id 300, outside")
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub with a dataset and a model of the same name."""
+    tokens = (np.cumsum(np.random.default_rng(0).integers(1, 4, size=4000)) % 257).astype(np.uint16)
+    torch.manual_seed(0)
+    weights = export(GPTModel(ModelConfig(**TINY_MODEL)), tmp_path / "exported")
+    files = {"train.safetensors": save({"tokens": tokens}),
+             "validation.safetensors": save({"tokens": tokens[:500]}),
+             **{path.name: path.read_bytes() for path in weights.iterdir()}}
+    with serving(Hub(files, repository="someone/tiny", kind="any")) as hub:
+        yield hub
+
+
+def test_what_is_downloaded_is_verified(workplace, hub):
+    def from_hub():
+        """Start ddp_train.py anew: the hub's client reads its settings when it is imported."""
+        return run_command(sys.executable, "ddp_train.py",
+                           *workplace.arguments("tiny", "--prefetch"), **hub.environment(home))
+
+    home = workplace.root / "home"
+    workplace.add_run(train=SHORT | {"dataset": "someone/tiny", "init_from": "someone/tiny"})
+    hub.faults.append(Fault("/api/", times=-1, status=401))
+    result = from_hub()
+    assert_refused(result)
+    assert "someone/tiny on the Hugging Face hub" in result.stderr
+    hub.faults.clear()
+    lines = succeeded(from_hub()).stdout.splitlines()
+    assert ": downloaded, " in lines[0] and ", 2 of 2 files compared" in lines[0]
+    assert lines[3].startswith(f"initial weights: {home}/hub/models--someone--tiny/snapshots/")
+    assert ", 1 of 1 files compared" in lines[3]
+    path = workplace.datasets_dir / "someone/tiny/train.safetensors"
+    found, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    result = from_hub()
+    assert result.returncode == 2 and "is damaged: its SHA-256 is not" in result.stderr
+
+
+def test_the_step_is_compiled_by_as_many_processes_as_train(workplace, monkeypatch, capsys):
+    run_dir, asked, fits = workplace.add_run(train={"compile": True}), [], [True, False]
+    workplace.add_dataset()
+    monkeypatch.setattr(launcher, "try_microbatch", lambda script, *task, **options: (
+        asked.append((*task, options)), Trial(2, fits.pop(0)))[1])
+    options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir)
+    launcher.prefetch_run("ddp_train.py", options, replace(ONE_PROCESS, world_size=4))
+    assert "compiled code: of 4 processes\n" in capsys.readouterr().out
+    assert asked == [(2, 4, {"prefetches": True})]
+    with pytest.raises(UserError, match=f"{run_dir}/train.json: microbatch_size 2 does not fit"):
+        launcher.prefetch_run("ddp_train.py", options, replace(ONE_PROCESS, world_size=4))
+
+
+def test_a_gpu_in_use_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * 2**30, 80 * 2**30))
+    with pytest.raises(UserError, match="GPU 0 is in use, 10.0 of 80.0 GiB are free"):
+        check_idle(torch.device("cuda", 0))
+
+
+@pytest.mark.thorough
+def test_a_run_compiles_nothing_afterwards(workplace):
+    workplace.add_run(train=SHORT | {"compile": True})
+    workplace.add_dataset()
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(workplace.root / "cache")}
+    command = [sys.executable, "ddp_train.py", *workplace.arguments(
+        "tiny", "--nproc-per-node", "2")]
+    succeeded(run_command(*command, "--prefetch", **cache))
+    kept = set((workplace.root / "cache/fxgraph").glob("*/*"))
+    assert kept
+    succeeded(run_command(*command, **cache))
+    assert set((workplace.root / "cache/fxgraph").glob("*/*")) == kept
