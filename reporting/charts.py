@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
-SPIKE_REPORTS = 20  # reports before one, with which it is compared
-LEAST_SPIKE_REPORTS = 10  # at the beginning of a run, with at least so many
-LATEST_REPORTS = 5  # of them; their median follows a loss that falls fast
-SPIKE_DEVIATIONS, MIN_SPIKE = 7.0, 0.1  # how far above their median; at least so many nats
 USD_TICKS = 5
 MAX_POINTS, MAX_LAYER_POINTS = 400, 60  # more records are averaged down to as many points
 MAX_SECONDS = 900  # of a drawing; on a machine without spare cores it may take minutes
@@ -62,36 +58,33 @@ def draw_charts(run_dir: Path, records: Records) -> None:
     Args:
         records: the lines of `metrics.jsonl`.
     """
+    def draw(name: str, ylabel: str, plot: Callable[[Axes], object]) -> None:
+        def lay_out(figure: Figure) -> None:
+            axes = figure.subplots()
+            axes.set_title(run_dir.resolve().name)
+            _label_steps(axes)
+            axes.set_ylabel(ylabel)
+            plot(axes)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(frameon=False)
+
+        draw_by_hand(run_dir / name, lay_out)
+
     steps = [record for record in records if record.get("train_loss") is not None]
     validations = [record for record in records if record.get("validation_loss") is not None]
-    if measured := measured_steps(records):
+    timed = [record for record in steps if None not in (
+        record.get("slowest_step"), record.get("slowest_step_seconds"))]
+    if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(run_dir / "layers-chart.png",
-                     lambda figure: plot_layers(figure, measured, run_dir))
-    if not steps:
-        return
-    _draw(run_dir / "loss-chart.png", "loss (nats per token)",
-          lambda axes: _plot_losses(axes, steps, validations))
-    _draw(run_dir / "grad-norm-chart.png", "gradient norm",
-          lambda axes: _plot_grad_norms(axes, steps))
-    _draw(run_dir / "learning-rate-chart.png", "learning rate",
-          lambda axes: axes.plot(*_columns(steps, "learning_rate"), color="tab:green"))
-    if timed := [record for record in steps if None not in (
-            record.get("slowest_step"), record.get("slowest_step_seconds"))]:
-        _draw(run_dir / "step-time-chart.png", "seconds",
-              lambda axes: _plot_step_times(axes, timed))
-
-
-def _draw(path: Path, ylabel: str, plot: Callable[[Axes], object]) -> None:
-    def lay_out(figure: Figure) -> None:
-        axes = figure.subplots()
-        axes.set_title(path.resolve().parent.name)
-        _label_steps(axes)
-        axes.set_ylabel(ylabel)
-        plot(axes)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False)
-
-    draw_by_hand(path, lay_out)
+                     lambda figure: plot_layers(figure, measured, run_dir.resolve().name))
+    if steps:
+        draw("loss-chart.png", "loss (nats per token)",
+             lambda axes: plot_losses(axes, steps, validations))
+        draw("grad-norm-chart.png", "gradient norm", lambda axes: _plot_grad_norms(axes, steps))
+        draw("learning-rate-chart.png", "learning rate",
+             lambda axes: axes.plot(*_columns(steps, "learning_rate"), color="tab:green"))
+    if timed:
+        draw("step-time-chart.png", "seconds", lambda axes: plot_step_times(axes, timed))
 
 
 def _label_steps(axes: Axes) -> None:
@@ -120,19 +113,14 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
     return path
 
 
-def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
+def plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
+    """Plot the training loss with its range, the validation loss and the best one; and dollars."""
     x, mean = _columns(steps, "train_loss")
     _, low = _columns(steps, "train_loss_min", pool=np.ma.min)
     _, high = _columns(steps, "train_loss_max", pool=np.ma.max)
     axes.plot(x, mean, color="tab:blue", label="training, mean between two points")
     axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
                       label="smallest to largest step between them")
-    spikes = find_spikes(steps)
-    if spikes:
-        axes.plot([record["global_step"] + 1 for record in spikes],
-                  [record["train_loss"] for record in spikes], color="tab:orange", marker="v",
-                  linestyle="none",
-                  label=f"spikes (mean far above those before): {len(spikes)}")
     if validations:
         x, mean = _columns(validations, "validation_loss")
         axes.plot(x, mean, color="tab:red", marker="o", markersize=4, label="validation")
@@ -141,25 +129,6 @@ def _plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
                   markersize=14, linestyle="none",
                   label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}")
     _add_usd_axis(axes, steps)  # last: it takes over the limits
-
-
-def find_spikes(steps: Records) -> Records:
-    """Find reports whose mean loss is far above the ones before, measured in median deviations.
-
-    The deviation is that of the changes from report to report, less their median: the fall of the
-    loss at the beginning of training is no noise, and would hide a spike there.
-    """
-    losses = np.array([record["train_loss"] for record in steps])
-    spikes = []
-    for place in range(LEAST_SPIKE_REPORTS, len(losses)):
-        before = losses[max(0, place - SPIKE_REPORTS) : place]
-        middle = min(np.median(before), np.median(before[-LATEST_REPORTS:]))
-        changes = np.diff(before)
-        # 1.4826 makes it a standard deviation; that of a difference is sqrt(2) times as large.
-        deviation = 1.4826 * np.median(np.abs(changes - np.median(changes))) / np.sqrt(2)
-        if losses[place] - middle > max(MIN_SPIKE, SPIKE_DEVIATIONS * deviation):
-            spikes.append(steps[place])
-    return spikes
 
 
 def _add_usd_axis(axes: Axes, steps: Records) -> None:
@@ -183,8 +152,7 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
 
 
 def _plot_grad_norms(axes: Axes, steps: Records) -> None:
-    skipped = sum(record.get("skipped_steps", 0) for record in steps)
-    if skipped:
+    if skipped := sum(record.get("skipped_steps") or 0 for record in steps):
         axes.plot([], [], linestyle="none", label=f"skipped steps (gradient not finite): {skipped}")
     x, mean = _columns(steps, "grad_norm")
     _, high = _columns(steps, "grad_norm_max", pool=np.ma.max)
@@ -193,7 +161,7 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
                       label="up to the largest step between them")
 
 
-def _plot_step_times(axes: Axes, timed: Records) -> None:
+def plot_step_times(axes: Axes, timed: Records) -> None:
     """Plot the slowest step of each report, and name the slowest one of all."""
     axes.plot(*_columns(timed, "slowest_step_seconds", pool=np.ma.max), color="tab:purple",
               label="slowest step between two points")
@@ -217,25 +185,15 @@ def _columns(records: Records, key: str, pool: Callable[..., Any] = np.ma.mean,
     return np.array(x), np.array(y)
 
 
-def measured_steps(records: Records) -> Records:
-    """Return the records with diagnostics of a model as deep as that of the last one."""
-    measured = [record for record in records if _depths(record)]
-    return [record for record in measured if _depths(record) == _depths(measured[-1])]
-
-
-def _depths(record: dict[str, Any]) -> dict[str, int]:
-    return {key: len(record[key]) for quantity in PANELS if (key := f"layer_{quantity}") in record}
-
-
-def plot_layers(figure: Figure, records: Records, run_dir: Path) -> None:
-    """Plot the records of `measured_steps`: a panel for each quantity, a line for each layer."""
+def plot_layers(figure: Figure, records: Records, title: str) -> None:
+    """Plot records with diagnostics: a panel for each quantity, a line for each layer."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     figure.set_size_inches(*LAYERS_SIZE)
-    figure.suptitle(run_dir.resolve().name)
+    figure.suptitle(title)
     *panels, last = figure.subplots(2, 4).flatten()
-    depth = max(_depths(records[-1]).values())
+    depth = len(records[-1]["layer_grad_norm"])
     colors = ScalarMappable(Normalize(1, max(2, depth)), "viridis_r")
     for axes, quantity in zip(panels, PANELS, strict=True):
         _plot_quantity(axes, records, quantity, colors)

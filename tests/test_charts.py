@@ -1,8 +1,9 @@
+"""The charts of a run: what they show, also of odd records, and the process that draws them."""
+
 import logging
 import math
 import warnings
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +21,9 @@ from reporting.charts import (
     MAX_LINES,
     PANELS,
     draw_charts,
-    measured_steps,
     plot_layers,
+    plot_losses,
+    plot_step_times,
 )
 from reporting.metrics_file import METRICS
 from tests.support.workplace import draw_bare
@@ -47,8 +49,8 @@ def records(num_steps):
 def plotted_losses(found):
     """Lay out the loss chart."""
     figure = Figure(figsize=(10, 5.6), layout="constrained")
-    charts._plot_losses(figure.subplots(), [r for r in found if "train_loss" in r],
-                        [r for r in found if "validation_loss" in r])
+    plot_losses(figure.subplots(), [r for r in found if "train_loss" in r],
+                [r for r in found if "validation_loss" in r])
     return figure
 
 
@@ -76,10 +78,9 @@ def test_a_process_draws_the_same(tmp_path):
 
 def test_the_loss_chart_shows_training_validation_and_the_best_one():
     (axes,) = plotted_losses(records(2000)).axes
-    labels = axes.get_legend_handles_labels()[1]
-    assert labels == ["training, mean between two points",
-                      "smallest to largest step between them", "validation",
-                      "best: 2.2367 at step 2000"]
+    assert axes.get_legend_handles_labels()[1] == [
+        "training, mean between two points", "smallest to largest step between them",
+        "validation", "best: 2.2367 at step 2000"]
     training, validation, best = axes.lines
     assert training.get_xydata()[0].tolist() == [10, pytest.approx(10 * 10**-0.2)]
     assert len(validation.get_xdata()) == 20 and best.get_xdata() == [2000]
@@ -102,55 +103,36 @@ def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices):
     assert above.get_xlabel() == "US$" and above.get_xlim() == below.get_xlim()
     labels = above.get_xticklabels()
     assert len(labels) == 5 and len({label.get_text() for label in labels}) == 5
-    steps, spent = zip(*((record["global_step"] + 1, record["usd"]) for record in found),
-                       strict=True)
     for label, step in zip(labels, above.get_xticks(), strict=True):
         usd = float(label.get_text().replace(",", ""))
-        assert usd == pytest.approx(np.interp(step, steps, spent), rel=0.2)
+        assert usd == pytest.approx(np.interp(
+            step, [record["global_step"] + 1 for record in found],
+            [record["usd"] for record in found]), rel=0.2)
     boxes = [label.get_window_extent() for label in labels]
     assert all(left.x1 + 5 < right.x0 for left, right in pairwise(boxes))
 
 
-def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run():
-    noise = np.random.default_rng(1).normal(scale=0.03, size=100)
-    losses = 3 + 8 * np.exp(-np.arange(100) / 15) + noise
-    found = [{"global_step": step, "train_loss": loss, "train_loss_min": loss,
-              "train_loss_max": loss} for step, loss in enumerate(losses)]
-    assert charts.find_spikes(found) == []
-    peaks = {14: 1.5, 25: 1.2, 80: 0.6}
-    for step, height in peaks.items():
-        found[step]["train_loss"] += height
-    assert [record["global_step"] for record in charts.find_spikes(found)] == list(peaks)
-    (axes,) = plotted_losses(found).axes
-    assert "spikes (mean far above those before): 3" in axes.get_legend_handles_labels()[1]
+def test_the_chart_of_step_times_names_the_slowest_step():
+    axes = Figure().subplots()
+    plot_step_times(axes, [
+        {"global_step": 10 * n + 9, "slowest_step": 10 * n + 3,
+         "slowest_step_seconds": 29.0 if n == 9 else n % 7 / 10} for n in range(30)])
+    assert axes.get_legend_handles_labels()[1] == [
+        "slowest step between two points", "slowest of all: step 94 with 29 s"]
+    assert max(axes.lines[0].get_ydata()) == 29
 
 
-def test_the_chart_of_step_times_names_the_slowest_step(tmp_path, monkeypatch):
-    found, drawn = records(300), Figure()
-    for place, record in enumerate(found):
-        record |= {"slowest_step": 10 * place + 3, "slowest_step_seconds": place % 7 / 10}
-    found[9] |= {"slowest_step_seconds": 29.0}
-    found[3] |= {"slowest_step": None, "slowest_step_seconds": None}
-    monkeypatch.setattr(charts, "_draw", lambda path, ylabel, plot: path.name.startswith(
-        "step-time") and plot(drawn.subplots()))
-    draw_charts(tmp_path, found)
-    _, labels = drawn.axes[0].get_legend_handles_labels()
-    assert labels == ["slowest step between two points", "slowest of all: step 94 with 29 s"]
-    assert max(drawn.axes[0].lines[0].get_ydata()) == 29
-
-
-def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warning(tmp_path,
-                                                                                    monkeypatch,
-                                                                                    caplog,
-                                                                                    recwarn):
+def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warning(
+        tmp_path, monkeypatch, caplog, recwarn):
     monkeypatch.setattr(font_manager, "get_font_names", list)
     draw_charts(tmp_path, [])
     assert not list(tmp_path.iterdir())
     found = records(300)
     found[3]["train_loss"] = found[4]["grad_norm"] = found[5]["grad_norm_max"] = None
+    found[6] |= {"slowest_step": 3, "slowest_step_seconds": 1.0, "skipped_steps": None}
     with caplog.at_level(logging.WARNING):
         draw_charts(tmp_path, found)
-    assert (tmp_path / "grad-norm-chart.png").exists()
+    assert {*CHARTS, "step-time-chart.png"} == {path.name for path in tmp_path.iterdir()}
     assert not caplog.records and not recwarn.list
 
 
@@ -163,7 +145,7 @@ def diagnosed(num_steps, *, depth=12):
 def plotted(found):
     """The lines of each panel, as (points, 2)."""
     figure = Figure()
-    plot_layers(figure, measured_steps(found), Path("run"))
+    plot_layers(figure, found, "run")
     return {quantity: [line.get_xydata() for line in axes.lines]
             for quantity, axes in zip(PANELS, figure.axes, strict=False)}
 
@@ -187,9 +169,3 @@ def test_diagnostics_that_cannot_be_drawn_do_not_stop_their_chart(tmp_path, monk
         draw_charts(tmp_path, found)
         assert [path.name for path in tmp_path.iterdir()] == ["layers-chart.png"]
         (tmp_path / "layers-chart.png").unlink()
-
-
-def test_diagnostics_of_another_depth_or_without_some_keys_are_left_out():
-    found = [*diagnosed(2, depth=3), *diagnosed(2), {"global_step": 9, "layer_grad_norm": [1.0]}]
-    assert measured_steps(found[:-1]) == found[2:4]
-    assert plotted(found)["grad_norm"][0].tolist() == [[10.0, 1.0]]
