@@ -16,8 +16,7 @@ from pathlib import Path
 import click
 
 from basics.errors import UserError, print_line
-from lab.compare.results import Result, read_result
-from lab.compare.tokens_to_loss import first_reaching
+from lab.compare.results import Result, first_reaching, read_result
 from lab.stats import Difference
 from lab.table import UNKNOWN, Column, Table
 from reporting.summary import FINISHED

@@ -3,9 +3,10 @@
 import json
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -18,10 +19,9 @@ from lab.runs import (
     last_judged,
     last_value,
     number,
-    parsed_object,
     read_evaluations,
 )
-from reporting.metrics_file import read_metrics, read_records
+from reporting.metrics_file import read_metrics
 from reporting.summary import FINISHED
 from run_config import ModelConfig, TrainConfig, load_config, with_defaults
 
@@ -37,9 +37,7 @@ MEMORY_SETTINGS = (  # change the memory of a step
     "gradient_accumulation_steps", "residual_dtype", "compile", "attention", "head_chunks",
     "activation_checkpointing", "deterministic", "optimizer",
 )
-
-
-Figures = dict[str, float | None]  # by the keys of FIGURES and FOLLOWING; None if not known
+Figures = dict[str, float | None]  # by the keys of FIGURES and more; None if not known
 FIGURES = (
     "global_batch_size", "microbatch_size", "tokens", "steps", "train_loss", "validation_loss",
     "test_loss", "validation_bits_per_byte", "test_bits_per_byte",
@@ -59,7 +57,8 @@ class Result:
         reason: why it ended or stopped, as its summary says.
         config: `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
         tests: tests on held-out tokens, by a description of the slice; the longest slice first.
-        test_slice: the slice of the test loss in `figures`; the comparison chooses it.
+        test_slice: the slice of the test loss in `figures`; the comparison chooses it, and says
+            whether it is another text than that of the others.
         tokenizer: its name, if the run recorded it.
         code: the version of the code that ended the run, if it recorded one.
         notes: of a published row.
@@ -69,7 +68,6 @@ class Result:
         size: as `size_name` gives it; empty if it is not known.
         loss_group: results with an equal one form a curve of the loss over the batch size.
         memory_group: results with an equal one form a line of the memory over the microbatch.
-        search: the microbatches that --find-max-microbatch has tried, and the GiB that each took.
     """
 
     name: str
@@ -79,6 +77,7 @@ class Result:
     config: dict[str, Any] = field(default_factory=dict)
     tests: dict[str, Record] = field(default_factory=dict)
     test_slice: str = ""
+    is_of_other_slice: bool = False
     tokenizer: str | None = None
     code: str = ""
     notes: str = ""
@@ -90,12 +89,6 @@ class Result:
     size: str = ""
     loss_group: tuple[str, ...] = ()
     memory_group: tuple[str, ...] = ()
-    search: tuple[tuple[float, float], ...] = ()
-
-    def text_of(self, test_slice: str) -> str:
-        """Return what identifies the text of a slice: equal for the same text in other tokens."""
-        text = self.tests.get(test_slice, {}).get("text")
-        return text if isinstance(text, str) else test_slice
 
     @property
     def validation_slice(self) -> tuple[str, ...]:
@@ -108,8 +101,6 @@ class Result:
 
 def shown(value: Any) -> str:
     """Format a setting: 4 and 4.0 the same, on one line, of limited length."""
-    if isinstance(value, dict | list):
-        return "..."  # no setting has such a value
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if number(value) is not None and value == int(value):
@@ -140,23 +131,30 @@ def read_result(run_dir: Path) -> Result:
     """Read the files of one run. Raises: UserError: one of them is too large."""
     files, records = RunFiles.read(run_dir), tuple(read_metrics(run_dir / "metrics.jsonl"))
     evaluations = read_evaluations(run_dir)
-    judged = last_judged(evaluations)
-    config, facts, tests = _config(files), files.part("machine"), _tests(files, evaluations)
+    judged, tests = last_judged(evaluations), _tests(files, evaluations)
+    config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
     tokenizers = [record.get("tokenizer") for record in (files.summary, *tests)]
-    code = files.summary.get("code")
+    try:
+        size = size_name(ModelConfig.model_validate(
+            {key: config[key] for key in ModelConfig.model_fields if key in config}))
+    except ValidationError:
+        size = ""
+
+    def group(*keys: str) -> tuple[str, ...]:
+        return tuple(shown(config.get(key)) for key in (*ModelConfig.model_fields, *keys))
+
     return Result(
-        name=run_dir.name, status=files.status, config=config, machine=machine,
+        name=run_dir.name, status=files.status, config=config, machine=machine, size=size,
         reason=str(files.summary.get("reason") or ""),
-        size=_size(config), device=machine[0] if isinstance(facts.get("device"), str) else None,
+        device=machine[0] if isinstance(facts.get("device"), str) else None,
         figures=_figures(files, records, config, judged), records=records,
         tests={slice_of(test): test for test in tests},  # later ones win
         tokenizer=next((name for name in tokenizers if isinstance(name, str)), None),
         code=shown(code) if code else "", memory_gib=number(facts.get("peak_memory_gib")),
         judge=f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else "",
-        loss_group=_group(config, *LOSS_SETTINGS) if files.status == FINISHED else (),
-        memory_group=(*machine, *_group(config, *MEMORY_SETTINGS)),
-        search=_search(run_dir / "microbatch-search.json"))
+        loss_group=group(*LOSS_SETTINGS) if files.status == FINISHED else (),
+        memory_group=(*machine, *group(*MEMORY_SETTINGS)))
 
 
 def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any],
@@ -183,7 +181,6 @@ def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any
     measured = ratio(ratio(found["tokens"], steps), number(config.get("context_length")))
     interval, machine = judged.get("score_interval"), files.part("machine")
     low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
-    is_gpu = machine.get("device_type") == "cuda"
     return found | {
         "steps": steps, "seconds": seconds, "usd": usd, "validation_seconds": validation,
         "validation_usd": validation_usd,
@@ -191,7 +188,8 @@ def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any
         "global_batch_size": number(math.prod(batch)) if all(batch) else round(measured)
         if measured else number(config.get("global_batch_size")),
         "ift_score": number(judged.get("score")), "ift_low": number(low), "ift_high": number(high),
-        "num_gpus": number(machine.get("processes")) if is_gpu else None}
+        "num_gpus": number(machine.get("processes"))
+        if machine.get("device_type") == "cuda" else None}
 
 
 def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
@@ -224,40 +222,17 @@ def _config(files: RunFiles) -> dict[str, Any]:
     The summary has them even if the files were edited later. Settings that an older version did
     not have get their defaults.
     """
-    types = (ModelConfig, TrainConfig)
-    parts = [files.part("model"), files.part("train")]
-    if all(parts):
-        return {key: part[key] if key in part else known.default
-                for part, kind in zip(parts, types, strict=True)
+    types = {"model": ModelConfig, "train": TrainConfig}
+    if all(map(files.part, types)):
+        return {key: files.part(name).get(key, known.default) for name, kind in types.items()
                 for key, known in kind.model_fields.items()
-                if key in part or not known.is_required()}
+                if key in files.part(name) or not known.is_required()}
     try:
         configs = with_defaults(*(load_config(files.run_dir / f"{name}.json", kind)
-                                  for name, kind in zip(("model", "train"), types, strict=True)))
+                                  for name, kind in types.items()))
     except UserError:
         return {}
     return {key: value for one in configs for key, value in one.model_dump(mode="json").items()}
-
-
-def _size(config: dict[str, Any]) -> str:
-    try:
-        return size_name(ModelConfig.model_validate(
-            {key: config[key] for key in ModelConfig.model_fields if key in config}))
-    except ValidationError:
-        return ""
-
-
-def _group(config: dict[str, Any], *keys: str) -> tuple[str, ...]:
-    """Return the model's shape and some settings, to group results that have them in common."""
-    return tuple(shown(config.get(key)) for key in (*ModelConfig.model_fields, *keys))
-
-
-def _search(path: Path) -> tuple[tuple[float, float], ...]:
-    trials = parsed_object(read_records(path)).get("trials")
-    trials = [trial for trial in trials if isinstance(trial, dict) and trial.get("fits") is True
-              ] if isinstance(trials, list) else []
-    return tuple((size, gib) for trial in trials if (size := number(trial.get("microbatch_size")))
-                 and (gib := number(trial.get("demand_gib"))) is not None)
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
@@ -265,32 +240,61 @@ def ratio(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def read_published(path: Path = PUBLISHED_PATH) -> list[Result]:
-    """Read the published results. Raises: UserError if the file cannot be read."""
-    try:
-        published = json.loads(path.read_text(encoding="utf-8"))
-        return [_published(row, slice_of(published["test_slice"])) for row in published["rows"]]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__}); it is part of the"
-                        " project: download it again") from None
+def read_published() -> list[Result]:
+    """Read the published results; dollars follow from their seconds and the machine's price."""
+    published, results = json.loads(PUBLISHED_PATH.read_text(encoding="utf-8")), []
+    test_slice = slice_of(published["test_slice"])
+    for row in published["rows"]:
+        num_gpus, _, device = row.get("machine", "").partition("x ")
+        usd = {target: row[key] / 3600 * row["usd_per_hour"] for key, target in (
+            ("seconds", "usd"), ("validation_seconds", "validation_usd"))
+            if key in row and "usd_per_hour" in row}
+        # The original's fit has one point per run: of two checkpoints the best.
+        is_in_fit = row.get("dataset") == "FineWeb" and row.get("checkpoint") != "latest"
+        results.append(Result(
+            name=row["name"], status=PUBLISHED, notes=row.get("notes", ""), size=row["model"],
+            figures=dict.fromkeys(FIGURES) | {key: row[key] for key in FIGURES if key in row}
+            | usd | {"num_gpus": int(num_gpus) if device else None},
+            tests={test_slice: {"loss": row["test_loss"]}} if "test_loss" in row else {},
+            device=device or None, memory_gib=row.get("gib_per_gpu"),
+            loss_group=(PUBLISHED, row["dataset"], str(row.get("tokens"))) if is_in_fit else (),
+            memory_group=(PUBLISHED,)))
+    return results
 
 
-def _published(row: dict[str, Any], test_slice: str) -> Result:
-    """Convert one published row; compute dollars from its seconds and the machine's price."""
-    known = dict.fromkeys(FIGURES) | {key: row[key] for key in FIGURES if key in row}
-    num_gpus, _, device = row.get("machine", "").partition("x ")
-    if device:
-        known["num_gpus"] = int(num_gpus)
-    for key, seconds in (("usd", "seconds"), ("validation_usd", "validation_seconds")):
-        if seconds in row and "usd_per_hour" in row:
-            known[key] = row[seconds] / 3600 * row["usd_per_hour"]
-    # The original's fit has one point per run: of two checkpoints the best.
-    is_in_fit = row.get("dataset") == "FineWeb" and row.get("checkpoint") != "latest"
-    return Result(
-        name=row["name"], status=PUBLISHED, figures=known, notes=row.get("notes", ""),
-        size=row["model"],
-        tests={test_slice: {"loss": row["test_loss"]}} if "test_loss" in row else {},
-        device=device or None, memory_gib=row.get("gib_per_gpu"),
-        loss_group=(PUBLISHED, row["dataset"], str(row.get("tokens"))) if is_in_fit else (),
-        memory_group=(PUBLISHED,),
-    )
+class Reached(NamedTuple):
+    """What a run had trained on and spent when it reached a loss; dollars if the price is known."""
+
+    tokens: float
+    usd: float | None = None
+
+
+def first_reaching(records: Iterable[Record], loss: float) -> Reached | None:
+    """Return when a run's validation loss was first at or below a loss; None if it never was.
+
+    Between two validations the loss is taken as linear in tokens, and so are the dollars. Of a
+    run whose first validation is already there, it is that validation: an upper bound.
+    """
+    before: tuple[float, Reached] | None = None
+    for record in records:
+        now, tokens, usd = (number(record.get(key)) for key in ("validation_loss", "tokens", "usd"))
+        if now is None or tokens is None:
+            continue
+        if now > loss:
+            before = now, Reached(tokens, usd)
+        elif before is None:
+            return Reached(tokens, usd)
+        else:
+            high, first = before
+            share = (high - loss) / (high - now)
+            return Reached(first.tokens + share * (tokens - first.tokens), None
+                           if None in (first.usd, usd) else first.usd + share * (usd - first.usd))
+    return None
+
+
+def mean_reached(found: list[Reached | None]) -> Reached | None:
+    """Return the mean over runs; None if one of them did not reach the loss, or there is none."""
+    if not found or None in found:
+        return None
+    tokens, usd = zip(*found, strict=True)
+    return Reached(statistics.fmean(tokens), None if None in usd else statistics.fmean(usd))

@@ -1,4 +1,4 @@
-"""Rows of a comparison: seeds merged, with the settings that differ and with their marks."""
+"""A comparison of runs: rows sorted by their loss, with seeds merged, and notes for the reader."""
 
 import math
 import statistics
@@ -7,8 +7,17 @@ from dataclasses import dataclass, field, replace
 
 from basics.errors import UserError
 from basics.text import counted
-from lab.compare.results import FIGURES, PUBLISHED, Figures, Result, ratio, shown
-from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
+from lab.compare.results import (
+    FIGURES,
+    PUBLISHED,
+    Figures,
+    Reached,
+    Result,
+    first_reaching,
+    mean_reached,
+    ratio,
+    shown,
+)
 from lab.runs import number
 from lab.stats import pooled_deviation, t_95
 from reporting.summary import FINISHED
@@ -16,8 +25,6 @@ from reporting.summary import FINISHED
 SEED = "random_seed"
 LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
               "train_loss": "training loss"}  # in order of preference
-BITS_PER_BYTE = {"test_loss": "test_bits_per_byte", "validation_loss": "validation_bits_per_byte"}
-LONGEST_NAME = 40  # characters, in a chart
 
 
 @dataclass
@@ -26,28 +33,16 @@ class Row:
 
     Attributes:
         spread: sample standard deviation of each loss over the seeds, if there are several.
-        settings: settings in which the runs differ, except values that most runs have.
-        reached: when the validation loss was that of the reference of `mark_reached`.
+        settings: settings in which the runs differ, except values that most runs have, as text.
+        reached: when the validation loss was that of the comparison's `reference`.
     """
 
     results: list[Result]
     figures: Figures
     spread: dict[str, float] = field(default_factory=dict)
-    settings: dict[str, str] = field(default_factory=dict)
-    is_of_other_slice: bool = False
+    differs: str = ""
     is_within_spread: bool = False
     reached: Reached | None = None
-
-    def __post_init__(self) -> None:
-        """Add the figures that follow from others."""
-        found, hours = self.figures, ratio(self.figures["seconds"], 3600)
-        rest = {key: None if None in (found[key], found[f"validation_{key}"]) else
-                found[key] - found[f"validation_{key}"] for key in ("seconds", "usd")}
-        megatokens = ratio(found["tokens"], 1e6)
-        self.figures = found | {f"{key}_without_validation": rest[key] for key in rest} | {
-            "usd_per_hour": ratio(found["usd"], hours),
-            "usd_per_megatoken": ratio(found["usd"], megatokens),
-            "usd_per_megatoken_without_validation": ratio(rest["usd"], megatokens)}
 
     @property
     def first(self) -> Result:
@@ -60,58 +55,92 @@ class Row:
     @property
     def name(self) -> str:
         names = ", ".join(result.name for result in self.results)
-        marks = {FINISHED: "", PUBLISHED: "*"}
-        return names + marks.get(self.first.status, f" ({self.first.status})")
+        return names + {FINISHED: "", PUBLISHED: "*"}.get(
+            self.first.status, f" ({self.first.status})")
 
     @property
     def short_name(self) -> str:
-        return self.name if len(self.name) <= LONGEST_NAME else f"{self.name[:LONGEST_NAME]}..."
-
-    @property
-    def differs(self) -> str:
-        """The settings as text."""
-        return " ".join(f"{key}={value}" for key, value in self.settings.items())
-
-    @property
-    def test_text(self) -> str:
-        return self.first.text_of(self.first.test_slice)
+        return self.name if len(self.name) <= 40 else f"{self.name[:40]}..."  # in a chart
 
     def loss(self, kind: str) -> float | None:
         """Return a loss if it can be compared with those of the other rows."""
-        is_incomparable = kind == "test_loss" and self.is_of_other_slice
+        is_incomparable = kind == "test_loss" and self.first.is_of_other_slice
         return None if is_incomparable else self.figures[kind]
 
     def bits(self, kind: str) -> float | None:
         """Return the bits per byte of a loss, if they are known."""
-        return self.figures[BITS_PER_BYTE[kind]] if kind in BITS_PER_BYTE else None
-
-    def bytes_per_token(self, kind: str) -> float | None:
-        """Return the mean bytes of text of the tokens that a loss was measured on, if known."""
-        loss, bits = self.figures[kind], self.bits(kind)
-        return loss / math.log(2) / bits if loss and bits else None
+        return self.figures.get(kind.replace("loss", "bits_per_byte"))
 
 
-def with_test_losses(results: list[Result]) -> list[Result]:
-    """Choose each result's test loss: on the published slice, else on the most common text.
+@dataclass(frozen=True)
+class Comparison:
+    """Rows, the best first, and notes for the reader.
 
-    Of equally common ones the longest is chosen. Slices of different tokens may be the same text.
+    Attributes:
+        sorted_by: a key of `LOSS_NAMES`.
+        mixes_tokenizers: losses per token are not comparable; the rows are sorted by bits per byte.
+        reference: the row whose final loss the column of tokens to a loss is about, if any.
     """
-    counts = Counter(result.text_of(test_slice) for result in results
-                     for test_slice in result.tests)
-    published = {test_slice for result in results if result.status == PUBLISHED
-                 for test_slice in result.tests}
+
+    rows: list[Row]
+    sorted_by: str
+    notes: list[str]
+    mixes_tokenizers: bool
+    reference: Row | None
+
+
+def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
+    """Group results into rows, sort the rows and write the notes.
+
+    Args:
+        to_loss_of: the reference; without it, the finished row with the highest loss, if there are
+            two: all others have reached that.
+
+    Raises:
+        UserError: the reference is not in the comparison or has no final validation loss.
+    """
+    rows = _group_seeds(_with_test_losses(results))
+    differences, kind = _mark_differences(rows), deciding_loss(rows)
+    bits_note = _bits_note(rows, kind)
+
+    def order(row: Row) -> tuple:
+        values = [row.bits(kind)] if bits_note else [
+            row.loss(name) for name in (kind, *LOSS_NAMES)]
+        return (*((value is None, value or 0.0) for value in values), row.name)
+
+    rows.sort(key=order)
+    missing = sum(row.loss(kind) is None for row in rows)
+    last = f"; rows without it come last ({missing})" if missing else ""
+    seeds = "; mean ± standard deviation over n seeds" if any(row.spread for row in rows) else ""
+    sorting_note = f"sorted by {LOSS_NAMES[kind]} (nats per token), best first{last}{seeds}"
+    notes = filter(None, [bits_note or sorting_note, differences, "" if bits_note else
+                          _mark_within_spread(rows, kind), *_notes_on_measures(rows)])
+    return Comparison(rows, kind, [*notes], bool(bits_note), _mark_reached(rows, to_loss_of))
+
+
+def _with_test_losses(results: list[Result]) -> list[Result]:
+    """Choose each result's test loss: on the published text, else on the most common one.
+
+    Of equally common ones it is the longest. A result without that text has its own longest test.
+    """
+    texts = [{str(test.get("text") or name): name for name, test in reversed(result.tests.items())}
+             for result in results]
+    published = [one for one, result in zip(texts, results, strict=True)
+                 if result.status == PUBLISHED]
+    counts = Counter(text for one in published or texts for text in reversed(one))
+    usual = counts.most_common(1)[0][0] if counts else ""
     found = []
-    for result in results:
-        chosen = max(result.tests, default="", key=lambda test_slice, result=result: (
-            test_slice in published, counts[result.text_of(test_slice)]))
+    for one, result in zip(texts, results, strict=True):
+        chosen = one.get(usual) or next(iter(result.tests), "")
         test = result.tests.get(chosen, {})
-        found.append(replace(result, test_slice=chosen, figures=result.figures | {
-            "test_loss": test.get("loss"),
-            "test_bits_per_byte": number(test.get("bits_per_byte"))}))
+        figures = {"test_loss": test.get("loss"),
+                   "test_bits_per_byte": number(test.get("bits_per_byte"))}
+        found.append(replace(result, test_slice=chosen, is_of_other_slice=usual not in one,
+                             figures=result.figures | figures))
     return found
 
 
-def group_seeds(results: list[Result]) -> list[Row]:
+def _group_seeds(results: list[Result]) -> list[Row]:
     """Group runs that differ only in their seed; their figures are the means of what all have.
 
     A second run with the same seed and length is not another sample: it gets its own row.
@@ -125,24 +154,35 @@ def group_seeds(results: list[Result]) -> list[Row]:
                result.figures["steps"], result.figures["global_batch_size"])
         times_seen[key, seed] += 1
         groups.setdefault((key, times_seen[key, seed]) if config else index, []).append(result)
-    return list(map(_row_of, groups.values()))
+    rows = []
+    for group in groups.values():
+        values = {key: [result.figures[key] for result in group] for key in FIGURES}
+        if len({result.test_slice for result in group}) > 1:
+            values["test_loss"] = [None]
+        found = {**group[0].figures} if len(group) == 1 else {
+            key: None if None in each else statistics.fmean(each) for key, each in values.items()}
+        for key in ("seconds", "usd"):
+            parts = found[key], found[f"validation_{key}"]
+            found[f"{key}_without_validation"] = None if None in parts else parts[0] - parts[1]
+        for key in ("usd", "usd_without_validation"):
+            found[key.replace("usd", "usd_per_megatoken")] = ratio(
+                found[key], ratio(found["tokens"], 1e6))
+        found["usd_per_hour"] = ratio(found["usd"], ratio(found["seconds"], 3600))
+        rows.append(Row(group, found, {} if len(group) == 1 else {
+            kind: statistics.stdev(values[kind]) for kind in LOSS_NAMES
+            if None not in values[kind]}))
+    return rows
 
 
-def _row_of(group: list[Result]) -> Row:
-    if len(group) == 1:
-        return Row(group, group[0].figures)
-    values = {key: [result.figures[key] for result in group] for key in FIGURES}
-    if len({result.test_slice for result in group}) > 1:
-        values["test_loss"] = [None]
-    return Row(group, {key: None if None in found else statistics.fmean(found)
-                       for key, found in values.items()},
-               {kind: statistics.stdev(values[kind]) for kind in LOSS_NAMES
-                if None not in values[kind]})
-
-
-def mark_differences(rows: list[Row]) -> str:
+def _mark_differences(rows: list[Row]) -> str:
     """Set the settings in which rows differ; values of more than half of them go into a note."""
-    configs = list(map(_settings, rows))
+    configs = []
+    for row in rows:
+        seeds = [shown(result.config[SEED]) for result in row.results if SEED in result.config]
+        codes = sorted({result.code for result in row.results if result.code})
+        several = {SEED: ",".join(seeds), "code": ",".join(codes)}
+        configs.append({key: shown(value) for key, value in row.first.config.items()}
+                       | {key: text for key, text in several.items() if text})
     known = [config for config in configs if config]
     keys = [key for key in dict.fromkeys(key for config in known for key in config)
             if len({config.get(key) for config in known}) > 1]
@@ -152,18 +192,10 @@ def mark_differences(rows: list[Row]) -> str:
         if value is not None and count > len(known) / 2:
             common[key] = value
     for row, config in zip(rows, configs, strict=True):
-        row.settings = {key: config[key] for key in keys
-                        if key in config and config[key] != common.get(key)}
+        row.differs = " ".join(f"{key}={config[key]}" for key in keys
+                               if key in config and config[key] != common.get(key))
     values = " ".join(f"{key}={value}" for key, value in common.items())
     return f"settings, unless a row shows another value: {values}" if values else ""
-
-
-def _settings(row: Row) -> dict[str, str]:
-    settings = {key: shown(value) for key, value in row.first.config.items()}
-    seeds = [shown(result.config[SEED]) for result in row.results if SEED in result.config]
-    codes = sorted({result.code for result in row.results if result.code})
-    return settings | ({SEED: ",".join(seeds)} if seeds else {}) | (
-        {"code": ",".join(codes)} if codes else {})
 
 
 def deciding_loss(rows: list[Row]) -> str:
@@ -173,11 +205,28 @@ def deciding_loss(rows: list[Row]) -> str:
     """
     measured = [row for row in rows if any(row.loss(kind) is not None for kind in LOSS_NAMES)]
     ended = [row for row in measured if row.first.status in (FINISHED, PUBLISHED)] or measured
-    counts = {kind: sum(row.loss(kind) is not None for row in ended) for kind in LOSS_NAMES}
-    return max(LOSS_NAMES, key=lambda kind: counts[kind])  # the first of equals
+    return max(LOSS_NAMES, key=lambda kind: sum(row.loss(kind) is not None for row in ended))
 
 
-def mark_within_spread(rows: list[Row], kind: str) -> str:
+def _bits_note(rows: list[Row], kind: str) -> str:
+    """Say how rows with different tokenizers are sorted; empty if their losses can be compared."""
+    known = [row for row in rows if row.figures[kind] and row.bits(kind)]
+    names = {row.first.tokenizer for row in rows if row.figures[kind] is not None}
+    if not known or len(names - {None}) < 2:
+        return ""
+    lengths = [row.figures[kind] / math.log(2) / row.bits(kind) for row in known]
+    last = f"; rows without them come last ({len(rows) - len(known)})" * (len(rows) > len(known))
+    texts = {row.first.tests.get(row.first.test_slice, {}).get("text") for row in known}
+    is_same_text = kind == "test_loss" and len(texts) == 1 and None not in texts
+    text = "" if is_same_text else (
+        "; the bits are not of the same text: measure runs on the same documents together with lab"
+        " evaluate, else each with --dataset on a few MB of documents prepared with its tokenizer")
+    return (f"sorted by bits per byte of the {LOSS_NAMES[kind]}, best first{last}: tokenizers"
+            f" differ ({min(lengths):.2f} to {max(lengths):.2f} bytes per token), so losses (nats"
+            f" per token) do not compare{text}")
+
+
+def _mark_within_spread(rows: list[Row], kind: str) -> str:
     """Mark rows whose difference from the best row may be due to the seeds alone.
 
     If only the seeds differ, the difference of two means of n1 and n2 seeds has the standard
@@ -196,23 +245,40 @@ def mark_within_spread(rows: list[Row], kind: str) -> str:
         loss = row.loss(kind)
         limit = t_95(freedom) * spread * math.sqrt(1 / len(rows[0].results) + 1 / len(row.results))
         row.is_within_spread = loss is not None and loss - best <= limit
-    known = (f"(standard deviation {spread:.4f}, {counted(freedom, 'degree')} of freedom, 95%)")
+    known = f"(standard deviation {spread:.4f}, {counted(freedom, 'degree')} of freedom, 95%)"
     if any(row.is_within_spread for row in rows):
         return ("≈ within the seed spread of the best row: the difference may be due to the seeds"
                 f" alone {known}")
     return f"no row is within the seed spread of the best row {known}"
 
 
-def mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
-    """Set when each row reached the final validation loss of one of them; return that one.
+def _notes_on_measures(rows: list[Row]) -> list[str]:
+    """Say on which tokens losses were measured, who gave scores, and what does not compare."""
+    notes = []
+    for is_other, start in ((False, "test loss on"), (True, "† not comparable: test loss on")):
+        slices = {row.first.test_slice for row in rows if row.figures["test_loss"] is not None
+                  and row.first.is_of_other_slice == is_other}
+        notes += [f"{start} {'; '.join(sorted(slices))}"] if slices else []
+    if len({row.first.validation_slice for row in rows
+            if row.figures["validation_loss"] is not None}) > 1:
+        notes.append("validation losses were measured on different tokens: see the differences")
+    judges: dict[str, list[str]] = {}
+    for row in rows:
+        if row.figures["ift_score"] is not None and not row.is_published:
+            judges.setdefault(row.first.judge, []).append(row.name)
+    if judges:
+        notes.append("; ".join([
+            "IFT: mean score of answers to instructions, 0 to 100 (95% interval); only those of one"
+            " judge compare, and no published ones",
+            *(f"by {judge}: {', '.join(names)}" for judge, names in judges.items())]))
+    if any(row.is_published for row in rows):
+        notes.append("* published results of the original system; US$ computed from its seconds"
+                     " and prices, for validation an estimate")
+    return notes
 
-    Args:
-        of_run: the reference; without it, the finished row with the highest loss, if there are
-            two: all others have reached that.
 
-    Raises:
-        UserError: the reference is not in the comparison or has no final validation loss.
-    """
+def _mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
+    """Set when each row reached the final validation loss of one of them; return that one."""
     usable = [row for row in rows if row.first.status == FINISHED and row.first.records
               and None not in (row.figures["validation_loss"], row.figures["tokens"])
               and of_run in (None, *(run.name for run in row.results))]

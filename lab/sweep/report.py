@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from basics.text import counted, dollars
 from lab.compare.charts import draw_comparison, plot_fit, without_formulas
-from lab.compare.comparison import compare
+from lab.compare.rows import compare
 from lab.stats import pooled_deviation, seeds_needed
 from lab.sweep.plan import Sweep
 from lab.sweep.results import Entry, Range, ranges_of

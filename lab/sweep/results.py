@@ -7,7 +7,7 @@ from functools import cached_property
 from numpy.polynomial import Polynomial
 
 from basics.errors import UserError
-from lab.compare.tokens_to_loss import Reached, first_reaching, mean_reached
+from lab.compare.results import Reached, first_reaching, mean_reached
 from lab.runs import number
 from lab.stats import Difference, fit_log_quadratic
 from lab.sweep.changes import Changes, label

@@ -194,8 +194,7 @@ def test_a_range_is_fitted_with_the_baseline_and_charts_are_drawn_when_asked_for
     best = re.search(r"learning_rate: lowest loss ([\d.]+) at ([\d.]+), .* through 3 values", text)
     assert float(best[2]) == pytest.approx(0.01, rel=1e-3)
     assert float(best[1]) == pytest.approx(float(cells["baseline"][1]) - 0.1, abs=1e-3)
-    charts = ["loss-curves.png", "loss-over-batch.png", "differences.png",
-              "range-learning_rate.png"]
+    charts = ["loss-curves.png", "differences.png", "range-learning_rate.png"]
     assert {path.name for path in sweeps.tiny.glob("*.png")} == set(charts)
     assert re.findall(r"!\[.*\]\((.*)\)", text) == charts
 
