@@ -1,21 +1,12 @@
 """`lab generate`: text from a model."""
 
-from __future__ import annotations
-
-import codecs
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from basics.cli import FiniteRange
 from basics.errors import visible
-
-if TYPE_CHECKING:
-    from reporting.sampling import SamplingOptions
-    from trainer.models import LoadedModel
 
 
 @click.command()
@@ -46,72 +37,19 @@ def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], r
     half is dropped.
     """
     # Imported here so that --help does not wait for torch.
-    from reporting.sampling import SamplingOptions
+    from reporting.sampling import SamplingOptions, stream_texts
     from trainer.models import load_model
 
-    model = load_model(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
-    options = SamplingOptions(**sampling)
-    pieces = stream_texts(model, prompt, options, stops=stops)
+    loaded = load_model(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
+    tokenizer = loaded.load_tokenizer()
+    options = SamplingOptions(**sampling, stop_token=tokenizer.eot_token)
+    pieces = stream_texts(loaded.model, tokenizer, prompt, options, stops=stops)
     if options.num_samples == 1:
         click.echo(visible(prompt), nl=False)
         for piece, in pieces:
             click.echo(visible(piece), nl=False)
         click.echo()
         return
-    texts = [prompt] * options.num_samples
-    for step in pieces:
-        texts = [text + piece for text, piece in zip(texts, step, strict=True)]
-    for number, text in enumerate(texts, start=1):
-        head = f"--- {number} of {len(texts)}, seed {options.seed + number - 1}"
-        click.echo(f"{head}\n{visible(text)}")
-
-
-def stream_texts(target: LoadedModel, prompt: str, options: SamplingOptions, *,
-                 stops: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    """Continue a prompt: yield, token by token, the new text of each sample, which may be empty.
-
-    An empty prompt starts a new document. A text ends at the end-of-text token.
-
-    Raises:
-        UserError: the model's tokenizer is not known.
-    """
-    from reporting.sampling import stream_tokens
-
-    tokenizer = target.load_tokenizer()
-    options = replace(options, stop_token=tokenizer.eot_token)
-    prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    texts = [StreamedText(stops) for _ in range(options.num_samples)]
-    for token_ids in stream_tokens(target.model, prompt_ids, options):
-        yield [text.add(tokenizer.decode_single_token_bytes(token_id))
-               if token_id is not None and token_id < tokenizer.n_vocab else ""
-               for text, token_id in zip(texts, token_ids, strict=True)]
-        if all(text.is_stopped for text in texts):
-            return
-    yield [text.add(b"", is_last=True) for text in texts]
-
-
-class StreamedText:
-    """Text that arrives as bytes and ends before the first of its stop strings.
-
-    The beginning of a possible stop string, and an incomplete character, are held back.
-    """
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = [stop for stop in stops if stop]
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
-        self.is_stopped = False
-
-    def add(self, new: bytes, *, is_last: bool = False) -> str:
-        """Add bytes; return the text that can be shown now, all of it after the last bytes."""
-        if self.is_stopped:
-            return ""
-        text = self._held + self._decoder.decode(new, is_last)
-        if found := [place for place in map(text.find, self._stops) if place >= 0]:
-            self.is_stopped = True
-            return text[: min(found)]
-        keep = 0 if is_last else max(
-            (length for stop in self._stops for length in range(1, len(stop))
-             if text.endswith(stop[:length])), default=0)
-        self._held = text[len(text) - keep:]
-        return text[: len(text) - keep]
+    for number, parts in enumerate(zip(*pieces, strict=True)):
+        head = f"--- {number + 1} of {options.num_samples}, seed {options.seed + number}"
+        click.echo(visible(f"{head}\n{prompt}{''.join(parts)}"))

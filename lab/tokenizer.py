@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,64 +61,43 @@ def command(source: str, output: Path, **options: Any) -> None:
         raise cannot_be_written(output_dir, error) from None
     finally:
         shutil.rmtree(partial_dir, ignore_errors=True)
-    click.echo(visible(
-        f"{vocab_size:,} entries, from {num_bytes:,} bytes of text, in {output}\n"
-        f"prepare a dataset with it: {_next_command(source, output, options)}\n"
-        f'and set "vocab_size": {vocab_size} in model.json'))
-
-
-def _next_command(source: str, output: Path, options: dict[str, str]) -> str:
-    """Return the command that prepares the same documents with the tokenizer, for a shell."""
     words = ["uv", "run", "prepare_dataset.py", source, "datasets/NAME", "--tokenizer", str(output)]
     for key in ("subset", "split", "revision", "text_column"):
         if options[key] not in ("", "text"):
             words += [f"--{key.replace('_', '-')}", options[key]]
-    return shlex.join(words)
+    click.echo(visible(
+        f"{vocab_size:,} entries, from {num_bytes:,} bytes of text, in {output}\n"
+        f"prepare a dataset with it: {shlex.join(words)}\n"
+        f'and set "vocab_size": {vocab_size} in model.json'))
 
 
 def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
     """Read the first texts of a source, up to a number of bytes; return also their bytes.
 
-    Raises:
-        UserError: a file cannot be read, and it is one too many.
+    A damaged file is left out, with a warning.
     """
     from tqdm import tqdm
 
     texts, num_bytes = [], 0
     with tqdm(total=max_bytes, unit="B", unit_scale=True, desc="reading", leave=False,
               disable=None) as bar:
-        for text in _texts(source):
-            texts.append(text)
-            size = len(text.encode("utf-8", "replace"))
-            num_bytes += size
-            bar.update(size)
-            if num_bytes >= max_bytes:
-                break
+        for shard in source.shards:
+            shard.fetch()
+            try:
+                for task in shard.tasks():
+                    for piece in task.pieces():
+                        texts.append(piece.text)
+                        size = len(piece.text.encode("utf-8", "replace"))
+                        num_bytes += size
+                        bar.update(size)
+                        if num_bytes >= max_bytes:
+                            return texts, num_bytes
+                    for file in task.bad_files:
+                        print_error(one_line(f"warning: left out: {file.reason}"))
+            except BadShard as error:  # what could be read of it has been
+                print_error(one_line(f"warning: left out: {error}"))
+            shard.release()
     return texts, num_bytes
-
-
-def _texts(source: Source) -> Iterator[str]:
-    num_bad = 0
-
-    def leave_out(reason: str) -> None:
-        nonlocal num_bad
-        num_bad += 1
-        if num_bad > (allowed := source.max_bad_files()):
-            raise UserError(f"{reason}; {num_bad} of the files cannot be read, more than"
-                            f" {allowed}: replace them")
-        print_error(one_line(f"left out: {reason}"))
-
-    for shard in source.shards:
-        shard.fetch()
-        try:
-            for task in shard.tasks():
-                for piece in task.pieces():
-                    yield piece.text
-                for file in task.bad_files:
-                    leave_out(file.reason)
-        except BadShard as error:  # what could be read of it has been
-            leave_out(str(error))
-        shard.release()
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tuple[bytes, int]:

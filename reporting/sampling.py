@@ -1,5 +1,6 @@
 """Text generation, one token at a time."""
 
+import codecs
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from basics.errors import describe
 from basics.files import append_whole
 from basics.json_files import to_json
 from gpt import Block, GPTModel
-from tokens.tokenizer import decode, load_tokenizer
+from tokens.tokenizer import Tokenizer, load_tokenizer
 
 SAMPLE_TOKENS = 64  # per prompt at a validation: one or two seconds on a GPU
 
@@ -115,9 +116,46 @@ def stream_tokens(model: GPTModel, prompt: list[int],
         yield [None if ended else token for ended, token in zip(has_ended, next_ids, strict=True)]
 
 
-def generate_tokens(model: GPTModel, prompt: list[int], options: SamplingOptions) -> list[int]:
-    """Continue a prompt once; return the new ids, without the stop token."""
-    return [token for token, *_ in stream_tokens(model, prompt, options)]
+def stream_texts(model: GPTModel, tokenizer: Tokenizer, prompt: str, options: SamplingOptions, *,
+                 stops: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """Continue a prompt: yield, token by token, the new text of each sample, which may be empty.
+
+    An empty prompt starts a new document. A text ends before the first of `stops`. The beginning
+    of a possible stop, and an incomplete character, are held back.
+    """
+    prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+    texts = [StreamedText(stops) for _ in range(options.num_samples)]
+    for token_ids in stream_tokens(model, prompt_ids, options):
+        yield [text.add(tokenizer.decode_single_token_bytes(token_id))
+               if token_id is not None and token_id < tokenizer.n_vocab else ""
+               for text, token_id in zip(texts, token_ids, strict=True)]
+        if all(text.is_stopped for text in texts):
+            return
+    yield [text.add(b"", is_last=True) for text in texts]
+
+
+class StreamedText:
+    """Text that arrives as bytes and ends before the first of its stops."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.is_stopped = False
+
+    def add(self, new: bytes, *, is_last: bool = False) -> str:
+        """Add bytes; return the text that can be shown now, all of it after the last bytes."""
+        if self.is_stopped:
+            return ""
+        text = self._held + self._decoder.decode(new, is_last)
+        if found := [place for place in map(text.find, self._stops) if place >= 0]:
+            self.is_stopped = True
+            return text[: min(found)]
+        keep = 0 if is_last else max(
+            (length for stop in self._stops for length in range(1, len(stop))
+             if text.endswith(stop[:length])), default=0)
+        self._held = text[len(text) - keep:]
+        return text[: len(text) - keep]
 
 
 class Sampler:
@@ -139,8 +177,8 @@ class Sampler:
         Errors must not stop training. The model is left in training mode.
         """
         try:
-            tokenizer = self._load_tokenizer()
-            options = SamplingOptions(max_new_tokens=SAMPLE_TOKENS, stop_token=tokenizer.eot_token)
+            options = SamplingOptions(max_new_tokens=SAMPLE_TOKENS,
+                                      stop_token=self._load_tokenizer().eot_token)
             append_whole(path, "".join(to_json({
                 "global_step": global_step, "prompt": prompt,
                 "text": self.text(prompt, options)}) + "\n" for prompt in prompts))
@@ -152,12 +190,11 @@ class Sampler:
 
     def text(self, prompt: str = "", options: SamplingOptions = LONG_SAMPLE) -> str:
         """Generate text that continues a prompt."""
-        tokenizer, token_ids = self._load_tokenizer(), []
-        prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-        for token, *_ in stream_tokens(self._model, prompt_ids, options):
+        text = ""
+        for piece, in stream_texts(self._model, self._load_tokenizer(), prompt, options):
             self._heartbeat()
-            token_ids.append(token)
-        return decode(tokenizer, token_ids)
+            text += piece
+        return text
 
 
 def _sample(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:

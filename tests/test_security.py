@@ -178,10 +178,10 @@ def test_the_console_of_a_run_shows_hostile_names_and_samples(capsys):
 
 
 def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch):
-    monkeypatch.setattr("trainer.models.load_model", lambda *_, **__: None)
+    monkeypatch.setattr("trainer.models.load_model", Mock())
     monkeypatch.setattr(
-        "lab.generate.stream_texts",
-        lambda _, __, options, **___: iter([[f"{HOSTILE}\n\tx"] * options.num_samples]))
+        "reporting.sampling.stream_texts",
+        lambda *given, **_: iter([[f"{HOSTILE}\n\tx"] * given[-1].num_samples]))
     for arguments in (("--samples", "2"), ("--prompt", HOSTILE.replace("\0", ""))):
         result = succeeded(run_lab("generate", "x", *arguments))
         assert is_inert(result.output) and "\n\tx" in result.output

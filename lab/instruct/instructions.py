@@ -1,26 +1,19 @@
 """Instruction data, the prompts made from it, and files of models' answers."""
 
 import hashlib
-import http.client
 import json
-import urllib.request
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from basics.errors import UserError
-from basics.files import write_atomically
+from basics.errors import UserError, cannot_be_written
+from basics.files import append_whole
 from basics.json_files import describe
 
-# The 1,100 entries of "Build a Large Language Model (from Scratch)", chapter 7.
-DEFAULT_URL = ("https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/"
-               "ch07/01_main-chapter-code/instruction-data.json")
-DEFAULT_NAME = "instruction-data.json"
-DOWNLOAD_SECONDS = 30  # timeout without any data
 MIN_ENTRIES = 10  # leaves one for the test
-MAX_DOWNLOAD_BYTES = 2**24  # many times what the book's entries have; the branch may change
 
 # Alpaca's template: the head, the instruction, the input if there is one, and the response.
 HEAD = ("Below is an instruction that describes a task. Write a response that appropriately"
@@ -100,11 +93,7 @@ class Data:
 
 def load_entries(path: Path) -> Data:
     """Read an Alpaca-style file. Raises: UserError if it is invalid or too short to split."""
-    return _split(path, _read(path))
-
-
-def _split(path: Path, content: bytes) -> Data:
-    entries = _parse(path, content, TypeAdapter(list[Entry]))
+    content, entries = _read(path, TypeAdapter(list[Entry]))
     count = len(entries)
     if count < MIN_ENTRIES:
         raise UserError(f"{path}: has {count} entries; give {MIN_ENTRIES} or more, for training,"
@@ -116,45 +105,26 @@ def _split(path: Path, content: bytes) -> Data:
 
 def load_answers(path: Path) -> AnswersFile:
     """Read one model's answers. Raises: UserError if the file is invalid."""
-    return _parse(path, _read(path), TypeAdapter(AnswersFile))
+    return _read(path, TypeAdapter(AnswersFile))[1]
 
 
-def fetch_default_entries(datasets_dir: Path) -> Path:
-    """Return the path of the book's entries; download them first if they are missing.
-
-    Raises:
-        UserError: they cannot be downloaded, or the download is not valid.
-    """
-    path = datasets_dir / DEFAULT_NAME
-    if path.exists():
-        return path
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before the work for it. Raises: UserError."""
+    is_new = not os.path.lexists(path)  # do not delete a broken link of the user
     try:
-        with urllib.request.urlopen(DEFAULT_URL, timeout=DOWNLOAD_SECONDS) as response:
-            content = response.read(MAX_DOWNLOAD_BYTES + 1)
-            if len(content) > MAX_DOWNLOAD_BYTES:
-                raise OSError(f"it has more than {MAX_DOWNLOAD_BYTES:,} bytes")
-            if response.length:  # bytes that did not come; with a limit, `read` does not tell
-                raise http.client.IncompleteRead(content, response.length)
-        _split(path, content)  # do not save a login page as the data
-        datasets_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content)
-    except (OSError, http.client.HTTPException, UserError) as error:
-        reason = str(error).removeprefix(f"{path}: ")[:60]
-        raise UserError(f"{DEFAULT_URL}: cannot be downloaded into {datasets_dir} ({reason});"
-                        " download it by other means and name it with --data FILE") from None
-    return path
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
+        append_whole(path, "")
+        if is_new:
+            path.unlink()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}; name a JSON file of"
-                        " entries") from None
+        raise cannot_be_written(path, error) from None
 
 
-def _parse(path: Path, content: bytes, kind: TypeAdapter[T]) -> T:
+def _read(path: Path, kind: TypeAdapter[T]) -> tuple[bytes, T]:
     try:
-        return kind.validate_json(content)
+        content = path.read_bytes()
+        return content, kind.validate_json(content)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; name a JSON file of"
+                        " entries") from None
     except ValidationError as error:
         raise UserError(f"{path}: {describe(error)}") from None

@@ -2,8 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from basics.errors import UserError, cannot_be_written, one_line, visible
 from basics.files import append_whole
 from basics.text import counted
 from lab.evaluate.results import Figure
-from lab.instruct.comparison import Comparison, UnusableReplyError, compare
-from lab.instruct.instructions import AnswersFile, Entry, load_answers
-from lab.instruct.judging import Judge
-from lab.runs import append_evaluation, last_judged, read_evaluations
+from lab.instruct.instructions import AnswersFile, check_writable, load_answers
+from lab.instruct.judging import Comparison, Judge, UnusableReplyError, compare
+from lab.runs import append_evaluation
 from lab.table import Column, Table, terminal_width
 
 LINE_START = b'{"key":"'  # of every line of a file of judgements
@@ -50,16 +48,19 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
     added to its evaluations.jsonl: `lab compare` shows it.
     """
     by_name = _by_name(files)
-    comparisons = [compare(question, answers, judge_model=model, seed=seed)
-                   for question, answers in _questions(by_name)]
-    judgements = Judgements(output or files[0].parent / "judgements.jsonl")
-    missing = {c.key: c for c in comparisons if judgements.scores(c) is None}
-    reason = ""
-    if missing:
-        judgements.check_writable()
-        reason = judge_all(Judge(base_url, model), missing.values(), judgements,
-                           concurrency=concurrency)
-    judged = [scores for c in comparisons if (scores := judgements.scores(c)) is not None]
+    _, first = next(iter(by_name.values()))
+    comparisons = [compare(question, {name: other.answers[number].answer
+                                      for name, (_, other) in by_name.items()},
+                           judge_model=model, seed=seed)
+                   for number, question in enumerate(first.answers)]
+    path = output or files[0].parent / "judgements.jsonl"
+    known, reason = read_judgements(path), ""
+    if missing := [each for each in comparisons if each.key not in known]:
+        check_writable(path)  # before any request is paid for
+        if path.exists() and not path.read_bytes().endswith(b"\n"):  # a kill has cut it short
+            append_whole(path, "\n")
+        reason = judge_all(Judge(base_url, model), missing, path, known, concurrency=concurrency)
+    judged = [known[each.key] for each in comparisons if each.key in known]
     if not judged:
         raise UserError(f"none of {counted(len(comparisons), 'question')} was judged; the first"
                         f" failure: {reason}")
@@ -72,109 +73,78 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
                   rows)
     click.echo(visible(table.terminal(terminal_width())))
     click.echo(visible(f"\n{len(judged)} of {len(comparisons)} questions judged by {model},"
-                       f" {len(comparisons) - len(judged)} failed; judgements in"
-                       f" {judgements.path}"))
+                       f" {len(comparisons) - len(judged)} failed; judgements in {path}"))
     if reason:
         click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
     for name, figure in found.items():
         _record(figure, *by_name[name], judge_model=model, num_questions=len(judged))
 
 
-class Judgements:
-    """The judgements in a file, one line each: no question is paid for twice. Not thread-safe."""
+Judgements = dict[str, dict[str, float]]  # each model's score, by the key of the comparison
 
-    def __init__(self, path: Path) -> None:
-        """Read the file, if it exists; skip a line that a kill has cut short.
 
-        Raises:
-            UserError: it cannot be read, or holds something else.
-        """
-        self.path = path
-        try:
-            if path.exists() and not path.is_file():  # to read a pipe could wait without end
-                raise OSError("is not a plain file")
-            content = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror or error}; name another file"
-                            " with --output") from None
-        if not LINE_START.startswith(content[:len(LINE_START)]):
-            raise UserError(f"{path}: line 1 is not a judgement; name another file with --output")
-        self._by_key = {}
-        for line in content.splitlines():
-            with suppress(ValueError, LookupError, TypeError):
-                judgement = json.loads(line)
-                self._by_key[judgement["key"]] = judgement["scores"]
-        self._is_cut = content[-1:] not in (b"", b"\n")
+def read_judgements(path: Path) -> Judgements:
+    """Return the judgements in a file, if it exists; skip a line that a kill has cut short.
 
-    def check_writable(self) -> None:
-        """Check before any request is paid for. Raises: UserError if it cannot be written."""
-        is_new = not os.path.lexists(self.path)  # do not delete a broken link of the user
-        try:
-            append_whole(self.path, "")
-            if is_new:
-                self.path.unlink()
-        except OSError as error:
-            raise cannot_be_written(self.path, error) from None
-
-    def scores(self, comparison: Comparison) -> dict[str, float] | None:
-        """Return the score of each model's answer; None if there is no judgement yet."""
-        return self._by_key.get(comparison.key)
-
-    def add(self, comparison: Comparison, scores: dict[str, float], *, judge_model: str) -> None:
-        """Save a judgement. Raises: UserError if the file cannot be written."""
-        line = json.dumps(
-            {"key": comparison.key, "judge": judge_model,
-             "instruction": comparison.question.instruction, "order": comparison.order,
-             "scores": scores}, ensure_ascii=False, separators=(",", ":"))
-        try:
-            append_whole(self.path, "\n" * self._is_cut + line + "\n")
-        except OSError as error:
-            raise cannot_be_written(self.path, error) from None
-        self._is_cut = False
-        self._by_key[comparison.key] = scores
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        content = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; name another file with"
+                        " --output") from None
+    if not LINE_START.startswith(content[:len(LINE_START)]):
+        raise UserError(f"{path}: line 1 is not a judgement; name another file with --output")
+    found = {}
+    for line in content.splitlines():
+        with suppress(ValueError, LookupError, TypeError):
+            judgement = json.loads(line)
+            found[judgement["key"]] = judgement["scores"]
+    return found
 
 
 def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
     """Read all files, by model name; by path if several files are of the same model.
 
     However a path is typed, the file has the same name: it is part of the judgements' keys.
-    """
-    paths = tuple(Path(os.path.realpath(path)) for path in paths)
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise UserError(f"{twice}: is given twice; give each file once")
-    loaded = [(path, load_answers(path)) for path in paths]
-    names = [answers.model for _, answers in loaded]
-    return {str(path) if names.count(answers.model) > 1 else answers.model: (path, answers)
-            for path, answers in loaded}
-
-
-def _questions(
-    files: dict[str, tuple[Path, AnswersFile]]
-) -> list[tuple[Entry, dict[str, str]]]:
-    """Return each question with the answers to it, by model.
 
     Raises:
-        UserError: a file has other questions than the first one.
+        UserError: a file cannot be read, or has other questions than the first one.
     """
-    (first_path, first), *_ = files.values()
-    wanted = [entry.model_dump(exclude={"answer"}) for entry in first.answers]
-    for path, other in files.values():
-        asked = [entry.model_dump(exclude={"answer"}) for entry in other.answers]
-        if asked != wanted:
-            raise UserError(f"{path}: its {len(asked)} questions are not the {len(wanted)} of"
+    loaded = {path: load_answers(path)
+              for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths)}
+    names = [answers.model for answers in loaded.values()]
+    questions = {path: [entry.model_dump(exclude={"answer"}) for entry in answers.answers]
+                 for path, answers in loaded.items()}
+    first_path, first = next(iter(questions.items()))
+    for path, asked in questions.items():
+        if asked != first:
+            raise UserError(f"{path}: its {len(asked)} questions are not the {len(first)} of"
                             f" {first_path}; tune all models on the same data")
-    return [(question, {name: other.answers[number].answer for name, (_, other) in files.items()})
-            for number, question in enumerate(first.answers)]
+    return {str(path) if names.count(answers.model) > 1 else answers.model: (path, answers)
+            for path, answers in loaded.items()}
 
 
-def judge_all(judge: Judge, comparisons: Iterable[Comparison], judgements: Judgements, *,
+def judge_all(judge: Judge, comparisons: list[Comparison], path: Path, known: Judgements, *,
               concurrency: int) -> str:
     """Judge all comparisons concurrently; return the reason of the first failure, or "".
+
+    Each judgement is added to `known` and to its file at once: no question is paid for twice.
 
     Raises:
         UserError: nothing more can be judged. Completed requests and those in flight are saved.
     """
+    def save(comparison: Comparison, scores: dict[str, float]) -> None:
+        line = {"key": comparison.key, "judge": judge.model,
+                "instruction": comparison.question.instruction,
+                "order": [*comparison.labels.values()], "scores": scores}
+        try:
+            append_whole(path, json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise cannot_be_written(path, error) from None
+        known[comparison.key] = scores
+
     reason = ""
     pool = ThreadPoolExecutor(concurrency)
     asked = {pool.submit(judge.score, comparison): comparison for comparison in comparisons}
@@ -182,42 +152,34 @@ def judge_all(judge: Judge, comparisons: Iterable[Comparison], judgements: Judge
         for future in tqdm(as_completed(asked), total=len(asked), unit="question",
                            desc="judging", disable=None, leave=False):
             try:
-                judgements.add(asked[future], future.result(), judge_model=judge.model)
+                save(asked[future], future.result())
             except UnusableReplyError as error:
                 reason = reason or str(error)
             del asked[future]
-    finally:  # after an error or Ctrl-C, send no more requests
-        judge.stop()
+    finally:  # after an error or Ctrl-C, send no more requests, but save the replies that are paid
+        judge.is_stopped = True
         pool.shutdown(wait=False, cancel_futures=True)
-        _save_rest(asked, judgements, judge)
+        rest = [future for future in asked if not future.cancelled()]
+        if num_missing := sum(not future.done() for future in rest):
+            click.echo(f"waiting for {num_missing} requests in flight", err=True)
+        for future in as_completed(rest):
+            if future.exception() is None:
+                save(asked[future], future.result())
     return reason
-
-
-def _save_rest(asked: dict[Future, Comparison], judgements: Judgements, judge: Judge) -> None:
-    """Save the replies that arrive after an early stop: they are paid for."""
-    rest = [future for future in asked if not future.cancelled()]
-    if num_missing := sum(not future.done() for future in rest):
-        click.echo(f"waiting for {num_missing} requests in flight", err=True)
-    for future in as_completed(rest):
-        if future.exception() is None:
-            judgements.add(asked[future], future.result(), judge_model=judge.model)
 
 
 def _record(found: Figure, path: Path, answers: AnswersFile, *, judge_model: str,
             num_questions: int) -> None:
-    """Add a score to its run's records, if the answers are in its directory; once."""
+    """Add a score to its run's records, if the answers are in its directory."""
     run_dir = path.parent
     if run_dir.name != answers.model or not (run_dir / "model.json").is_file():
         return
     named = CHECKPOINT_NAME.fullmatch(answers.checkpoint or "")
     step = {"global_step": int(named[1])} if named else {}  # a launch drops those of later steps
-    record = step | {
+    append_evaluation(run_dir / "evaluations.jsonl", step | {
         "target": answers.model, "checkpoint": answers.checkpoint, "judge": judge_model,
         "score": found.value, "score_interval": found.interval and [*found.interval],
-        "questions": num_questions}
-    known = last_judged(read_evaluations(run_dir))
-    if any(known.get(key) != value for key, value in record.items()):
-        append_evaluation(run_dir / "evaluations.jsonl", record)
+        "questions": num_questions})
 
 
 def summarise(scores: list[float], *, seed: int) -> Figure:

@@ -6,15 +6,16 @@ from typing import Any
 import click
 
 from basics.cli import ABOVE_0, FiniteRange
+from basics.errors import UserError
+from lab.instruct.instructions import check_writable, load_entries
 
 
 @click.command()
 @click.argument("target_name", metavar="RUN")
 @click.option("--checkpoint", default="best", show_default=True,
               help="latest, best or the name of a checkpoint directory.")
-@click.option("--data", type=click.Path(path_type=Path), metavar="FILE",
-              help="JSON: a list of objects with instruction, input and output.  [default: the"
-                   " 1,100 of \"Build a Large Language Model (from Scratch)\", downloaded once]")
+@click.option("--data", type=click.Path(path_type=Path), metavar="FILE", required=True,
+              help="JSON: a list of objects with instruction, input and output.")
 @click.option("--loss-on", type=click.Choice(["response", "all"]), default="response",
               show_default=True,
               help="response: compute the loss on the response only. all: on the prompt too, as the"
@@ -36,20 +37,33 @@ from basics.cli import ABOVE_0, FiniteRange
                    " not a run, NAME-tuned in the current directory]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
-@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
-              show_default=True)
-def command(target_name: str, checkpoint: str, runs_dir: Path, **options: Any) -> None:
+def command(target_name: str, checkpoint: str, data: Path, output: Path | None,
+            model_output: Path | None, runs_dir: Path, **options: Any) -> None:
     """Fine-tune RUN's model on instructions, and write its answers to a file for `lab judge`.
 
     RUN may also be a directory of GPT-2 weights, or a hub name such as openai-community/gpt2. The
     first 85% of the data are for training, the next 10% for the test, the rest for validation.
     Training stops when the validation loss rises; the weights of the best epoch then answer the
     test. They are written as a standard GPT-2 with a chat template and a model card: a directory
-    that `lab generate`, `lab evaluate`, `lab publish` and transformers load.
+    that `lab generate`, `lab evaluate`, `lab publish` and transformers load. The 1,100 entries of
+    "Build a Large Language Model (from Scratch)" are on GitHub, in rasbt/LLMs-from-scratch:
+    ch07/01_main-chapter-code/instruction-data.json.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.instruct.tuned_model import job_of, run
+    from lab.instruct.tuning import TuneOptions, run
+    from lab.publish.export import check_output
     from trainer.models import load_model
 
     target = load_model(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)
-    run(job_of(target, **options))
+    base = Path(target_name)
+    if target.run is not None:
+        places = target.run.run_dir / "instruction-answers.json", target.run.run_dir / "tuned"
+    else:
+        places = Path(f"{base.resolve().name}-answers.json"), Path(f"{base.resolve().name}-tuned")
+    output, model_output = output or places[0], (model_output or places[1]).absolute()
+    if target.run is None and base.is_dir() and base.resolve() == model_output.resolve():
+        raise UserError(f"{model_output}: is the model that is to be tuned, which would be"
+                        " replaced; name another directory with --model-output")
+    check_output(model_output, option="--model-output")
+    check_writable(output)
+    run(target, load_entries(data), TuneOptions(**options), output, model_output)

@@ -1,37 +1,83 @@
-"""Fine-tuning on instructions: encode entries, train until validation loss rises."""
+"""The work of `lab tune`: tune a model, write it with its card, and answer the test."""
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import click
 import torch
-from torch import Tensor
+from huggingface_hub import ModelCardData
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
 
+from basics.errors import UserError, cannot_be_written, one_line, visible
+from basics.files import write_atomically
+from basics.json_files import to_json
+from basics.text import code, escaped
 from gpt import GPTModel
-from lab.instruct.instructions import Entry
+from lab.instruct.instructions import INPUT, AnsweredEntry, Data, Entry, chat_template
+from lab.publish.export import Extras, write_export
+from lab.publish.model_card import MARK, public_name, table_rows
+from reporting.sampling import SamplingOptions, stream_texts
 from tokens.tokenizer import Tokenizer
+from trainer.models import HUB_NAME, LoadedModel
 from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy ignores
+CARD = """---
+{front_matter}
+---
 
+# {title}
 
-class Example(NamedTuple):
-    """One entry as input tokens and, for each, the next token as its target or `IGNORED`."""
+A GPT-2-class language model of {num_parameters:,} parameters that answers instructions. It is
+{base}, fine-tuned.
 
-    token_ids: list[int]
-    targets: list[int]
+## How to load it
 
+```python
+from transformers import pipeline
 
-class Examples(NamedTuple):
-    """A part of the data, without the entries whose prompt exceeds the context."""
+generator = pipeline("text-generation", model=".")
+messages = [{{"role": "user", "content": "Name the largest planet."}}]
+print(generator(messages, max_new_tokens=50)[0]["generated_text"][-1]["content"])
+```
 
-    examples: list[Example]
-    num_cut: int  # to the model's context
-    num_skipped: int
+The architecture is standard GPT-2 (`GPT2LMHeadModel`) in float32; no custom code is needed. The
+tokenizer's chat template makes the prompt that the model was tuned on:
+
+```text
+{prompt}
+```
+
+A text that the instruction is about follows the instruction as `{input}`, or is the `input` of the
+message. The model was tuned on single questions: of a longer conversation it has seen none.
+
+## What it was tuned on
+
+| | |
+|---|---|
+{data}
+
+## How it was tuned
+
+| | |
+|---|---|
+{settings}
+
+Losses in nats per token. Epoch 0 is the model before tuning; the weights are those of epoch {best}.
+
+| epoch | training loss | validation loss |
+|---:|---:|---:|
+{epochs}
+"""
+SETTINGS = {"loss_on": "loss computed on", "learning_rate": "learning rate, constant (AdamW)",
+            "weight_decay": "weight decay", "batch_size": "batch size", "max_epochs": "most epochs",
+            "seed": "seed"}
+COMPUTED_ON = {"response": "the response only", "all": "prompt and response"}
 
 
 @dataclass(frozen=True)
@@ -56,11 +102,19 @@ class Epoch:
     validation_loss: float
 
 
+class Example(NamedTuple):
+    """One entry as input tokens and, for each, the next token as its target or `IGNORED`."""
+
+    token_ids: list[int]
+    targets: list[int]
+
+
 def encode_entries(entries: list[Entry], tokenizer: Tokenizer, *, context_length: int,
-                   loss_on: str) -> Examples:
+                   loss_on: str) -> tuple[list[Example], int]:
     """Turn entries into examples: prompt, response, end of text; cut to the context length.
 
-    The end of text is a target too, after the response, so that the model learns to stop.
+    The end of text is a target too, after the response, so that the model learns to stop. Entries
+    whose prompt exceeds the context are left out. Return also how many examples were cut.
     """
     examples, num_cut = [], 0
     for entry in entries:
@@ -74,104 +128,160 @@ def encode_entries(entries: list[Entry], tokenizer: Tokenizer, *, context_length
             targets = [IGNORED] * (len(prompt) - 1) + targets[len(prompt) - 1 :]
         num_cut += len(targets) > context_length
         examples.append(Example(token_ids[:-1][:context_length], targets[:context_length]))
-    return Examples(examples, num_cut, num_skipped=len(entries) - len(examples))
+    return examples, num_cut
 
 
-def collate(examples: list[Example], *, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad examples to the longest: token ids and targets, each (B, T) int64.
+def mean_loss(model: GPTModel, examples: list[Example], batch_size: int,
+              optimizer: AdamW | None = None) -> float:
+    """Go through the examples once, training if there is an optimizer; return their mean loss.
 
-    Padding targets are ignored, and causal attention hides padding from earlier tokens.
+    In nats per token. Without training, it does not depend on the batch size.
     """
-    token_ids, targets = zip(*((torch.tensor(one), torch.tensor(other))
-                               for one, other in examples), strict=True)
-    return (pad_sequence(token_ids, batch_first=True, padding_value=pad_id),
-            pad_sequence(targets, batch_first=True, padding_value=IGNORED))
+    device = model.token_embedding.weight.device
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    model.train(optimizer is not None)
+    total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
+    for start in tqdm(range(0, len(examples), batch_size), unit="batch", disable=None, leave=False):
+        # Padding is ignored as a target, and causal attention hides it from earlier tokens.
+        token_ids, targets = (  # (B, T) int64
+            pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True,
+                         padding_value=padding)
+            for rows, padding in zip(zip(*examples[start : start + batch_size], strict=True),
+                                     (0, IGNORED), strict=True))
+        with (torch.set_grad_enabled(optimizer is not None),
+              autocast("bf16" if has_bf16 else "fp32", device)):
+            loss = model(token_ids.to(device), targets.to(device))
+        if optimizer is not None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        count = int((targets != IGNORED).sum())
+        total += loss.detach() * count
+        num_targets += count
+    return total.item() / num_targets
 
 
-class Tuner:
-    """Fine-tune a model on some examples and validate it on others.
+def tune(model: GPTModel, train: list[Example], validation: list[Example], options: TuneOptions,
+         report: Callable[[Epoch], None]) -> tuple[list[Epoch], Epoch]:
+    """Train until validation loss rises, then load the weights of the best epoch.
 
-    Attributes:
-        epochs: the losses so far.
+    Return all epochs, and the best. `report` is called after each, and before the first one.
     """
-
-    def __init__(self, model: GPTModel, options: TuneOptions, *, pad_id: int) -> None:
-        self.model, self.options, self.pad_id = model, options, pad_id
-        self.device = model.token_embedding.weight.device
-        has_bf16 = (self.device.type == "cuda"
-                    and torch.cuda.is_bf16_supported(including_emulation=False))
-        self.precision = "bf16" if has_bf16 else "fp32"
-        self.optimizer = AdamW(model.parameters(), lr=options.learning_rate,
-                               weight_decay=options.weight_decay, fused=True)
-        self.epochs: list[Epoch] = []
-
-    @property
-    def best(self) -> Epoch:
-        """The epoch with the lowest validation loss; NaN is never lower."""
-        best = self.epochs[0]
-        for epoch in self.epochs[1:]:
-            best = epoch if epoch.validation_loss < best.validation_loss else best
-        return best
-
-    def run(self, train: list[Example], validation: list[Example],
-            report: Callable[[Epoch], None]) -> None:
-        """Train until validation loss rises, then load the weights of the best epoch.
-
-        `report` is called after each epoch, and before the first one.
-        """
-        train_loss, best_weights = None, {}
-        while True:
-            epoch = Epoch(len(self.epochs), train_loss, self.mean_loss(validation))
-            self.epochs.append(epoch)
-            report(epoch)
-            if self.best is not epoch:
-                break
-            best_weights = {name: tensor.to("cpu", copy=True)
-                            for name, tensor in self.model.state_dict().items()}
-            if epoch.number == self.options.max_epochs:
-                break
-            train_loss = self._train(train)
-        self.model.load_state_dict(best_weights)
-        self.model.eval()
-
-    def _train(self, train: list[Example]) -> float:
-        """Train on all examples once, in a new order; return the mean loss.
-
-        Order and dropout depend on the seed and the epoch's number only.
-        """
-        number = len(self.epochs)
-        chance = random.Random(f"{self.options.seed}/{number}")
+    optimizer = AdamW(model.parameters(), lr=options.learning_rate,
+                      weight_decay=options.weight_decay, fused=True)
+    epochs: list[Epoch] = []
+    best, best_weights, train_loss = None, {}, None
+    while True:
+        epoch = Epoch(len(epochs), train_loss, mean_loss(model, validation, options.batch_size))
+        epochs.append(epoch)
+        report(epoch)
+        if best and not epoch.validation_loss < best.validation_loss:
+            break
+        best, best_weights = epoch, {name: tensor.to("cpu", copy=True)
+                                     for name, tensor in model.state_dict().items()}
+        if epoch.number == options.max_epochs:
+            break
+        # Order and dropout depend on the seed and the epoch's number only.
+        chance = random.Random(f"{options.seed}/{len(epochs)}")
         shuffled = chance.sample(train, len(train))
         torch.manual_seed(chance.getrandbits(63))
-        self.model.train()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in tqdm(list(self._batches(shuffled)), desc=f"epoch {number}", unit="step",
-                          disable=None, leave=False):
-            loss = self._loss(batch)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            total += loss.detach() * _num_targets(batch)
-        return total.item() / _num_targets(train)
-
-    @torch.no_grad()
-    def mean_loss(self, examples: list[Example]) -> float:
-        """Return the mean loss in nats per token; it does not depend on the batch size."""
-        self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in self._batches(examples):
-            total += self._loss(batch) * _num_targets(batch)
-        return total.item() / _num_targets(examples)
-
-    def _batches(self, examples: list[Example]) -> Iterator[list[Example]]:
-        size = self.options.batch_size
-        return (examples[start : start + size] for start in range(0, len(examples), size))
-
-    def _loss(self, batch: list[Example]) -> Tensor:
-        token_ids, targets = collate(batch, pad_id=self.pad_id)
-        with autocast(self.precision, self.device):
-            return self.model(token_ids.to(self.device), targets.to(self.device))
+        train_loss = mean_loss(model, shuffled, options.batch_size, optimizer)
+    model.load_state_dict(best_weights)
+    model.eval()
+    return epochs, best
 
 
-def _num_targets(examples: list[Example]) -> int:
-    return sum(target != IGNORED for example in examples for target in example.targets)
+def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
+        model_output: Path) -> None:
+    """Fine-tune, write the tuned model completely or not at all, then its answers.
+
+    Raises:
+        UserError: no entry can be used, or a file cannot be written.
+    """
+    tokenizer, length = target.load_tokenizer(), target.model.config.context_length
+    (train, num_cut), (validation, more_cut) = (
+        encode_entries(part, tokenizer, context_length=length, loss_on=options.loss_on)
+        for part in (data.train, data.validation))
+    if not (train and validation):
+        raise UserError(f"{data.path}: no entry for {'validation' if train else 'training'} has a"
+                        f" prompt that fits {target.name}'s context of {length} tokens; give"
+                        " shorter ones with --data")
+    counts = {"train": len(train), "validation": len(validation), "test": len(data.test),
+              "cut": num_cut + more_cut, "skipped": len(data.train) - len(train)
+              + len(data.validation) - len(validation)}
+    click.echo(visible(f"{target.name}: {counts['train']} entries for training,"
+                       f" {counts['validation']} for validation, {counts['test']} for the test"))
+    if counts["cut"] or counts["skipped"]:
+        click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
+                   f" {counts['skipped']} skipped because the prompt alone is longer")
+    epochs, best = tune(target.model, train, validation, options, _report)
+    click.echo(f"validation loss rose: using the weights of epoch {best.number}"
+               if best is not epochs[-1] else
+               "stopped by --max-epochs before validation loss rose")
+    record = {
+        "model": target.name, "checkpoint": target.checkpoint and target.checkpoint.name,
+        "data": {"file": str(data.path), **counts}, "options": asdict(options),
+        "epochs": [asdict(epoch) for epoch in epochs], "best_epoch": best.number}
+    write_export(target, model_output, tuned_card(target, data, record),
+                 Extras(chat_template=chat_template()))
+    click.echo(visible(f"tuned model in {model_output}"))
+    record["answers"] = _answer(target, data.test, options.max_new_tokens)
+    try:
+        write_atomically(output, to_json(record, indent=2))
+    except OSError as error:
+        raise cannot_be_written(output, error) from None
+    click.echo(visible(f"{len(data.test)} answers in {output}"))
+
+
+def _report(epoch: Epoch) -> None:
+    train = "before training" if epoch.train_loss is None else f"train loss {epoch.train_loss:.4f}"
+    click.echo(visible(f"epoch {epoch.number}: {train}, validation loss"
+                       f" {epoch.validation_loss:.4f} nats per token"))
+
+
+def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list[dict[str, str]]:
+    """Return the entries with the model's answers: greedy, up to the end of text."""
+    model, tokenizer = target.model, target.load_tokenizer()
+    greedy = SamplingOptions(max_new_tokens=max_new_tokens, temperature=0, top_k=0,
+                             stop_token=tokenizer.eot_token)
+    answers, num_long = [], 0
+    for entry in tqdm(test, desc="answering", unit="question", disable=None, leave=False):
+        prompt = entry.prompt()
+        num_long += len(tokenizer.encode_ordinary(prompt)) > model.config.context_length
+        answer = "".join(piece for piece, in stream_texts(model, tokenizer, prompt, greedy))
+        answers.append(AnsweredEntry(**entry.model_dump(), answer=answer.strip()).model_dump())
+    if num_long:
+        click.echo(f"{num_long} questions are longer than the context: the model saw only their"
+                   " end")
+    return answers
+
+
+def tuned_card(target: LoadedModel, data: Data, record: dict[str, Any]) -> str:
+    """Return the card of a tuned model, made of what it was tuned from, on and how."""
+    base, checkpoint = one_line(public_name(target.name)), target.checkpoint
+    title = f"{base.rpartition('/')[2]}-tuned"
+    front_matter = ModelCardData(
+        library_name="transformers", pipeline_tag="text-generation", model_name=title,
+        base_model=base if HUB_NAME.fullmatch(base) else None,
+        tags=["gpt2", MARK, "instruction-tuning"]).to_yaml()
+    trained = "" if checkpoint is None else (
+        f" after {checkpoint.meta.tokens:,} tokens (checkpoint `{checkpoint.name}`)")
+    counts = record["data"]
+    facts = {
+        "file": data.path.name, "SHA-256": data.sha256,
+        "entries": f"{len(data.train) + len(data.test) + len(data.validation):,}",
+        "for training, validation, the test": "{train:,}, {validation:,}, {test:,}".format(
+            **counts),
+        "cut to the context": f"{counts['cut']:,}",
+        "left out: the prompt is too long": f"{counts['skipped']:,}"}
+    settings = record["options"] | {"loss_on": COMPUTED_ON[record["options"]["loss_on"]]}
+    return CARD.format(
+        front_matter=front_matter, title=escaped(title), base=code(base) + trained,
+        num_parameters=target.model.num_parameters(),
+        prompt=Entry(instruction="Name the largest planet.", output="").prompt().rstrip("\n"),
+        input=INPUT.replace("\n", "\\n"), data=table_rows(facts),
+        settings=table_rows({words: str(settings[key]) for key, words in SETTINGS.items()}),
+        best=record["best_epoch"], epochs="\n".join(
+            "| {number} | {train} | {validation_loss:.6f} |".format(
+                **epoch, train="-" if (loss := epoch["train_loss"]) is None else f"{loss:.6f}")
+            for epoch in record["epochs"]))

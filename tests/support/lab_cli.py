@@ -88,7 +88,7 @@ def entries_of(path: Path) -> list[dict[str, str]]:
 
 
 def tune(workplace: Workplace, *arguments: str, data: Path | None = None) -> Result:
-    return run_lab("tune", *workplace.arguments("tiny"), "--data",
+    return run_lab("tune", "tiny", "--runs-dir", str(workplace.runs_dir), "--data",
                    str(data or workplace.root / "data.json"), *FAST, *arguments)
 
 
