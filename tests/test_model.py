@@ -1,3 +1,6 @@
+"""The model and its operations: attention in blocks, head and cross-entropy, orthogonalising."""
+
+import math
 import re
 
 import pytest
@@ -5,14 +8,104 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpt import GPTModel
+from ops.block_attention import block_attention
 from ops.linear_cross_entropy import linear_cross_entropy, token_sum
+from ops.orthogonalise import orthogonalise
+from ops.sizes import BLOCK_ROWS
+from run_config import ModelConfig, load_run
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL
 
 N, C, V, CHUNK = 256, 16, 1009, 64
 FORMS = {"whole": {"multiple": 128}, "in chunks": {"chunk_tokens": CHUNK, "multiple": 128}}
+
+
+def tiny_model(**changes):
+    torch.manual_seed(0)
+    return GPTModel(ModelConfig(**TINY_MODEL | {"drop_rate": 0.0} | changes))
+
+
+@settings(max_examples=20, deadline=None)
+@given(position=st.integers(0, 15), replacement=st.integers(0, 256))
+def test_a_token_changes_no_logits_before_it(position, replacement):
+    model = tiny_model().double()
+    token_ids = torch.arange(16)[None] * 7  # (1, T)
+    changed = token_ids.clone()
+    changed[0, position] = replacement
+    before, after = model(token_ids), model(changed)
+    torch.testing.assert_close(before[:, :position], after[:, :position], rtol=0, atol=1e-12)
+    if replacement != position * 7:
+        assert not torch.allclose(before[:, position:], after[:, position:])
+
+
+def test_gpt2_init_scales_the_residual_projections():
+    block = tiny_model(emb_dim=128, n_layers=8).blocks[3]
+    assert block.attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for projection in (block.attention.output, block.mlp.output):
+        assert projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+        assert not projection.bias.any()
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_zero_projections_start_with_the_loss_of_a_uniform_guess(tie_weights):
+    model = tiny_model(init="zero_projections", tie_weights=tie_weights)
+    for block in model.blocks:
+        assert not block.attention.output.weight.any() and not block.mlp.output.weight.any()
+        assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert model.token_embedding.weight.any(), "a tied head is the embedding"
+    token_ids = torch.randint(0, model.config.vocab_size, (2, 9))
+    loss = model(token_ids[:, :-1], token_ids[:, 1:])
+    assert abs(loss.item() - math.log(model.config.vocab_size)) < (0.2 if tie_weights else 1e-5)
+    loss.backward()
+    assert model.head_weight.grad.any() or tie_weights
+
+
+def test_the_original_has_163_million_parameters():
+    with torch.device("meta"):
+        model = GPTModel(load_run(PROJECT_DIR / "runs", "original").model)
+    assert model.num_parameters() == 163_009_536
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()  # and no mask
+
+
+def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
+    model = tiny_model()
+    token_ids, targets = torch.randint(0, 257, (2, 3, 16))
+    logits = model(token_ids)
+    assert logits.shape == (3, 16, 257)
+    expected = F.cross_entropy(logits.reshape(-1, 257), targets.reshape(-1))
+    torch.testing.assert_close(model(token_ids, targets), expected)
+
+
+def test_dropout_applies_in_training_mode_only():
+    model = tiny_model(drop_rate=0.5)
+    token_ids = torch.randint(0, 257, (2, 16))
+    assert not torch.equal(model(token_ids), model(token_ids))
+    model.eval()
+    assert torch.equal(model(token_ids), model(token_ids))
+
+
+@pytest.mark.parametrize("length", [1, 16, BLOCK_ROWS, BLOCK_ROWS + 1, 3 * BLOCK_ROWS - 5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_attention_in_blocks_computes_what_pytorch_does(length, dtype, tolerance):
+    def output_and_gradients(attention, dtype):
+        generator = torch.Generator().manual_seed(0)
+        qkv = torch.randn(2, length, 3, 4, 8, generator=generator).to(dtype).requires_grad_()
+        output = attention(*qkv.permute(2, 0, 3, 1, 4).unbind())  # strided, as in the model
+        (output.float() * torch.randn(output.shape, generator=generator)).sum().backward()
+        assert output.dtype == dtype and output.shape == (2, 4, length, 8)
+        return [output.detach().float(), qkv.grad.float()]
+
+    ours = output_and_gradients(lambda *qkv: block_attention(*qkv, drop_rate=0.0), dtype)
+    exact = output_and_gradients(
+        lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), torch.float32)
+    for found, wanted in zip(ours, exact, strict=True):
+        assert (found - wanted).norm() <= tolerance * wanted.norm()
 
 
 def inputs(x_dtype=torch.float32, num_tokens=N):
@@ -152,3 +245,25 @@ def test_every_matrix_product_has_the_padded_head_and_no_tensor_all_logits(train
         linear_cross_entropy(x, weight, targets, chunk_tokens=10, multiple=64)
     assert recorder.products == [{10, C, 1024}] * (12 if trains else 4)
     assert max(recorder.results) == 1024 * C  # the head itself; a chunk has 10 * 1,024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_singular_values_become_about_one_and_vectors_stay(dtype):
+    """Each matrix is treated by itself, and one of zeros stays."""
+    torch.manual_seed(0)
+    matrices = torch.randn(3, 24, 96) * torch.tensor([1e-6, 1.0, 1e4])[:, None, None]
+    assert not orthogonalise(torch.zeros(1, 4, 8, dtype=dtype)).any()
+    result = orthogonalise(matrices.to(dtype))
+    assert result.dtype == dtype and result.shape == matrices.shape
+    singular_values = torch.linalg.svdvals(result.float())
+    assert singular_values.min() > 0.85 and singular_values.max() < 1.15
+    u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+    assert F.cosine_similarity(
+        (u @ v).flatten(1), result.float().flatten(1)).min() > 0.99
+
+
+def test_small_singular_values_are_raised_and_none_overshoots():
+    values = torch.logspace(0, -5, 40)
+    result = torch.linalg.svdvals(orthogonalise(torch.diag(values)[None]))[0]
+    assert result.max() < 1.15
+    assert (result > 0.7).sum() == (values > 1e-3 * values.norm()).sum()
