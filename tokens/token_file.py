@@ -24,8 +24,6 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.exists() and not path.is_file():  # such as a pipe, which could block
-            raise UserError(f"{path}: is not a file; delete it and prepare or download the dataset")
         try:
             check_tensor_header(path)
             self._file = safe_open(path, framework="numpy")
@@ -35,10 +33,8 @@ class TokenFile:
             raise UserError(f"{path}: no such token file; prepare or download the"
                             " dataset") from None
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{path}: not a whole safetensors file ({str(error)[:80]});"
-                " delete it and prepare or download the dataset again"
-            ) from None
+            raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]}); delete it"
+                            " and prepare or download the dataset again") from None
         if keys != ["tokens"]:
             raise UserError(f"{path}: contains {', '.join(keys)[:60] or 'nothing'};"
                             " wanted one tensor called tokens")
