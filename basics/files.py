@@ -19,21 +19,17 @@ NO_FSYNC = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EI
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Read an untrusted text file. Raises: OSError: as `open_regular`, or it is too large."""
-    with open(open_regular(path), "rb") as file:
-        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
-            raise OSError(errno.EFBIG, f"has {size:,} bytes")
-        return file.read(max_bytes).decode(errors="replace")
-
-
-def open_regular(path: Path) -> int:
-    """Open an untrusted file for reading. Raises: OSError: it is a link, a pipe, a directory."""
+    """Read an untrusted text file. Raises: OSError: it is a link, a pipe, a directory, too large.
+    """
     # Without O_NONBLOCK, a pipe that nobody writes to would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "is not a plain file")
-    return descriptor
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is not a plain file")
+        if found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes")
+        return file.read(max_bytes).decode(errors="replace")
 
 
 def check_tensor_header(path: Path) -> None:
