@@ -3,7 +3,7 @@ upload that, or a dataset, to the hub."""
 
 import json
 import shutil
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -61,7 +61,8 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
     if extras.with_gguf:
         check_gguf(target)
     new_dir, old_dir = (_work_dir(output_dir) / name for name in ("new", "old"))
-    with _locked(output_dir):
+    with locked(_work_dir(output_dir), is_temporary=True, busy=(
+            f"{output_dir}: another lab publish or lab tune is writing it; wait for its end")):
         try:
             for leftover in (new_dir, old_dir):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -114,22 +115,13 @@ def _work_dir(output_dir: Path) -> Path:
     return output_dir.with_name(f".{output_dir.name}.ddp-train-export")
 
 
-def _locked(output_dir: Path) -> AbstractContextManager[None]:
-    """Let one command at a time write an export."""
-    return locked(_work_dir(output_dir), is_temporary=True, busy=(
-        f"{output_dir}: another lab publish or lab tune is writing it; wait for its end"))
-
-
 def put_back(output_dir: Path) -> None:
-    """Put back an earlier export that a kill left under another name while it was replaced.
-
-    Raises:
-        UserError: another command replaces it at this moment.
-    """
-    old_dir = _work_dir(output_dir) / "old"
-    if is_export(old_dir) and not output_dir.exists():
-        with _locked(output_dir), suppress(OSError):  # nothing is lost: it keeps its other name
-            old_dir.rename(output_dir)
+    """Put back an earlier export that a kill left under another name while it was replaced."""
+    work_dir = _work_dir(output_dir)
+    if is_export(work_dir / "old") and not output_dir.exists():
+        with suppress(OSError):  # nothing is lost: it keeps its other name
+            (work_dir / "old").rename(output_dir)
+            work_dir.rmdir()
 
 
 def check_output(output_dir: Path, *, option: str = "--output") -> None:
@@ -138,7 +130,7 @@ def check_output(output_dir: Path, *, option: str = "--output") -> None:
     if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
         raise UserError(f"{output_dir}: is not a directory; name one with {option}")
     found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
-    if found and not (found <= FILES and MARK in _card_of(output_dir)):
+    if found and not (found <= FILES and is_export(output_dir)):
         others = ", ".join(sorted(found - FILES)[:3]) or "a model from elsewhere"
         raise UserError(f"{output_dir}: holds other files ({others}); name another directory with"
                         f" {option}")
@@ -146,14 +138,10 @@ def check_output(output_dir: Path, *, option: str = "--output") -> None:
 
 def is_export(directory: Path) -> bool:
     """Return whether a directory holds a model that `lab publish` or `lab tune` wrote."""
-    return (directory / "config.json").is_file() and MARK in _card_of(directory)
-
-
-def _card_of(directory: Path) -> str:
-    try:
-        return read_regular_file(directory / "README.md")
-    except OSError:
-        return ""
+    with suppress(OSError):
+        return ((directory / "config.json").is_file()
+                and MARK in read_regular_file(directory / "README.md"))
+    return False
 
 
 def is_own_file(path: Path) -> bool:

@@ -115,18 +115,11 @@ def test_transformers_loads_the_tokenizers(name, tmp_path):
     assert theirs.model_max_length == 1024
 
 
-def test_an_existing_repository_keeps_its_visibility(trained, tmp_path, hub):
-    for options, is_private, found in (((), False, "public; add --public"),
-                                       (("--public",), True, "private; omit --public")):
-        hub.repositories["model", "someone/tiny"] = {"private": is_private, "files": {}}
-        result = publish(trained, "tiny", "someone/tiny", *options, **hub.environment(tmp_path))
-        assert f"already exists and is {found}" in uploading_error(result)
-        assert hub.files("model", "someone/tiny") == {} and not hub.large_files
-
-
-def test_a_model_is_uploaded(trained, tmp_path, hub):
+def test_a_model_is_uploaded_and_a_repository_keeps_its_visibility(trained, tmp_path, hub):
     export_dir = trained.runs_dir / "tiny/export"
-    for options, kind in (((), "private"), (("--public",), "public")):
+    for options, kind, others, refusal in (
+            ((), "private", ("--public",), "is private; omit --public"),
+            (("--public",), "public", (), "is public; add --public")):
         name = f"someone/{kind}"
         dry = succeeded(publish(trained, "tiny", name, *options, "--dry-run",
                                 **hub.environment(tmp_path)))
@@ -140,6 +133,9 @@ def test_a_model_is_uploaded(trained, tmp_path, hub):
         files = hub.files("model", name)
         assert files == files_of(export_dir) and files.keys() == EXPORTED | CHARTS
         assert f'model="{name}"' in files["README.md"].decode()
+        result = publish(trained, "tiny", name, *others, **hub.environment(tmp_path))
+        assert f"already exists and {refusal}" in uploading_error(result)
+        assert hub.files("model", name) == files
 
 
 def test_a_broken_upload_is_retried_and_can_be_repeated(trained, tmp_path, hub, monkeypatch):
@@ -294,16 +290,6 @@ def test_a_tuned_model_is_published_with_its_template_and_card(workplace, tuned,
     assert "not a model card" in error_line(publish(workplace, str(tuned)))
     (tuned / "README.md").write_text("Somebody else's model.")
     assert "not a plain name" in error_line(publish(workplace, str(tuned)))
-
-
-def test_an_export_can_be_published_again(trained, tmp_path):
-    succeeded(publish(trained, "tiny"))
-    card = "---\ntags:\n- ddp-train\n---\n\nx\n"
-    for place in (trained.runs_dir / "tiny/export",
-                  write_export(no_tokenizer(), tmp_path / "without a tokenizer", card)):
-        before = files_of(place)
-        succeeded(publish(trained, str(place)))
-        assert files_of(place) == before
 
 
 def test_a_kill_while_an_export_is_replaced_loses_nothing(trained, monkeypatch):
