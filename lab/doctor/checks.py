@@ -1,5 +1,6 @@
 """What a check is and what it finds; those of a machine: its GPUs, limits and disks."""
 
+import itertools
 import os
 import shutil
 import socket
@@ -28,6 +29,7 @@ OTHER_MACHINE = "restart the machine, or take another one"
 INSTALL_TORCH = "install a PyTorch that is built for this GPU: https://pytorch.org"
 CHECK_SECONDS = 12.0  # for one check; the disks' and the hub's take a few
 NO_ANSWER = "the driver does not answer"
+MAX_PARTS = 7  # of a GPU (MIG)
 BUSY_MEMORY_SHARE, BUSY_PERCENT = 0.1, 30  # of a GPU in use; an idle one's driver takes less
 TEST_BYTES = 32 * 2**20  # written to measure a disk
 SLOW_DISK = 50e6  # bytes a second: the 2 GB of a checkpoint of GPT-2 take 40 seconds
@@ -134,21 +136,14 @@ def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuRe
         if not named:
             break  # CUDA ignores what follows an entry that names no GPU
         found.append(named[0])
-    return next(([part] for gpu in found for part in parts_of(gpu)), found)
+    for gpu, index in itertools.product(found, range(MAX_PARTS)):
+        import pynvml  # here: a machine without a GPU may lack it
 
-
-def parts_of(gpu: GpuReading) -> list[GpuReading]:
-    """Read the parts (MIG) that a GPU is divided into; none if it is not."""
-    import pynvml
-
-    uuids = []
-    with suppress(pynvml.NVMLError):
-        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid or "")
-        is_divided, _ = pynvml.nvmlDeviceGetMigMode(handle)
-        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle) if is_divided else 0):
+        with suppress(pynvml.NVMLError):  # there is no such part, or the GPU cannot be divided
+            handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid or "")
             part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            uuids.append(pynvml.nvmlDeviceGetUUID(part))
-    return read_gpus(uuids)
+            return read_gpus([pynvml.nvmlDeviceGetUUID(part)])
+    return found
 
 
 def in_use(gpus: Sequence[GpuReading]) -> str:
@@ -252,18 +247,17 @@ def check_host_name(_: Subject) -> Finding | None:
 
 def check_runs_disk(subject: Subject) -> Finding:
     """Check that the runs can be written, and how fast."""
-    return _check_disk(subject.runs_dir / (subject.run_name or ""), OTHER_PLACE["disk of runs"])
+    return check_disk(subject.runs_dir / (subject.run_name or ""), OTHER_PLACE["disk of runs"])
 
 
 def check_datasets_disk(subject: Subject) -> Finding | None:
     """Do the same for the datasets, if they are on another disk."""
     place = existing(subject.datasets_dir)
-    if place.stat().st_dev == existing(subject.runs_dir).stat().st_dev:
-        return None
-    return _check_disk(place, OTHER_PLACE["disk of datasets"])
+    is_other = place.stat().st_dev != existing(subject.runs_dir).stat().st_dev
+    return check_disk(place, OTHER_PLACE["disk of datasets"]) if is_other else None
 
 
-def _check_disk(place: Path, advice: str) -> Finding:
+def check_disk(place: Path, advice: str) -> Finding:
     place, here = existing(place), Path.cwd()
     free = shutil.disk_usage(place).free
     shown = place.relative_to(here) if place.is_relative_to(here) else place

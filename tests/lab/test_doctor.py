@@ -266,10 +266,8 @@ def test_a_part_of_a_gpu_has_its_own_readings(install, variable):
                     "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=GIB // 10, total=10 * GIB)}
              for name in ("MIG-first", "MIG-second")}
     nvml = FakeNvml({"GPU-whole": H100 | {"nvmlDeviceGetUUID": "GPU-whole"}} | parts)
-    nvml.nvmlDeviceGetMigMode = lambda handle: (1, 1)
-    nvml.nvmlDeviceGetMaxMigDeviceCount = lambda handle: 7
     nvml.nvmlDeviceGetMigDeviceHandleByIndex = lambda handle, index: (
-        nvml.nvmlDeviceGetHandleByUUID([*parts, "none"][min(index, 2)]))
+        nvml.nvmlDeviceGetHandleByUUID(["none", *parts, "none"][min(index, 3)]))
     install(nvml)
     whole, *_ = read_gpus(["GPU-whole"])
     assert in_use([whole])
