@@ -258,6 +258,7 @@ def check_datasets_disk(subject: Subject) -> Finding | None:
 
 
 def check_disk(place: Path, advice: str) -> Finding:
+    """Judge the room on a disk and its speed; the file that is written for that has no name."""
     place, here = existing(place), Path.cwd()
     free = shutil.disk_usage(place).free
     shown = place.relative_to(here) if place.is_relative_to(here) else place
@@ -265,7 +266,7 @@ def check_disk(place: Path, advice: str) -> Finding:
     if free < 2 * TEST_BYTES:
         return warning(f"{text}: too little to measure its speed", f"make room, or {advice}")
     content, began = os.urandom(TEST_BYTES), time.perf_counter()
-    try:  # a file without a name, where the system can do that
+    try:
         with tempfile.TemporaryFile(dir=place, prefix=".doctor-") as file:
             file.write(content)
             file.flush()
