@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 from basics.errors import UserError
 from checkpointing import list_checkpoints
-from lab import __main__
 from lab.evaluate import measure, results, scoring
 from lab.evaluate.measure import choose_slice
 from lab.evaluate.results import ratio, share
@@ -28,7 +27,7 @@ from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.lm_eval_tasks import records_of, write_records, write_tasks
 from tests.support.models import export, random_model
-from tests.support.workplace import Workplace, read_lines, write_tokens
+from tests.support.workplace import read_lines, write_tokens
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
 from trainer.models import LoadedModel
@@ -301,18 +300,6 @@ def test_a_user_error_is_one_line_and_nothing_is_recorded(trained, arguments, me
     assert not (trained.runs_dir / "tiny/evaluations.jsonl").exists()
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_out_of_memory_is_one_line(error, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(__main__.cli, "main", fail)
-    with pytest.raises(SystemExit) as caught:
-        __main__.main()
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("Error: out of memory; set a smaller")
-
-
 # Tasks
 
 
@@ -363,19 +350,23 @@ def shortened(value):
 def test_all_tasks_are_one_table_and_one_record_each(trained):
     for name in NAMES:
         write_records(trained.root / f"{name}.jsonl", shortened(records_of(name, 3)))
+    write_records(trained.root / "lambada.jsonl", [{"text": "too long for this model"},
+                                                   {"text": "short enough"}, {"text": "a b"}])
     arguments = [f"--task={name}={trained.root}/{name}.jsonl" for name in NAMES]
-    table = succeeded(lab_evaluate(trained, "tiny", *arguments)).stdout.splitlines()
-    assert [line.split()[2] for line in table[2:]] == [
-        *NAMES[:-1], "blimp_anaphor_gender_agreement"]
-    assert "perplexity [95%]" in table[0] and "loss" not in table[0]
+    result = succeeded(lab_evaluate(trained, "tiny", *arguments))
+    head, _, *lines = result.stdout.splitlines()
+    names = [*NAMES[:-1], "blimp_anaphor_gender_agreement"]
+    assert [line.split()[2] for line in lines] == names
+    assert "perplexity [95%]" in head and "loss" not in head
     records = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
-    assert [record["benchmark"] for record in records] == [
-        line.split()[2] for line in table[2:]]
-    for record, line in zip(records, table[2:], strict=True):
+    assert [record["benchmark"] for record in records] == names
+    for record, line in zip(records, lines, strict=True):
         low, high = record["accuracy_interval"]
         assert record["split"] is None and record["questions_from"].endswith(".jsonl")
         assert record["questions"] == 3 and 0 <= low <= record["accuracy"] <= high <= 1
         assert f" {record['accuracy']:.4f} [{low:.4f}, {high:.4f}] " in line
+    assert records[1]["cut_texts"] == 1
+    assert "warning: lambada: 1 texts are longer than the context of tiny" in result.stderr
 
 
 @pytest.mark.parametrize("is_task", [False, True])
@@ -437,14 +428,6 @@ def test_a_file_without_valid_questions_is_a_user_error(name, tmp_path):
         assert TASKS[name].__name__ in str(caught.value) and str(path) in str(caught.value), content
 
 
-def test_a_text_that_loses_its_beginning_is_reported(trained):
-    write_records(trained.root / "words.jsonl", [{"text": "too long for this model"},
-                                                 {"text": "short enough"}])
-    result = lab_evaluate(trained, "tiny", "--task", f"lambada={trained.root}/words.jsonl")
-    assert ("warning: lambada: 1 texts are longer than the context of tiny and lost their"
-            " beginning, as in lm-eval") in succeeded(result).stderr
-
-
 def test_equal_choices_are_a_tie_that_the_first_one_wins():
     """In different batches, their log probabilities could differ in the last bit."""
     target = LoadedModel("x", random_model(vocab_size=257, context_length=32), "bytes")
@@ -477,13 +460,6 @@ def test_questions_are_downloaded_from_the_hub(name, wanted, others, tmp_path, m
     assert len(quiz.questions) == 3 * len(wanted)
     assert (quiz.source, quiz.split) == ("someone/questions", None)
     assert not any(hub.downloads(other) for other in others)
-
-
-def test_nothing_is_downloaded_for_a_target_that_does_not_exist(tmp_path):
-    with serving(Hub({}, repository="Rowan/hellaswag")) as hub:
-        result = lab_evaluate(Workplace(tmp_path), "nix", "--task", "hellaswag",
-                              **hub.environment(tmp_path / "home"))
-        assert "no such run" in error_line(result) and not hub.requests
 
 
 def test_a_hub_dataset_without_the_questions_is_a_user_error(tmp_path):

@@ -5,7 +5,6 @@ local judge that injects faults.
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import signal
 import threading
@@ -16,7 +15,6 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
-from basics.errors import UserError
 from gpt import GPTModel
 from lab.instruct import tuning
 from lab.instruct.instructions import Entry, load_answers, load_entries
@@ -149,26 +147,6 @@ def test_the_seed_determines_dropout_and_order():
     assert first_loss(1, 0.0) != first_loss(2, 0.0)
 
 
-def test_the_tuned_model_answers_the_test(tuned_place):
-    lines = succeeded(tune(tuned_place, "--max-epochs", "10")).stdout.splitlines()
-    assert lines[0] == "tiny: 34 entries for training, 2 for validation, 4 for the test"
-    assert lines[1].startswith("epoch 0: before training, validation loss 5.")
-    assert lines[2].startswith("epoch 1: train loss ")
-    record = answers_in(tuned_place)
-    lowest = min(record["epochs"], key=lambda epoch: epoch["validation_loss"])
-    assert record["model"] == "tiny" and record["best_epoch"] == lowest["number"]
-    assert record["checkpoint"].endswith("-iteration-1")
-    assert record["data"] == {"file": str(tuned_place.root / "data.json"), "train": 34,
-                              "validation": 2, "test": 4, "cut": 0, "skipped": 0}
-    assert record["options"]["learning_rate"] == 0.01 and record["options"]["seed"] == 42
-    wanted = [entry | {"answer": "Yes."}
-              for entry in entries_of(tuned_place.root / "data.json")[34:38]]
-    assert record["answers"] == wanted  # learnt, including where to stop; in the order of the test
-    path = tuned_place.runs_dir / "tiny/instruction-answers.json"
-    assert [answer.model_dump() for answer in load_answers(path).answers] == wanted
-    assert not list(path.parent.glob(".*"))  # no other files were written
-
-
 def test_cut_and_skipped_entries_are_reported(tuned_place):
     data = tuned_place.root / "data.json"
     entries = entries_of(data)
@@ -186,86 +164,77 @@ def test_cut_and_skipped_entries_are_reported(tuned_place):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    ("nonsense", "Invalid JSON"),
-    ('{"instruction": "a"}', "should be a valid array"),
+    ("nonsense", "Invalid JSON"), ('{"instruction": "a"}', "should be a valid array"),
     ('[{"instruction": "a", "input": "b"}]', '"0.output" is missing'),
     ('[{"instruction": "a", "output": 3}]', "0.output should be a valid string"),
-    ('["text"]', "0 should be"),
-    ('[{"instruction": "a", "output": "\\ud800"}]', "Invalid JSON"),
-    ("[]", "has 0 entries; give 10 or more"),
+    (json.dumps([{"instruction": "a", "output": "b"}] * 9), "has 9 entries; give 10 or more"),
+    (json.dumps([{"instruction": "long " * 50, "output": "b"}] * 10),
+     "no entry for training has a prompt that fits tiny's context of 192"),
     (None, "cannot be read: No such file"),
 ])
-def test_invalid_data_is_a_user_error(tmp_path, content, message):
-    path = tmp_path / "data.json"
+def test_invalid_data_is_a_user_error_before_tuning(tuned_place, content, message):
+    path = tuned_place.root / "other.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(UserError) as caught:
-        load_entries(path)
-    assert f"{path}: " in str(caught.value) and message in str(caught.value)
-
-
-def test_errors_are_found_before_tuning(tuned_place):
-    data = write_entries(tuned_place.root / "nine.json", 9, output="")
-    assert "nine.json: has 9 entries" in error_line(tune(tuned_place, data=data))
-    for output in (tuned_place.root, data / "a.json"):
-        assert "cannot be written" in error_line(tune(tuned_place, "--output", str(output)))
-    assert "no checkpoint 'nix'" in error_line(tune(tuned_place, "--checkpoint", "nix"))
-    for option in ("--learning-rate", "--weight-decay"):
-        result = tune(tuned_place, option, "nan")
-        assert result.exit_code == 2 and f"'{option}': nan is not a finite" in result.stderr
-    entries = [entry | {"instruction": "long " * 50}
-               for entry in entries_of(tuned_place.root / "data.json")]
-    data.write_text(json.dumps(entries))
-    assert "has a prompt that fits tiny's context of 192" in error_line(
-        tune(tuned_place, data=data))
+    error = error_line(tune(tuned_place, data=path))
+    assert f"{path}: " in error and message in error
     assert not (tuned_place.runs_dir / "tiny/instruction-answers.json").exists()
 
 
-def test_losses_that_are_not_finite_do_not_prevent_answers(tuned_place, monkeypatch):
-    monkeypatch.setattr(tuning, "mean_loss", lambda *_: math.nan)
+def test_places_that_cannot_be_written_are_refused_before_tuning(tuned_place):
     succeeded(tune(tuned_place, *SHORT))
-    record = answers_in(tuned_place)
-    assert [epoch["validation_loss"] for epoch in record["epochs"]] == [None, None]
-    assert len(record["answers"]) == 4
+    base, other = tuned_place.runs_dir / "tiny/tuned", tuned_place.root / "other"
+    (tuned_place.root / "link").symlink_to(base)
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    before = tuned_place.files()
+    for output in (tuned_place.root, tuned_place.root / "data.json/a.json"):
+        assert "cannot be written" in error_line(tune(tuned_place, "--output", str(output)))
+    error = error_line(tune(tuned_place, "--model-output", str(other)))
+    assert "holds other files (thesis.txt)" in error and "--model-output" in error
+    for name in (base, tuned_place.root / "link"):
+        error = error_line(run_lab("tune", str(name), "--data", str(tuned_place.root / "data.json"),
+                                   "--model-output", str(base)))
+        assert "is the model that is to be tuned" in error
+    assert tuned_place.files() == before
 
 
-def tuned_dir(workplace):
-    return workplace.runs_dir / "tiny/tuned"
-
-
-def card_of(workplace):
-    return ModelCard.load(tuned_dir(workplace) / "README.md")
-
-
-def test_the_tuned_model_is_kept_with_the_weights_of_the_best_epoch(tuned_place):
-    succeeded(tune(tuned_place, "--max-epochs", "10"))
-    tuned = load_model(str(tuned_dir(tuned_place)), runs_dir=tuned_place.runs_dir)
+def test_the_tuned_model_answers_the_test_and_is_kept(tuned_place):
+    lines = succeeded(tune(tuned_place, "--max-epochs", "10")).stdout.splitlines()
+    assert lines[0] == "tiny: 34 entries for training, 2 for validation, 4 for the test"
+    assert lines[1].startswith("epoch 0: before training, validation loss 5.")
+    record, data = answers_in(tuned_place), tuned_place.root / "data.json"
+    lowest = min(record["epochs"], key=lambda epoch: epoch["validation_loss"])
+    assert record["model"] == "tiny" and record["best_epoch"] == lowest["number"]
+    assert record["checkpoint"].endswith("-iteration-1")
+    assert record["data"] == {"file": str(data), "train": 34, "validation": 2, "test": 4,
+                              "cut": 0, "skipped": 0}
+    assert record["options"]["learning_rate"] == 0.01 and record["options"]["seed"] == 42
+    wanted = [entry | {"answer": "Yes."} for entry in entries_of(data)[34:38]]
+    assert record["answers"] == wanted  # learnt, including where to stop; in the order of the test
+    path = tuned_place.runs_dir / "tiny/instruction-answers.json"
+    assert [answer.model_dump() for answer in load_answers(path).answers] == wanted
+    assert not list(path.parent.glob(".*"))  # no other files were written
+    directory = str(tuned_place.runs_dir / "tiny/tuned")
+    tuned = load_model(directory, runs_dir=tuned_place.runs_dir)
     assert tuned.tokenizer_name == "bytes" and tuned.model.config.drop_rate == 0
-    theirs = GPT2LMHeadModel.from_pretrained(tuned_dir(tuned_place)).eval()
-    base = load_model("tiny", runs_dir=tuned_place.runs_dir)
+    theirs = GPT2LMHeadModel.from_pretrained(directory).eval()
+    tokens = torch.arange(30).view(2, 15)
     with torch.no_grad():
-        ours, hub, before = (model(torch.arange(30).view(2, 15))
-                             for model in (tuned.model, theirs, base.model))
-    assert (ours - hub.logits).abs().max() < 1e-4 and (ours - before).abs().max() > 0.01
-    for entry, answered in zip(load_entries(tuned_place.root / "data.json").test,
-                               answers_in(tuned_place)["answers"], strict=True):
-        shown = run_lab("generate", str(tuned_dir(tuned_place)), "--prompt", entry.prompt(),
-                        "--temperature", "0", "--max-new-tokens", "20")
-        assert succeeded(shown).stdout == f"{entry.prompt()} {answered['answer']}\n"
-    generator = pipeline("text-generation", model=str(tuned_dir(tuned_place)))
-    [found] = generator([{"role": "user", "content": entry.instruction}], max_new_tokens=20,
-                        do_sample=False)
-    assert found["generated_text"][-1]["content"].strip() == answered["answer"] == "Yes."
-    tuned_place.add_dataset()
-    evaluated = run_lab(*tuned_place.arguments(
-        "evaluate", str(tuned_dir(tuned_place)), "--dataset", "tiny"))
-    assert str(tuned_dir(tuned_place)) in succeeded(evaluated).stdout
+        assert (tuned.model(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+    entry = load_entries(data).test[0]
+    shown = run_lab("generate", directory, "--prompt", entry.prompt(), "--temperature", "0",
+                    "--max-new-tokens", "20")
+    assert succeeded(shown).stdout == f"{entry.prompt()} Yes.\n"
+    [found] = pipeline("text-generation", model=directory)(
+        [{"role": "user", "content": entry.instruction}], max_new_tokens=20, do_sample=False)
+    assert found["generated_text"][-1]["content"].strip() == "Yes."
 
 
 @pytest.mark.parametrize("text", ["", "näive\n  {{ text }} <|x|>\n"])
 def test_the_chat_template_renders_the_prompt_of_the_tuning(tuned_place, text):
     succeeded(tune(tuned_place, *SHORT))
-    tokenizer = AutoTokenizer.from_pretrained(tuned_dir(tuned_place))
+    tokenizer = AutoTokenizer.from_pretrained(tuned_place.runs_dir / "tiny/tuned")
     entry = Entry(instruction=" Äsk \n\"'\\n {% x %}", input=text, output="Yes.")
     message = {"role": "user", "content": entry.instruction, "input": entry.input}
     joined = f"{entry.instruction}\n\n### Input:\n{text}" if text else entry.instruction
@@ -284,7 +253,8 @@ def test_the_chat_template_renders_the_prompt_of_the_tuning(tuned_place, text):
 
 def test_the_card_says_what_the_model_was_tuned_on(tuned_place):
     succeeded(tune(tuned_place, "--max-epochs", "2", "--max-new-tokens", "1"))
-    card, record = card_of(tuned_place), answers_in(tuned_place)
+    card = ModelCard.load(tuned_place.runs_dir / "tiny/tuned/README.md")
+    record = answers_in(tuned_place)
     facts = card.data.to_dict()
     assert facts["tags"] == ["gpt2", "ddp-train", "instruction-tuning"]
     assert "license" not in facts and "base_model" not in facts
@@ -302,7 +272,7 @@ def test_the_card_says_what_the_model_was_tuned_on(tuned_place):
 def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(tuned_place, monkeypatch):
     succeeded(tune(tuned_place, *SHORT))
     monkeypatch.chdir(tuned_place.root)
-    base = tuned_dir(tuned_place).rename(tuned_place.root / HOSTILE)
+    base = (tuned_place.runs_dir / "tiny/tuned").rename(tuned_place.root / HOSTILE)
     (tuned_place.root / "data.json").rename(f"{HOSTILE}.json")
     command = ("--data", f"{HOSTILE}.json", *SHORT)
     succeeded(run_lab("tune", str(base), *command))
@@ -313,28 +283,6 @@ def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(tuned_plac
     succeeded(run_lab("tune", "someone/gpt", *command, "--model-output", "other"))
     card = ModelCard.load("other/README.md")
     assert card.data.base_model == "someone/gpt" and "# gpt-tuned" in card.text
-
-
-def test_a_model_output_that_holds_something_else_is_refused(tuned_place):
-    other = tuned_place.root / "other"
-    other.mkdir()
-    (other / "thesis.txt").write_text("years of work")
-    before = tuned_place.files()
-    error = error_line(tune(tuned_place, "--model-output", str(other)))
-    assert "holds other files (thesis.txt)" in error and "--model-output" in error
-    assert tuned_place.files() == before
-
-
-def test_the_model_that_is_tuned_is_not_replaced(tuned_place):
-    succeeded(tune(tuned_place, *SHORT))
-    base = tuned_dir(tuned_place)
-    (tuned_place.root / "link").symlink_to(base)
-    before = tuned_place.files()
-    for name in (base, tuned_place.root / "link"):
-        error = error_line(run_lab("tune", str(name), "--data", str(tuned_place.root / "data.json"),
-                                   "--model-output", str(base)))
-        assert "is the model that is to be tuned" in error
-    assert tuned_place.files() == before
 
 
 # lab judge
@@ -485,6 +433,7 @@ def test_a_redirect_is_refused_and_nothing_is_sent_there(endpoint, files):
     with judging(Endpoint()) as other:
         endpoint.elsewhere = f"{other.base_url}/chat/completions"
         line = error_line(judge(endpoint, *files, key="sk-secret"))
+        assert endpoint.keys == {"Bearer sk-secret"}
     assert f"it redirects to {other.base_url}" in line and "check" in line
     assert not other.requests and not other.keys and len(endpoint.requests) < NUM_QUESTIONS
 
@@ -503,12 +452,6 @@ def test_a_wrong_address_or_key_is_refused_and_shows_no_secret(files, address, k
     error = error_line(judge(address, *files, key=key))
     assert message in error
     assert not any(word in error for word in ("me:", "cret", "sk-"))
-
-
-def test_the_key_is_sent_if_there_is_one(endpoint, files):
-    judged(endpoint, *files)
-    assert judge(endpoint, *files, "--seed", "1", key="sk-mine").exit_code == 0
-    assert endpoint.keys == {"Bearer none", "Bearer sk-mine"}
 
 
 def test_the_same_command_asks_only_missing_questions(endpoint, files, tmp_path):
@@ -582,49 +525,35 @@ def test_several_files_of_one_model_are_named_by_path(endpoint, tmp_path, monkey
 
 
 def test_a_run_gets_the_score_of_the_answers_in_its_directory(endpoint, workplace):
-    def answers(run, file, worths):
-        return write_answers(workplace.runs_dir / run / file, run, worths)
-
-    for run in ("one", "two"):
+    files, path = [], workplace.runs_dir / "one/evaluations.jsonl"
+    for run, worths in (("one", [10, 30]), ("two", [60, 60])):
         workplace.add_run(run)
-    files = [answers("one", "instruction-answers.json", [10, 30]),
-             answers("two", "instruction-answers.json", [60, 60]),
-             write_answers(workplace.runs_dir / "two/other.json", "other", [1, 1])]
+        place = workplace.runs_dir / run / "instruction-answers.json"
+        files.append(write_answers(place, run, worths))
+    files.append(write_answers(workplace.runs_dir / "two/other.json", "other", [1, 1]))
     judged(endpoint, *files)
-    scores = {run: read_lines(workplace.runs_dir / run / "evaluations.jsonl")
-              for run in ("one", "two")}
-    for run, mean in (("one", 20), ("two", 60)):
-        (line,) = scores[run]
-        assert (line["judge"], line["score"], line["questions"]) == ("the-judge", mean, 2)
-    assert scores["one"][0]["score_interval"] == [10, 30]
-    answers("one", "instruction-answers.json", [90, 90])
-    judged(endpoint, *files)
-    path = workplace.runs_dir / "one/evaluations.jsonl"
-    for first_step, kept in ((5, [20, 90]), (4, [])):  # of a launch that goes on, or steps back
+    (one,), (two,) = (read_lines(workplace.runs_dir / run / "evaluations.jsonl")
+                      for run in ("one", "two"))
+    assert (one["judge"], one["score"], one["questions"]) == ("the-judge", 20, 2)
+    assert one["score_interval"] == [10, 30] and two["score"] == 60
+    for first_step, kept in ((5, [20]), (4, [])):  # of a launch that goes on, or steps back
         remove_metrics_from(path, first_step)
         assert [line["score"] for line in read_lines(path)] == kept
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("nonsense", "Invalid JSON"),
-    ("[]", "should be an object"),
-    ('{"model": "m", "answers": []}', "answers List should have at least 1 item"),
-    ('{"model": "m", "answers": [{"instruction": "a", "output": "b"}]}',
+@pytest.mark.parametrize(("worths", "change", "message"), [
+    ([], {}, "answers List should have at least 1 item"),
+    ([1, 2], {}, "its 2 questions are not the 12 of "),
+    (WORTHS["beta"], {"topic": "something else"}, "its 12 questions are not the 12 of "),
+    ([1], {"text": '{"model": "m", "answers": [{"instruction": "a", "output": "b"}]}'},
      '"answers.0.answer" is missing'),
-    ("fewer", "its 2 questions are not the 12 of "),
-    ("other", "its 12 questions are not the 12 of "),
 ])
-def test_a_file_that_does_not_match_is_named(endpoint, files, tmp_path, content, message):
+def test_a_file_that_does_not_match_is_named(endpoint, files, tmp_path, worths, change, message):
     odd = tmp_path / "odd.json"
-    if content == "fewer":
-        write_answers(odd, "odd", [1, 2])
-    elif content == "other":
-        write_answers(odd, "odd", WORTHS["beta"], topic="on something else")
-    else:
-        odd.write_text(content)
+    write_answers(odd, "odd", worths, topic=change.get("topic", ""))
+    odd.write_text(change.get("text", odd.read_text()))
     error = error_line(judge(endpoint, *files, str(odd)))
-    assert "odd.json: " in error and message in error
-    assert not endpoint.requests
+    assert "odd.json: " in error and message in error and not endpoint.requests
 
 
 def test_an_output_that_cannot_be_used_is_an_error_before_any_request(endpoint, files, tmp_path):
