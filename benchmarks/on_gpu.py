@@ -51,7 +51,6 @@ from reporting.speed import flops_per_token
 
 SIZES = (64, 96, 48, 24, 12)  # microbatches of ours
 FIRST, NANOGPT = "ours, microbatch 64", "nanoGPT, bf16, compiled"
-RESUMED = "test tests/trainer/test_deterministic.py"  # how its rows begin
 OPTIONS: dict[str, dict[str, Any]] = {  # tried; no defaults
     "cuDNN attention": {"attention": "cudnn"}, "flash attention": {"attention": "flash"},
     "head in 4 chunks": {"head_chunks": 4},
@@ -201,33 +200,27 @@ def page(lines: dict[str, Line], task: Task) -> str:
     speeds = [line for line in ok.values() if "tokens_per_second" in line]
     speeds.sort(key=lambda line: line["row"] != FIRST)  # the losses are compared with the first's
     tests = {row: line["outcome"] for row, line in lines.items() if "outcome" in line}
-    resumed = Counter(outcome for row, outcome in tests.items() if row.startswith(RESUMED))
+    memory = []  # the peaks of our microbatches beside those that `lab plan` says
+    for line in (ok[row] for row in (f"ours, microbatch {size}" for size in SIZES) if row in ok):
+        size = line["microbatch_size"]
+        train = config(size, gradient_accumulation_steps=task.global_batch_size // size)
+        planned = peak_memory(Setting(task.model, train, line["precision"], 1), size).total
+        memory.append(f"- microbatch {size}: {line['peak_mib'] * 2**20 / planned:.2f} of the"
+                      " memory that `lab plan` says")
     parts = [
         [f"# Measurements on a GPU{' (tiny, on a CPU)' * (task.device == 'cpu')}"],
         [str(speeds[0]["machine"])] if speeds else [],
         speed_table(speeds, flops_per_token(task.model), [
             ORIGINAL, HUGGING_FACE.format("bf16"), NANOGPT]),
-        memory_lines(ok, task) if task.device == "cuda" else [],
+        memory if task.device == "cuda" else [],
         Table(list(map(Column, ("kernel", "ms", "share"))), kernel_rows(ok["kernels"])
               ).markdown().splitlines() if "kernels" in ok else [],
         [f"- {row}: {json.dumps(line.get('seconds_by_phase', line))}" for row, line in ok.items()
          if row == WHOLE_RUN or line not in speeds and row not in (*tests, "kernels")],
-        [f"Tests: {dict(Counter(tests.values()))}, of bit-identical resuming: {dict(resumed)}"],
+        [f"Tests: {dict(Counter(tests.values()))}"],
         [f"- {row}: {line['status']}: {line['reason']}" for row, line in lines.items()
          if line["status"] != "ok"]]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-
-
-def memory_lines(ok: dict[str, Line], task: Task) -> list[str]:
-    """Compare the peaks of our microbatches with those that `lab plan` says."""
-    found = []
-    for line in (ok[row] for row in (f"ours, microbatch {size}" for size in SIZES) if row in ok):
-        size = line["microbatch_size"]
-        train = config(size, gradient_accumulation_steps=task.global_batch_size // size)
-        planned = peak_memory(Setting(task.model, train, line["precision"], 1), size).total
-        found.append(f"- microbatch {size}: {line['peak_mib'] * 2**20 / planned:.2f} of the memory"
-                     " that `lab plan` says")
-    return found
 
 
 @click.command()

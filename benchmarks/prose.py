@@ -14,7 +14,6 @@ import json
 import random
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import click
 
-from basics.errors import UserError, print_error, print_line
+from basics.errors import UserError, print_line
 from basics.files import write_atomically
 
 # The versions that the documents' figures were measured with.
@@ -72,25 +71,17 @@ class Paragraphs(HTMLParser):
 
 def download(names: tuple[str, ...], folder: Path) -> Iterator[Path]:
     """Download and unpack packages; yield a directory each, by name. Raises: UserError."""
-    _run(["apt-get", "download", *names], folder)
-    for name in sorted(names):
-        package, = folder.glob(f"{name}_*.deb")
-        version = package.name.split("_")[1].replace("%3a", ":")
-        if version != VERSIONS.get(name, version):
-            print_line(f"{name} is {version}; the documents' figures are of {VERSIONS[name]}")
-        _run(["dpkg-deb", "-x", str(package), str(folder / name)], folder)
-        yield folder / name
-
-
-def _run(command: list[str], folder: Path) -> None:
     try:
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise UserError(f"{command[0]}: no such command; this corpus needs Debian 12") from None
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
-        raise UserError(f"{command[0]} {command[1]}: {lines[-1]}; run apt-get update on"
-                        " Debian 12") from None
+        subprocess.run(["apt-get", "download", *names], cwd=folder, check=True)
+        for name in sorted(names):
+            package, = folder.glob(f"{name}_*.deb")
+            version = package.name.split("_")[1].replace("%3a", ":")
+            if version != VERSIONS.get(name, version):
+                print_line(f"{name} is {version}; the documents' figures are of {VERSIONS[name]}")
+            subprocess.run(["dpkg-deb", "-x", package, folder / name], check=True)
+            yield folder / name
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UserError(f"{error}; this corpus needs Debian 12, after apt-get update") from None
 
 
 def paragraphs_of(path: Path) -> list[str]:
@@ -146,21 +137,20 @@ def documents_of(folder: Path, seen: set[str]) -> Iterator[str]:
               help="Use this package instead of all; can be repeated.")
 def main(output: Path, names: tuple[str, ...]) -> None:
     """Write prose from Debian packages to OUTPUT/prose.jsonl, one document a line."""
-    try:
-        seen: set[str] = set()
-        with tempfile.TemporaryDirectory() as folder:
-            documents = [document for package in download(names, Path(folder))
-                         for document in documents_of(package, seen)]
-        random.Random(1).shuffle(documents)
-        output.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-        write_atomically(output / "prose.jsonl", lines)
-    except (UserError, OSError) as error:
-        print_error(UserError(str(error)).line())
-        sys.exit(2)
+    seen: set[str] = set()
+    with tempfile.TemporaryDirectory() as folder:
+        documents = [document for package in download(names, Path(folder))
+                     for document in documents_of(package, seen)]
+    random.Random(1).shuffle(documents)
+    output.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    write_atomically(output / "prose.jsonl", lines)
     print_line(f"{output / 'prose.jsonl'}: {len(documents):,} documents,"
                f" {sum(map(len, documents)):,} characters")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(error.line()) from None
