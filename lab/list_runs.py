@@ -74,7 +74,8 @@ class RunState:
         tokens_per_second, mfu: as last reported; mfu is a fraction.
         seconds, usd: spent by all launches.
         seconds_left: at the pace of the last reports; None of a run that does not train.
-        usd_per_hour, usd_at_end: likewise, and None without a price.
+        usd_per_hour: the mean until now; usd_at_end: at that price. None of a run that does not
+            train, and without a price.
         memory_gib: of the fullest GPU as last reported, else the peak of a process.
         warnings: one line each.
     """
@@ -117,8 +118,10 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     seconds, usd = files.spent(records)
     left = at_end = price = None
     if is_running and None not in (step, num_steps, pace := _seconds_per_step(records, reports)):
-        left, price = max(0, num_steps - 1 - step) * pace, _usd_per_hour(reports)
-        at_end = None if price is None else usd + left / 3600 * price
+        left = max(0, num_steps - 1 - step) * pace
+        if usd and seconds:
+            price = usd / seconds * 3600
+            at_end = usd + left / 3600 * price
     gpus = _last_list(records, "gpu_memory_gib")
     return RunState(
         name=name, status=files.status, reason=words(files.summary.get("reason")),
@@ -157,14 +160,6 @@ def _seconds_per_step(records: Sequence[Record], reports: Sequence[Record]) -> f
     validating = sum(record.get("validation_seconds") or 0.0 for record in records
                      if first["global_step"] < record["global_step"] <= last["global_step"])
     return min(pace + validating / steps, max(pace, (last["seconds"] - first["seconds"]) / steps))
-
-
-def _usd_per_hour(reports: Sequence[Record]) -> float | None:
-    priced = [record for record in reports[-PACE_RECORDS:] if number(record.get("usd"))]
-    if len(priced) < 2:
-        return None
-    seconds, usd = (priced[-1][key] - priced[0][key] for key in ("seconds", "usd"))
-    return usd / seconds * 3600 if seconds > 0 and usd > 0 else None
 
 
 def _warnings(files: RunFiles, records: Sequence[Record]) -> list[str]:

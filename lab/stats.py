@@ -1,12 +1,11 @@
 """Is a difference of losses larger than the noise of the seeds; the loss over a number, fitted."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Self
 
 import numpy as np
 from numpy.polynomial import Polynomial
@@ -46,7 +45,7 @@ class Difference:
     num_pairs: int
 
     @classmethod
-    def of(cls, differences: list[float]) -> Difference | None:
+    def of(cls, differences: list[float]) -> Self | None:
         """Return the mean difference; None if there is none."""
         if not differences:
             return None

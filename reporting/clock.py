@@ -70,10 +70,7 @@ class PhaseClock:
         spent = sum(self._earlier_usd.values())
         if usd is None:
             usd = spent + lost / 3600 * (self.usd_per_hour or 0.0)
-        hours = sum(self._earlier_seconds.values()) / 3600
-        if usd and hours and not self._earlier_usd:  # the price came after the checkpoint
-            self._price_earlier(usd / hours)
-        elif usd > spent:
+        if usd > spent:
             self._earlier_usd[LOST] = self._earlier_usd.get(LOST, 0.0) + usd - spent
 
     def set_price(self, usd_per_hour: float | None) -> str:
@@ -85,17 +82,14 @@ class PhaseClock:
         hours, usd = sum(self._earlier_seconds.values()) / 3600, sum(self._earlier_usd.values())
         self.usd_per_hour = usd_per_hour or (usd / hours if usd and hours else None)
         if usd_per_hour and hours and not usd:
-            self._price_earlier(usd_per_hour)
+            self._earlier_usd = {phase: seconds / 3600 * usd_per_hour
+                                 for phase, seconds in self._earlier_seconds.items()}
             return (f"earlier launches had no price: their {hours:.3g} hours are counted at"
                     f" US${dollars(usd_per_hour)} an hour too")
         if self.usd_per_hour and not usd_per_hour:
             return ("this launch has no price: it is counted at that of the earlier ones,"
                     f" US${dollars(self.usd_per_hour)} an hour; set --usd-per-hour if it differs")
         return ""
-
-    def _price_earlier(self, usd_per_hour: float) -> None:
-        self._earlier_usd = {phase: seconds / 3600 * usd_per_hour
-                             for phase, seconds in self._earlier_seconds.items()}
 
     def enter(self, phase: str) -> str:
         """Book the time from here on to another phase; return the previous one."""

@@ -70,11 +70,6 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     }
 
 
-def has_status(run: Run, status: str) -> bool:
-    """Return whether a run's `summary.json` exists and has this status."""
-    return read_summary(run).get("status") == status
-
-
 def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None,
                  num_steps: int) -> None:
     """Write a `summary.json` with a run's status, its reason, its length and what it has spent."""

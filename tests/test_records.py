@@ -373,7 +373,7 @@ def test_time_is_booked_to_its_phase(now):
     (10.0, (1.0, 10.0), 40.0, "", (30.0, 0.0)),
     (10.0, (1.5, 16.0), 40.0, "", (30.0, 6.0)),
     (None, (1.5, 0.0), 40.0, "1.5 hours are counted at US$40.00 an hour too", (60.0, 20.0)),
-    (None, (1.5, 15.0), 40.0, "", (30.0, 5.0)),  # the price came after the checkpoint
+    (None, (1.5, 15.0), 40.0, "", (20.0, 15.0)),  # the price came after the checkpoint
     (10.0, (1.0, 10.0), None, "at that of the earlier ones, US$10.00 an hour", (15.0, 0.0)),
 ])
 def test_all_launches_have_a_price(now, at_checkpoint, recorded, price, says, usd):

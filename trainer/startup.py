@@ -25,7 +25,7 @@ from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
 from reporting.speed import checkpoint_bytes
-from reporting.summary import FINISHED, has_status, write_status
+from reporting.summary import FINISHED, read_summary, write_status
 from reporting.tracker import check_tracker
 from run_config import ModelConfig, Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
@@ -132,7 +132,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
              if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
-        "checkpoint", lambda: json.dumps([has_status(run, FINISHED),
+        "checkpoint", lambda: json.dumps([read_summary(run).get("status") == FINISHED,
                                           *choose_checkpoint(run, options)])))
     resume_from = step("resuming", lambda: check_resume_point(
         run, name, data, thoroughly=process.is_main_of_node and not process.is_main

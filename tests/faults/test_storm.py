@@ -21,7 +21,7 @@ from basics.checkpoint_files import find_damage
 from basics.failpoints import VARIABLE
 from checkpointing import list_checkpoints
 from processes.run_lock import read_heartbeat
-from reporting.summary import FINISHED, has_status
+from reporting.summary import FINISHED, read_summary
 from run_config import load_run
 from tests.support.runs import (
     SETTINGS,
@@ -87,7 +87,7 @@ def kill_once(workplace, name):
                               environment={VARIABLE: "train:slow:seconds=0.05"})
     process.join(timeout=random.uniform(0.1, LONGEST))
     # A finished process waits inside PyTorch, which hangs if a process dies there: do not kill it.
-    if has_status(load_run(workplace.runs_dir, name), FINISHED):
+    if read_summary(load_run(workplace.runs_dir, name)).get("status") == FINISHED:
         process.join(timeout=60)
     if not process.is_alive():
         return process.exitcode != 0

@@ -417,11 +417,11 @@ def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(page, two_r
         expect(page.locator("#news")).not_to_have_text(news)
         assert page.evaluate("draws") == before > 0
         add_run(two_runs, "third", status="running", steps=150)
-        append(two_runs / "third", report(160, usd=1.0), report(170, usd=2.0))
+        append(two_runs / "third", report(160, usd=16.0), report(170, usd=17.0))
         expect(page.locator("#runs tbody tr")).to_have_count(3)
         first = page.locator("#runs tbody tr").first  # it trains
         expect(first).to_contain_text(re.compile(r"third.*0:00:03\s*until .*\d\d:\d\d", re.DOTALL))
-        expect(first).to_contain_text(re.compile(r"\$2\.00\s*of about \$5\.00\s*at \$3600"))
+        expect(first).to_contain_text(re.compile(r"\$17\.00\s*of about \$20\.00\s*at \$3600"))
         expect(drawn(page, "Learning rate")).to_have_count(3)
         assert page.evaluate("draws") > before
         append(two_runs / "third", report(180), validation(180, 1.25))
