@@ -27,7 +27,7 @@ from lab.runs import (
     seconds_since,
     words,
 )
-from lab.table import UNKNOWN, Column, Table, terminal_width
+from lab.table import UNKNOWN, Column, Table
 from reporting.metrics_file import THROTTLING
 from reporting.summary import duration
 
@@ -55,7 +55,7 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     if as_json:
         print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})
         return
-    click.echo(visible(table_of(states).terminal(terminal_width())))
+    click.echo(visible(table_of(states).terminal()))
     priced = [state.usd for state in states if state.usd is not None]
     total = f"in all: {duration(sum(state.seconds or 0.0 for state in states))}"
     if priced:

@@ -54,8 +54,12 @@ class Table:
     notes: list[str] = field(default_factory=list)
     hidden_first: tuple[str, ...] = ()
 
-    def terminal(self, width: int) -> str:
-        """Format the table for `width` characters; wider if even its least widths are too much."""
+    def terminal(self, width: int = 0) -> str:
+        """Format the table for so many characters, or for the terminal.
+
+        It is wider if even its least widths are too much.
+        """
+        width = width or shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
         shown, hidden = dict(enumerate(self.columns)), []
         whole = {place: max(map(cell_len, [*column.head.split("\n"), *(
             visible(row[place]) for row in self.rows)])) for place, column in shown.items()}
@@ -106,10 +110,6 @@ class Table:
             '<div class="table"><table>', line("th", [c.whole_head for c in self.columns]),
             *(line("td", row) for row in self.rows), "</table></div>",
             *(f"<p>{html.escape(visible(note))}</p>" for note in self.notes)])
-
-
-def terminal_width() -> int:
-    return shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
 
 
 def short_count(value: float) -> str:

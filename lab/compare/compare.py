@@ -15,7 +15,7 @@ import click
 from basics.cli import print_json
 from basics.errors import UserError, visible, why_not_written
 from basics.text import dollars
-from lab.table import UNKNOWN, Column, Table, short_count, terminal_width
+from lab.table import UNKNOWN, Column, Table, short_count
 
 if TYPE_CHECKING:
     from lab.compare.rows import Comparison, Row
@@ -107,7 +107,7 @@ def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html
         print_json({"schema": "compare/1", "rows": values, "notes": comparison.notes})
     else:
         click.echo(visible(csv_of(values) if forms == ("csv",) else table.markdown()
-                           if forms == ("markdown",) else table.terminal(terminal_width())))
+                           if forms == ("markdown",) else table.terminal()))
     if charts_dir or html_path:
         _draw(comparison.rows, table, charts_dir, html_path)
 

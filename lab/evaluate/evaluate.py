@@ -48,7 +48,6 @@ def command(targets: tuple[str, ...], as_json: bool, **options: Any) -> None:
     # Imported here so that --help does not wait for torch.
     from lab.evaluate.measure import Options, measure_all
     from lab.evaluate.results import Result, draw_over_tokens, table
-    from lab.table import terminal_width
 
     results: list[Result] = []
     failed: UserError | None = None
@@ -66,7 +65,7 @@ def command(targets: tuple[str, ...], as_json: bool, **options: Any) -> None:
                  "loss": None if options["tasks"] else one.records[0],
                  "tasks": one.records if options["tasks"] else []} for one in results]})
         else:
-            click.echo(visible(table(results).terminal(terminal_width())))
+            click.echo(visible(table(results).terminal()))
         try:
             for path in draw_over_tokens(results):
                 print_error(f"chart: {path}")

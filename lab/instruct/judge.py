@@ -18,7 +18,7 @@ from lab.evaluate.results import Figure
 from lab.instruct.instructions import AnswersFile, check_writable, load_answers
 from lab.instruct.judging import Comparison, Judge, UnusableReplyError, compare
 from lab.runs import append_evaluation
-from lab.table import Column, Table, terminal_width
+from lab.table import Column, Table
 
 LINE_START = b'{"key":"'  # of every line of a file of judgements
 NUM_RESAMPLES = 2_000
@@ -71,7 +71,7 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
             for name, (mean, interval) in found.items()]
     table = Table([Column("model", "left"), Column("mean score"), Column("95% interval", "left")],
                   rows)
-    click.echo(visible(table.terminal(terminal_width())))
+    click.echo(visible(table.terminal()))
     click.echo(visible(f"\n{len(judged)} of {len(comparisons)} questions judged by {model},"
                        f" {len(comparisons) - len(judged)} failed; judgements in {path}"))
     if reason:

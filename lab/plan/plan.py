@@ -31,7 +31,6 @@ from lab.plan.tables import (
     settings_of,
     verdict,
 )
-from lab.table import terminal_width
 from reporting.speed import CARDS_GIB, GPUS, flops_per_token, usable_gib
 from run_config import Run, load_run
 
@@ -88,7 +87,7 @@ def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: i
               *([cost_table(loaded, possible, budget)] if possible else [])]
     click.echo(visible("\n\n".join([
         "\n".join(_run_lines(loaded, tokens)),
-        *(table.terminal(terminal_width()) for table in tables),
+        *(table.terminal() for table in tables),
         *([] if possible else ["no machine in the table can train this run"])])))
 
 

@@ -111,10 +111,9 @@ def _train(sweep: Sweep, execution: Execution, *, stack: bool) -> tuple[Sweep, l
 def _report(sweep: Sweep, entries: list[Entry], stop_reason: str, *, charts: bool) -> None:
     """Print the table, and write it, and the charts that are asked for. Raises: UserError."""
     from lab.sweep.report import draw_sweep, table_of
-    from lab.table import terminal_width
 
     table, path = table_of(sweep, entries), sweep.sweep_dir / "table.md"
-    click.echo(visible(f"\n{table.terminal(terminal_width())}"))  # whatever fails below, it is seen
+    click.echo(visible(f"\n{table.terminal()}"))  # whatever fails below, it is seen
     try:
         drawn = draw_sweep(sweep, entries) if charts else []
         images = ["", *(f"![{path.stem}]({path.name})" for path in drawn)] if drawn else []
