@@ -18,9 +18,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from basics.errors import UserError, print_error, print_line
+from basics.errors import STOP_SIGNALS, UserError, print_error, print_line
 from basics.machine import cuda_problem, num_cpu_cores
-from processes.signals import torchrun_signals
+from processes.signals import stop_signals
 from run_config import Precision, TrainConfig
 
 # The others wait for rank 0 while it validates and saves, however long that takes.
@@ -84,8 +84,9 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int,
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
+    passed_on = ",".join([*(STOP_SIGNALS[number] for number in stop_signals()), "SIGQUIT"])
     # Without its address torchrun asks for that of the machine's name, which containers may lack.
-    command = ["--standalone", "--local-addr=127.0.0.1", torchrun_signals(),
+    command = ["--standalone", "--local-addr=127.0.0.1", f"--signals-to-handle={passed_on}",
                f"--nproc-per-node={num_processes}",
                *(["--redirects=3", f"--log-dir={logs_dir}"] if logs_dir else []),
                script, *arguments]

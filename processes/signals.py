@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,23 +81,19 @@ def end_with_torchrun() -> None:
     end_with_parent()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
-    with suppress(OSError, LookupError, ValueError, OverflowError):
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        try:
-            socket.create_connection(address, timeout=ASK_SECONDS).close()
-        except ConnectionRefusedError:
-            sys.exit(128 + signal.SIGTERM)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(address, timeout=ASK_SECONDS).close()
+    except ConnectionRefusedError:
+        sys.exit(128 + signal.SIGTERM)
+    except OSError:
+        pass  # this says nothing of torchrun
 
 
 def stop_signals() -> list[int]:
     """Return the stop signals that this process handles: under nohup it ignores SIGHUP."""
     return [number for number in STOP_SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-
-
-def torchrun_signals() -> str:
-    """Return torchrun's option with the signals that it passes on; others would only end it."""
-    return f"--signals-to-handle={','.join(STOP_SIGNALS[n] for n in stop_signals())},SIGQUIT"
 
 
 class Peers:
