@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import sys
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import click
 
 from basics.cli import print_json
-from basics.errors import FAILED, UserError, visible
+from basics.errors import FAILED, UserError
 from basics.gpu_readings import nvml_failure, read_gpus
 from basics.machine import available_ram_gib, within
 from basics.text import counted
@@ -33,11 +31,12 @@ from lab.doctor.checks import (
     visible_gpus,
 )
 from lab.doctor.load_tests import check_load, load_tests
+from lab.table import Column, Table, terminal_width
 from processes.run_lock import trained_by
 from run_config import RUN_NAME, load_run
 
 COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
-NARROWEST, WIDEST = 60, 120  # columns of a report
+MIN_WIDTH, WIDEST = 30, 100  # characters: of what was found, of a report
 # For the driver, which needs milliseconds, and to read a run's files: one in trouble, or a network
 # disk, may never answer.
 ANSWER_SECONDS = 8.0
@@ -140,21 +139,16 @@ def with_run(subject: Subject) -> Subject:
 
 
 def print_checks(checks: Checks, run_name: str | None) -> None:
-    """Print one line or more for each check, then what follows from all of them."""
-    longest = max(map(len, checks))
-    width = min(WIDEST, max(NARROWEST, shutil.get_terminal_size((100, 24)).columns))
-    for name, found in checks.items():
-        head = f"{found.verdict:<7}  {name:<{longest}}  "
-        indent = " " * len(head)
-        lines = [*textwrap.wrap(found.text, width, break_on_hyphens=False, initial_indent=indent,
-                                subsequent_indent=indent),
-                 *textwrap.wrap(found.advice, width, break_on_hyphens=False,
-                                initial_indent=f"{indent}-> ", subsequent_indent=f"{indent}   ")]
-        text = visible(head + "\n".join(lines).lstrip()).removeprefix(found.verdict)
-        click.echo(click.style(found.verdict, fg=COLORS[found.verdict]) + text)
+    """Print what was found and what to do about it, then what follows from all of it."""
+    table = Table(
+        [Column("", "left"), Column("check", "left"), Column("found", "left", MIN_WIDTH)],
+        [[found.verdict, name, "\n-> ".join(filter(None, [found.text, found.advice]))]
+         for name, found in checks.items()])
+    for line in table.terminal(min(WIDEST, terminal_width())).splitlines():
+        verdict = line.partition(" ")[0]
+        click.echo(click.style(verdict, fg=COLORS.get(verdict)) + line.removeprefix(verdict))
     verdicts = [found.verdict for found in checks.values()]
-    text = "not fit" if PROBLEM in verdicts else "fit"
     counts = ", ".join(counted(verdicts.count(word), word) if word in verdicts else f"no {word}s"
                        for word in (PROBLEM, WARNING))
-    click.echo(click.style(
-        f"{text} to train{f' {run_name}' if run_name else ''}: {counts}", bold=True))
+    click.echo(click.style(f"{'not ' * (PROBLEM in verdicts)}fit to train"
+                           f"{f' {run_name}' if run_name else ''}: {counts}", bold=True))
