@@ -399,13 +399,6 @@ def test_time_that_only_a_heartbeat_tells_is_lost_and_has_the_present_price(now)
     assert clock.total_seconds() == 5410 == sum(clock.read().values())
 
 
-def test_dollars_without_seconds_in_damaged_records_are_lost(now):
-    clock = PhaseClock()
-    clock.count_lost(0.0, 5.0)
-    clock.set_price(1.0)
-    assert clock.usd()["lost"] == 5.0
-
-
 def test_the_launchers_seconds_are_counted_once(now, monkeypatch):
     monkeypatch.setenv("DDP_TRAIN_SPENT_SECONDS", "")
     starter = PhaseClock()
@@ -578,33 +571,35 @@ GOOD = Speed(
     is_compiled=True, waiting_share=0.0, microbatch_tokens=32768, throttling=None,
 )
 SLOW = replace(GOOD, tokens_per_second=500_000)
-NAMES = {  # of drivers, and in lower case or short as people write them
-    "A100-40": ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "A100-SXM4-40GB",
-        "A100 SXM4 40 GB"],
-    "A100-80": ["NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "a100", "A100 80GB",
-        "A100-SXM-80GB"],
-    "H100": ["NVIDIA H100 80GB HBM3", "h100", "H100 SXM", "H100 80GB SXM5"],
-    "H100-PCIe": ["NVIDIA H100 PCIe", "H100 PCIe 80GB"],
-    "H100-NVL": ["NVIDIA H100 NVL"],
-    "H200": ["NVIDIA H200"],
-    "H200-NVL": ["NVIDIA H200 NVL"],
-    "GH200": ["NVIDIA GH200 480GB", "NVIDIA GH200 120GB"],
-    "B200": ["NVIDIA B200"],
-    "B300": ["NVIDIA B300 SXM6 AC"],
-    "MI300X": ["AMD Instinct MI300X"],
-    "L4": ["NVIDIA L4"],
-    "L40": ["NVIDIA L40"],
-    "L40S": ["NVIDIA L40S"],
-    "A10": ["NVIDIA A10"],
-    "RTX-6000-Ada": ["NVIDIA RTX 6000 Ada Generation"],
-    "RTX-5090": ["NVIDIA GeForce RTX 5090"],
-    "RTX-4090": ["NVIDIA GeForce RTX 4090", "RTX 4090", "4090"],
-    "RTX-3090": ["NVIDIA GeForce RTX 3090", "GeForce RTX 3090"],
-    "V100": ["Tesla V100-SXM2-16GB"],
-    "V100-32": ["Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"],
-    "V100-PCIe": ["Tesla V100-PCIE-16GB"],
-    "V100-PCIe-32": ["Tesla V100-PCIE-32GB"],
-    "T4": ["Tesla T4"],
+# GB, and TFLOP/s in bf16 (or fp16), tf32 and fp32, dense, by the data sheets; names by the drivers,
+# and as people write them.
+CARDS = {
+    "A100-40": ((40, 312, 156, 19.5), "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB",
+        "A100-SXM4-40GB", "A100 SXM4 40 GB"),
+    "A100-80": ((80, 312, 156, 19.5), "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "a100",
+        "A100 80GB", "A100-SXM-80GB"),
+    "GH200": ((96, 989, 495, 67), "NVIDIA GH200 480GB", "NVIDIA GH200 120GB"),
+    "H100": ((80, 989, 495, 67), "NVIDIA H100 80GB HBM3", "h100", "H100 SXM", "H100 80GB SXM5"),
+    "H100-NVL": ((94, 835, 417, 60), "NVIDIA H100 NVL"),
+    "H100-PCIe": ((80, 756, 378, 51), "NVIDIA H100 PCIe", "H100 PCIe 80GB"),
+    "H200": ((141, 989, 495, 67), "NVIDIA H200"),
+    "H200-NVL": ((141, 835, 417, 60), "NVIDIA H200 NVL"),
+    "B200": ((160, 2250, 1125, 75), "NVIDIA B200"),  # the original's; others have 180 GB
+    "B300": ((270, 2250, 1125, 75), "NVIDIA B300 SXM6 AC"),
+    "MI300X": ((192, 1307, 654, 163), "AMD Instinct MI300X"),
+    "L40S": ((48, 362, 183, 91.6), "NVIDIA L40S"),
+    "L40": ((48, 181, 90.5, 90.5), "NVIDIA L40"),
+    "L4": ((24, 121, 60, 30.3), "NVIDIA L4"),
+    "A10": ((24, 125, 62.5, 31.2), "NVIDIA A10"),
+    "RTX-6000-Ada": ((48, 364, 182, 91.1), "NVIDIA RTX 6000 Ada Generation"),
+    "RTX-5090": ((32, 209.5, 104.8, 104.8), "NVIDIA GeForce RTX 5090"),
+    "RTX-4090": ((24, 165, 82.6, 82.6), "NVIDIA GeForce RTX 4090", "RTX 4090", "4090"),
+    "RTX-3090": ((24, 71, 35.6, 35.6), "NVIDIA GeForce RTX 3090", "GeForce RTX 3090"),
+    "V100": ((16, 125, 15.7, 15.7), "Tesla V100-SXM2-16GB"),
+    "V100-32": ((32, 125, 15.7, 15.7), "Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"),
+    "V100-PCIe": ((16, 112, 14, 14), "Tesla V100-PCIE-16GB"),
+    "V100-PCIe-32": ((32, 112, 14, 14), "Tesla V100-PCIE-32GB"),
+    "T4": ((16, 65, 8.1, 8.1), "Tesla T4"),
 }
 UNKNOWN_NAMES = [
     "AMD EPYC", "NVIDIA Titan", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA A100X",
@@ -624,10 +619,11 @@ UNKNOWN_NAMES = [
 
 
 def test_gpus_are_found_by_their_drivers_names_and_by_one_pattern_only():
-    for name in (gpu.name for gpu in GPUS):
-        for device in (name, *NAMES[name]):
+    assert set(CARDS) == {gpu.name for gpu in GPUS}
+    for name, (_, *devices) in CARDS.items():
+        for device in (name, *devices):
             assert find_gpu(device).name == name
-        for device in NAMES[name]:
+        for device in devices:
             model = re.sub("^((NVIDIA|AMD|Tesla|Instinct|GeForce) )*", "", device.replace("-", " "))
             assert sum(bool(re.fullmatch(gpu.pattern, model, re.IGNORECASE)) for gpu in GPUS) == 1
     for device in UNKNOWN_NAMES:  # it is not guessed
@@ -635,24 +631,8 @@ def test_gpus_are_found_by_their_drivers_names_and_by_one_pattern_only():
         assert line.endswith(f" (no MFU: the peak speed of {device} is not known)")
 
 
-DATA_SHEETS = {  # GB, and TFLOP/s in bf16 (or fp16), tf32 and fp32, dense
-    "A100-40": (40, 312, 156, 19.5), "A100-80": (80, 312, 156, 19.5),
-    "GH200": (96, 989, 495, 67), "H100": (80, 989, 495, 67), "H100-NVL": (94, 835, 417, 60),
-    "H100-PCIe": (80, 756, 378, 51), "H200": (141, 989, 495, 67), "H200-NVL": (141, 835, 417, 60),
-    "B200": (160, 2250, 1125, 75),  # the original's; others have 180 GB
-    "B300": (270, 2250, 1125, 75), "MI300X": (192, 1307, 654, 163),
-    "L40S": (48, 362, 183, 91.6), "L40": (48, 181, 90.5, 90.5), "L4": (24, 121, 60, 30.3),
-    "A10": (24, 125, 62.5, 31.2), "RTX-6000-Ada": (48, 364, 182, 91.1),
-    "RTX-5090": (32, 209.5, 104.8, 104.8), "RTX-4090": (24, 165, 82.6, 82.6),
-    "RTX-3090": (24, 71, 35.6, 35.6), "V100": (16, 125, 15.7, 15.7),
-    "V100-32": (32, 125, 15.7, 15.7), "V100-PCIe": (16, 112, 14, 14),
-    "V100-PCIe-32": (32, 112, 14, 14), "T4": (16, 65, 8.1, 8.1),
-}
-
-
 def test_memory_and_peaks_are_those_of_the_data_sheets():
-    assert set(DATA_SHEETS) == {gpu.name for gpu in GPUS}
-    for name, (memory, *wanted) in DATA_SHEETS.items():
+    for name, ((memory, *wanted), *_) in CARDS.items():
         gpu = find_gpu(name)
         assert 0.9 * memory < gpu.memory_gib <= memory
         peaks = [gpu.peak(precision) for precision in ("bf16", "tf32", "fp32")]
@@ -741,20 +721,15 @@ def sampled(tmp_path_factory):
     return workplace
 
 
-def test_each_validation_writes_a_line_per_prompt(sampled):
+def test_each_validation_writes_a_line_per_prompt_and_training_stays_the_same(sampled):
     lines = read_lines(sampled.runs_dir / "tiny/samples.jsonl")
     assert [(line["global_step"], line["prompt"]) for line in lines] == [
         (step, prompt) for step in (4, 9, 11) for prompt in PROMPTS]
     assert len({line["text"] for line in lines}) > 3  # the model learns between them
-
-
-def test_samples_do_not_change_training(sampled):
-    sampled.add_run("plain", train=SAMPLED | {"sample_prompts": None})
+    plain = sampled.add_run("plain", train=SAMPLED | {"sample_prompts": None})
     succeeded(sampled.torchrun(1, "plain"))
-    weights = [(sampled.runs_dir / name / "checkpoints/latest/model.safetensors").read_bytes()
-               for name in ("tiny", "plain")]
-    assert weights[0] == weights[1]
-    assert not (sampled.runs_dir / "plain/samples.jsonl").exists()
+    assert weights_of(plain) == weights_of(sampled.runs_dir / "tiny")
+    assert not (plain / "samples.jsonl").exists()
 
 
 def test_a_killed_run_has_the_samples_of_each_step_once(sampled, workplace):
@@ -788,14 +763,13 @@ def test_the_model_is_left_in_training_mode(tmp_path):
     assert line["global_step"] == 3 and line["prompt"] == "a" and line["text"]
 
 
-def test_prompts_must_be_a_list_of_texts_and_need_a_validation(tmp_path):
+def test_prompts_need_a_validation_and_texts(tmp_path):
     path = tmp_path / "train.json"
     values = {"dataset": "d", "microbatch_size": 1, "checkpoint_interval": 1}
     validated = values | {"validation_interval": 1, "validation_batches": 1}
     for config, message in (
             (values | {"sample_prompts": ["a"]}, "continued at each validation, but there is none"),
-            *((validated | {"sample_prompts": prompts}, "sample_prompts")
-              for prompts in ("def ", [], [1], ["a"] * 65, ["a" * 20_000]))):
+            (validated | {"sample_prompts": "def "}, "sample_prompts")):
         path.write_text(json.dumps(config))
         with pytest.raises(UserError, match=message):
             load_config(path, TrainConfig)
