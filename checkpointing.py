@@ -28,7 +28,6 @@ from basics.checkpoint_files import (
     LATEST,
     MANIFEST,
     IdentityName,
-    add_to_manifest,
     find_damage,
     named_as_checkpoints,
     read_identity,
@@ -208,10 +207,9 @@ def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint
 
     Raises: OSError: it could not be written; the checkpoint is whole, and not validated.
     """
+    failpoint("save.validation")
     text = validation.model_dump_json() + "\n"
     write_atomically(checkpoint.path / VALIDATION, text, durable=True)
-    failpoint("save.validation")
-    add_to_manifest(checkpoint.path, VALIDATION)
     return replace(checkpoint, validation=validation)
 
 
@@ -245,7 +243,7 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
         try:
             manifest, validation = read_manifest(path), None
             meta = CheckpointMeta.model_validate_json(read_regular_file(path / META))
-            if VALIDATION in manifest.files:
+            if (path / VALIDATION).exists():
                 validation = Validation.model_validate_json(read_regular_file(path / VALIDATION))
             if (meta.global_step, meta.tokens) == (manifest.global_step, manifest.tokens):
                 return Checkpoint(path, meta, validation)

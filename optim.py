@@ -21,6 +21,7 @@ from run_config import GROUPS, Group, ModelConfig, Schedule, TrainConfig
 
 COSINE_FINAL_FRACTION = 0.1  # of the original system
 WSD_DECAY_PERCENT = 20.0
+RAISED = 1.1  # ratio of two learning rates that is worth a warning
 
 
 def build_optimizer(model: nn.Module, train: TrainConfig, process: Process) -> AdamW:
@@ -121,6 +122,37 @@ def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) ->
     if schedule == "cosine":
         return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
     return floor + (peak - floor) * (1 - (progress if schedule == "linear" else progress**0.5))
+
+
+def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
+    """Return a warning for options that are set but have no effect beside another one."""
+    unused = (
+        (train.init_from is not None, "init_from", {"init"}),
+        (train.optimizer == "adamw", 'optimizer "adamw"', {"momentum"}),
+        (schedule_of(train) == "constant", 'schedule "constant"',
+         {"decay_period_percent", "final_learning_rate_fraction"}),
+        (train.weight_decay == 0 and train.decay_norms_and_biases, "weight_decay 0",
+         {"decay_norms_and_biases"}),
+        (model.tie_weights, "tie_weights", {"head_learning_rate"}))
+    is_set = model.model_fields_set | train.model_fields_set
+    return [f"{', '.join(sorted(keys & is_set))}: no effect with {reason}"
+            for applies, reason, keys in unused if applies and keys & is_set]
+
+
+def schedule_warning(train: TrainConfig, step: int, rates: dict[int, float], *,
+                     num_steps: int) -> str:
+    """Return a warning if the schedule begins again after a step, as in a run that is made longer.
+
+    Args:
+        rates: the learning rates of earlier launches, by step, as far as they are known.
+    """
+    rate, next_rate = (learning_rate_at(train, each, num_steps=num_steps)
+                       for each in (step, step + 1))
+    before = rates.get(step, rate)
+    if step + 1 == num_steps or rate <= RAISED * before:
+        return ""
+    return (f"the schedule ({schedule_of(train)}, now {num_steps:,} steps) raises the learning rate"
+            f" from {before:.2g} to {next_rate:.2g}; README.md says how to train on")
 
 
 def schedule_of(train: TrainConfig) -> Schedule:

@@ -1,8 +1,9 @@
 """Checkpoints as files: their names, manifests and links, and which of them are of the run.
 
-A checkpoint's manifest has the sizes and SHA-256 digests of its files. It is written last and
-removed first, so a directory without one is partial: it is being written or removed, or a kill has
-left it. `latest` and `best` are links, or plain files that hold a name where links are refused.
+A checkpoint's manifest has the sizes and SHA-256 digests of its files, but of `validation.json`,
+which comes later. It is written last and removed first, so a directory without one is partial: it
+is being written or removed, or a kill has left it. `latest` and `best` are links, or plain files
+that hold a name where links are refused.
 
 `identity.json` of a run directory has a random name for what is trained there. It is drawn anew
 when a run starts over (--fresh) or goes on from an earlier checkpoint; each checkpoint's
@@ -52,24 +53,12 @@ class Manifest(FrozenConfig):
     tokens: int
     files: dict[PlainName, FileFacts]
 
-    def write(self, directory: Path) -> None:
-        write_atomically(directory / MANIFEST, self.model_dump_json(indent=2) + "\n", durable=True)
-
 
 def write_manifest(directory: Path, *, global_step: int, tokens: int) -> None:
     """Write the manifest of a directory's files. Call fsync on each of them first."""
     files = {path.name: FileFacts.of(path) for path in sorted(directory.iterdir())}
-    Manifest(global_step=global_step, tokens=tokens, files=files).write(directory)
-
-
-def add_to_manifest(directory: Path, name: str) -> None:
-    """Add one more file to a directory's manifest. Call fsync on the file before.
-
-    Raises: OSError: the manifest could not be replaced; the old one is still whole.
-    """
-    manifest = read_manifest(directory)
-    files = manifest.files | {name: FileFacts.of(directory / name)}
-    manifest.model_copy(update={"files": files}).write(directory)
+    manifest = Manifest(global_step=global_step, tokens=tokens, files=files)
+    write_atomically(directory / MANIFEST, manifest.model_dump_json(indent=2) + "\n", durable=True)
 
 
 def read_manifest(directory: Path) -> Manifest:

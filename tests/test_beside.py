@@ -29,8 +29,6 @@ from tests.support.runs import last_line_of_ours, run_in_process, summary_of, wa
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_TRAIN,
-    read_lines,
-    start_forked,
     succeeded,
 )
 from trainer import side_processes
@@ -369,23 +367,6 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace):
     assert "tiny is complete" in again.stdout
     under_torchrun = succeeded(workplace.torchrun(2, "tiny", "--when-done", "exit 0"))
     assert under_torchrun.stdout.count("when-done: ended with status 0") == 1
-
-
-@pytest.mark.thorough
-def test_torchrun_waits_for_it_and_a_signal_to_torchrun_ends_it(workplace):
-    run_dir = workplace.add_run(train=SHORT)
-    workplace.add_dataset()
-    began = workplace.root / "began"
-    process, _ = start_forked("ddp_train.py", workplace.arguments(
-        "tiny", "--when-done", f"echo $$ > {began}; sleep 100"), num_processes=2)
-    wait_for(began)
-    assert process.is_alive() and summary_of(run_dir)["when_done"]["status"] is None
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(timeout=20)
-    assert not process.is_alive()
-    assert summary_of(run_dir)["when_done"]["status"] == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{began.read_text().strip()}").exists()
-    assert read_lines(run_dir / "metrics.jsonl")
 
 
 class End:

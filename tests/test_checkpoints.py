@@ -43,6 +43,7 @@ from checkpointing import (
     save_checkpoint,
 )
 from gpt import GPTModel
+from optim import schedule_warning
 from processes.command_line import Options, command_line
 from processes.launch import Process
 from processes.startup_agreement import Agreement
@@ -54,8 +55,7 @@ from tests.support.workplace import small_disk
 from tokens.batches import open_run_data
 from trainer import background_saver
 from trainer.background_saver import BackgroundSaver
-from trainer.resuming import check_same_run, choose_checkpoint, resume_warnings
-from trainer.startup import PreparedRun, prepare_run
+from trainer.startup import PreparedRun, check_same_run, choose_checkpoint, prepare_run
 
 NORM = "final_norm.bias"
 NAME = "20260101Z000000-iteration-3"
@@ -185,10 +185,10 @@ def test_nothing_is_pruned_where_the_newest_is_damaged(tmp_path):
 
 
 def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path):
-    checkpoint = add_validation(save(tmp_path / "checkpoints", 3), Validation(loss=1.5))
+    checkpoint = save(tmp_path / "checkpoints", 3)
     manifest = json.loads((checkpoint.path / MANIFEST).read_text())
     assert manifest["global_step"] == 3 and manifest["files"].keys() == {
-        "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json"}
+        "model.safetensors", "optimizer.safetensors", "meta.json"}
     assert {path.name for path in checkpoint.path.iterdir()} == {MANIFEST, *manifest["files"]}
     for change, message in (
         ({"global_step": 4}, "meta.json does not agree with the manifest"),
@@ -220,16 +220,6 @@ def test_a_checkpoint_of_another_run_is_refused(workplace, changes, message):
 
 def with_data(checkpoint):
     return replace(checkpoint, meta=checkpoint.meta.model_copy(update={"data": DATA}))
-
-
-def test_another_length_of_a_validation_is_a_warning(workplace):
-    workplace.add_run(model={"drop_rate": 0.3})
-    checkpoint, run = with_data(save(workplace.root, 3)), load_run(workplace.runs_dir, "tiny")
-    check_same_run(checkpoint, run, DATA)
-    assert resume_warnings(checkpoint, run, recorded([3]), data=DATA, num_steps=9) == []
-    data = DATA | {"validation_sequences": "4"}
-    (warning,) = resume_warnings(checkpoint, run, recorded([3]), data=data, num_steps=9)
-    assert "a validation has 4 sequences now, up to " in warning
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -274,8 +264,6 @@ def test_a_validation_joins_its_checkpoint_and_decides_which_is_best(tmp_path, m
     assert found[second.name].validation == Validation(loss=None)
     assert os.readlink(tmp_path / "best") == first.name
     assert not find_damage(first.path, thoroughly=True)
-    damage(first.path / "validation.json", "a bit")
-    assert find_damage(first.path, thoroughly=True).startswith("validation.json has changed")
 
 
 @pytest.mark.parametrize("fault", ["save.links:full", "save.prune:full"])
@@ -327,11 +315,6 @@ def test_each_machine_checks_its_own_copy(workplace, monkeypatch):
         assert prepared(rank=rank, local_rank=rank % 2).resume_from == checkpoint
 
 
-def recorded(steps, learning_rate=0.01):
-    return [{"global_step": step, "train_loss": None, "learning_rate": learning_rate}
-            for step in steps]
-
-
 @pytest.mark.parametrize(("train", "was", "num_steps", "raised"), [
     ({"schedule": "linear"}, 0.0, 80, "(linear, now 80 steps) raises the learning rate from 0 to"
                                       " 0.0049"),
@@ -343,9 +326,9 @@ def recorded(steps, learning_rate=0.01):
 ])
 def test_a_schedule_that_begins_again_is_one_warning(workplace, train, was, num_steps, raised):
     workplace.add_run(train=train)
-    found = resume_warnings(save(workplace.root, 39), load_run(workplace.runs_dir, "tiny"),
-                            recorded([9, 19, 29, 39], was), data={}, num_steps=num_steps)
-    assert len(found) == bool(raised) and (not raised or raised in found[0])
+    run = load_run(workplace.runs_dir, "tiny")
+    found = schedule_warning(run.train, 39, {29: 0.01, 39: was}, num_steps=num_steps)
+    assert raised in found and bool(raised) == bool(found)
 
 
 def test_without_links_latest_and_best_are_files_that_name_checkpoints(tmp_path, monkeypatch):
@@ -437,7 +420,7 @@ def test_a_run_that_starts_over_leaves_its_checkpoints_wherever_they_come_from(r
     assert best_of(list_checkpoints(run.checkpoints_dir)).meta.global_step == 4
     assert find_checkpoint(run.checkpoints_dir, "latest").meta.global_step == 4
     step, (warning,) = launch(run)
-    assert step == 4 and "-iteration-39 and 2 more are not of the present run" in warning
+    assert step == 4 and "-iteration-39: 3 checkpoints are not of the present run" in warning
     assert steps(run) == [4] and len(list(run.checkpoints_dir.glob("*-iteration-*"))) == 1
 
 

@@ -34,7 +34,13 @@ from basics.errors import UserError
 from basics.json_files import to_json
 from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
-from optim import build_optimizer, clip_gradients, learning_rate_at, rates_line
+from optim import (
+    build_optimizer,
+    clip_gradients,
+    learning_rate_at,
+    rates_line,
+    unused_options,
+)
 from processes.launch import Process
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
@@ -57,7 +63,6 @@ from trainer.diagnostics import Diagnostics, forward_statistics
 from trainer.losses import ByLayer, compile_now, validate
 from trainer.precision import choose_forward_options, resolve_for_device
 from trainer.reports import Reports
-from trainer.startup import unused_options
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -698,17 +703,6 @@ def test_skipped_steps_end_a_late_run_too(workplace):
     assert summary_of(run_dir)["status"] == "failed"
 
 
-@pytest.fixture
-def reports(monkeypatch):
-    reports = Reports.__new__(Reports)
-    for name in ("log", "window", "prepared", "beside", "clock", "saver", "process", "run",
-                 "losses"):
-        monkeypatch.setattr(reports, name, MagicMock(), raising=False)
-    reports._reports_speed = False
-    reports.prepared.first_step, reports.saver.pop_failure.return_value = 0, ""
-    return reports
-
-
 def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run(monkeypatch):
     order: list[str] = []
     monkeypatch.setattr(startup, "write_identity", lambda *_: order.append("identity"))
@@ -720,12 +714,16 @@ def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run
     assert order == ["identity", *3 * ["records"], "status"]
 
 
-def test_every_report_collects_what_reference_counts_leave(reports):
+def test_every_report_collects_what_reference_counts_leave():
     """On every rank: activation checkpointing leaves cycles, and collection is not automatic."""
     class Cycle:
         def __init__(self):
             self.itself = self
 
+    reports = Reports.__new__(Reports)
+    vars(reports).update(
+        clock=None, prepared=SimpleNamespace(first_step=0), window=MagicMock(),
+        saver=MagicMock(pop_failure=str), beside=MagicMock(), _reports_speed=False)
     gc.disable()
     try:
         left = weakref.ref(Cycle())

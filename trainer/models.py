@@ -31,12 +31,12 @@ from tokens.tokenizer import (
     read_tokenizer_file,
     short_name,
 )
-from trainer.resuming import FREE_TO_CHANGE
 from trainer.weight_formats import Gpt2Config, Weights, from_gpt2, from_original
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 DOWNLOADED = [*WEIGHT_FILES, TOKENIZER_FILE]
+FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that do not change the shape
 TRIES = 10  # to read a checkpoint of a run that saves and removes checkpoints meanwhile
 
 

@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from basics.checkpoint_files import LATEST, Identity, read_identity, read_manifest, write_identity
+from basics.checkpoint_files import (
+    BEST,
+    IDENTITY,
+    LATEST,
+    Identity,
+    named_as_checkpoints,
+    read_identity,
+    read_manifest,
+    write_identity,
+)
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.files import check_inside
-from checkpointing import Checkpoint, TrainingState, clean_up, load_checkpoint
+from checkpointing import (
+    Checkpoint,
+    TrainingState,
+    clean_up,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    newest_whole,
+    open_checkpoint,
+)
 from gpt import num_parameters
-from optim import schedule_of
+from optim import schedule_warning, unused_options
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
 from processes.launch import Process, unused_gpus
@@ -27,13 +46,12 @@ from reporting.metrics_file import read_metrics, remove_metrics_from, spent_befo
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, read_summary, write_status
 from reporting.tracker import check_tracker
-from run_config import ModelConfig, Run, TrainConfig, load_run
+from run_config import Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.losses import build_training_state
-from trainer.models import initial_model
+from trainer.models import FREE_TO_CHANGE, initial_model
 from trainer.precision import check_attention, resolve_for_device
-from trainer.resuming import check_resume_point, choose_checkpoint, resume_warnings
 
 
 @dataclass(frozen=True)
@@ -97,7 +115,7 @@ class PreparedRun:
     def agreed_values(self) -> object:
         """Return the values that must be equal on all processes."""
         found = self.resume_from
-        checkpoint = found and (found.name, read_manifest(found.path))
+        checkpoint = found and (found.name, found.validation, read_manifest(found.path))
         return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
 
     def say_if_finished(self, process: Process) -> None:
@@ -125,8 +143,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     failpoint("prepare")
     step("tracker", lambda: check_tracker(run) if process.is_main else None)
     dataset_dir = options.datasets_dir / run.train.dataset
-    step("dataset directory",
-         lambda: check_inside(dataset_dir, options.datasets_dir, "--datasets-dir"))
+    step("place", lambda: check_inside(dataset_dir, options.datasets_dir, "--datasets-dir"))
     with clock.phase(DOWNLOAD):
         step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
              if process.is_main_of_node else None)
@@ -134,9 +151,9 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
         "checkpoint", lambda: json.dumps([read_summary(run).get("status") == FINISHED,
                                           *choose_checkpoint(run, options)])))
+    is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
     resume_from = step("resuming", lambda: check_resume_point(
-        run, name, data, thoroughly=process.is_main_of_node and not process.is_main
-    ) if name else None)
+        run, name, data, thoroughly=is_first_reader) if name else None)
     if resume_from is not None:
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
@@ -153,13 +170,85 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     if not options.fresh:
         clock.count_lost(seconds_before(run.run_dir))  # of launches that were killed
     if resume_from is not None:
-        warnings += resume_warnings(resume_from, run, records, data=data.fingerprints,
-                                    num_steps=data.plan.num_steps)
+        rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
+                 if "train_loss" in record}
+        warnings.append(schedule_warning(run.train, resume_from.meta.global_step, rates,
+                                         num_steps=data.plan.num_steps))
     prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
                            tuple(filter(None, warnings)), energy_kwh)
     goes_on = not prepared.is_trained  # each node by its own train.json: all take both steps
     step("room", lambda: check_room(run, clock, process) if goes_on else None)
     return prepared
+
+
+def choose_checkpoint(run: Run, options: Options) -> list[str]:
+    """Return the name of the checkpoint to resume from, or "", then warnings of others. Rank 0.
+
+    Raises: UserError: there is none, or it is not known which ones belong to the run.
+    """
+    if options.fresh:
+        return [""]
+    warnings = []
+    if options.checkpoint in (None, LATEST, BEST):
+        if foreign := list_checkpoints(run.checkpoints_dir, foreign=True):
+            warnings.append(f"{foreign[-1].path}: {len(foreign):,} checkpoints are not of the"
+                            f" present run ({IDENTITY}): ignored, and moved to set-aside/")
+        names = {each.meta.identity for each in list_checkpoints(run.checkpoints_dir)}
+        if len(names) > 1 and read_identity(run.run_dir) is None:
+            raise UserError(f"{run.checkpoints_dir}: has checkpoints of {len(names)} runs; restore"
+                            f" {IDENTITY} in {run.run_dir}, or name a checkpoint")
+    if options.checkpoint in (None, LATEST):
+        checkpoint, damaged = newest_whole(run.checkpoints_dir)
+        warnings += [f"{line}; {checkpoint and checkpoint.name} is used instead"
+                     for line in damaged]
+        warnings += [f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
+                     for path in named_as_checkpoints(run.checkpoints_dir, partial=True)]
+    else:
+        checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint)
+    if checkpoint is None and options.checkpoint:
+        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
+    return [checkpoint.name if checkpoint else "", *warnings]
+
+
+def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:
+    """Open a checkpoint that rank 0 has found whole, and check that it belongs to the run.
+
+    Args:
+        thoroughly: read every byte, as one process of each machine does: it may have its own copy.
+    """
+    try:
+        checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly)
+    except UserError as error:
+        raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
+                        " another machine of the run") from None
+    check_same_run(checkpoint, run, data.fingerprints)
+    # With another global batch, data would be read twice, or skipped.
+    plan, num_steps = data.plan, checkpoint.meta.global_step + 1
+    if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
+        before = checkpoint.meta.tokens // num_steps
+        raise UserError(
+            f"{checkpoint.path}: was trained with {before} tokens per step, this launch has"
+            f" {plan.tokens_per_step}; change gradient_accumulation_steps or the number of"
+            f" processes, or set global_batch_size to {before // plan.context_length}; or use"
+            " --fresh")
+    return checkpoint
+
+
+def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
+    """Refuse to resume with another model, seed or data; data as in `RunData.fingerprints`."""
+    meta, train, model_path = checkpoint.meta, run.train, run.run_dir / "model.json"
+    was = meta.model.model_dump(exclude=FREE_TO_CHANGE)
+    compared = [(model_path, key, getattr(run.model, key), was[key]) for key in was]
+    compared += [(run.train_path, "optimizer", train.optimizer, meta.optimizer),
+                 (run.train_path, "random_seed", train.random_seed, meta.random_seed)]
+    # Another start would read data twice. A file may be used for the first time.
+    files = {split: f"the {split} file of {train.dataset}" for split in ("train", "validation")}
+    compared += [(run.train_path, files.get(key, key), data[key], meta.data[key])
+                 for key in sorted(data.keys() & meta.data.keys() - {"validation_sequences"})]
+    for path, key, found, before in compared:
+        if found != before:
+            raise UserError(f"{path}: {key} is {found}, {checkpoint.name} was trained with"
+                            f" {before}; set it back, or start over with --fresh")
 
 
 def open_run_dir(prepared: PreparedRun, process: Process,
@@ -207,18 +296,3 @@ def check_room(run: Run, clock: PhaseClock, process: Process) -> None:
     if process.is_main and is_known and disk.free < needed:
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
                         f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
-
-
-def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
-    """Return a warning for options that are set but have no effect beside another one."""
-    unused = (
-        (train.init_from is not None, "init_from", {"init"}),
-        (train.optimizer == "adamw", 'optimizer "adamw"', {"momentum"}),
-        (schedule_of(train) == "constant", 'schedule "constant"',
-         {"decay_period_percent", "final_learning_rate_fraction"}),
-        (train.weight_decay == 0 and train.decay_norms_and_biases, "weight_decay 0",
-         {"decay_norms_and_biases"}),
-        (model.tie_weights, "tie_weights", {"head_learning_rate"}))
-    is_set = model.model_fields_set | train.model_fields_set
-    return [f"{', '.join(sorted(keys & is_set))}: no effect with {reason}"
-            for applies, reason, keys in unused if applies and keys & is_set]
