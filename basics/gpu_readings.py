@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 GIB = 2**30
-SM_CLOCK, UNCORRECTED, SINCE_DRIVER_LOAD, CORE_SENSOR = 1, 1, 0, 0  # arguments, as in nvml.h
+UNCORRECTED, SINCE_DRIVER_LOAD, CORE_SENSOR = 1, 0, 0  # arguments, as in nvml.h
 # Bits of NVML's mask. An idle GPU and clocks that somebody has set are no throttling.
 # Source: nvml.h, nvmlClocksEventReason*.
 THROTTLE_REASONS = {0x04: "sw power cap", 0x08: "hw slowdown", 0x20: "sw thermal slowdown",
                     0x40: "hw thermal slowdown", 0x80: "hw power brake slowdown"}
-POWER_CAP = "sw power cap"  # at its power limit: usual at full load
-SLOWDOWNS = tuple(reason for reason in THROTTLE_REASONS.values() if reason != POWER_CAP)
+SLOWDOWNS = tuple(THROTTLE_REASONS.values())[1:]  # at full load a GPU is often at its power cap
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,7 @@ class GpuReading:
     use_percent: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
-    power_limit_w: float | None = None
     energy_joules: float | None = None
-    sm_clock_mhz: float | None = None
     throttle_reasons: tuple[str, ...] | None = None
     uncorrected_ecc_errors: int | None = None
     driver_version: str | None = None
@@ -49,9 +46,7 @@ READINGS: dict[str, tuple[str, tuple[int, ...], Callable[[Any], Any]]] = {
     "use_percent": ("UtilizationRates", (), lambda use: use.gpu),
     "temperature_c": ("TemperatureV Temperature", (CORE_SENSOR,), int),
     "power_w": ("PowerUsage", (), lambda milliwatts: milliwatts / 1000),
-    "power_limit_w": ("EnforcedPowerLimit", (), lambda milliwatts: milliwatts / 1000),
     "energy_joules": ("TotalEnergyConsumption", (), lambda millijoules: millijoules / 1000),
-    "sm_clock_mhz": ("ClockInfo", (SM_CLOCK,), int),
     "throttle_reasons": (
         "CurrentClocksEventReasons CurrentClocksThrottleReasons", (),
         lambda mask: tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit)),

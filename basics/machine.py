@@ -88,18 +88,14 @@ def process_namespace() -> str:
     return "/".join(parts)
 
 
-def find_compiler(*, on_gpu: bool) -> tuple[str, str]:
-    """Return the compiler's path, and what is missing for compiling: one of them is empty.
-
-    On a GPU Triton compiles its launchers in C, on a CPU PyTorch its kernels in C++.
-    """
-    variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
-    named = os.environ.get(variable)
-    found = next(filter(None, map(shutil.which, [named] if named else names)), "")
+def find_c_compiler() -> tuple[str, str]:
+    """Return the compiler of Triton's launchers, and what is missing: one of them is empty."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    found = next(filter(None, map(shutil.which, names)), "")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if found:
         return (found, "") if header.is_file() else ("", f"no {header}")
-    return "", f"{variable} is {named}, which is not there" if named else f"no {' or '.join(names)}"
+    return "", f"no {' or '.join(names)}"
 
 
 def cuda_problem() -> tuple[str, str]:

@@ -289,8 +289,7 @@ def test_all_that_a_gpu_tells_is_read(install):
     install(FakeNvml({"GPU-1": H100}))
     assert read_gpus() == [GpuReading(
         name="NVIDIA H100 80GB HBM3", uuid="GPU-1", memory_used_gib=20, memory_total_gib=80,
-        use_percent=97, temperature_c=61, power_w=651.25, power_limit_w=700, energy_joules=9000.5,
-        sm_clock_mhz=1755,
+        use_percent=97, temperature_c=61, power_w=651.25, energy_joules=9000.5,
         throttle_reasons=("sw power cap", "hw thermal slowdown"), uncorrected_ecc_errors=0,
         driver_version="580.65.06")]
     assert nvml_failure() is None

@@ -18,7 +18,7 @@ import psutil
 
 from basics.errors import UserError, describe
 from basics.gpu_readings import GpuReading, read_gpus
-from basics.machine import find_compiler, within
+from basics.machine import find_c_compiler, within
 from run_config import Run
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -213,7 +213,7 @@ def check_compiler(subject: Subject) -> Finding | None:
     """Check that Triton can compile its launchers in C, where a run's step is compiled on GPUs."""
     if not subject.gpus or (subject.run and subject.run.train.compile is False):
         return None
-    compiler, missing = find_compiler(on_gpu=True)
+    compiler, missing = find_c_compiler()
     return ok(compiler) if compiler else problem(
         f"{missing}: the training step cannot be compiled", "install gcc, libc6-dev and"
         ' python3-dev, as ./setup_lambda.sh does, or set "compile": false')

@@ -505,7 +505,7 @@ COMPILERS = {  # CC, what is installed, train.json: the verdict, and a part of t
     "clang alone": (None, ["clang"], {}, OK, "clang"),
     "named": ("icx", ["icx"], {}, OK, "icx"),
     "none": (None, [], {}, PROBLEM, "no gcc or clang: the"),
-    "another is named": ("icx", ["gcc"], {}, PROBLEM, "CC is icx"),
+    "another is named": ("icx", ["gcc"], {}, PROBLEM, "no icx: the"),
     "nothing is compiled": (None, [], {"compile": False}, None, ""),
 }
 

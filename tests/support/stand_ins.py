@@ -107,9 +107,7 @@ H100 = {
     "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=40),
     "nvmlDeviceGetTemperatureV": 61,
     "nvmlDeviceGetPowerUsage": 651_250,  # milliwatts
-    "nvmlDeviceGetEnforcedPowerLimit": 700_000,
     "nvmlDeviceGetTotalEnergyConsumption": 9_000_500,  # millijoules
-    "nvmlDeviceGetClockInfo": 1755,
     "nvmlDeviceGetCurrentClocksEventReasons": 0x44,
     "nvmlDeviceGetTotalEccErrors": 0,
 }
