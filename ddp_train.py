@@ -124,8 +124,8 @@ def find_learning_rate(options: Options, process: Process, agreement: Agreement)
 
 def measure_microbatch(trial: MicrobatchTrial) -> None:
     """Take a few steps on random tokens, with one size of the microbatch. Every rank."""
-    with trial.measuring() as (state, train):
-        step, microbatches = TrainingStep(state, train, trial.process), trial.random_microbatches()
+    with trial.measuring() as (state, train, microbatches):
+        step = TrainingStep(state, train, trial.process)
         trial.time_steps(lambda: step.take(microbatches, learning_rate=train.learning_rate,
                                            num_microbatches=trial.num_microbatches))
 

@@ -4,7 +4,6 @@
 this file as a plugin, to write each test's result at once.
 """
 
-import itertools
 import json
 import os
 import statistics
@@ -32,8 +31,8 @@ from gpt import KERNELS, attend
 from lab.plan.setting import GPT2_SMALL
 from processes.launch import Process, machine_facts
 from run_config import ModelConfig, TrainConfig
-from tokens.batches import Microbatch
 from trainer.losses import build_training_state
+from trainer.microbatch_trial import random_microbatches
 from trainer.precision import resolve_for_device
 
 TINY = ModelConfig(vocab_size=257, context_length=16, emb_dim=16, n_heads=2, n_layers=2,
@@ -53,9 +52,7 @@ def stepping(model: ModelConfig, train: TrainConfig, process: Process
     """Build a step, and a function that takes it on random tokens. Every rank."""
     train = resolve_for_device(train, process.device)
     step = TrainingStep(build_training_state(model, train, process), train, process)
-    shape = train.microbatch_size, model.context_length
-    batches = (Microbatch(0, *(torch.randint(model.vocab_size, shape, device=process.device)
-                               for _ in range(2))) for _ in itertools.count())
+    batches = random_microbatches(model, train.microbatch_size, process.device)
     return step, lambda **options: step.take(
         batches, num_microbatches=train.gradient_accumulation_steps, learning_rate=1e-3, **options)
 

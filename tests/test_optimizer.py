@@ -58,7 +58,7 @@ from tests.support.workplace import (
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, dropout_seed
 from tokens.token_file import TokenFile
-from trainer import diagnostics, startup
+from trainer import diagnostics
 from trainer.diagnostics import Diagnostics, forward_statistics
 from trainer.losses import ByLayer, compile_now, validate
 from trainer.precision import choose_forward_options, resolve_for_device
@@ -701,17 +701,6 @@ def test_skipped_steps_end_a_late_run_too(workplace):
     assert result.returncode != 0
     assert "the gradients of 10 steps in a row, up to step 10," in last_line_of_ours(result)
     assert summary_of(run_dir)["status"] == "failed"
-
-
-def test_a_kill_while_checkpoints_are_set_aside_leaves_no_records_of_another_run(monkeypatch):
-    order: list[str] = []
-    monkeypatch.setattr(startup, "write_identity", lambda *_: order.append("identity"))
-    monkeypatch.setattr(startup, "remove_metrics_from", lambda *_, **__: order.append("records"))
-    monkeypatch.setattr(startup, "clean_up", MagicMock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr(startup, "write_status", lambda *_, **__: order.append("status"))
-    with pytest.raises(KeyboardInterrupt):
-        startup.open_run_dir(MagicMock(), MagicMock(is_main=True), MagicMock())
-    assert order == ["identity", *3 * ["records"], "status"]
 
 
 def test_every_report_collects_what_reference_counts_leave():

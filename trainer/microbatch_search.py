@@ -37,14 +37,13 @@ def search(script: str, options: Options, num_processes: int) -> None:
     Raises: UserError: not even a microbatch of 1 fits, or a trial failed for another reason.
     """
     run, on_gpu = check_search(options, num_processes), num_gpus() > 0
-    memory = "     allocated      reserved" if on_gpu else "      resident        mapped"
-    print_line(f"microbatch {memory}     tokens/s")
+    print_line(f"microbatch {'memory' if on_gpu else 'mapped memory':>14}     tokens/s")
 
     def try_size(size: int) -> Trial:
         trial = try_microbatch(script, size, num_processes, on_gpu=on_gpu)
-        print_line(f"{size:>10,} {gib(trial.allocated_gib * 2**30):>14}"
-                   f" {gib(trial.reserved_gib * 2**30):>13} {trial.tokens_per_second:>12,.0f}"
-                   if trial.fits else f"{size:>10,} {'out of memory':>28}")
+        print_line(f"{size:>10,} {gib(trial.demand_gib * 2**30):>14}"
+                   f" {trial.tokens_per_second:>12,.0f}"
+                   if trial.fits else f"{size:>10,} {'out of memory':>14}")
         return trial
 
     trials = find_max_microbatch(try_size)
@@ -98,7 +97,7 @@ def try_microbatch(script: str, microbatch_size: int, num_processes: int, *,
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
         os.environ[TRIAL_VARIABLE] = json.dumps({
-            "microbatch_size": microbatch_size, "result_path": str(result_path),
+            "microbatch_size": microbatch_size, "path": str(result_path),
             "prefetches": prefetches})
         try:
             status = start_torchrun(script, sys.argv[1:], num_processes=num_processes,

@@ -27,12 +27,12 @@ from checkpointing import TrainingState
 from processes.command_line import Options
 from processes.launch import Process, device_name, join_process_group, share_cpu_cores
 from processes.startup_agreement import Agreement, leave
-from run_config import TrainConfig, load_run
+from run_config import ModelConfig, TrainConfig, load_run
 from tokens.batches import Microbatch
 from trainer.losses import build_training_state
 from trainer.precision import check_attention, resolve_for_device
 
-TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, result_path, prefetches
+TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result, prefetches
 # Steps before the timed ones, and these. The second step has optimizer state from the start, and
 # DDP's final buckets: on a CPU, where large microbatches take seconds, it is the timed one.
 STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
@@ -46,9 +46,7 @@ class Trial:
 
     microbatch_size: int
     fits: bool
-    allocated_gib: float = math.nan  # peak of the tensors; on a CPU, of resident memory
-    reserved_gib: float = math.nan  # peak of the allocator; on a CPU, of the address space
-    demand_gib: float = math.nan  # the one of the two that must stay within `capacity_gib`
+    demand_gib: float = math.nan  # peak of the tensors; on a CPU, of the address space
     capacity_gib: float = math.nan  # of the process with the least
     tokens_per_second: float = math.nan  # of all processes
     device: str = ""
@@ -66,8 +64,7 @@ class MicrobatchTrial:
     def __init__(self, options: Options, process: Process, agreement: Agreement) -> None:
         self.process, self._agreement, self._options = process, agreement, options
         self._task = json.loads(os.environ[TRIAL_VARIABLE])
-        self._size = self._task["microbatch_size"]
-        self._result_path = Path(self._task["result_path"])
+        self._size, self._result_path = self._task["microbatch_size"], Path(self._task["path"])
         self._run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
         train = self._run.train
         steps = train.gradient_accumulation_steps
@@ -76,8 +73,8 @@ class MicrobatchTrial:
         self.num_microbatches = min(steps, 2) or 1
 
     @contextmanager
-    def measuring(self) -> Iterator[tuple[TrainingState, TrainConfig]]:
-        """Yield the state and the config of the trial, and measure memory. Every rank.
+    def measuring(self) -> Iterator[tuple[TrainingState, TrainConfig, Iterator[Microbatch]]]:
+        """Yield the state, the config and the microbatches of the trial. Every rank.
 
         Whatever fails inside ends this process, which says why in a file.
         """
@@ -95,24 +92,21 @@ class MicrobatchTrial:
                 train = train.model_copy(
                     update={"microbatch_size": self._size, "validation_interval": None})
             check_attention(self._run.model, train, device)
-            self._meter = Meter(device, self._options.memory_limit_gib)
+            if device.type == "cpu":
+                torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads, whose stacks count
+                self._mapped_before = _mapped_gib("VmSize")
+            limit_memory(device, self._options.memory_limit_gib)
             state = build_training_state(self._run.model, train, self.process)
             # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
             scaler = GradScaler(device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
-            yield replace(state, scaler=scaler), train
+            yield replace(state, scaler=scaler), train, random_microbatches(
+                self._run.model, self._size, device)
         except Exception as error:  # whatever it is: to exit in order could wait for other ranks
             lift_limit()
             cause = "out of memory: " if is_out_of_memory(error) else ""
             path = self._result_path.with_suffix(f".rank{self.process.rank}")
             path.write_text(f"{cause}{describe(error)}")
             leave(FAILED)
-
-    def random_microbatches(self) -> Iterator[Microbatch]:
-        """Yield microbatches of random tokens, without end."""
-        shape = 2, self._size, self._run.model.context_length
-        while True:
-            yield Microbatch(0, *torch.randint(self._run.model.vocab_size, shape,
-                                               device=self.process.device))
 
     def time_steps(self, take_step: Callable[[], object]) -> None:
         """Measure steps that follow one another, and record the result. Every rank.
@@ -129,18 +123,36 @@ class MicrobatchTrial:
         seconds = Moment(self.process.device).seconds_since(began) / timed_steps
         tokens = (self.num_microbatches * self._size * self._run.model.context_length
                   * self.process.world_size)
-        allocated, reserved, demand, capacity = self._meter.peak()
+        demand, capacity = self._peak_memory()
         lift_limit()
         # The most memory, the least capacity and speed of the processes.
-        numbers = [allocated, reserved, demand, -capacity, -tokens / seconds]
-        worst = torch.tensor(numbers, dtype=torch.float64, device=self.process.device)
+        worst = torch.tensor([demand, -capacity, -tokens / seconds], dtype=torch.float64,
+                             device=self.process.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         # Every rank waits for it: one that ended before would leave the others in the collective.
-        allocated, reserved, demand, capacity, speed = worst.tolist()
+        demand, capacity, speed = worst.tolist()
         if self.process.is_main:
             self._result_path.write_text(json.dumps(asdict(Trial(
-                self._size, True, allocated, reserved, demand, -capacity, -speed,
-                device_name(self.process)))))
+                self._size, True, demand, -capacity, -speed, device_name(self.process)))))
+
+    def _peak_memory(self) -> tuple[float, float]:
+        """Return the peak of the memory that the trial has taken, and how much there is, in GiB."""
+        device, limit = self.process.device, self._options.memory_limit_gib or math.inf
+        if device.type == "cpu":
+            return _mapped_gib("VmPeak") - self._mapped_before, limit
+        torch.cuda.synchronize(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        available = (free + torch.cuda.memory_reserved(device)) / 2**30
+        # Before it fails, the allocator frees what is only reserved: allocated memory decides.
+        return torch.cuda.max_memory_allocated(device) / 2**30, min(limit, available)
+
+
+def random_microbatches(model: ModelConfig, size: int, device: torch.device
+                        ) -> Iterator[Microbatch]:
+    """Yield microbatches of random tokens, without end."""
+    while True:
+        yield Microbatch(0, *torch.randint(
+            model.vocab_size, (2, size, model.context_length), device=device))
 
 
 def check_idle(device: torch.device) -> None:
@@ -152,47 +164,25 @@ def check_idle(device: torch.device) -> None:
                             f" {total / 2**30:.1f} GiB are free; all but the code is here")
 
 
-class Meter:
-    """Peak memory of this process, and a limit on it from now on; on a CPU on its address space.
-
-    On a CPU, what is in use at the beginning does not count.
-    """
-
-    def __init__(self, device: torch.device, limit_gib: float | None) -> None:
-        self._device, self._limit_gib = device, limit_gib or math.inf
-        if device.type == "cpu":
-            torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads: their stacks take memory
-            self._before = _memory_gib()
-            if limit_gib is not None:
-                limit = int((self._before["VmSize"] + limit_gib) * 2**30)
-                _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-                resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
-        elif limit_gib is not None:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
-
-    def peak(self) -> tuple[float, float, float, float]:
-        """Return the memory of `Trial` in GiB: allocated, reserved, demand and capacity."""
-        if self._device.type == "cpu":
-            now = _memory_gib()
-            mapped = now["VmPeak"] - self._before["VmSize"]
-            return now["VmHWM"] - self._before["VmRSS"], mapped, mapped, self._limit_gib
-        torch.cuda.synchronize(self._device)
-        free, _ = torch.cuda.mem_get_info(self._device)
-        available = (free + torch.cuda.memory_reserved(self._device)) / 2**30
-        allocated = torch.cuda.max_memory_allocated(self._device) / 2**30
-        reserved = torch.cuda.max_memory_reserved(self._device) / 2**30
-        # Before it fails, the allocator frees what is only reserved: allocated memory decides.
-        return allocated, reserved, allocated, min(self._limit_gib, available)
+def limit_memory(device: torch.device, limit_gib: float | None) -> None:
+    """Limit the memory of this process beside what it has; on a CPU its address space."""
+    if limit_gib is None:
+        return
+    if device.type == "cpu":
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        limit = int((_mapped_gib("VmSize") + limit_gib) * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
+    else:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
 
 
 def lift_limit() -> None:
-    """Undo the limit of the address space that a `Meter` has set."""
+    """Undo the limit of the address space."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard_limit, hard_limit))
 
 
-def _memory_gib() -> dict[str, float]:
+def _mapped_gib(name: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return {name: int(text.split()[0]) / 2**20 for name, text in (
-        line.split(":", 1) for line in lines) if name in ("VmSize", "VmPeak", "VmRSS", "VmHWM")}
+    return next(int(line.split()[1]) / 2**20 for line in lines if line.startswith(f"{name}:"))

@@ -34,8 +34,8 @@ from tokens.tokenizer import (
 from trainer.weight_formats import Gpt2Config, Weights, from_gpt2, from_original
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
-DOWNLOADED = [*WEIGHT_FILES, TOKENIZER_FILE]
+DOWNLOADED = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
+              TOKENIZER_FILE]
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that do not change the shape
 TRIES = 10  # to read a checkpoint of a run that saves and removes checkpoints meanwhile
 
@@ -156,8 +156,8 @@ def model_directory(name: str, runs_dir: Path) -> Path:
 
 
 def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
-    run = load_run(runs_dir, name)
-    for tries_left in reversed(range(TRIES)):
+    run, tries_left = load_run(runs_dir, name), TRIES
+    while True:
         before = named_as_checkpoints(run.checkpoints_dir)
         try:
             checkpoint = find_checkpoint(run.checkpoints_dir, checkpoint_name)
@@ -165,9 +165,9 @@ def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
                 raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
             return _of_checkpoint(name, checkpoint, run.model, run)
         except UserError:  # the run may train, and have removed what was being read
+            tries_left -= 1
             if not tries_left or named_as_checkpoints(run.checkpoints_dir) == before:
                 raise
-    raise AssertionError
 
 
 def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
@@ -184,8 +184,13 @@ def _of_directory(name: str, directory: Path) -> LoadedModel:
         found = open_checkpoint(directory, thoroughly=True)
         return _of_checkpoint(name, found, found.meta.model)
     weights, end_of_text = _map_weights(directory), None
-    if weights.keys() & {"pos_emb.weight", "model.pos_emb.weight"}:
-        ours, config = from_original(weights, _original_config(directory))
+    if weights.keys() & {"pos_emb.weight", "model.pos_emb.weight"}:  # of the original system
+        above = directory.parent.parent / "model.json"
+        if (directory / "config.json").exists():  # as published
+            config = ModelConfig.model_validate(_json(directory / "config.json").get("cfg"))
+        else:
+            config = load_config(above if above.exists() else directory / "model.json", ModelConfig)
+        ours, config = from_original(weights, config)
     else:
         gpt2 = Gpt2Config.model_validate(_json(directory / "config.json"))
         ours, config = from_gpt2(weights, gpt2.as_model_config())
@@ -249,22 +254,12 @@ def _json(path: Path) -> dict[str, Any]:
     return read_json_object(path, needed_by="a directory of weights")
 
 
-def _original_config(directory: Path) -> ModelConfig:
-    """Read the config of an original checkpoint: from its run, or from its published config."""
-    path = directory / "config.json"
-    if path.exists():
-        return ModelConfig.model_validate(_json(path).get("cfg"))
-    above = directory.parent.parent / "model.json"
-    return load_config(above if above.exists() else directory / "model.json", ModelConfig)
-
-
 def _tokenizer_of(directory: Path, config: ModelConfig,
                   end_of_text: int | None) -> tuple[str | None, Path | None]:
     """Return the name of a directory's tokenizer, and its file unless it is a known tokenizer."""
-    known = TOKENIZERS_BY_VOCABULARY.get(config.vocab_size)
-    for name, token_id in END_OF_TEXT_IDS.items():
-        if token_id == end_of_text and token_id < config.vocab_size:  # vocabularies may be padded
-            known = known or name
+    known = TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or next(
+        (name for name, token_id in END_OF_TEXT_IDS.items()  # vocabularies may be padded
+         if token_id == end_of_text and token_id < config.vocab_size), None)
     try:
         content = read_tokenizer_file(directory / TOKENIZER_FILE)
     except UserError:  # it is missing, or none that this project can use
