@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 from dataclasses import replace
@@ -31,7 +32,7 @@ from lab.doctor.checks import (
     visible_gpus,
 )
 from lab.doctor.load_tests import check_load, load_tests
-from lab.table import Column, Table, terminal_width
+from lab.table import Column, Table
 from processes.run_lock import trained_by
 from run_config import RUN_NAME, load_run
 
@@ -144,7 +145,8 @@ def print_checks(checks: Checks, run_name: str | None) -> None:
         [Column("", "left"), Column("check", "left"), Column("found", "left", MIN_WIDTH)],
         [[found.verdict, name, "\n-> ".join(filter(None, [found.text, found.advice]))]
          for name, found in checks.items()])
-    for line in table.terminal(min(WIDEST, terminal_width())).splitlines():
+    width = min(WIDEST, shutil.get_terminal_size((WIDEST, 0)).columns)
+    for line in table.terminal(width).splitlines():
         verdict = line.partition(" ")[0]
         click.echo(click.style(verdict, fg=COLORS.get(verdict)) + line.removeprefix(verdict))
     verdicts = [found.verdict for found in checks.values()]

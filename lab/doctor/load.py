@@ -160,9 +160,22 @@ def check_nodes(run: Run | None, is_busy: bool, time_limit: float) -> Checks:
         return {"nodes": problem(f"no answer from rank {', '.join(missing)}", OTHER_MACHINE)}
     everybody = [json.loads(store.get(key)) for key in keys]
     checks = {"nodes": compare_nodes(everybody)}
-    if not any(other["is_busy"] for other in everybody):
-        checks["all-reduce of all nodes"] = _exchange(store, time_limit)
-    return checks
+    if any(other["is_busy"] for other in everybody):
+        return checks
+
+    def exchange() -> dict[str, Any]:
+        process = this_process()
+        first_kernel(process.device)
+        return all_reduce(process, store, timedelta(seconds=time_limit))
+
+    try:
+        found = judge_exchange({0: within(time_limit, exchange)})
+    except TimeoutError:
+        found = problem(f"has not ended after {time_limit:g} s", ADVICE[EXCHANGE])
+    except Exception as error:  # whatever it is, the report is printed
+        text = describe(error)
+        found = problem(text, ADVICE["gloo" if "gloo" in text else EXCHANGE])
+    return checks | {"all-reduce of all nodes": found}
 
 
 def compare_nodes(everybody: Sequence[dict[str, Any]]) -> Finding:
@@ -179,22 +192,6 @@ def compare_nodes(everybody: Sequence[dict[str, Any]]) -> Finding:
     return ok(text) if not busy else warning(
         f"{text}; no numbers are added up, because of node {', '.join(busy)}",
         "see that node's report")
-
-
-def _exchange(store: dist.Store, time_limit: float) -> Finding:
-    """Add up numbers over all processes. Every rank."""
-    def work() -> dict[str, Any]:
-        process = this_process()
-        first_kernel(process.device)
-        return all_reduce(process, store, timedelta(seconds=time_limit))
-
-    try:
-        return judge_exchange({0: within(time_limit, work)})
-    except TimeoutError:
-        return problem(f"has not ended after {time_limit:g} s", ADVICE[EXCHANGE])
-    except Exception as error:  # whatever it is, the report is printed
-        text = describe(error)
-        return problem(text, ADVICE["gloo" if "gloo" in text else EXCHANGE])
 
 
 if __name__ == "__main__":

@@ -36,18 +36,16 @@ def check_gguf(target: LoadedModel) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise UserError("--gguf needs the package gguf: uv run --extra gguf lab publish ...")
     tokenizer, vocab_size = target.load_tokenizer(), target.model.config.vocab_size
-    if tokenizer.n_vocab > vocab_size:
-        raise UserError(f"{target.name}: its tokenizer has {tokenizer.n_vocab:,} entries, the model"
-                        f" {vocab_size:,}; GGUF cannot hold it; leave out --gguf")
-    if target.tokenizer_path is not None:
-        difference = _difference_from_gpt2(target.tokenizer_path.read_bytes())
-        if difference:
-            raise UserError(f"{target.tokenizer_path}: {difference}, which GGUF has no word for;"
-                            " leave out --gguf")
     largest = max(float(weight.abs().max()) for weight in target.model.state_dict().values())
-    if largest > LARGEST_F16:
-        raise UserError(f"{target.name}: holds numbers up to {largest:g}, too large for 16-bit"
-                        " floats; leave out --gguf")
+    reason = ""
+    if tokenizer.n_vocab > vocab_size:
+        reason = f"its tokenizer has {tokenizer.n_vocab:,} entries, the model {vocab_size:,}"
+    elif largest > LARGEST_F16:
+        reason = f"it has numbers up to {largest:g}, too large for 16-bit floats"
+    elif target.tokenizer_path is not None:
+        reason = _difference_from_gpt2(target.tokenizer_path.read_bytes())
+    if reason:
+        raise UserError(f"{target.name}: {reason}, which GGUF cannot hold; leave out --gguf")
 
 
 def write_gguf_files(target: LoadedModel, directory: Path) -> None:
@@ -128,16 +126,14 @@ def _tensors(target: LoadedModel, kind: GGMLQuantizationType,
 
 def _difference_from_gpt2(content: bytes) -> str:
     """Say what in a tokenizer's file llama.cpp would do differently; empty if nothing."""
-    parts = json.loads(content)
-    model: dict[str, Any] = parts["model"]
+    model: dict[str, Any] = json.loads(content)["model"]
     if model.get("type", "BPE") != "BPE":
-        return f"is a {model['type']}, not a byte-level BPE"
+        return f"its tokenizer is a {model['type']}, not a byte-level BPE"
     if not parse_tokenizer(content).splits_like_gpt2:
-        return "does not split text as GPT-2's tokenizer does"
+        return "its tokenizer does not split text as GPT-2's"
     for option in ("ignore_merges", "byte_fallback", "continuing_subword_prefix",
                    "end_of_word_suffix"):
         if model.get(option):
-            return f"has {option}"
-    if missing := set(BYTE_LETTERS) - model["vocab"].keys():
-        return f"has no entry for {len(missing)} of the 256 bytes"
-    return ""
+            return f"its tokenizer has {option}"
+    missing = set(BYTE_LETTERS) - model["vocab"].keys()
+    return f"its tokenizer has no entry for {len(missing)} of the 256 bytes" if missing else ""
