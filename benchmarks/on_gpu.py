@@ -43,8 +43,7 @@ from benchmarks.throughput import (
     tasks_of,
     write_tokens,
 )
-from lab.plan.memory import peak_memory
-from lab.plan.setting import Setting
+from lab.plan.memory import Setting, peak_memory
 from lab.plan.speed_sources import Measurement
 from lab.table import Column, Table
 from reporting.speed import flops_per_token

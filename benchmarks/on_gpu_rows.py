@@ -28,7 +28,7 @@ from benchmarks.systems import time_steps
 from benchmarks.throughput import Line, append
 from ddp_train import TrainingStep, wrap_in_ddp
 from gpt import KERNELS, attend
-from lab.plan.setting import GPT2_SMALL
+from lab.plan.memory import GPT2_SMALL
 from processes.launch import Process, machine_facts
 from run_config import ModelConfig, TrainConfig
 from trainer.losses import build_training_state

@@ -30,7 +30,7 @@ from basics.errors import one_line
 from basics.files import append_whole
 from basics.machine import code_version
 from benchmarks.systems import Task
-from lab.plan.setting import GPT2_SMALL, size_name
+from lab.plan.memory import GPT2_SMALL, size_name
 from lab.table import Column, Table
 from preparation.token_stream import TokenFileWriter
 from reporting.metrics_file import read_metrics

@@ -323,7 +323,7 @@ def test_the_page_shows_what_was_measured_and_lab_plan_reads_its_speed(tmp_path)
     assert "Hugging Face, bf16, compiled: failed: out of memory" in text
     assert '{"checkpoint": 0.25}' in text and '"largest": 77' in text
     assert "that `lab plan` says" in text
-    (found,) = read_measured(tmp_path / "runs", tmp_path / "measured.json")[MEASURED]
+    (found,) = read_measured(tmp_path, tmp_path / "measured.json")[MEASURED]
     assert found.mfu(find_gpu(H100["device"])) == pytest.approx(0.406, abs=0.001)
     assert on_gpu.page({}, call.task("ours")).startswith("# Measurements on a GPU\n")
 

@@ -26,7 +26,7 @@ from basics.failpoints import VARIABLE
 from basics.files import lock_directory
 from ddp_train import TrainingStep, measure_microbatch
 from gpt import GPTModel
-from lab.plan.length import measured_speed
+from lab.plan.speed_sources import measured_speed
 from optim import set_rates
 from processes.command_line import Options
 from processes.launch import Process

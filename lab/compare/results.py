@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from basics.errors import UserError, one_line, print_error
-from lab.plan.setting import size_name
+from lab.plan.memory import size_name
 from lab.runs import (
     Record,
     RunFiles,

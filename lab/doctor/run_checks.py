@@ -27,8 +27,7 @@ from lab.plan.estimate import (
     num_checkpoints,
     pinned_bytes,
 )
-from lab.plan.memory import peak_memory
-from lab.plan.setting import Setting
+from lab.plan.memory import Setting, peak_memory
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete
 from preparation.hub import ask_hub
 from reporting.speed import find_gpu, usable_gib

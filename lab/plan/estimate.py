@@ -1,19 +1,25 @@
-"""Machines that can be rented, and the batch plan, hours and dollars of a run on one of them."""
+"""The batch plan, hours and dollars of a run on a machine, and the length that a budget buys."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
+from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import UserError
-from basics.text import SNAPSHOT_BLOCK_BYTES
-from lab.plan.memory import largest_microbatch
-from lab.plan.setting import Setting, num_parameters
-from lab.plan.speed_sources import ExpectedSpeed, Measurement, expected_speed
+from basics.json_files import set_number
+from basics.text import SNAPSHOT_BLOCK_BYTES, counted
+from lab.plan.memory import Setting, largest_microbatch, num_parameters
+from lab.plan.speed_sources import (
+    ExpectedSpeed,
+    Measurement,
+    expected_speed,
+    measured_speed,
+)
+from processes.run_lock import lock_run
 from reporting.speed import (
-    GPUS,
     SLOW_DISK_BYTES_PER_SECOND,
     Gpu,
     checkpoint_bytes,
@@ -26,6 +32,7 @@ from run_config import Precision, Run, TrainConfig
 from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
+MAX_TOKENS = 2**50  # of a length that a budget buys
 UNLIMITED_TOKENS = 2**62  # where min_train_tokens sets the length, the file's does not matter
 MAX_NAME = 16  # characters, so that the tables fit a terminal
 MACHINE = re.compile(rf"(?P<name>[!-<>-~][ -<>-~]{{0,{MAX_NAME - 1}}})"
@@ -47,18 +54,15 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str) -> Machine:
-        """Parse `name=COUNTxGPU@USD_PER_HOUR`. Raises: UserError, with the nearest known GPUs."""
+        """Parse `name=COUNTxGPU@USD_PER_HOUR`. Raises: UserError."""
         match = MACHINE.fullmatch(text)
         if match is None:
             raise UserError(f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR,"
                             f" for example box=8xH100@23.92 (name: {MAX_NAME} characters at most)")
         gpu = find_gpu(match["gpu"])
         if gpu is None:
-            names = [gpu.name for gpu in GPUS]
-            nearest = difflib.get_close_matches(match["gpu"].upper(), names, cutoff=0.3)
-            like = f", such as {', '.join(nearest)}" if nearest else ""
             raise UserError(f"--machine: unknown GPU {match['gpu'][:30]!r}; wanted one that lab"
-                            f" plan --help lists{like}")
+                            " plan --help lists")
         if float(match["usd"]) <= 0:
             raise UserError(f"--machine {text[:60]!r}: the price is 0; wanted US dollars per hour")
         return cls(match["name"], int(match["count"]), gpu, float(match["usd"]))
@@ -136,19 +140,12 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None,
                        str(error).split(": ", 1)[1])
     shares = tuple(validating / (_training_flops(run, plan) + validating) for validating in (
         _validation_flops(run, plan, is_shared=is_shared) for is_shared in (False, True)))
-    return replace(found, plan=plan, validation=shares,
-                   hours=_hours(run, plan, machine, found.speed.mfu))
-
-
-def _hours(run: Run, plan: BatchPlan, machine: Machine, expected_mfu: float) -> Bounds:
-    """Return the hours of training plus validation; the highest estimate has a slow disk too."""
-    gpu, flops = machine.gpu, flops_of(run, plan)
-    peak = gpu.peak(default_precision(run.train, gpu))
+    mfu, peak, flops = found.speed.mfu, gpu.peak(setting.precision), flops_of(run, plan)
+    low, expected, high = (flops / (peak * share) / 3600 for share in (
+        max(gpu.high_mfu.share, mfu), mfu, min(gpu.low_mfu.share, mfu)))
     saving = num_checkpoints(run, plan) * bytes_of_checkpoint(run) / SLOW_DISK_BYTES_PER_SECOND
-    low_mfu, high_mfu = min(gpu.low_mfu.share, expected_mfu), max(gpu.high_mfu.share, expected_mfu)
-    low, expected, high = (flops / (peak * mfu) / 3600
-                           for mfu in (high_mfu, expected_mfu, low_mfu))
-    return Bounds(low, expected, high + saving / 3600)
+    return replace(found, plan=plan, validation=shares,  # at a slow disk the hours are the most
+                   hours=Bounds(low, expected, high + saving / 3600))
 
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
@@ -208,3 +205,57 @@ def bytes_of_checkpoint(run: Run) -> int:
 def pinned_bytes(run: Run) -> int:
     """Return the pinned host memory of rank 0's snapshot on a GPU: see `SnapshotBuffers`."""
     return -(-bytes_of_checkpoint(run) // SNAPSHOT_BLOCK_BYTES) * SNAPSHOT_BLOCK_BYTES
+
+
+def amount(value: float) -> str:
+    """Format hours or dollars in at most seven characters."""
+    if value < 0.005:
+        return "<0.01"
+    if value >= 999_999.5:
+        return f"{value:.1e}"
+    return f"{value:,.2f}" if value < 999.995 else f"{value:,.0f}"
+
+
+def verdict(usd: Bounds, budget: float) -> str:
+    """Judge whether a run fits a budget by its dollars."""
+    if usd.high <= budget:
+        return "fits"
+    if usd.expected <= budget:
+        return "probably fits"
+    return "fits if fast" if usd.low <= budget else "too expensive"
+
+
+def save_length(run: Run, budget: float) -> str:
+    """Write the `min_train_tokens` that a budget in US$ buys into `train.json`; return a report.
+
+    Raises:
+        UserError: the price or the speed is not known, or the run has begun with another length.
+    """
+    price = run.train.usd_per_hour
+    if price is None:
+        raise UserError(f"{run.train_path}: --save needs the machine's price; set usd_per_hour, or"
+                        " pass --usd-per-hour")
+    lock_run(run.run_dir)  # a launch keeps the length that it has read
+    speed, world_size, measured = measured_speed(run)
+    one_token = run.train.model_copy(update={"min_train_tokens": 1})
+    step = plan_batches(replace(run, train=one_token), world_size=world_size,
+                        file_tokens=UNLIMITED_TOKENS)
+    flops_per_usd = speed / world_size * flops_per_token(run.model) * 3600 / price  # of a process
+
+    def usd(num_steps: int) -> float:
+        return flops_of(run, replace(step, num_steps=num_steps)) / flops_per_usd
+
+    num_steps = bisect_right(range(1, MAX_TOKENS // step.tokens_per_step + 1), budget, key=usd)
+    if not num_steps:
+        raise UserError(f"--budget {budget:g}: buys no step, which costs US${usd(1):.2g}")
+    present = -(-run.train.min_train_tokens // step.tokens_per_step)
+    if num_steps != present and named_as_checkpoints(run.checkpoints_dir):
+        raise UserError(f"{run.run_dir}: has checkpoints, so its length cannot become"
+                        f" {counted(num_steps, 'step')}; to start over with that, move checkpoints/"
+                        " away")
+    tokens, cost = num_steps * step.tokens_per_step, usd(num_steps)
+    set_number(run.train_path, "min_train_tokens", tokens)
+    return (f"saved in {run.train_path}: min_train_tokens {tokens}"
+            f" ({counted(num_steps, 'step')})\n"
+            f"{amount(cost / price)} hours, US${amount(cost)} at {price:g} an hour: training and"
+            f" validation, without start-up and checkpoints\nmeasured: {measured}")

@@ -1,4 +1,4 @@
-"""A model of the memory that training needs, by part, computed from a run's configs alone.
+"""The sizes of a model, and the memory that training needs, by part, from a run's configs alone.
 
 It counts the tensors that the trainer holds (PyTorch's allocated memory) at the peak of a step,
 from the second step on. Activations are those of code that is not compiled: compiled code keeps
@@ -10,11 +10,67 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from lab.plan.setting import FLOAT32, Setting, num_parameters, parameters_by_group
 from ops.sizes import attention_blocks, head_chunk_tokens
+from run_config import ModelConfig, Precision, TrainConfig
 
+FLOAT32 = 4
 IDS = 2 * 8  # bytes of a token's id and its target, int64
 MAX_MICROBATCH = 2**21  # more than fits on any GPU
+GPT2_SMALL = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12,
+                         n_layers=12, drop_rate=0.0, qkv_bias=False)  # untied, as the original's
+GPT2_SIZES = {(12, 768): "GPT-2 small", (24, 1024): "GPT-2 medium", (36, 1280): "GPT-2 large",
+              (48, 1600): "GPT-2 XL"}  # by layers and width
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that the memory of a run depends on, except its microbatch size."""
+
+    model: ModelConfig
+    train: TrainConfig
+    precision: Precision
+    num_processes: int
+    on_gpu: bool = True
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of the activations in matrix products."""
+        return 2 if self.precision in ("bf16", "fp16") else FLOAT32
+
+    @property
+    def is_eager_on_cpu(self) -> bool:
+        return not self.on_gpu and not self.train.compile
+
+    @property
+    def residual(self) -> int:
+        """Bytes of an element of the residual stream."""
+        by_default = "bf16" if self.on_gpu and self.precision == "bf16" else "fp32"
+        return 2 if (self.train.residual_dtype or by_default) == "bf16" else FLOAT32
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of a `GPTModel` without building one."""
+    C = model.emb_dim
+    biases = C + 4 * C + C + (3 * C if model.qkv_bias else 0)  # attention output, MLP, QKV
+    norms = 2 * 2 * C
+    embeddings = (model.vocab_size + model.context_length) * C
+    head = 0 if model.tie_weights else model.vocab_size * C
+    return (num_matrix_parameters(model) + model.n_layers * (biases + norms) + embeddings + 2 * C
+            + head)
+
+
+def size_name(model: ModelConfig) -> str:
+    """Name a model by its size, the same wherever it is shown: "GPT-2 small, untied (163M)"."""
+    sizes = model.n_layers, model.emb_dim
+    name = GPT2_SIZES.get(sizes, "{} layers, {} wide".format(*sizes))
+    millions = num_parameters(model) / 1e6
+    return (f"{name}{'' if model.tie_weights else ', untied'}"
+            f" ({millions:,.{0 if millions >= 10 else 2}f}M)")
+
+
+def num_matrix_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters in the layers' matrices, which Muon trains."""
+    return 12 * model.n_layers * model.emb_dim**2
 
 
 @dataclass(frozen=True)
@@ -38,7 +94,15 @@ def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     """Return the memory at the peak of a step: in the backward pass, or in the optimizer's step."""
     moments = [_held(setting, microbatch_size, temporary=temporary)
                for temporary in _in_backward(setting, microbatch_size)]
-    for temporary in (_tied_gradients(setting), _in_optimizer_step(setting)):
+    C, L, model = setting.model.emb_dim, setting.model.n_layers, setting.model
+    # Before the optimizer's step a tied matrix has two gradients, and in float32 their sum too.
+    tied = model.vocab_size * C * model.tie_weights * (2 if setting.element == FLOAT32 else 1)
+    orthogonalising = 0 if setting.train.optimizer != "muon" else max(
+        _orthogonalising_bytes(setting, 4 * L, columns=C),
+        _orthogonalising_bytes(setting, 2 * L, columns=4 * C))
+    # With diagnostics the weights before the step are kept.
+    before = FLOAT32 * num_parameters(model) if setting.train.diagnostics_interval else 0
+    for temporary in (FLOAT32 * tied, orthogonalising + before):
         held = _held(setting, 0, temporary=temporary)  # no activations are left, all gradients are
         moments.append(held if setting.num_processes > 1 else
                        replace(held, gradients=held.weights))
@@ -86,22 +150,6 @@ def _in_backward(setting: Setting, microbatch_size: int) -> Iterator[float]:
         yield tokens * (_layer_bytes(setting) + (FLOAT32 + setting.residual) * C) + head
 
 
-def _tied_gradients(setting: Setting) -> float:
-    """Before the optimizer's step a tied matrix has two gradients, and in float32 their sum too."""
-    tied = setting.model.vocab_size * setting.model.emb_dim if setting.model.tie_weights else 0
-    return FLOAT32 * tied * (2 if setting.element == FLOAT32 else 1)
-
-
-def _in_optimizer_step(setting: Setting) -> int:
-    """Return the most bytes of temporary tensors at once: see `optim.py`."""
-    C, L = setting.model.emb_dim, setting.model.n_layers
-    kept = FLOAT32 * num_parameters(setting.model)  # the weights before the step
-    orthogonalising = 0 if setting.train.optimizer != "muon" else max(
-        _orthogonalising_bytes(setting, 4 * L, columns=C),
-        _orthogonalising_bytes(setting, 2 * L, columns=4 * C))
-    return orthogonalising + (kept if setting.train.diagnostics_interval else 0)
-
-
 def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int) -> int:
     """Count what Muon needs for all matrices of one shape, C x columns, beside all gradients.
 
@@ -113,7 +161,7 @@ def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int)
     share = -(-num_matrices // setting.num_processes)
     one, gathered = C * columns, share * setting.num_processes
     own = element * share * one
-    gradients = FLOAT32 * parameters_by_group(setting.model)["matrix"]
+    gradients = FLOAT32 * num_matrix_parameters(setting.model)
     return gradients + max(
         own + 2 * FLOAT32 * share * one,
         3 * own + 2 * element * share * C**2,
@@ -125,34 +173,28 @@ def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int)
 def _held(setting: Setting, microbatch_size: int, *, temporary: float) -> Memory:
     """Return what is held at a moment: temporary tensors, and all that lasts longer."""
     model, is_distributed = setting.model, setting.num_processes > 1
-    weights, sizes = FLOAT32 * num_parameters(model), parameters_by_group(model)
+    weights, matrices = FLOAT32 * num_parameters(model), num_matrix_parameters(model)
     has_muon = setting.train.optimizer == "muon"  # of each matrix it keeps one moment, not two
-    matmul_weights = sizes["matrix"] + model.vocab_size * model.emb_dim
+    matmul_weights = matrices + model.vocab_size * model.emb_dim
     tokens = microbatch_size * model.context_length
     wanted = setting.train.global_batch_size
     accumulates = (setting.train.gradient_accumulation_steps > 1 if wanted is None else
                    wanted > microbatch_size * setting.num_processes)
     has_copies = setting.element < FLOAT32 and tokens > 0
+    activations = _norm_bytes(setting) + IDS + model.n_layers * (
+        setting.residual * model.emb_dim if setting.train.activation_checkpointing else
+        _layer_bytes(setting))
+    if model.drop_rate:
+        activations += (1 if setting.on_gpu else FLOAT32) * model.emb_dim
     return Memory(
         weights=weights,
-        optimizer=2 * weights - has_muon * FLOAT32 * sizes["matrix"],
+        optimizer=2 * weights - has_muon * FLOAT32 * matrices,
         gradients=weights if accumulates and not is_distributed else 0,
         buckets=weights if is_distributed else 0,
         weight_copies=setting.element * matmul_weights if has_copies else 0,
-        activations=tokens * _activation_bytes(setting),
+        activations=tokens * activations,
         logits=temporary,
     )
-
-
-def _activation_bytes(setting: Setting) -> float:
-    """Return the bytes per token that the forward pass keeps for the backward pass."""
-    model, C = setting.model, setting.model.emb_dim
-    ends = _norm_bytes(setting) + IDS
-    if model.drop_rate:
-        ends += C if setting.on_gpu else FLOAT32 * C
-    if setting.train.activation_checkpointing:
-        return model.n_layers * setting.residual * C + ends
-    return model.n_layers * _layer_bytes(setting) + ends
 
 
 def _norm_bytes(setting: Setting) -> float:

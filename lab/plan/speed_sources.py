@@ -4,17 +4,17 @@ First choice is a run of one's own on that GPU, then a measurement that ships wi
 then an estimate.
 """
 
-import json
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from basics.errors import UserError
-from basics.files import read_regular_file
-from basics.json_files import FrozenConfig
-from lab.plan.setting import Setting, num_parameters
-from lab.runs import number
+from basics.errors import UserError, one_line
+from basics.gpu_readings import read_gpus
+from basics.json_files import FrozenConfig, found_object
+from lab.plan.memory import Setting, num_parameters
+from lab.runs import Record, RunFiles, launched_runs, number
 from reporting.speed import (
     ASSUMED,
     EXPECTED_SHARE,
@@ -23,7 +23,7 @@ from reporting.speed import (
     find_gpu,
     flops_per_token,
 )
-from run_config import RUN_NAME, ModelConfig, Precision
+from run_config import ModelConfig, Precision, Run
 
 MEASURED_PATH = Path(__file__).parents[2] / "benchmarks" / "measured.json"
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
@@ -33,6 +33,11 @@ CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
 RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
 OWN, MEASURED, PUBLIC, ROUGH = "own run", "measured", "public", "rough"  # sources, for a table
 LOW_PRECISIONS = ("bf16", "fp16")  # whose peaks are equal
+SPEED_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size", "optimizer",
+              "use_amp", "precision", "residual_dtype", "all_reduce_dtype", "compile", "attention",
+              "head_chunks", "activation_checkpointing", "deterministic")  # of train.json
+MAX_SPEED, MAX_PROCESSES = 2**53, 4096
+DAMAGED = (LookupError, TypeError, ValueError, ArithmeticError)  # what damaged values raise
 
 
 class Measurement(FrozenConfig):
@@ -46,12 +51,12 @@ class Measurement(FrozenConfig):
     """
 
     device: str = Field(pattern=r"^[ -~]{1,80}$")
-    processes: int = Field(ge=1, le=4096)
+    processes: int = Field(ge=1, le=MAX_PROCESSES)
     precision: Precision
     compile: bool = True
     attention: str = "auto"
     activation_checkpointing: bool = False
-    tokens_per_second: float = Field(gt=0, le=2**53)
+    tokens_per_second: float = Field(gt=0, le=MAX_SPEED)
     model: ModelConfig
     source: str
 
@@ -86,42 +91,64 @@ def read_measured(runs_dir: Path,
 
     Returns:
         By source: those of one's own runs, the newest first, and those shipped.
-
-    Raises:
-        UserError: the latter cannot be read. A run's summary that cannot be used is passed by.
     """
-    paths = sorted(runs_dir.glob("*/summary.json"), reverse=True,
-                   key=lambda path: path.stat().st_mtime if path.exists() else 0)
-    try:
-        shipped = TypeAdapter(list[Measurement]).validate_json(measured_path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise UserError(f"{measured_path}: cannot be read ({type(error).__name__}); it is part of"
-                        " the project: download it again") from None
-    return {OWN: [found for path in paths if (found := read_own(path))], MEASURED: shipped}
+    paths = sorted((runs_dir / name / "summary.json" for name in launched_runs(runs_dir)),
+                   reverse=True, key=_mtime)
+    return {OWN: [found for path in paths if (found := read_own(path.parent))],
+            MEASURED: TypeAdapter(list[Measurement]).validate_json(measured_path.read_bytes())}
 
 
-def read_own(path: Path) -> Measurement | None:
-    """Read the speed of a run's last launch from `summary.json`; None if it has none to go by."""
-    if RUN_NAME.fullmatch(path.parent.name) is None:
+def _mtime(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def read_own(run_dir: Path) -> Measurement | None:
+    """Read the speed of a run's last launch; None if it has none to go by."""
+    files = RunFiles.read(run_dir)
+    machine = files.part("machine")
+    if files.status not in ("finished", "stopped") or machine.get("device_type") != "cuda":
         return None
-    try:
-        summary = json.loads(read_regular_file(path))
-        machine = summary["machine"]
-        steps, tokens, seconds = (number(summary["this_launch"][key])  # without its first step
-                                  for key in ("steps", "tokens", "seconds"))
-        if (summary["status"] not in ("finished", "stopped") or machine["device_type"] != "cuda"
-                or steps < SPEED_CHECK_STEPS - 1):
-            return None
+    with suppress(*DAMAGED):
         return Measurement(
             device=machine["device"], processes=machine["processes"],
             precision=machine["precision"], compile=machine["compiled"],
             attention=machine["attention"],
-            activation_checkpointing=summary["train"]["activation_checkpointing"],
-            tokens_per_second=tokens / seconds,
-            model=ModelConfig.model_validate(summary["model"]), source=f"run {path.parent.name}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
-            ArithmeticError):
-        return None
+            activation_checkpointing=files.part("train")["activation_checkpointing"],
+            tokens_per_second=_launch_speed(files.summary),
+            model=ModelConfig.model_validate(files.part("model")), source=f"run {run_dir.name}")
+    return None
+
+
+def _launch_speed(summary: Record) -> float:
+    """Return tokens per second of a launch, without its first step, which compiles."""
+    steps, tokens, seconds = (number(summary["this_launch"][key])
+                              for key in ("steps", "tokens", "seconds"))
+    if steps < SPEED_CHECK_STEPS - 1:
+        raise ValueError("too short")
+    return tokens / seconds
+
+
+def measured_speed(run: Run) -> tuple[float, int, str]:
+    """Return tokens per second, on how many processes, and where: of a launch, or the search.
+
+    Raises:
+        UserError: no speed was measured with the run's settings on this machine.
+    """
+    gpus = [gpu.name for gpu in read_gpus() if gpu.name]
+    for path in sorted((run.summary_path, run.search_path), reverse=True, key=_mtime):
+        record = found_object(path)
+        with suppress(*DAMAGED):
+            speed = _launch_speed(record) if "this_launch" in record else record[
+                "tokens_per_second"]
+            device, world_size = str(record["machine"]["device"]), record["machine"]["processes"]
+            if (0 < speed < MAX_SPEED and 1 <= world_size <= MAX_PROCESSES
+                    and (not gpus or gpus.count(device) == world_size)
+                    and record["model"] == run.model.model_dump()
+                    and all(record["train"][key] == getattr(run.train, key) for key in SPEED_KEYS)):
+                return speed, world_size, (f"{speed:,.0f} tokens/s on {world_size}x"
+                                           f" {one_line(device)} ({path.name})")
+    raise UserError(f"{run.run_dir}: no speed was measured with its settings on this machine; run"
+                    f" ddp_train.py {run.name} --find-max-microbatch --save")
 
 
 def expected_speed(wanted: Setting, gpu: Gpu,
@@ -135,35 +162,29 @@ def expected_speed(wanted: Setting, gpu: Gpu,
                 f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
                 f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
                 f" ({nearest.source})"))
-    return _estimate(wanted, gpu)
-
-
-def _estimate(wanted: Setting, gpu: Gpu) -> ExpectedSpeed:
-    """Estimate from public figures, if there are any and they are of such a run."""
-    mfu = gpu.expected_mfu * (RECOMPUTING if wanted.train.activation_checkpointing else 1)
-    reasons = {  # why public figures say little of this run
+    train = wanted.train
+    mfu = gpu.expected_mfu * (RECOMPUTING if train.activation_checkpointing else 1)
+    reasons = [reason for reason, applies in {  # why public figures say little of this run
         wanted.precision: wanted.precision not in LOW_PRECISIONS,
-        "not compiled": wanted.train.compile is False,
-        "math attention": wanted.train.attention == "math",
-        "recomputation, which adds a third of the work": wanted.train.activation_checkpointing,
+        "not compiled": train.compile is False,
+        "math attention": train.attention == "math",
+        "recomputation, which adds a third of the work": train.activation_checkpointing,
         "dropout": wanted.model.drop_rate > 0,
         "another model size": _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO,
         "a model below a million parameters (the speed is a guess)":
             num_parameters(wanted.model) < FEW_PARAMETERS,
-    }
-    public = f"{gpu.public_mfu} in public runs on several GPUs"
+    }.items() if applies]
     if gpu.public_mfu is None:
-        number_of = "one" if wanted.num_processes == 1 else "several"
         best = (f"an assumed best of {gpu.high_mfu.share:.0%}" if gpu.high_mfu.origin == ASSUMED
                 else f"the best of {gpu.high_mfu}")
-        public = (f"no public figure for {number_of} {gpu.name}; assumed {gpu.expected_mfu:.0%},"
-                  f" {EXPECTED_SHARE:.0%} of {best}")
-    if any(reasons.values()):
-        found = ", ".join(reason for reason, applies in reasons.items() if applies)
-        return ExpectedSpeed(mfu, ROUGH, f"{public}; no public figure for: {found}")
-    if gpu.public_mfu is None:
-        return ExpectedSpeed(mfu, ROUGH, public)
-    return ExpectedSpeed(mfu, PUBLIC, f"{public}; not measured with this trainer")
+        public = (f"no public figure for {'one' if wanted.num_processes == 1 else 'several'}"
+                  f" {gpu.name}; assumed {gpu.expected_mfu:.0%}, {EXPECTED_SHARE:.0%} of {best}")
+    else:
+        public = f"{gpu.public_mfu} in public runs on several GPUs"
+        if not reasons:
+            return ExpectedSpeed(mfu, PUBLIC, f"{public}; not measured with this trainer")
+    return ExpectedSpeed(mfu, ROUGH, public + (
+        f"; no public figure for: {', '.join(reasons)}" if reasons else ""))
 
 
 def _kind(precision: Precision) -> str:
