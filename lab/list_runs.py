@@ -33,7 +33,7 @@ from reporting.summary import duration
 
 PACE_RECORDS = 50  # the pace is that of so many reports
 LITTLE_DISK_GIB = 5.0
-MIN_STATUS = 16  # characters of a line in a narrow terminal
+MIN_STATUS = 12  # characters of a line in a narrow terminal
 
 
 @click.command()
@@ -194,7 +194,7 @@ def slowdowns_of(reasons: str) -> list[str]:
 
 
 def table_of(states: Sequence[RunState]) -> Table:
-    """Return a table with a line for each run; in a narrow terminal a long reason is wrapped."""
+    """Return a table of runs; in a narrow terminal reasons are wrapped and columns hidden."""
     rows = []
     for state in states:
         step = UNKNOWN if state.global_step is None else f"{state.global_step + 1:,}"
@@ -205,5 +205,7 @@ def table_of(states: Sequence[RunState]) -> Table:
               for loss in (state.train_loss, state.validation_loss)),
             UNKNOWN if state.seconds is None else duration(state.seconds),
             UNKNOWN if state.usd is None else dollars(state.usd)])
-    return Table([Column("run", "left"), Column("status", "left", MIN_STATUS),
-                  *map(Column, ("step", "loss", "validation", "time", "US$"))], rows)
+    return Table([
+        Column("run", "left"), Column("status", "left", MIN_STATUS),
+        *(Column(head, key=head) for head in ("step", "loss", "validation", "time", "US$"))],
+        rows, hidden_first=("validation", "time", "US$"))

@@ -85,8 +85,8 @@ class Table:
         console = Console(file=io.StringIO(), color_system=None, height=1, width=max(
             width, sum(widths[place] + GAP for place in shown)))
         console.print(grid)
-        notes = [*self.notes, *([f"hidden columns: {', '.join(hidden)}; use --csv or a wider"
-                                 " terminal"] if hidden else [])]
+        notes = [*self.notes, *([f"hidden columns: {', '.join(hidden)}; a wider terminal shows"
+                                 " them"] if hidden else [])]
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
         return "\n".join([*lines, *(["", *notes] if notes else [])])
 
