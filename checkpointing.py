@@ -40,7 +40,7 @@ from basics.errors import UserError, as_os_error, first_line
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file, write_atomically
 from basics.json_files import FrozenConfig
-from basics.tensors import Header, header_of, read_tensors, write_tensors
+from basics.tensors import Header, read_tensors, write_tensors
 from basics.text import SNAPSHOT_BLOCK_BYTES
 from gpt import GPTModel
 from run_config import ModelConfig
@@ -333,7 +333,8 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
 
 def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
     """Load only the model's weights, in place. Raises: UserError: as `load_checkpoint`."""
-    weights = _read(checkpoint, WEIGHTS, header_of(model.state_dict()))
+    weights = _read(checkpoint, WEIGHTS, {
+        name: ("F32", list(tensor.shape)) for name, tensor in model.state_dict().items()})
     model.load_state_dict(weights)
 
 

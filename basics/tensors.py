@@ -36,11 +36,6 @@ def read_tensors(path: Path, wanted: Header) -> dict[str, Tensor]:
     return safetensors.torch.load_file(path)
 
 
-def header_of(tensors: Mapping[str, Tensor]) -> Header:
-    """Return the names, dtypes and shapes of float32 tensors."""
-    return {name: ("F32", list(tensor.shape)) for name, tensor in tensors.items()}
-
-
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
     """Return the name of the first tensor with a NaN or an infinity, or empty."""
     return next((name for name, tensor in tensors.items() if tensor.numel()

@@ -153,19 +153,14 @@ def process_group(process: Process, store: dist.Store,
         seconds = max(seconds, train.hang_timeout_seconds) + NCCL_MARGIN_SECONDS
     join_process_group(process, store, timeout=timedelta(seconds=seconds))
     if process.is_main and process.world_size > 1 and process.device.type == "cuda":
-        print_line(nccl_in_use(process.device))
+        backend = dist.group.WORLD._get_backend(process.device)  # type: ignore[union-attr]
+        print_line(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, PyTorch's"
+                   f" {type(backend).__name__}")
     yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # type: ignore[misc]
     # Not after an error: destroying the group waits for the others, which wait for this process.
     gc.unfreeze()
     gc.collect()  # DDP's threads must be gone before the group they use
     dist.destroy_process_group()
-
-
-def nccl_in_use(device: torch.device) -> str:
-    """Return the version of NCCL, and which of PyTorch's implementations of that backend runs."""
-    version = torch.cuda.nccl.version()
-    backend = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
-    return f"NCCL {'.'.join(map(str, version))}, PyTorch's {type(backend).__name__}"
 
 
 @contextmanager

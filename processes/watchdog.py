@@ -259,8 +259,18 @@ class Watchdog(AbstractContextManager):
         ranks = range(self.process.world_size)
         if is_silent and all(self._peers.facts(rank).get("is_silent") for rank in ranks):
             self._diagnose_hang(f"every rank has waited for the others for {silence:.0f} s")
-        if now >= self._publish_at:
-            self._publish_heartbeat(now)
+        if now < self._publish_at:
+            return
+        self._publish_at = now + self.deadlines.heartbeat
+        self._peers.publish(at=now)  # this machine can be reached
+        timeout_seconds = max(self._lost_seconds, 3 * self.deadlines.heartbeat)
+        for rank in self._peers.find_lost(now, timeout_seconds):
+            self._record_failure(FAILED, f"rank {rank} is lost {self._position()}: its machine has"
+                                         f" not answered for {timeout_seconds:.0f} s")
+        if self.process.is_main and self._heartbeat_path:
+            with suppress(OSError):  # a full disk is reported by what needs it more
+                write_heartbeat(self._heartbeat_path, phase=self._phase(), step=self._step,
+                                seconds=self._seconds(), parent=self.process.torchrun_pid)
 
     def _diagnose_hang(self, symptom: str) -> NoReturn:
         """Find the hung ranks: every rank publishes its progress and dumps its stacks."""
@@ -280,19 +290,6 @@ class Watchdog(AbstractContextManager):
             step = -1 if self._step is None else self._step  # before the first step
             self._peers.publish(
                 progress=None if self._is_suspended else [step, self._num_heartbeats])
-
-    def _publish_heartbeat(self, now: float) -> None:
-        """Show that this machine can be reached, and look for those that cannot."""
-        self._publish_at = now + self.deadlines.heartbeat
-        self._peers.publish(at=now)
-        timeout_seconds = max(self._lost_seconds, 3 * self.deadlines.heartbeat)
-        for rank in self._peers.find_lost(now, timeout_seconds):
-            self._record_failure(FAILED, f"rank {rank} is lost {self._position()}: its machine has"
-                                         f" not answered for {timeout_seconds:.0f} s")
-        if self.process.is_main and self._heartbeat_path:
-            with suppress(OSError):  # a full disk is reported by what needs it more
-                write_heartbeat(self._heartbeat_path, phase=self._phase(), step=self._step,
-                                seconds=self._seconds(), parent=self.process.torchrun_pid)
 
     def _position(self) -> str:
         step = "" if self._step is None else f" at step {self._step + 1}"

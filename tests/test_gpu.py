@@ -1,6 +1,5 @@
 """Tests that need a GPU; skipped without one."""
 
-import re
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing import SnapshotBuffers
-from processes.launch import nccl_in_use
 from run_config import ModelConfig
 from tests.support import models
 from tests.support.workplace import read_lines, succeeded, write_tokens
@@ -167,8 +165,6 @@ def test_layers_compiled_separately_have_eager_gradients_over_nccl():
     loss = ByLayer(step.state.model)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert re.fullmatch(r"NCCL [\d.]+, PyTorch's ProcessGroupNCCL2?",
-                            nccl_in_use(torch.device("cuda")))
         shared = DistributedDataParallel(loss, device_ids=[0], gradient_as_bucket_view=True)
         _, token_ids, targets = next(rising_tokens())
         with autocast("bf16", step.process.device):
