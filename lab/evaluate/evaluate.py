@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from basics.cli import print_json, stdout_to_stderr
 from basics.errors import UserError, print_error, visible
-from lab.evaluate.tasks import TASKS
+from lab.evaluate.tasks import TASKS, read_quizzes
 
 
 @click.command()
@@ -37,7 +36,11 @@ from lab.evaluate.tasks import TASKS
               show_default=True)
 @click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
               show_default=True)
-def command(targets: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def command(
+    targets: tuple[str, ...], checkpoints: str, dataset: str | None, split: str,
+    start_token: int | None, num_tokens: int | None, microbatch_size: int,
+    tasks: tuple[str, ...], as_json: bool, runs_dir: Path, datasets_dir: Path,
+) -> None:
     """Measure models on held-out tokens and print one table, lowest loss first.
 
     A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
@@ -46,14 +49,18 @@ def command(targets: tuple[str, ...], as_json: bool, **options: Any) -> None:
     losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.evaluate.measure import Options, measure_all
+    from lab.evaluate.measure import choose_models, datasets_of, measure_all, open_slices
     from lab.evaluate.results import Result, draw_over_tokens, table
 
     results: list[Result] = []
     failed: UserError | None = None
     with stdout_to_stderr(as_json):
+        models = choose_models(targets, checkpoints, runs_dir)
+        quizzes = read_quizzes(tasks)
+        slices = {} if quizzes else open_slices(
+            datasets_of(models, dataset, runs_dir), datasets_dir, split, start_token, num_tokens)
         try:
-            for result in measure_all(targets, Options(**options)):
+            for result in measure_all(models, slices, quizzes, runs_dir, microbatch_size):
                 results.append(result)
         except UserError as error:  # loses no result of an earlier model
             failed = error
@@ -62,8 +69,8 @@ def command(targets: tuple[str, ...], as_json: bool, **options: Any) -> None:
             print_json({"schema": "evaluate/1", "models": [
                 {"name": one.name, "checkpoint": one.checkpoint,
                  "trained_tokens": one.trained_tokens,
-                 "loss": None if options["tasks"] else one.records[0],
-                 "tasks": one.records if options["tasks"] else []} for one in results]})
+                 "loss": None if tasks else one.records[0],
+                 "tasks": one.records if tasks else []} for one in results]})
         else:
             click.echo(visible(table(results).terminal()))
         try:

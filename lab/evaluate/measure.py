@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from basics.files import check_inside
 from checkpointing import find_checkpoint
 from lab.evaluate.results import Result
 from lab.evaluate.scoring import Slice, encode_questions, evaluate, score
-from lab.evaluate.tasks import Quiz, read_quiz
+from lab.evaluate.tasks import Quiz
 from lab.runs import Record, append_evaluation
 from preparation.ensure_dataset import provide_dataset
 from run_config import DATASET_NAME, load_run
@@ -23,26 +22,6 @@ DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published
 DEFAULT_NUM_TOKENS = 19_660_800
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line's options.
-
-    Attributes:
-        checkpoints: of runs: `all`, or names separated by commas.
-        tasks: NAME or NAME=FILE each; without one, the loss is measured.
-    """
-
-    checkpoints: str
-    tasks: tuple[str, ...]
-    microbatch_size: int
-    dataset: str | None
-    split: str
-    start_token: int | None
-    num_tokens: int | None
-    runs_dir: Path
-    datasets_dir: Path
-
-
 class Chosen(NamedTuple):
     """A target by its name, and of a run one of its checkpoints: `latest`, `best` or its name."""
 
@@ -51,28 +30,20 @@ class Chosen(NamedTuple):
     is_optional: bool = False  # it is one of all, so that it may be missing or damaged
 
 
-def measure_all(targets: tuple[str, ...], options: Options) -> Iterator[Result]:
-    """Measure every model, which is freed before the next one is loaded.
+def measure_all(models: list[Chosen], slices: dict[str, Slice], quizzes: list[Quiz],
+                runs_dir: Path, microbatch_size: int) -> Iterator[Result]:
+    """Measure every model, which is freed before the next one is loaded; record runs' results.
+
+    Args:
+        slices: by the model's name, whose loss is measured; empty if tasks are scored instead.
 
     Raises:
-        UserError: a target, the tokens or the questions cannot be used. Before the first result,
-            nothing was measured; later the results so far are good.
+        UserError: a model, the tokens or the questions cannot be used; earlier results are good.
     """
-    models = choose_models(targets, options.checkpoints, options.runs_dir)
-    names = list(dict.fromkeys(model.name for model in models))
-    slices = {} if options.tasks else open_held_out(options, names)
-    quizzes: list[Quiz] = []
-    for text in options.tasks:
-        name, _, source = text.partition("=")
-        quiz = read_quiz(name, source)
-        if quiz.name in [other.name for other in quizzes]:
-            raise UserError(f"--task: {quiz.name} is there twice; give it once")
-        quizzes.append(quiz)
     done: set[tuple[str, str | None]] = set()
     for model in models:
         try:
-            target = load_model(model.name, runs_dir=options.runs_dir,
-                                checkpoint_name=model.checkpoint)
+            target = load_model(model.name, runs_dir=runs_dir, checkpoint_name=model.checkpoint)
         except UserError as error:
             if not model.is_optional:
                 raise
@@ -83,8 +54,7 @@ def measure_all(targets: tuple[str, ...], options: Options) -> Iterator[Result]:
                         checkpoint and checkpoint.meta.tokens, [])
         if (result.name, result.checkpoint) not in done:
             done.add((result.name, result.checkpoint))
-            for record in _records(target, slices.get(model.name), quizzes,
-                                   options.microbatch_size):
+            for record in _records(target, slices.get(model.name), quizzes, microbatch_size):
                 result.records.append(record)
                 if run and checkpoint:
                     append_evaluation(run.evaluations_path, {
@@ -130,51 +100,53 @@ def choose_models(targets: tuple[str, ...], checkpoints: str, runs_dir: Path) ->
     return found
 
 
-def open_held_out(options: Options, names: list[str]) -> dict[str, Slice]:
-    """Open the datasets and choose the tokens of each target, by the target's name.
+def datasets_of(models: list[Chosen], dataset: str | None, runs_dir: Path) -> dict[str, str]:
+    """Return the dataset of each model by its name: the given one, its run's, or the first run's.
+
+    Raises:
+        UserError: none is given, and no model is a run.
+    """
+    names = dict.fromkeys(model.name for model in models)
+    own = {name: dataset or load_run(runs_dir, name).train.dataset for name in names
+           if dataset or is_run(name, runs_dir)}
+    if not own:
+        raise UserError("--dataset: name the dataset to evaluate all targets on (no target is a"
+                        " run)")
+    return {name: own.get(name, next(iter(own.values()))) for name in names}
+
+
+def open_slices(datasets: dict[str, str], datasets_dir: Path, split: str, start_token: int | None,
+                num_tokens: int | None) -> dict[str, Slice]:
+    """Open the datasets and choose the tokens of each model, by its name.
 
     Runs whose datasets are the same text in other tokens are measured on all of it, each on its
-    own dataset.
+    own dataset. What is missing is downloaded or prepared.
 
     Raises:
         UserError: a dataset is missing, too short, or of other text than another.
     """
-    if options.dataset:
-        own = dict.fromkeys(names, options.dataset)
-    else:
-        own = {name: load_run(options.runs_dir, name).train.dataset for name in names
-               if is_run(name, options.runs_dir)}
-    if not own:
-        raise UserError("--dataset: name the dataset to evaluate all targets on (no target is a"
-                        " run)")
-    datasets = {name: own.get(name, next(iter(own.values()))) for name in names}
-    files = {dataset: _open(options, dataset) for dataset in dict.fromkeys(datasets.values())}
+    files = {}
+    for dataset in dict.fromkeys(datasets.values()):
+        if not re.fullmatch(DATASET_NAME, dataset):
+            raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")
+        check_inside(datasets_dir / dataset, datasets_dir, "--datasets-dir")
+        provide_dataset(datasets_dir / dataset, dataset, [split])
+        files[dataset] = TokenFile(datasets_dir / dataset / f"{split}.safetensors")
     if len(files) == 1:
-        slices = {dataset: choose_slice(file, dataset, options.start_token, options.num_tokens)
+        slices = {dataset: choose_slice(file, dataset, start_token, num_tokens)
                   for dataset, file in files.items()}
     else:
         slices = {dataset: Slice(dataset, file, 0, file.num_tokens - 1)
                   for dataset, file in files.items()}
         texts = {part.text_identity() for part in slices.values()}
         tokenizers = {file.metadata.get("tokenizer") for file in files.values()}
-        if (len(own) < len(names) or None in texts or len(texts) > 1
-                or len(tokenizers) < len(files)):
+        if None in texts or len(texts) > 1 or len(tokenizers) < len(files):
             raise UserError("--dataset: name the dataset to evaluate all targets on (the targets"
                             f" were trained on different ones: {' and '.join(files)})")
-        if options.start_token is not None or options.num_tokens is not None:
+        if start_token is not None or num_tokens is not None:
             raise UserError("--start-token and --tokens would choose different text in the datasets"
                             " of these runs; leave them out, or name one with --dataset")
     return {name: slices[dataset] for name, dataset in datasets.items()}
-
-
-def _open(options: Options, dataset: str) -> TokenFile:
-    """Open the token file; download it or prepare the dataset first if it is missing."""
-    if not re.fullmatch(DATASET_NAME, dataset):
-        raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")
-    dataset_dir = options.datasets_dir / dataset
-    check_inside(dataset_dir, options.datasets_dir, "--datasets-dir")
-    provide_dataset(dataset_dir, dataset, [options.split])
-    return TokenFile(dataset_dir / f"{options.split}.safetensors")
 
 
 def choose_slice(file: TokenFile, dataset: str, start_token: int | None = None,

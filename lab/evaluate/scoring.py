@@ -23,7 +23,7 @@ from gpt import GPTModel
 from lab.evaluate.results import exp, ratio, record_of, share
 from lab.evaluate.tasks import Quiz
 from lab.runs import Record
-from tokens.batches import TOKENIZERS_BY_VOCABULARY, byte_lengths, check_token_ids
+from tokens.batches import byte_lengths, check_token_ids
 from tokens.token_file import TokenFile
 from tokens.tokenizer import file_beside, load_tokenizer, short_name
 from trainer.models import LoadedModel
@@ -113,12 +113,11 @@ def _token_lengths(target: LoadedModel, file: TokenFile) -> np.ndarray | None:
     if made_with and own and made_with != own:
         raise UserError(f"{file.path}: the tokenizer is {short_name(made_with)}, but that of"
                         f" {target.name} is {short_name(own)}; name another --dataset")
-    vocab_size = target.model.config.vocab_size
-    if own is not None:
-        return byte_lengths(target.load_tokenizer(), num_ids=vocab_size)
-    name = made_with or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
-    return name and byte_lengths(load_tokenizer(name, file_beside(file.path.parent, name)),
-                                 num_ids=vocab_size)
+    if not (made_with or own):
+        return None
+    tokenizer = target.load_tokenizer() if own else load_tokenizer(
+        made_with, file_beside(file.path.parent, made_with))
+    return byte_lengths(tokenizer, num_ids=target.model.config.vocab_size)
 
 
 def _losses(model: GPTModel, tokens: np.ndarray) -> np.ndarray:

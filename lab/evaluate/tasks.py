@@ -152,6 +152,18 @@ class Quiz(NamedTuple):
     split: str | None
 
 
+def read_quizzes(tasks: tuple[str, ...]) -> list[Quiz]:
+    """Read the questions of tasks, NAME or NAME=FILE each. Raises: UserError."""
+    quizzes: dict[str, Quiz] = {}
+    for text in tasks:
+        name, _, source = text.partition("=")
+        quiz = read_quiz(name, source)
+        if quiz.name in quizzes:
+            raise UserError(f"--task: {quiz.name} is there twice; give it once")
+        quizzes[quiz.name] = quiz
+    return list(quizzes.values())
+
+
 def read_quiz(name: str, source: str = "") -> Quiz:
     """Read a local file (JSON lines or parquet), a directory of them, or a dataset on the hub.
 

@@ -157,7 +157,7 @@ def judge_all(judge: Judge, comparisons: list[Comparison], path: Path, known: Ju
                 reason = reason or str(error)
             del asked[future]
     finally:  # after an error or Ctrl-C, send no more requests, but save the replies that are paid
-        judge.is_stopped = True
+        judge.stopped.set()
         pool.shutdown(wait=False, cancel_futures=True)
         rest = [future for future in asked if not future.cancelled()]
         if num_missing := sum(not future.done() for future in rest):

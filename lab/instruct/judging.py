@@ -5,16 +5,16 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import requests
 from pydantic import HttpUrl, ValidationError
-from requests.adapters import HTTPAdapter
 from urllib3.exceptions import HTTPError
-from urllib3.util import Retry
 
 from basics.errors import UserError
 from basics.machine import within
@@ -39,11 +39,10 @@ MAX_REPLY_BYTES = 2**22
 
 OPENAI = "https://api.openai.com/v1"
 REPEATED = (408, 409, 429, *range(500, 600))  # statuses of errors that may pass
-MAX_REPEATS = 5
-LONGEST_PAUSE = 60.0  # seconds, if a server asks for a longer one before a request is repeated
-REQUEST_SECONDS = 300.0  # without any data
-ANSWER_SECONDS = 900.0  # for one request with all its repeats
-MAX_ASKS = 3  # attempts to get a usable reply
+PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 0.0)  # seconds after each request, unless the server asks for
+LONGEST_PAUSE = 60.0  # others, which are at most as long
+REQUEST_SECONDS = 300.0  # for one request
+MAX_FAILED = 3  # replies to one question that cannot be used, or attempts to connect
 # Errors that every later request would get too: key, account, address or model name is wrong.
 FATAL_STATUSES = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)
 FATAL_CODE = "insufficient_quota"  # has status 429, like errors worth a repeat
@@ -135,21 +134,6 @@ def _is_score(value: object) -> bool:
     return is_number and 0 <= value <= HIGHEST_SCORE
 
 
-class Repeats(Retry):
-    """When a request is repeated; the pause that a server asks for has a limit."""
-
-    def increment(self, *args: Any, **given: Any) -> Retry:
-        later = super().increment(*args, **given)
-        if response := given.get("response"):
-            response.close()  # a repeat would read all of its body first, without any limit
-        return later
-
-    def parse_retry_after(self, retry_after: str) -> float:
-        with suppress(ValueError):
-            return min(LONGEST_PAUSE, max(0.0, float(retry_after)))
-        return 0.0  # a date, or no time: then the pauses grow
-
-
 class Judge:
     """A language model behind an OpenAI-compatible endpoint. Thread-safe.
 
@@ -176,68 +160,74 @@ class Judge:
         except ValidationError:
             raise UserError(f"--base-url is {self.address[:60]!r}; give an address such as"
                             " http://localhost:8000/v1") from None
-        self.session = requests.Session()
-        repeats = Repeats(MAX_REPEATS, connect=2, status_forcelist=REPEATED, allowed_methods=None,
-                          backoff_factor=0.5, backoff_max=8, raise_on_status=False)
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(pool_maxsize=64, max_retries=repeats))
-        self.session.headers["Accept-Encoding"] = "identity"  # nothing is unpacked
-        self.session.auth = self._authorise  # else a .netrc file could replace the key
-        self.is_stopped = False  # then no question is asked again; requests in flight may complete
-
-    def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request.headers["Authorization"] = f"Bearer {self.key or 'none'}"
-        return request
+        self.stopped = threading.Event()  # then nothing is asked again; what is asked may complete
 
     def score(self, comparison: Comparison) -> dict[str, float]:
-        """Ask the judge to score all answers to a question, up to `MAX_ASKS` times.
+        """Ask the judge to score all answers to a question, until a reply can be used.
 
         Raises:
             UnusableReplyError: no reply could be used.
             UserError: no other question can be judged either.
         """
-        complaint = ""
-        for _ in range(MAX_ASKS):
-            reply = self._ask(comparison.messages(complaint))
+        complaint, num_failed, problem = "", 0, Exception()
+        for pause in PAUSES:
+            ask = partial(self._post, comparison.messages(complaint))
             try:
-                return comparison.read_scores(reply)
+                status, headers, body = within(REQUEST_SECONDS, ask)
+                if status == 200:
+                    return comparison.read_scores(_content(body))
+                problem = self._refusal(status, headers, body)
+                if status not in REPEATED or isinstance(problem, UserError):
+                    break
+                with suppress(TypeError, ValueError):  # a date, or no time: then the pauses grow
+                    pause = min(LONGEST_PAUSE, max(0.0, float(headers.get("Retry-After"))))
             except UnusableReplyError as error:
-                complaint = str(error)
-            if self.is_stopped:
+                complaint, num_failed, pause = str(error), num_failed + 1, 0.0
+                problem = UnusableReplyError(f"the reply cannot be used: {complaint}")
+            except (requests.Timeout, TimeoutError):
+                raise UnusableReplyError("the judge did not answer in time") from None
+            except requests.RequestException as error:
+                reason = str(error).rsplit(": ", 1)[-1].strip("\"')")  # without the library's words
+                num_failed += 1
+                problem = UserError(
+                    f"{self.address}: cannot be reached ({reason[:60]}); check --base-url and the"
+                    " network, then run the same command again")
+            if num_failed == MAX_FAILED or self.stopped.wait(pause):
                 break
-        raise UnusableReplyError(f"the reply cannot be used: {complaint}")
+        raise problem
 
-    def _ask(self, messages: list[dict[str, str]]) -> str:
-        """Return the reply, empty if it is no completion. Raises: as `score`."""
-        try:
-            response, body = within(ANSWER_SECONDS, lambda: self._post(messages))
-        except (requests.Timeout, TimeoutError):
-            raise UnusableReplyError("the judge did not answer in time") from None
-        except requests.RequestException as error:
-            reason = str(error).rsplit(": ", 1)[-1].strip("\"')")  # before it: the library's words
-            raise UserError(f"{self.address}: cannot be reached ({reason[:60]}); check --base-url"
-                            " and the network, then run the same command again") from None
-        if response.status_code == 200:
-            with suppress(*NOT_THERE):
-                content = json.loads(body)["choices"][0]["message"]["content"]
-                return content if isinstance(content, str) else ""  # some servers send a list
-            return ""
-        reason, code = _reason(body, response.headers.get("Location"), self.key)
-        status = response.status_code
+    def _refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
+        """Return the error of a status: of this request, or of every later one too."""
+        reason, code = _reason(body, headers.get("Location"), self.key)
         if status in FATAL_STATUSES or code == FATAL_CODE:
-            raise UserError(f"{self.address}: status {status} for model {self.model[:40]!r}"
-                            f" ({reason}); check OPENAI_API_KEY, --model and --base-url")
-        raise UnusableReplyError(f"status {status}: {reason}")
+            return UserError(f"{self.address}: status {status} for model {self.model[:40]!r}"
+                             f" ({reason}); check OPENAI_API_KEY, --model and --base-url")
+        return UnusableReplyError(f"status {status}: {reason}")
 
-    def _post(self, messages: list[dict[str, str]]) -> tuple[requests.Response, bytes]:
-        """Send a request; return the response and at most `MAX_REPLY_BYTES` of its body."""
+    def _post(self, messages: list[dict[str, str]]) -> tuple[int, Mapping[str, str], bytes]:
+        """Send a request; return its status, its headers and at most `MAX_REPLY_BYTES`."""
         # Followed to another host, a redirect would take the questions and answers there.
-        with self.session.post(
+        with requests.post(
                 f"{self.url}/chat/completions", json={"model": self.model, "messages": messages},
+                headers={"Accept-Encoding": "identity"},  # nothing is unpacked
+                auth=self._authorise,  # else a .netrc file could replace the key
                 timeout=REQUEST_SECONDS, allow_redirects=False, stream=True) as response:
+            body = b""
             with suppress(HTTPError):  # the connection was lost: the reply cannot be used
-                return response, response.raw.read(MAX_REPLY_BYTES, decode_content=False)
-            return response, b""
+                body = response.raw.read(MAX_REPLY_BYTES, decode_content=False)
+            return response.status_code, response.headers, body
+
+    def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        request.headers["Authorization"] = f"Bearer {self.key or 'none'}"
+        return request
+
+
+def _content(body: bytes) -> str:
+    """Return the text of a completion; empty if it has none: some servers send a list."""
+    with suppress(*NOT_THERE):
+        content = json.loads(body)["choices"][0]["message"]["content"]
+        return content if isinstance(content, str) else ""
+    return ""
 
 
 def _reason(body: bytes, location: str | None, key: str) -> tuple[str, str | None]:

@@ -412,7 +412,7 @@ def test_failed_questions_are_counted_left_out_and_retried_later(endpoint, files
     ("slow", "the judge did not answer in time", 1)])
 def test_no_judged_question_is_an_error(endpoint, files, monkeypatch, kind, reason, asks):
     if kind == "slow":  # the others have all the time that they take
-        monkeypatch.setattr("lab.instruct.judging.ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr("lab.instruct.judging.REQUEST_SECONDS", 0.2)
     endpoint.faults = [Fault(kind, times=999)]
     error = error_line(judge(endpoint, *files))
     assert "none of 12 questions was judged" in error and reason in error
