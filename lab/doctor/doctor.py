@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from basics.cli import print_json
-from basics.errors import FAILED, UserError
+from basics.errors import FAILED, UserError, visible
 from basics.gpu_readings import nvml_failure, read_gpus
 from basics.machine import available_ram_gib, within
 from basics.text import counted
@@ -148,9 +148,10 @@ def print_checks(checks: Checks, run_name: str | None) -> None:
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 0)).columns)
     for line in table.terminal(width).splitlines():
         verdict = line.partition(" ")[0]
-        click.echo(click.style(verdict, fg=COLORS.get(verdict)) + line.removeprefix(verdict))
+        click.echo(click.style(visible(verdict), fg=COLORS.get(verdict))
+                   + visible(line.removeprefix(verdict)))
     verdicts = [found.verdict for found in checks.values()]
     counts = ", ".join(counted(verdicts.count(word), word) if word in verdicts else f"no {word}s"
                        for word in (PROBLEM, WARNING))
-    click.echo(click.style(f"{'not ' * (PROBLEM in verdicts)}fit to train"
-                           f"{f' {run_name}' if run_name else ''}: {counts}", bold=True))
+    click.echo(click.style(visible(f"{'not ' * (PROBLEM in verdicts)}fit to train"
+                                   f"{f' {run_name}' if run_name else ''}: {counts}"), bold=True))
