@@ -8,8 +8,6 @@ import json
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import time
 import tomllib
 from types import SimpleNamespace
@@ -35,7 +33,6 @@ from tests.support.watching import (
     served,
     validation,
 )
-from tests.support.workplace import PROJECT_DIR
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
@@ -591,6 +588,7 @@ def test_a_run_that_trains_has_a_panel_and_the_others_a_row(three_runs):
         assert part in panel, part
     assert "finished" in table and "200/200" in table and "trains" not in table
     assert "╯" in shown(three_runs, "finished")  # a run that is named has a panel too
+    assert "step 80 of 200" in succeeded(watch(three_runs, "--text")).output  # no terminal: once
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -602,14 +600,6 @@ def test_hostile_and_long_texts_are_cut_before_names_and_figures(three_runs, wid
     (line,) = [line for line in output.splitlines() if line.startswith("stopped ")]
     assert "stopped (the" in line and line.split()[-5:] == [
         "100/200", "1.4000", "1.5100", "0:00:10", "-"]
-
-
-def test_a_long_sample_is_cut_at_its_end_and_only_there(three_runs):
-    long = "a \n b" + "".join(f" word{n}" for n in range(100))
-    add_sample(three_runs / "trains", 20, "/a/long/path" * 20, long)
-    flat = "".join(line.strip("│ ") for line in shown(three_runs).splitlines()).replace(" ", "")
-    whole = ("/a/long/path" * 20 + " ".join(long.split()))[:399].replace(" ", "")
-    assert f"{whole}…" in flat
 
 
 def test_the_sparkline_shows_the_course_whatever_the_scale_of_the_first_steps():
@@ -637,10 +627,3 @@ def test_a_terminal_is_drawn_anew_until_control_c(three_runs, monkeypatch):
     text.watch_text(Watched(three_runs, ("trains",)))
     first, _, second = terminal.getvalue().partition("step 80 of 200")
     assert first and "78%, step 156 of 200" in second
-
-
-def test_without_a_terminal_it_is_shown_once(three_runs):
-    result = subprocess.run(
-        [sys.executable, "-m", "lab", "watch", "--text", "--runs-dir", three_runs],
-        cwd=PROJECT_DIR, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0 and "step 80 of 200" in result.stdout, result.stderr
