@@ -27,22 +27,9 @@ SOURCES = (*(f"{module}.py" for module in (
     "basics", "lab", "ops", "preparation", "processes", "reporting", "tokens", "trainer")))
 GIT_SECONDS = 10.0
 DEVICES = Path("/dev")  # has nvidia0 and so on where the kernel's driver is loaded
-NONE_FOUND = "unset CUDA_VISIBLE_DEVICES, or start the container with --gpus all"
-REMEDIES = {  # by a part of what torch.cuda.init() says (c10/cuda/CUDAFunctions.cpp)
-    "driver on your system is too old": "run ./setup_lambda.sh, which installs PyTorch for older"
-    " drivers, or take a machine with driver 580 or newer",
-    "Found no NVIDIA driver": "install one, or start the container with --gpus all and an image"
-    " for CUDA",
-    "Error 802": "start nvidia-fabricmanager on the host, for its NVSwitches, or take another"
-    " machine: a container cannot",
-    "Error 803": "the driver's parts are of two versions: take cuda-compat out of LD_LIBRARY_PATH,"
-    " or restart the machine",
-    "Error 804": "take cuda-compat out of LD_LIBRARY_PATH, and run ./setup_lambda.sh",
-    "Error 304": "this user may not open /dev/nvidia*: start the container with --gpus all, or join"
-    " the group that owns them",
-    "No CUDA GPUs are available": NONE_FOUND, "no CUDA-capable device": NONE_FOUND,
-    "": "see what nvidia-smi says; restart the machine, or take another one",
-}
+OLD_DRIVER = ("run ./setup_lambda.sh, which installs PyTorch for older drivers, or take a machine"
+              " with driver 580 or newer")
+OTHER_CAUSE = "docs/troubleshooting.md names its causes; see what nvidia-smi says"
 
 
 def num_cpu_cores() -> int:
@@ -114,8 +101,7 @@ def cuda_problem() -> tuple[str, str]:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         text = str(error).strip().partition("\n")[0].rpartition("already set an error? ")[2]
-        return (text.partition(". ")[0][:100],
-                next(remedy for part, remedy in REMEDIES.items() if part in text))
+        return text.partition(". ")[0][:100], OLD_DRIVER if "too old" in text else OTHER_CAUSE
     return "", ""
 
 

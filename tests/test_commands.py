@@ -211,14 +211,9 @@ CASES = {
     "The NVIDIA driver on your system is too old (found version 12040). Please update":
         ("The NVIDIA driver on your system is too old (found version 12040)", "setup_lambda.sh"),
     f"{PREFIX}802: system not yet initialized":
-        ("Error 802: system not yet initialized", "nvidia-fabricmanager"),
-    f"{PREFIX}304: OS call failed": ("Error 304: OS call failed", "--gpus all"),
-    f"{PREFIX}803: system has": ("Error 803: system has", "LD_LIBRARY_PATH"),
-    f"{PREFIX}804: forward": ("Error 804: forward", "LD_LIBRARY_PATH"),
+        ("Error 802: system not yet initialized", "docs/troubleshooting.md"),
     f"{PREFIX}999: unknown error\nand": ("Error 999: unknown error", "nvidia-smi"),
-    "No CUDA GPUs are available": ("No CUDA GPUs are available", "CUDA_VISIBLE_DEVICES"),
-    "Found no NVIDIA driver on your system. Please": (
-        "Found no NVIDIA driver on your system", "image"),
+    "No CUDA GPUs are available": ("No CUDA GPUs are available", "nvidia-smi"),
 }
 
 
