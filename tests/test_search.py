@@ -496,10 +496,8 @@ def hub(tmp_path):
 
 
 def test_what_is_downloaded_is_verified(workplace, hub):
-    def from_hub():
-        """Start ddp_train.py anew: the hub's client reads its settings when it is imported."""
-        return run_command(sys.executable, "ddp_train.py",
-                           *workplace.arguments("tiny", "--prefetch"), **hub.environment(home))
+    def from_hub():  # in another process: the hub's client reads its settings when it is imported
+        return workplace.ddp_train("tiny", "--prefetch", **hub.environment(home))
 
     home = workplace.root / "home"
     workplace.add_run(train=SHORT | {"dataset": "someone/tiny", "init_from": "someone/tiny"})

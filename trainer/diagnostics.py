@@ -143,32 +143,22 @@ def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> S
     was_training = model.training
     model.eval()
     x = model.embed(token_ids)
-    norms, attention = [x.float().norm(dim=-1).mean()], []
+    norms, largest, entropies = [x.float().norm(dim=-1).mean()], [], []
     for block in model.blocks:
-        q, k, _ = block.attention.project(block.attention_norm(x))
-        attention.append(attention_statistics(q, k))
+        q, k, _ = block.attention.project(block.attention_norm(x))  # (B, H, T, D)
+        with torch.autocast(q.device.type, enabled=False):
+            parts = [(logits.amax(), torch.special.entr(logits.softmax(dim=-1)).sum())
+                     for logits in causal_logits(q.float(), k.float())]
+        maxima, sums = map(torch.stack, zip(*parts, strict=True))
+        largest.append(maxima.amax())
+        entropies.append(sums.sum() / q[..., 0].numel())
         x = block(x)
         norms.append(x.float().norm(dim=-1).mean())
-    largest, entropies = zip(*attention, strict=True)
     statistics = _head_statistics(model, model.final_norm(x).flatten(0, 1), targets.flatten())
     model.train(was_training)
     return {"embedding_activation_norm": norms[0], "layer_activation_norm": torch.stack(norms[1:]),
             "layer_max_attention_logit": torch.stack(largest),
             "layer_attention_entropy": torch.stack(entropies)} | statistics
-
-
-def attention_statistics(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of causal attention, and the mean entropy of its weights in nats.
-
-    Args:
-        q, k: (B, H, T, D) each.
-    """
-    largest, entropies = [], []
-    with torch.autocast(q.device.type, enabled=False):
-        for logits in causal_logits(q.float(), k.float()):
-            largest.append(logits.amax())
-            entropies.append(torch.special.entr(logits.softmax(dim=-1)).sum())
-    return torch.stack(largest).amax(), torch.stack(entropies).sum() / q[..., 0].numel()
 
 
 def _head_statistics(model: GPTModel, x: Tensor, targets: Tensor) -> Statistics:

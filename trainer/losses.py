@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.attention import SDPBackend
 from tqdm import tqdm
 
 from basics.errors import UserError, is_out_of_memory
@@ -21,7 +22,7 @@ from processes.launch import Process, long_waits, share_cpu_cores
 from processes.watchdog import Watchdog
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatches, read_ahead
-from trainer.precision import autocast, choose_forward_options, kernel_name
+from trainer.precision import attention_inputs, autocast, choose_forward_options
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -167,7 +168,12 @@ class Losses:
 
     def attention_kernel(self) -> str:
         """Return the name of the kernel that computes this model's attention in training."""
-        return kernel_name(self.model.config, self.train, self.process.device, self.model.options)
+        if self.model.options.attention != "auto":
+            return self.model.options.attention
+        q, k, v = attention_inputs(self.model.config, self.train, self.process.device)
+        chosen = torch._fused_sdp_choice(
+            q, k, v, dropout_p=self.model.config.drop_rate, is_causal=True)
+        return SDPBackend(chosen).name.split("_")[0].lower()
 
     def facts(self) -> dict[str, Any]:
         """Return what `summary.json` says of how the losses are computed."""

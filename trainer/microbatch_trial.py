@@ -92,10 +92,7 @@ class MicrobatchTrial:
                 train = train.model_copy(
                     update={"microbatch_size": self._size, "validation_interval": None})
             check_attention(self._run.model, train, device)
-            if device.type == "cpu":
-                torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads, whose stacks count
-                self._mapped_before = _mapped_gib("VmSize")
-            limit_memory(device, self._options.memory_limit_gib)
+            self._limit_memory(self._options.memory_limit_gib)
             state = build_training_state(self._run.model, train, self.process)
             # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
             scaler = GradScaler(device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
@@ -107,6 +104,20 @@ class MicrobatchTrial:
             path = self._result_path.with_suffix(f".rank{self.process.rank}")
             path.write_text(f"{cause}{describe(error)}")
             leave(FAILED)
+
+    def _limit_memory(self, limit_gib: float | None) -> None:
+        """Limit what this process takes beside what it has; on a CPU its address space."""
+        device = self.process.device
+        if device.type == "cpu":
+            torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads, whose stacks count
+            self._mapped_before = _mapped_gib("VmSize")
+            if limit_gib is not None:
+                _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+                resource.setrlimit(resource.RLIMIT_AS, (
+                    int((self._mapped_before + limit_gib) * 2**30), hard_limit))
+        elif limit_gib is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
 
     def time_steps(self, take_step: Callable[[], object]) -> None:
         """Measure steps that follow one another, and record the result. Every rank.
@@ -162,19 +173,6 @@ def check_idle(device: torch.device) -> None:
         if total - free > BUSY_BYTES:
             raise UserError(f"GPU {device.index} is in use, {free / 2**30:.1f} of"
                             f" {total / 2**30:.1f} GiB are free; all but the code is here")
-
-
-def limit_memory(device: torch.device, limit_gib: float | None) -> None:
-    """Limit the memory of this process beside what it has; on a CPU its address space."""
-    if limit_gib is None:
-        return
-    if device.type == "cpu":
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-        limit = int((_mapped_gib("VmSize") + limit_gib) * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
-    else:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
 
 
 def lift_limit() -> None:

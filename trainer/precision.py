@@ -5,7 +5,6 @@ import warnings
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from basics.errors import UserError, first_line, is_out_of_memory
 from gpt import KERNELS, ForwardOptions, attend
@@ -88,7 +87,7 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
         return
     try:
         with warnings.catch_warnings(action="ignore"):  # lines on why each kernel cannot run
-            q, k, v = _zeros(model, train, device)
+            q, k, v = attention_inputs(model, train, device)
             attend(q, k, v, model.drop_rate, train.attention).sum().backward()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # a kernel's failure is reported later
@@ -102,17 +101,8 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
                         f' "{"math" if train.deterministic else "auto"}" in train.json') from None
 
 
-def kernel_name(model: ModelConfig, train: TrainConfig, device: torch.device,
-                options: ForwardOptions) -> str:
-    """Return the name of the kernel that computes a model's attention in training."""
-    if options.attention != "auto":
-        return options.attention
-    q, k, v = _zeros(model, train, device)
-    chosen = torch._fused_sdp_choice(q, k, v, dropout_p=model.drop_rate, is_causal=True)
-    return SDPBackend(chosen).name.split("_")[0].lower()
-
-
-def _zeros(model: ModelConfig, train: TrainConfig, device: torch.device) -> tuple[Tensor, ...]:
+def attention_inputs(model: ModelConfig, train: TrainConfig, device: torch.device
+                     ) -> tuple[Tensor, ...]:
     """Return queries, keys and values, (2, H, T, D), of a training step's dtype and strides."""
     shape = (2, model.context_length, 3, model.n_heads, model.emb_dim // model.n_heads)
     qkv = torch.zeros(shape, dtype=DTYPES.get(train.precision, torch.float32), device=device,

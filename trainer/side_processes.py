@@ -6,8 +6,8 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any
 
 import torch
@@ -26,7 +26,7 @@ from checkpointing import best_of, list_checkpoints
 from processes import beside
 from processes.beside import LOWEST, POLL_SECONDS, Beside, end_group, environment
 from processes.launch import Process
-from processes.signals import Deadlines, stop_signals
+from processes.signals import stop_signals
 from processes.watchdog import Watchdog
 from reporting.clock import CHART, PhaseClock, nearest_limit
 from reporting.metrics_file import fsync_records
@@ -159,21 +159,17 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     """
     if not process.is_main:
         return
-    command, run = prepared.options.when_done, prepared.run
-    if prepared.is_finished:
-        until = time.monotonic() + Deadlines.read().after_checkpoint
-        with _stop_signals() as received:
-            again = after_checkpoint(prepared.options.after_checkpoint, run)
-            again.start()
-            failure = again.finish(lambda: 0.0 if received else until)
-        if received:
-            raise UserError(f"{STOP_SIGNALS[received[0]]} ended --after-checkpoint",
-                            128 + received[0])
-        if failure:
-            raise after_checkpoint_failed(failure)
+    command, run, copy = prepared.options.when_done, prepared.run, prepared.options.after_checkpoint
+    summary = read_summary(run)
+    if prepared.is_finished and copy is not None:
+        status, stopped_by = run_command(copy, run_facts(run, summary))
+        if stopped_by:
+            raise UserError(f"{STOP_SIGNALS[stopped_by]} ended --after-checkpoint",
+                            128 + stopped_by)
+        if status:
+            raise after_checkpoint_failed(f"ended with status {status}")
     if command is None:
         return
-    summary = read_summary(run)
     if reason := _why_not(summary, stop_signal, has_trained=not prepared.is_finished):
         return print_line(f"when-done: not run: {reason}")
     gc.collect()
@@ -257,24 +253,17 @@ def run_command(command: str, facts: dict[str, str]) -> tuple[int, int]:
     Returns:
         Its exit status, 128 + n if signal n ended it; the stop signal that came meanwhile, or 0.
     """
-    with _stop_signals() as received:
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: received.append(number))
+              for number in stop_signals()}
+    try:
         process = start_command(command, facts, priority=[])
         while process.poll() is None and not received:
             time.sleep(POLL_SECONDS)
         if received:
             end_group(process, GRACE_SECONDS)
         status = process.wait()
-    return status if status >= 0 else 128 - status, received[0] if received else 0
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Yield the stop signals that arrive inside, instead of ending this process."""
-    received: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: received.append(number))
-              for number in stop_signals()}
-    try:
-        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return status if status >= 0 else 128 - status, received[0] if received else 0
