@@ -49,6 +49,7 @@ class Options:
                               ("--when-done", self.when_done)):
             if command is not None and not command.strip():
                 raise UserError(f"{name} is empty; name a command, or leave it out")
+
         def given(**options: Any) -> list[str]:
             return [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
 
