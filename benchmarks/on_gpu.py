@@ -212,8 +212,8 @@ def page(lines: dict[str, Line], task: Task) -> str:
         speed_table(speeds, flops_per_token(task.model), [
             ORIGINAL, HUGGING_FACE.format("bf16"), NANOGPT]),
         memory if task.device == "cuda" else [],
-        Table(list(map(Column, ("kernel", "ms", "share"))), kernel_rows(ok["kernels"])
-              ).markdown().splitlines() if "kernels" in ok else [],
+        Table([Column("kernel", "left"), Column("ms"), Column("share")],
+              kernel_rows(ok["kernels"])).markdown().splitlines() if "kernels" in ok else [],
         [f"- {row}: {json.dumps(line.get('seconds_by_phase', line))}" for row, line in ok.items()
          if row == WHOLE_RUN or line not in speeds and row not in (*tests, "kernels")],
         [f"Tests: {dict(Counter(tests.values()))}"],

@@ -136,7 +136,8 @@ def main(sweeps_dir: Path, chart: Path | None) -> None:
                         " run those commands first")
     if chart:
         draw(sweeps_dir, chart)
-    print_line(Table(list(map(Column, HEADS)), rows).markdown())
+    columns = [Column(head, "left" if head in (BASELINE, "recipe") else "right") for head in HEADS]
+    print_line(Table(columns, rows).markdown())
 
 
 if __name__ == "__main__":

@@ -205,12 +205,13 @@ def speed_table(lines: list[Line], flops: float, against: list[str]) -> list[str
     speeds = {name: statistics.median(known) for name, measured in rows.items() if (
         known := [line["tokens_per_second"] for line in measured if line["status"] == "ok"])}
     reference = next((line["losses"] for line in lines if line.get("losses")), [])
-    head = ["", "precision", "microbatch", "peak MiB", "tokens/s", "MFU", "compiling, s",
-            "CPU ms a step", "losses off", *(f"/ {name}" for name in against)]
+    columns = [Column("", "left"), *map(Column, (
+        "precision", "microbatch", "peak MiB", "tokens/s", "MFU", "compiling, s", "CPU ms a step",
+        "losses off", *(f"/ {name}" for name in against)))]
     cells = []
     for name, measured in rows.items():
         if name not in speeds:
-            cells.append([name, f"failed: {measured[-1]['reason']}", *[""] * (len(head) - 2)])
+            cells.append([name, f"failed: {measured[-1]['reason']}", *[""] * (len(columns) - 2)])
             continue
         one = next(line for line in measured if line["status"] == "ok")
         gpu, off = find_gpu(one["machine"]["device"]), one["losses"] or None
@@ -222,7 +223,7 @@ def speed_table(lines: list[Line], flops: float, against: list[str]) -> list[str
                 (off and losses_off(one, reference), ".4f"),
                 *((speeds[name] / speeds[other] if other in speeds else None, ".2f")
                   for other in against)))])
-    return Table(list(map(Column, head)), cells).markdown().splitlines()
+    return Table(columns, cells).markdown().splitlines()
 
 
 @click.command()

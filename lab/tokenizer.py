@@ -37,7 +37,7 @@ def command(source: str, output: Path, **options: Any) -> None:
     that is trained on its dataset. The same source gives the same file.
     """
     # Imported here so that --help is fast.
-    from lab.publish.tokenizer_files import write_own_tokenizer
+    from lab.publish.formats import write_own_tokenizer
     from preparation.journal import check_output_dir
     from preparation.source_options import SourceOptions, find_source
 

@@ -18,9 +18,15 @@ from basics.failpoints import failpoint
 from basics.files import fsync, locked, read_regular_file
 from basics.json_files import found_object, read_json_object
 from basics.tensors import write_tensors
-from lab.publish.gguf_files import GGUF_FILES, check_gguf, write_gguf_files
+from lab.publish.formats import (
+    GGUF_FILES,
+    check_gguf,
+    write_gguf_files,
+    write_json,
+    write_own_tokenizer,
+    write_tokenizer_files,
+)
 from lab.publish.model_card import CHARTS, MARK, Request, changed_card, model_card
-from lab.publish.tokenizer_files import write_json, write_own_tokenizer, write_tokenizer_files
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import load_run

@@ -24,9 +24,8 @@ from basics.files import lock_directory
 from checkpointing import Snapshot, find_checkpoint, list_checkpoints, prune, save_checkpoint
 from lab.publish import export
 from lab.publish.export import Extras, write_export
-from lab.publish.gguf_files import GGUF_FILES
+from lab.publish.formats import GGUF_FILES, write_tokenizer_files
 from lab.publish.model_card import Request, declared_of, model_card
-from lab.publish.tokenizer_files import write_tokenizer_files
 from processes.run_lock import write_heartbeat
 from run_config import load_run
 from tests.support.lab_cli import (

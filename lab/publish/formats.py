@@ -1,7 +1,7 @@
-"""Write a model as GGUF, the format of llama.cpp: weights and tokenizer in one file.
+"""The files from which other programs load a tokenizer and a model: transformers, llama.cpp.
 
-Source: the tensors and keys that llama.cpp reads of its architecture `gpt2`, as the package `gguf`
-names them.
+GGUF is the format of llama.cpp: weights and tokenizer in one file. Source: the tensors and keys
+that it reads of its architecture `gpt2`, as the package `gguf` names them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,21 +14,84 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from huggingface_hub import ModelCard
 
 from basics.errors import UserError
 from basics.json_files import read_json_object
-from tokens.tokenizer import BYTE_LETTERS, TOKENIZER_FILE, parse_tokenizer
-from trainer.models import LoadedModel
-from trainer.weight_formats import to_gpt2
+from tokens.tokenizer import (
+    BYTE_LETTERS,
+    END_OF_TEXT,
+    END_OF_TEXT_IDS,
+    TOKENIZER_FILE,
+    gpt2_file,
+    parse_tokenizer,
+)
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
+
+    from trainer.models import LoadedModel
 
 GGUF_FILES = {"model-F16.gguf": "F16", "model-Q8_0.gguf": "Q8_0"}  # by name, the weights' type
 TRANSPOSED = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2 keeps (in, out), GGUF (out, in)
 LARGEST_F16 = 65504.0
 NO_MERGES = "<|endoftext|> <|endoftext|>"  # llama.cpp wants at least one; text never has these two
+
+
+def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_length: int) -> None:
+    """Write a tokenizer for `AutoTokenizer` and for the `tokenizers` library.
+
+    Args:
+        tokenizer_name: `gpt2` or `bytes`.
+        context_length: in tokens, of the model.
+    """
+    splits_words = tokenizer_name == "gpt2"
+    if splits_words:
+        vocabulary = json.loads(gpt2_file("encoder.json"))
+        _, *merges = filter(None, gpt2_file("vocab.bpe").decode().split("\n"))
+        write_json(directory / "vocab.json", vocabulary)
+        (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]),
+                                              encoding="utf-8")
+    else:
+        vocabulary, merges = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}, []
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                "use_regex": splits_words}
+    write_json(directory / TOKENIZER_FILE, {  # bytes as characters, merged by rank
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "added_tokens": [{"id": END_OF_TEXT_IDS[tokenizer_name], "content": END_OF_TEXT,
+                          "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True}],
+        "pre_tokenizer": as_bytes, "post_processor": None, "decoder": as_bytes,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None,
+                  "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
+                  "vocab": vocabulary, "merges": merges}})
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    write_json(directory / "special_tokens_map.json", special)
+    write_json(directory / "tokenizer_config.json", special | {
+        "tokenizer_class": "GPT2Tokenizer" if splits_words else "PreTrainedTokenizerFast",
+        "model_max_length": context_length, "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False})
+
+
+def write_own_tokenizer(directory: Path, content: bytes, *,
+                        context_length: int | None = None) -> None:
+    """Write a tokenizer that comes as a file, unchanged, with what `AutoTokenizer` needs beside it.
+
+    Args:
+        content: of its tokenizer.json.
+        context_length: in tokens, of a model; None if there is none yet.
+    """
+    (directory / TOKENIZER_FILE).write_bytes(content)
+    end_of_text = parse_tokenizer(content).eot_text
+    special = dict.fromkeys(("bos_token", "eos_token"), end_of_text)
+    write_json(directory / "special_tokens_map.json", special)
+    length = {} if context_length is None else {"model_max_length": context_length}
+    write_json(directory / "tokenizer_config.json", special | length | {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False})
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a JSON file, non-ASCII characters as they are."""
+    path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
 
 
 def check_gguf(target: LoadedModel) -> None:
@@ -51,6 +114,7 @@ def check_gguf(target: LoadedModel) -> None:
 def write_gguf_files(target: LoadedModel, directory: Path) -> None:
     """Write the files of `GGUF_FILES` beside a model's exported card and tokenizer."""
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
+    from huggingface_hub import ModelCard
 
     config = target.model.config
     template = read_json_object(directory / "tokenizer_config.json").get("chat_template")
@@ -110,6 +174,8 @@ def _tensors(target: LoadedModel, kind: GGMLQuantizationType,
     """
     from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
     from gguf.quants import quantize
+
+    from trainer.weight_formats import to_gpt2
 
     names = get_tensor_name_map(MODEL_ARCH.GPT2, target.model.config.n_layers)
     weights = {name: weight.detach().cpu() for name, weight in target.model.state_dict().items()}
