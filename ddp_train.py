@@ -244,7 +244,8 @@ class Trainer:
         self.saver = BackgroundSaver(
             prepared.run.checkpoints_dir, keep=self.config.keep_checkpoints,
             newest=prepared.resume_from, heartbeat=watchdog.heartbeat)
-        self.reports = Reports(prepared, clock=clock, watchdog=watchdog, saver=self.saver)
+        self.reports = Reports(prepared, state.model, clock=clock, watchdog=watchdog,
+                               saver=self.saver)
         self.stop = Stop(prepared, clock=clock, watchdog=watchdog, group=group, saver=self.saver)
 
     def train(self, agreement: Agreement) -> int:
@@ -279,10 +280,9 @@ class Trainer:
     def begin(self, agreement: Agreement) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
         self.identity, aside_dir = open_run_dir(self.prepared, self.process, self.clock)
-        self.reports.begin(self.state.model.num_parameters(), aside_dir)
+        self.reports.begin(aside_dir)
         agreement.record_training_began(self.prepared.first_step)
         self.step = TrainingStep(self.state, self.config, self.process)
-        self.reports.report_step(self.step.losses)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()
             self.validate(self.prepared.first_step - 1)

@@ -33,7 +33,7 @@ from processes.launch import Process, machine_facts
 from run_config import ModelConfig, TrainConfig
 from trainer.losses import build_training_state
 from trainer.microbatch_trial import random_microbatches
-from trainer.precision import resolve_for_device
+from trainer.precision import attention_kernel, resolve_for_device
 
 TINY = ModelConfig(vocab_size=257, context_length=16, emb_dim=16, n_heads=2, n_layers=2,
                    drop_rate=0.0, qkv_bias=False)
@@ -83,7 +83,7 @@ def profiled(model: ModelConfig, train: TrainConfig, process: Process) -> dict[s
             profiler.export_chrome_trace(f"{folder}/trace.json")
             times = kernels_of_trace(json.loads(Path(folder, "trace.json").read_text()))
     return {"step_ms": step_ms, "kernel_ms": sum(times.values()),
-            "attention_kernel": step.losses.attention_kernel(),
+            "attention_kernel": attention_kernel(step.state.model, step.train, process.device),
             "largest": dict(sorted(times.items(), key=lambda item: -item[1])[:NUM_KERNELS])}
 
 

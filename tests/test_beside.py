@@ -437,7 +437,8 @@ def test_a_launch_ends_with_its_worst_failure_and_a_whole_summary_stays(monkeypa
     vars(reports).update(
         prepared=MagicMock(data=SimpleNamespace(tokenizer_name=None)), run=MagicMock(), log=log,
         plan=SimpleNamespace(num_steps=6), process=MagicMock(), meter=MagicMock(), code="",
-        clock=PhaseClock(), losses=MagicMock(), watchdog=MagicMock(stop_signal=0),
+        clock=MagicMock(), model=MagicMock(), train=MagicMock(), _kernel="math",
+        watchdog=MagicMock(stop_signal=0),
         saver=MagicMock(is_behind=False, pop_failure=lambda: ""), _has_ended=False,
         beside=SimpleNamespace(finish=lambda: failure, finish_charts=lambda: None))
     monkeypatch.setattr("trainer.reports.list_checkpoints", lambda _: [])

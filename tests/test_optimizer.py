@@ -61,7 +61,7 @@ from tokens.token_file import TokenFile
 from trainer import diagnostics
 from trainer.diagnostics import Diagnostics, forward_statistics
 from trainer.losses import ByLayer, compile_now, validate
-from trainer.precision import choose_forward_options, resolve_for_device
+from trainer.precision import attention_kernel, choose_forward_options, resolve_for_device
 from trainer.reports import Reports
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -394,6 +394,10 @@ def test_the_compiler_lets_the_watchdog_run_and_measures_no_kernels_if_determini
         assert not torch._inductor.config.use_static_cuda_launcher
 
 
+def kernel_of(step):
+    return attention_kernel(step.state.model, step.train, step.process.device)
+
+
 def train(step, first, stop):
     batches = itertools.islice(microbatches(GPU), 2 * first, None)
     for _ in range(first, stop):
@@ -408,7 +412,7 @@ def test_a_deterministic_run_resumed_ends_bit_for_bit_as_the_uninterrupted_one(p
     whole, first, second = (
         step_of(GPU, precision=precision, compile=compiles, vocab_size=1000, drop_rate=0.1,
                 deterministic=True, emb_dim=128) for _ in range(3))
-    assert whole.losses.attention_kernel() == "flash" or precision == "fp32"
+    assert kernel_of(whole) == "flash" or precision == "fp32"
     train(whole, 0, STEPS)
     train(first, 0, 3)
     second.state.model.load_state_dict(first.state.model.state_dict())
@@ -432,7 +436,7 @@ def ops_of(step):
 def test_the_kernel_of_the_run_computes_attention(precision):
     for attention, is_flash in (("flash", True), ("math", False)):
         step = step_of(precision=precision, attention=attention, drop_rate=0.0)
-        assert step.losses.attention_kernel() == attention
+        assert kernel_of(step) == attention
         assert (f"{FLASH}_backward" in ops_of(step)) == is_flash
 
 
@@ -441,7 +445,7 @@ def test_the_kernel_of_the_run_computes_attention(precision):
 @pytest.mark.parametrize("attention", ["flash", "cudnn"])
 def test_the_kernel_runs_on_a_gpu(attention, compiles):
     step = step_of(GPU, precision="bf16", attention=attention, compile=compiles, drop_rate=0.0)
-    assert step.train.compile == compiles and step.losses.attention_kernel() == attention
+    assert step.train.compile == compiles and kernel_of(step) == attention
     assert any(f"{attention}_attention_backward" in name for name in ops_of(step))
 
 

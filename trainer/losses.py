@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.attention import SDPBackend
 from tqdm import tqdm
 
 from basics.errors import UserError, is_out_of_memory
@@ -22,7 +21,7 @@ from processes.launch import Process, long_waits, share_cpu_cores
 from processes.watchdog import Watchdog
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatches, read_ahead
-from trainer.precision import attention_inputs, autocast, choose_forward_options
+from trainer.precision import autocast, choose_forward_options
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -165,24 +164,6 @@ class Losses:
             # Not compiled, which needs more memory: one sequence at a time.
             sequences = zip(token_ids.split(1), targets.split(1), strict=True)
             return torch.stack([self.model(*sequence) for sequence in sequences]).mean()
-
-    def attention_kernel(self) -> str:
-        """Return the name of the kernel that computes this model's attention in training."""
-        if self.model.options.attention != "auto":
-            return self.model.options.attention
-        q, k, v = attention_inputs(self.model.config, self.train, self.process.device)
-        chosen = torch._fused_sdp_choice(
-            q, k, v, dropout_p=self.model.config.drop_rate, is_causal=True)
-        return SDPBackend(chosen).name.split("_")[0].lower()
-
-    def facts(self) -> dict[str, Any]:
-        """Return what `summary.json` says of how the losses are computed."""
-        return {
-            "compiled": self.train.compile,
-            "attention": self.attention_kernel(),
-            "deterministic": self.train.deterministic,
-            "head_chunk_tokens": self.model.options.head_chunk_tokens,
-        }
 
 
 @torch.inference_mode()

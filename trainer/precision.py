@@ -5,9 +5,10 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from basics.errors import UserError, first_line, is_out_of_memory
-from gpt import KERNELS, ForwardOptions, attend
+from gpt import KERNELS, ForwardOptions, GPTModel, attend
 from ops.sizes import head_chunk_tokens
 from run_config import ModelConfig, Precision, TrainConfig
 
@@ -87,7 +88,7 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
         return
     try:
         with warnings.catch_warnings(action="ignore"):  # lines on why each kernel cannot run
-            q, k, v = attention_inputs(model, train, device)
+            q, k, v = _attention_inputs(model, train, device)
             attend(q, k, v, model.drop_rate, train.attention).sum().backward()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # a kernel's failure is reported later
@@ -101,8 +102,17 @@ def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device
                         f' "{"math" if train.deterministic else "auto"}" in train.json') from None
 
 
-def attention_inputs(model: ModelConfig, train: TrainConfig, device: torch.device
-                     ) -> tuple[Tensor, ...]:
+def attention_kernel(model: GPTModel, train: TrainConfig, device: torch.device) -> str:
+    """Return the name of the kernel that computes a model's attention in training."""
+    if model.options.attention != "auto":
+        return model.options.attention
+    q, k, v = _attention_inputs(model.config, train, device)
+    chosen = torch._fused_sdp_choice(q, k, v, dropout_p=model.config.drop_rate, is_causal=True)
+    return SDPBackend(chosen).name.split("_")[0].lower()
+
+
+def _attention_inputs(model: ModelConfig, train: TrainConfig, device: torch.device
+                      ) -> tuple[Tensor, ...]:
     """Return queries, keys and values, (2, H, T, D), of a training step's dtype and strides."""
     shape = (2, model.context_length, 3, model.n_heads, model.emb_dim // model.n_heads)
     qkv = torch.zeros(shape, dtype=DTYPES.get(train.precision, torch.float32), device=device,

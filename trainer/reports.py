@@ -9,6 +9,7 @@ from torch import Tensor
 from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from basics.machine import code_version, machine_up_seconds
 from checkpointing import best_of, list_checkpoints
+from gpt import GPTModel
 from optim import rates_line
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
@@ -22,8 +23,7 @@ from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
 from trainer.background_saver import BackgroundSaver
 from trainer.diagnostics import Diagnostics
-from trainer.losses import Losses
-from trainer.precision import autocast
+from trainer.precision import attention_kernel, autocast
 from trainer.side_processes import SideProcesses, after_checkpoint_failed
 from trainer.startup import PreparedRun
 
@@ -36,11 +36,10 @@ class Reports:
         beside: the processes beside training, which learn of what is new here.
     """
 
-    losses: Losses  # set by `report_step`
-
-    def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
-                 saver: BackgroundSaver) -> None:
+    def __init__(self, prepared: PreparedRun, model: GPTModel, *, clock: PhaseClock,
+                 watchdog: Watchdog, saver: BackgroundSaver) -> None:
         self.prepared, self.run, self.plan = prepared, prepared.run, prepared.plan
+        self.model, self.train = model, prepared.train
         self.clock, self.watchdog, self.saver = clock, watchdog, saver
         self.process = watchdog.process
         self.log = RunLog(self.run, self.plan, clock=clock, is_active=self.process.is_main)
@@ -49,6 +48,7 @@ class Reports:
         gpus = gpu_uuids(self.process) if self.process.is_main else []
         self.meter = MachineMeter(self.run.run_dir, gpus)
         self._gpu = find_gpu(device_name(self.process))
+        self._kernel = attention_kernel(model, self.train, self.process.device)
         self.beside = SideProcesses(prepared, log=self.log, clock=clock, watchdog=watchdog)
         saver.after_write = self.beside.after_checkpoint.start
         watchdog.before_exit = self._before_exit
@@ -56,7 +56,7 @@ class Reports:
         self._has_ended = False  # the full summary is on disk
         self.code = code_version() if self.process.is_main else ""
 
-    def begin(self, num_parameters: int, aside_dir: Path | None) -> None:
+    def begin(self, aside_dir: Path | None) -> None:
         """Print the settings, start the processes beside training.
 
         Args:
@@ -73,19 +73,15 @@ class Reports:
             say(f"warning: {warning}")
         for line in batch_arithmetic(self.plan):
             say(line)
+        num_parameters = self.model.num_parameters()
         ratio = self.plan.num_tokens / num_parameters
         say(f"{num_parameters:,} parameters, {ratio:.1f} tokens per parameter;"
-            f" {self.prepared.train.precision} on {self.process.device.type}")
+            f" {self.train.precision} on {self.process.device.type}; attention: {self._kernel}")
         say(f"learning rates: {rates_line(self.run.model, self.run.train)}")
         if self.process.is_main:
             self.meter.start(self.prepared.energy_kwh)
             self.beside.track()
         self.clock.enter(COMPILE)  # until the end of the first step
-
-    def report_step(self, losses: Losses) -> None:
-        """Say which attention kernel runs."""
-        self.losses = losses
-        self.log.say(f"attention: {losses.attention_kernel()}")
 
     def after_first_step(self, loss: Tensor) -> None:
         """Start to measure speed and to detect hangs: all is compiled and allocated. Every rank."""
@@ -134,7 +130,7 @@ class Reports:
     def _end_skipping(self, global_step: int) -> NoReturn:
         """End a run whose gradients stay non-finite. Raises: AgreedError: on every rank."""
         advice = "with a lower learning_rate, or with precision bf16 or fp32"
-        if self.losses.attention_kernel() == "cudnn":
+        if self._kernel == "cudnn":
             advice = ('with attention "flash": cuDNN\'s backward pass has been reported to give'
                       f" NaN at large batches; if that does not help, {advice}")
         reason = (f"{self.run.run_dir}: the gradients of {self.window.longest_skipped} steps in a"
@@ -159,9 +155,9 @@ class Reports:
             num_processes=self.process.world_size,
             flops_per_token=flops_per_token(self.run.model),
             device_name=device_name(self.process),
-            precision=self.losses.train.precision,
-            attention_kernel=self.losses.attention_kernel(),
-            is_compiled=self.losses.train.compile,
+            precision=self.train.precision,
+            attention_kernel=self._kernel,
+            is_compiled=self.train.compile,
             waiting_share=spent[WAITING] / seconds,
             microbatch_tokens=self.plan.tokens_per_microbatch,
             throttling=self.meter.throttling(),
@@ -173,8 +169,8 @@ class Reports:
         self.log.report_validation(global_step, loss, seconds,
                                    bytes_per_token=self.prepared.data.bytes_per_token)
         if prompts := self.run.train.sample_prompts:
-            precision = self.losses.train.precision
-            with self.clock.phase(VALIDATION), autocast(precision, self.process.device):
+            with (self.clock.phase(VALIDATION),
+                  autocast(self.train.precision, self.process.device)):
                 failure = self._sampler().try_to_write(
                     self.run.samples_path, prompts, global_step)
             self.log.warn("no samples", failure)
@@ -210,15 +206,17 @@ class Reports:
             first_step=self.prepared.first_step,
             global_step=global_step, stop_reason=stop_reason, lacks_validation=lacks_validation,
             failure=failure, facts={
-                "num_parameters": self.losses.model.num_parameters(),
+                "num_parameters": self.model.num_parameters(),
                 "tokenizer": self.prepared.data.tokenizer_name,
                 "best": best.facts() if best else None,
                 "checkpoints": {"saved": self.saver.num_checkpoints,
                                 "longest_write_seconds": self.saver.longest_write_seconds,
                                 "stalled_seconds": self.clock.read_this_launch()[CHECKPOINT]},
                 "energy_kwh": self.meter.energy_kwh,
-                "machine": machine_facts(self.process, self.losses.train.precision)
-                | self.losses.facts() | {"up_seconds": machine_up_seconds()},
+                "machine": machine_facts(self.process, self.train.precision)
+                | {"compiled": self.train.compile, "attention": self._kernel,
+                   "deterministic": self.train.deterministic, "up_seconds": machine_up_seconds(),
+                   "head_chunk_tokens": self.model.options.head_chunk_tokens},
                 "code": self.code,
             }))
         self._has_ended = not (unwritten or self.saver.is_behind)
@@ -244,7 +242,7 @@ class Reports:
             self.log.write_status(status, reason)
 
     def _sampler(self) -> Sampler:
-        return Sampler(self.losses.model, self.prepared.data.tokenizer_name,
+        return Sampler(self.model, self.prepared.data.tokenizer_name,
                        heartbeat=self.watchdog.heartbeat,
                        tokenizer_path=self.prepared.data.tokenizer_path)
 
@@ -253,7 +251,7 @@ class Reports:
         if self.prepared.data.tokenizer_name is None:
             return
         try:
-            with autocast(self.losses.train.precision, self.process.device):
+            with autocast(self.train.precision, self.process.device):
                 self.log.say(f"sample:\n{self._sampler().text()}")
         except Exception as error:
             self.log.say(f"warning: no sample: {describe(error)}")
