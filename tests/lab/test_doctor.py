@@ -350,8 +350,6 @@ JUDGED = {  # the part, the others and the last process: the verdict, parts of t
              "32% of the peak", "nvidia-smi"),
     "one is slow": ("matrix products", ALL_FOUND, changed("matrix products", flops=180e12), WARNING,
                     "GPU 3 much slower", "nvidia-smi"),
-    "an unknown card": ("matrix products", *[changed("matrix products", gpu="Some card")] * 2, OK,
-                        "250 TFLOP/s in bf", ""),
     "bandwidth of nccl-tests": ("all-reduce", ALL_FOUND, ALL_FOUND, OK,
                                 "201 GB/s bus bandwidth, 4 processes", ""),
     "slow exchange": ("all-reduce", ALL_FOUND, changed("all-reduce", seconds=0.5), WARNING,
@@ -371,15 +369,11 @@ JUDGED = {  # the part, the others and the last process: the verdict, parts of t
                                        "not ended in time", "--time-limit"),
     "a GPU hangs": ("first kernel", ALL_FOUND, outcome("first kernel"), PROBLEM,
                     "on rank 3 after 20 s", "take another one"),
-    "it hangs while it looks for GPUs": ("PyTorch", *[outcome("PyTorch")] * 2, PROBLEM,
-                                         "after 20 s", ""),
     "a CPU is slow": ("matrix products", ON_CPU, ON_CPU, WARNING, "not ended in time",
                       "--time-limit"),
     "the import is slow": ("PyTorch", Outcome(), Outcome(), WARNING, "in time", "--time-limit"),
     "the exchange crashes": ("all-reduce", outcome(), crashed("all-reduce"), PROBLEM,
                              "stopped on rank 3: killed by SIGABRT", "NCCL_DEBUG"),
-    "a kernel crashes": ("first kernel", ALL_FOUND, crashed("first kernel"), PROBLEM,
-                         "stopped on rank 3: killed by SIGABRT", "take another one"),
     "it crashed before": ("all-reduce", outcome(), crashed("matrix products"), WARNING,
                           "rank 3 stopped before it", ""),
     "never came": ("all-reduce", outcome(), outcome("matrix products"), WARNING,
@@ -502,7 +496,6 @@ def test_a_host_name_without_an_address_is_a_problem(place, monkeypatch):
 
 COMPILERS = {  # CC, what is installed, train.json: the verdict, and a part of the text
     "gcc": (None, ["gcc", "clang"], {}, OK, "gcc"),
-    "clang alone": (None, ["clang"], {}, OK, "clang"),
     "named": ("icx", ["icx"], {}, OK, "icx"),
     "none": (None, [], {}, PROBLEM, "no gcc or clang: the"),
     "another is named": ("icx", ["gcc"], {}, PROBLEM, "no icx: the"),
@@ -579,15 +572,14 @@ def test_the_runs_own_things(place):
                      found["RAM"].text)
 
 
-OLD = {"microbatch_size": None, "minibatch_size": 2, "max_cost_usd": 5.0}
 WRONG = {  # train.json: the check, its verdict, and a part of the text
     "no dataset": ({"dataset": "other"}, "dataset", PROBLEM, "no dataset there"),
     "made here": ({"dataset": "python-stdlib"}, "dataset", OK, "is made from Python's own"),
     "too short": ({"min_train_tokens": 10**6}, "batch", PROBLEM, "wanted 1000"),
     "uneven": ({"global_batch_size": 7, "gradient_accumulation_steps": None}, "batch", PROBLEM,
                "is not divisible"),
-    "old key": (OLD, "configs", WARNING, "is now called"),
-    "no price": (OLD, "configs", WARNING, "needs the machine's price"),
+    "old key, no price": ({"microbatch_size": None, "minibatch_size": 2, "max_cost_usd": 5.0},
+                          "configs", WARNING, "is now called.*needs the machine's price"),
 }
 
 
@@ -596,7 +588,7 @@ def test_what_is_wrong_with_a_run_is_found(place, case):
     train, name, verdict, text = WRONG[case]
     place.add_dataset()
     found = checks_of(subject(place, train=train, world_size=2))[name]
-    assert found.verdict == verdict and text in found.text, found
+    assert found.verdict == verdict and re.search(text, found.text), found
     assert bool(found.advice) == (verdict != OK)
 
 
