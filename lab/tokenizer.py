@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -61,14 +60,10 @@ def command(source: str, output: Path, **options: Any) -> None:
         raise cannot_be_written(output_dir, error) from None
     finally:
         shutil.rmtree(partial_dir, ignore_errors=True)
-    words = ["uv", "run", "prepare_dataset.py", source, "datasets/NAME", "--tokenizer", str(output)]
-    for key in ("subset", "split", "revision", "text_column"):
-        if options[key] not in ("", "text"):
-            words += [f"--{key.replace('_', '-')}", options[key]]
     click.echo(visible(
         f"{vocab_size:,} entries, from {num_bytes:,} bytes of text, in {output}\n"
-        f"prepare a dataset with it: {shlex.join(words)}\n"
-        f'and set "vocab_size": {vocab_size} in model.json'))
+        f"prepare a dataset with it: uv run prepare_dataset.py SOURCE datasets/NAME --tokenizer"
+        f' {output}\nand set "vocab_size": {vocab_size} in model.json'))
 
 
 def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:

@@ -1,7 +1,6 @@
 """The work of `lab tune`: tune a model, write it with its card, and answer the test."""
 
 import random
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,7 +17,7 @@ from basics.files import write_atomically
 from basics.json_files import to_json
 from basics.text import code, escaped
 from gpt import GPTModel
-from lab.instruct.instructions import INPUT, AnsweredEntry, Data, Entry, chat_template
+from lab.instruct.instructions import INPUT, Data, Entry, chat_template
 from lab.publish.export import Extras, write_export
 from lab.publish.model_card import MARK, public_name, table_rows
 from reporting.sampling import SamplingOptions, stream_texts
@@ -161,11 +160,11 @@ def mean_loss(model: GPTModel, examples: list[Example], batch_size: int,
     return total.item() / num_targets
 
 
-def tune(model: GPTModel, train: list[Example], validation: list[Example], options: TuneOptions,
-         report: Callable[[Epoch], None]) -> tuple[list[Epoch], Epoch]:
+def tune(model: GPTModel, train: list[Example], validation: list[Example],
+         options: TuneOptions) -> tuple[list[Epoch], Epoch]:
     """Train until validation loss rises, then load the weights of the best epoch.
 
-    Return all epochs, and the best. `report` is called after each, and before the first one.
+    Return all epochs, and the best.
     """
     optimizer = AdamW(model.parameters(), lr=options.learning_rate,
                       weight_decay=options.weight_decay, fused=True)
@@ -174,7 +173,9 @@ def tune(model: GPTModel, train: list[Example], validation: list[Example], optio
     while True:
         epoch = Epoch(len(epochs), train_loss, mean_loss(model, validation, options.batch_size))
         epochs.append(epoch)
-        report(epoch)
+        head = f"epoch {epoch.number}: " + (
+            "before training" if train_loss is None else f"train loss {train_loss:.4f}")
+        click.echo(f"{head}, validation loss {epoch.validation_loss:.4f} nats per token")
         if best and not epoch.validation_loss < best.validation_loss:
             break
         best, best_weights = epoch, {name: tensor.to("cpu", copy=True)
@@ -214,7 +215,7 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
     if counts["cut"] or counts["skipped"]:
         click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
                    f" {counts['skipped']} skipped because the prompt alone is longer")
-    epochs, best = tune(target.model, train, validation, options, _report)
+    epochs, best = tune(target.model, train, validation, options)
     click.echo(f"validation loss rose: using the weights of epoch {best.number}"
                if best is not epochs[-1] else
                "stopped by --max-epochs before validation loss rose")
@@ -233,12 +234,6 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
     click.echo(visible(f"{len(data.test)} answers in {output}"))
 
 
-def _report(epoch: Epoch) -> None:
-    train = "before training" if epoch.train_loss is None else f"train loss {epoch.train_loss:.4f}"
-    click.echo(visible(f"epoch {epoch.number}: {train}, validation loss"
-                       f" {epoch.validation_loss:.4f} nats per token"))
-
-
 def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list[dict[str, str]]:
     """Return the entries with the model's answers: greedy, up to the end of text."""
     model, tokenizer = target.model, target.load_tokenizer()
@@ -249,7 +244,7 @@ def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list
         prompt = entry.prompt()
         num_long += len(tokenizer.encode_ordinary(prompt)) > model.config.context_length
         answer = "".join(piece for piece, in stream_texts(model, tokenizer, prompt, greedy))
-        answers.append(AnsweredEntry(**entry.model_dump(), answer=answer.strip()).model_dump())
+        answers.append(entry.model_dump() | {"answer": answer.strip()})
     if num_long:
         click.echo(f"{num_long} questions are longer than the context: the model saw only their"
                    " end")

@@ -163,15 +163,6 @@ def test_without_a_spread_to_measure_there_is_no_interval():
 # Targets and checkpoints
 
 
-def test_several_targets_are_one_table_with_the_lowest_loss_first(trained, tmp_path):
-    worse = export(random_model(**MODEL), tmp_path / "worse@1")
-    checkpoint = str(trained.runs_dir / "tiny/checkpoints/latest")
-    rows = rows_of(lab_evaluate(trained, str(worse), "tiny", checkpoint, "--checkpoint", "latest"))
-    assert [row[0].split(" ")[0] for row in rows] in (["tiny", checkpoint, str(worse)],
-                                                      [checkpoint, "tiny", str(worse)])
-    assert rows[0][1] == rows[1][1] < rows[2][1]
-
-
 def test_a_model_on_the_hub_is_downloaded_unless_it_is_of_another_architecture(trained, tmp_path):
     directory = export(random_model(**MODEL), tmp_path / "model")
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
@@ -256,12 +247,15 @@ def test_damaged_checkpoints_are_left_out_of_all_and_refused_by_name(trained, da
     assert result.stderr.count("warning: left out: ") == 1 and first.name in result.stderr
 
 
-def test_a_late_error_loses_no_result(trained, tmp_path):
-    broken = export(random_model(**MODEL), tmp_path / "broken")
+def test_the_lowest_loss_comes_first_and_a_late_error_loses_no_result(trained, tmp_path):
+    worse, broken = (export(random_model(**MODEL), tmp_path / name) for name in ("a@1", "broken"))
     (broken / "model.safetensors").write_bytes(b"junk")
-    result = lab_evaluate(trained, "tiny", str(broken))
+    checkpoint = str(trained.runs_dir / "tiny/checkpoints/latest")
+    result = lab_evaluate(trained, str(worse), "tiny@latest", checkpoint, str(broken))
     assert isinstance(result.exception, UserError) and "broken" in result.exception.line()
-    assert "tiny (" in result.stdout and str(broken) not in result.stdout
+    rows = [line.split() for line in result.stdout.splitlines()[2:]]
+    assert {rows[0][0], rows[1][0]} == {"tiny", checkpoint} and rows[2][0] == str(worse)
+    assert len(rows) == 3 and rows[0][2] == rows[1][2] < rows[2][1]  # the losses
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -386,18 +380,6 @@ def test_what_was_measured_is_one_json_document_on_stdout(trained, is_task, monk
         assert (model.loss is None, len(model.tasks)) == (is_task, int(is_task))
     shown = own.tasks[0] if is_task else own.loss
     assert record == record | shown.model_dump(exclude_unset=True)
-
-
-def test_hellaswag_is_cleaned_of_markup(tmp_path):
-    record = {"ind": 4, "activity_label": "Baking", "ctx_a": "A man [step] stands  there.",
-              "ctx_b": "he [title] opens", "label": "2", "split": "val",
-              "endings": ["the oven.", " a [x] window", "his eyes [title] sleeps", "the door"]}
-    for suffix in ("jsonl", "parquet"):
-        path = tmp_path / f"hellaswag_val.{suffix}"
-        write_records(path, [record])
-        assert read_quiz("hellaswag", str(path)).questions == [Question(
-            "Baking: A man stands there. He. opens",
-            ["the oven.", "a window", "his eyes. sleeps", "the door"], 2)]
 
 
 def test_minimal_pairs_are_named_by_their_kind_and_may_be_many_files(tmp_path):

@@ -4,7 +4,6 @@ run, its text, its evaluation, its export.
 
 import json
 import re
-import shlex
 import shutil
 
 import pytest
@@ -243,19 +242,6 @@ def test_a_user_error_is_one_line_and_writes_nothing(tmp_path):
         lab_tokenizer(tmp_path / "nix", output, "--vocab-size", "300"))
     assert "is not empty" in error_line(lab_tokenizer(source, source, "--vocab-size", "300"))
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
-
-
-def test_the_next_command_can_be_pasted_into_a_shell(tmp_path):
-    source, output = tmp_path / "my documents", tmp_path / "it's mine"
-    source.mkdir()
-    lines = [json.dumps({"body text": text}) for text in TEXTS]
-    (source / "a.jsonl").write_text("\n".join(lines))
-    result = succeeded(lab_tokenizer(source, output, "--vocab-size", "280",
-                                     "--text-column", "body text"))
-    line = next(line for line in result.stdout.splitlines() if "prepare_dataset.py" in line)
-    assert shlex.split(line.split(": ", 1)[1]) == [
-        "uv", "run", "prepare_dataset.py", str(source), "datasets/NAME", "--tokenizer",
-        str(output), "--text-column", "body text"]
 
 
 def train_both(root):

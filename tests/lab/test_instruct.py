@@ -121,13 +121,13 @@ def test_the_split_is_that_of_the_book(tmp_path, count, sizes):
 
 
 def test_the_best_epoch_is_restored_when_validation_loss_rises():
-    validation, seen = examples_of("Ask 0", "Ask 1", "Ask 2", output="Yet!"), []
+    validation = examples_of("Ask 0", "Ask 1", "Ask 2", output="Yet!")
     model = new_model()
     epochs, best = tuning.tune(model, examples_of(*(f"Ask {n}" for n in range(8))), validation,
-                               OPTIONS, seen.append)
+                               OPTIONS)
     losses = [epoch.validation_loss for epoch in epochs]
-    assert epochs == seen and [epoch.number for epoch in seen] == list(range(len(seen)))
-    assert 2 < len(seen) <= OPTIONS.max_epochs  # it falls while "Y" is learnt, then rises
+    assert [epoch.number for epoch in epochs] == list(range(len(epochs)))
+    assert 2 < len(epochs) <= OPTIONS.max_epochs  # it falls while "Y" is learnt, then rises
     assert losses[:-1] == sorted(losses[:-1], reverse=True) and losses[-1] > losses[-2]
     assert best is epochs[-2] and not model.training
     assert mean_loss(model, validation, OPTIONS.batch_size) == losses[-2]  # bit-identical
@@ -140,7 +140,7 @@ def test_the_seed_determines_dropout_and_order():
         model = new_model(drop_rate=drop_rate)
         torch.seed()  # the earlier random state does not matter
         epochs, _ = tuning.tune(model, train, train, dataclasses.replace(
-            OPTIONS, max_epochs=1, seed=seed), lambda epoch: None)
+            OPTIONS, max_epochs=1, seed=seed))
         return epochs[1].train_loss
 
     assert first_loss(1, 0.5) == first_loss(1, 0.5) != first_loss(1, 0.0)
