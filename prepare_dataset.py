@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from basics.cli import FiniteRange, run_and_exit
+from basics.cli import run_and_exit
 from basics.entry_points import INTERRUPTED
 from basics.errors import UserError, print_error, print_line
 from basics.machine import num_cpu_cores
-from preparation.source_options import SourceOptions, find_source, source_options
+from preparation.choosing import SourceOptions, find_source, source_options
 
 if TYPE_CHECKING:
     from preparation.journal import Progress
-    from preparation.pipeline import PrepareOptions
 
 MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of memory
 
@@ -52,19 +51,14 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
               help="Download files from the hub to DIR and keep them.")
 @click.option("--import", "is_import", is_flag=True,
               help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, .bin shards of"
-                   " llm.c, a single .bin file, or with --share prepared datasets.")
-@click.option("--share", type=FiniteRange(0, 100, min_open=True), multiple=True,
-              help="With --import, once for each SOURCE: mix the documents of prepared datasets, in"
-                   " these shares of the tokens, until one of them has no more.")
-@click.option("--part", metavar="I/N",
+                   " llm.c, or a single .bin file.")
+@click.option("--part", metavar="I/N", default="",
               help="Prepare only part I of N, on one of several machines, for --join.")
 @click.option("--join", "is_join", is_flag=True,
               help="Each SOURCE is a part: join all of them to the dataset that one machine would"
                    " have made.")
-def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool, part: str | None,
-         tokenizer: str, share: tuple[float, ...], validation_fraction: float,
-         max_documents: int | None, workers: int | None, skip_bad_shards: bool,
-         **source_options: Any) -> None:
+def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool, part: str,
+         tokenizer: str, skip_bad_shards: bool, **options: Any) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
     OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
 
@@ -79,28 +73,27 @@ def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
     prepare_dataset.py --join PART... OUTPUT.
     """
     try:
-        if part is None:
+        if not part:
             check_name(output)
-        if is_import:
-            progress = import_token_files(sources, output, tokenizer, share)
-        elif is_join:
-            progress = join(sources, output, skip_bad_shards=skip_bad_shards)
-        elif share:
-            raise UserError("--share mixes datasets that are prepared already; add --import")
-        else:
-            start_fork_server(tokenizer)
-            # Imported here, and below, so that --help does not wait for it.
-            from preparation.parts import Part
-            from preparation.pipeline import PrepareOptions
+        # Imported here, and below, so that --help does not wait for it.
+        if is_join:
+            check_options("--join", "is_join", "skip_bad_shards")
+            from preparation.parts import join_parts
 
-            preparation = PrepareOptions(
-                tokenizer, validation_fraction, max_documents,
-                num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS),
-                skip_bad_shards=skip_bad_shards,
-                part=None if part is None else Part.parse(part))
-            source = SourceOptions(only(sources), **source_options)
-            progress = prepare(source, output, preparation)
-        from preparation.progress_display import summary
+            progress = join_parts([Path(part) for part in sources], output,
+                                  skip_bad_shards=skip_bad_shards)
+        elif len(sources) > 1:
+            raise UserError(f"{sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
+                            " around a pattern of files, or join parts with --join")
+        elif is_import:
+            check_options("--import", "is_import", "tokenizer")
+            from preparation.import_bin import import_tokens
+
+            progress = import_tokens(Path(sources[0]), output, tokenizer)
+        else:
+            progress = prepare(sources[0], output, part=part, tokenizer=tokenizer,
+                               skip_bad_shards=skip_bad_shards, **options)
+        from preparation.card import summary
 
         print_line(summary(output, progress))
     except OSError as error:  # while reading the source or examining the output directory
@@ -123,57 +116,36 @@ def check_name(output: Path) -> None:
                         " letter or digit first: train.json must be able to name it")
 
 
-def only(sources: tuple[str, ...]) -> str:
-    """Return the only SOURCE. Raises: UserError, if there are more."""
-    if len(sources) > 1:
-        raise UserError(f"{sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
-                        " around a pattern of files, or join parts with --join")
-    return sources[0]
-
-
-def import_token_files(sources: tuple[str, ...], output: Path, tokenizer: str,
-                       shares: tuple[float, ...]) -> Progress:
-    """Convert token files of nanoGPT or llm.c. Raises: UserError."""
-    if given_options() - {"is_import", "tokenizer", "share"}:
-        raise UserError("--import copies tokens unchanged; the only other options that it accepts"
-                        " are --tokenizer and --share")
-    if shares and len(sources) != len(shares):
-        raise UserError(f"{len(shares)} times --share for {len(sources)} SOURCEs;"
-                        " wanted one for each")
-    from preparation.import_bin import import_tokens
-
-    paths = [Path(source) for source in (sources if shares else [only(sources)])]
-    return import_tokens(paths, output, tokenizer, shares)
-
-
-def join(parts: tuple[str, ...], output: Path, *, skip_bad_shards: bool) -> Progress:
-    """Join the parts of a preparation. Raises: UserError."""
-    if given_options() - {"is_join", "skip_bad_shards"}:
-        raise UserError("--join takes all but the parts from them; the only other option that it"
-                        " accepts is --skip-bad-shards")
-    from preparation.parts import join_parts
-
-    return join_parts([Path(part) for part in parts], output, skip_bad_shards=skip_bad_shards)
-
-
-def given_options() -> set[str]:
-    """Return the names of the options on the command line."""
+def check_options(mode: str, *accepted: str) -> None:
+    """Refuse options on the command line that `mode` would ignore. Raises: UserError."""
     context = click.get_current_context()
-    return {option.name for option in context.command.params if isinstance(option, click.Option)
-            and context.get_parameter_source(option.name) is not ParameterSource.DEFAULT}
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name)
+        if isinstance(option, click.Option) and option.name not in accepted and (
+                source is not ParameterSource.DEFAULT):
+            raise UserError(f"{option.opts[0]}: is not for {mode}, which takes everything from its"
+                            " SOURCE")
 
 
-def prepare(source: SourceOptions, output: Path, options: PrepareOptions) -> Progress:
+def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> Progress:
     """Find the documents and tokenise them. Raises: UserError."""
+    start_fork_server(options["tokenizer"])
     from preparation.journal import Journal, check_output_dir
-    from preparation.pipeline import prepare_dataset
+    from preparation.parts import parse_part
+    from preparation.pipeline import PrepareOptions, prepare_dataset
 
+    named = SourceOptions(source, **{key: options.pop(key) for key in (
+        "subset", "split", "revision", "text_column", "keep_raw")})
+    preparation = PrepareOptions(
+        **options, num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS))
+    if preparation.part:
+        parse_part(preparation.part)
     journal = Journal(check_output_dir(output))
     journal.read()
-    documents = find_source(source, raw_dir=journal.raw_dir, unfinished=journal.request)
-    if options.part and documents.hub_name and documents.revision != source.revision:
+    documents = find_source(named, raw_dir=journal.raw_dir, unfinished=journal.request)
+    if preparation.part and documents.revision != named.revision:
         print_line(f"use --revision {documents.revision} on the other machines")
-    return prepare_dataset(documents, output, options)
+    return prepare_dataset(documents, output, preparation)
 
 
 def start_fork_server(tokenizer: str) -> None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
+from preparation.choosing import SourceOptions, find_source, source_options
 from preparation.cutting import BadShard
-from preparation.source_options import source_options
 
 if TYPE_CHECKING:
+    from preparation.reading import BadFile
     from preparation.sources import Source
 
 SMALLEST, MAX_ENTRIES = 257, 2**16  # the 256 bytes and the end of text; ids have 16 bits
@@ -38,7 +39,6 @@ def command(source: str, output: Path, **options: Any) -> None:
     # Imported here so that --help is fast.
     from lab.publish.formats import write_own_tokenizer
     from preparation.journal import check_output_dir
-    from preparation.source_options import SourceOptions, find_source
 
     vocab_size, max_bytes = options.pop("vocab_size"), options.pop("max_megabytes") * 10**6
     output_dir = check_output_dir(output)
@@ -79,15 +79,16 @@ def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
         for shard in source.shards:
             shard.fetch()
             try:
-                for task in shard.tasks():
-                    for piece in task.pieces():
+                for task in shard.tasks("any"):
+                    bad_files: list[BadFile] = []
+                    for piece in task.read(bad_files):
                         texts.append(piece.text)
                         size = len(piece.text.encode("utf-8", "replace"))
                         num_bytes += size
                         bar.update(size)
                         if num_bytes >= max_bytes:
                             return texts, num_bytes
-                    for file in task.bad_files:
+                    for file in bad_files:
                         print_error(one_line(f"warning: left out: {file.reason}"))
             except BadShard as error:  # what could be read of it has been
                 print_error(one_line(f"warning: left out: {error}"))

@@ -1,15 +1,23 @@
-"""The README.md of a token dataset: a dataset card as the Hugging Face hub reads it."""
+"""What is said of a dataset: the progress, a summary, and its README.md, a card for the hub."""
 
+import time
 from pathlib import Path
 
-from basics.text import escaped
-from preparation.journal import Origin, Progress, Request
-from preparation.progress_display import left_out
+from tqdm import tqdm
+
+from basics.errors import one_line, print_error
+from basics.text import counted, escaped
+from preparation.journal import PART_FILE, Origin, Progress, Request
 from tokens.tokenizer import TOKENIZER_FILE, end_of_text_of, file_beside
 
-SIZES = [(10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"),
-         (10**7, "1M<n<10M"), (10**8, "10M<n<100M"), (10**9, "100M<n<1B"),
-         (10**10, "1B<n<10B"), (10**11, "10B<n<100B"), (10**12, "100B<n<1T")]
+SIZES = [  # as the hub names them
+    (10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"),
+    (10**7, "1M<n<10M"), (10**8, "10M<n<100M"), (10**9, "100M<n<1B"), (10**10, "1B<n<10B"),
+    (10**11, "10B<n<100B"), (10**12, "100B<n<1T")]
+DONE = "{n_fmt}{unit} of {total_fmt}{unit}"
+BAR = "{percentage:3.0f}%|{bar}| " + DONE + " [{elapsed}<{remaining}{postfix}]"
+LINE = DONE + "{postfix}, {remaining} left"
+LINE_INTERVAL = 30  # seconds between plain lines
 
 CARD = """---
 {front_matter}
@@ -47,36 +55,67 @@ each. Documents are tokenised as plain text: no text in them becomes a special t
 IMPORTED = ", copied unchanged from files that held tokens"
 
 
+class ProgressDisplay:
+    """A bar on a terminal; elsewhere a plain line every LINE_INTERVAL seconds.
+
+    Args:
+        total: bytes or documents, `first` of them by an earlier launch, with `num_tokens`.
+    """
+
+    def __init__(self, total: int, first: int, num_tokens: int, *, unit: str) -> None:
+        self._unit, self._first, self._first_tokens = {
+            "unit": unit, "unit_scale": unit == "B"}, first, num_tokens
+        self._bar = tqdm(total=total, initial=first, disable=None, bar_format=BAR,
+                         dynamic_ncols=True, **self._unit)
+        self._started = self._last_line = time.monotonic()
+        self.close = self._bar.close
+
+    def show(self, done: int, num_tokens: int) -> None:
+        """Update the bar, or print a line if it is time."""
+        now = time.monotonic()
+        rate = (num_tokens - self._first_tokens) / max(now - self._started, 1e-3)
+        text = f"{num_tokens / 1e6:,.0f} M tokens, {rate / 1e6:.2f} M tokens/s"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(done - self._bar.n)
+        if self._bar.disable and now - self._last_line > LINE_INTERVAL:
+            self._last_line = now
+            print_error(tqdm.format_meter(
+                done, self._bar.total, now - self._started, bar_format=LINE, postfix=text,
+                initial=self._first, **self._unit))
+
+
 def write_card(dataset_dir: Path, origin: Origin, request: Request, progress: Progress) -> None:
     """Write README.md next to the token files, which must be complete."""
     from huggingface_hub import DatasetCardData  # slow to import
 
-    num_documents, num_tokens = progress.num_documents, progress.num_tokens
-    file, tokenizer = file_beside(dataset_dir, request.tokenizer), request.tokenizer
-    is_imported = progress.train.num_text_bytes is None
+    total, tokenizer = progress.total, request.tokenizer
+    file = file_beside(dataset_dir, tokenizer)
     card_data = DatasetCardData(
         license=origin.licence, language=origin.languages, task_categories=["text-generation"],
-        size_categories=[size_category(num_documents)], pretty_name=f"{origin.title}, tokenised",
-        source_datasets=[origin.hub_name or "original"],
+        size_categories=[next((name for limit, name in SIZES if total.num_documents < limit),
+                              "n>1T")],
+        pretty_name=f"{origin.title}, tokenised", source_datasets=[origin.hub_name or "original"],
         tags=["tokens"] if file else ["tokens", tokenizer],
     )
-    rows = "\n".join(
-        f"| `{split}.safetensors` | {progress.of(split).num_documents:,} |"
-        f" {progress.of(split).num_tokens:,} |"
-        f" {(dataset_dir / f'{split}.safetensors').stat().st_size:,} |"
-        for split in ("train", "validation")
-    )
+    rows = [f"| `{split}.safetensors` | {count.num_documents:,} | {count.num_tokens:,} |"
+            f" {(dataset_dir / f'{split}.safetensors').stat().st_size:,} |"
+            for split, count in (("train", progress.train), ("validation", progress.validation))]
     revision = f" (revision {request.revision})" if request.revision else ""
+    of_text, layout, notes = "", IMPORTED, ""
+    if total.num_text_bytes is not None:
+        of_text = (f" for {total.num_text_bytes:,} bytes of text"
+                   f" ({progress.num_characters / total.num_tokens:.2f} characters per\ntoken)")
+        layout = LAYOUT.format(end_of_text=end_of_text_of(tokenizer, file))
+    if origin.hub_name is None:
+        notes += ("\nBefore you publish this dataset, set the licence and the language above to"
+                  " those of the source.\n")
+    if progress.num_bad_files:
+        notes += f"\nFiles {escaped(left_out(progress))}.\n"
     card = CARD.format(
-        front_matter=card_data.to_yaml(), name=escaped(origin.title), num_documents=num_documents,
-        source=escaped(request.source + revision), num_tokens=num_tokens,
-        tokenizer=TOKENIZER_FILE if file else tokenizer, rows=rows,
-        of_text="" if is_imported else f" for {progress.num_bytes:,} bytes of text"
-                f" ({progress.num_characters / num_tokens:.2f} characters per\ntoken)",
-        layout=IMPORTED if is_imported else LAYOUT.format(
-            end_of_text=end_of_text_of(tokenizer, file)),
-        notes=_notes(origin, progress),
-    )
+        front_matter=card_data.to_yaml(), name=escaped(origin.title), rows="\n".join(rows),
+        num_documents=total.num_documents, source=escaped(request.source + revision),
+        num_tokens=total.num_tokens, tokenizer=TOKENIZER_FILE if file else tokenizer,
+        of_text=of_text, layout=layout, notes=notes)
     (dataset_dir / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -89,16 +128,31 @@ def token_metadata(request: Request, progress: Progress) -> dict[str, str]:
     return metadata
 
 
-def size_category(num_documents: int) -> str:
-    """Return the hub's name for a range of dataset sizes, in examples."""
-    return next((name for limit, name in SIZES if num_documents < limit), "n>1T")
+def left_out(progress: Progress) -> str:
+    """Name the files that could not be read."""
+    more = progress.num_bad_files - len(progress.bad_files)
+    return (f"left out because they could not be read: {progress.num_bad_files:,}"
+            f" ({', '.join(map(one_line, progress.bad_files))}"
+            f"{f' and {more:,} more' * bool(more)})")
 
 
-def _notes(origin: Origin, progress: Progress) -> str:
-    notes = ""
-    if origin.hub_name is None:
-        notes += ("\nBefore you publish this dataset, set the licence and the language above to"
-                  " those of the source.\n")
+def summary(output_dir: Path, progress: Progress) -> str:
+    """Describe the finished dataset in a few lines."""
+    total = progress.total
+    lines = [f"{counted(total.num_documents, 'document')}, {total.num_tokens:,} tokens"]
+    if total.num_text_bytes:  # unknown for imported tokens
+        lines[0] += (f", {total.num_text_bytes:,} bytes of text,"
+                     f" {progress.num_characters / total.num_tokens:.2f} characters per token")
+    if progress.num_empty:
+        lines.append(f"documents without text: {progress.num_empty:,}")
+    if (output_dir / PART_FILE).exists():
+        lines.append(f"{output_dir}: a part; when all are ready, join them with prepare_dataset.py"
+                     " --join PART... OUTPUT")
+    else:
+        for split, count in (("train", progress.train), ("validation", progress.validation)):
+            path = output_dir / f"{split}.safetensors"
+            lines.append(f"{path}: {counted(count.num_documents, 'document')},"
+                         f" {count.num_tokens:,} tokens, {path.stat().st_size:,} bytes")
     if progress.num_bad_files:
-        notes += f"\nFiles {escaped(left_out(progress))}.\n"
-    return notes
+        lines.append(f"files {left_out(progress)}")
+    return "\n".join(lines)

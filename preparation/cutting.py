@@ -28,42 +28,29 @@ class Piece(NamedTuple):
     ends_safely: bool = True  # where GPT-2's tokenizer is certain to split the text
 
 
-def cut_document(data: bytes | memoryview) -> Iterator[Piece]:
-    """Cut UTF-8 text into pieces of about LARGE_DOCUMENT bytes.
+def cut_document(blocks: Iterable[bytes | memoryview]) -> Iterator[Piece]:
+    """Cut UTF-8 text, in blocks of any size, into pieces of about LARGE_DOCUMENT bytes.
 
     The tokens of the pieces are those of the whole document, unless there is no place for a safe
     cut in twice LARGE_DOCUMENT bytes: then the text is cut between any two characters.
     """
-    view, start = memoryview(data), 0
-    for stop in find_cuts(view):
-        yield piece_before_cut(view, start, stop)
-        start = stop
-    yield last_piece(view[start:])
-
-
-def find_cuts(view: memoryview) -> Iterator[int]:
-    """Find the positions of the cuts; text may still be appended after the last one."""
-    start = 0
-    while len(view) - start > LARGE_DOCUMENT:
-        limit = min(start + 2 * LARGE_DOCUMENT, len(view))
-        if found := SAFE_CUT.search(view, start + LARGE_DOCUMENT - 1, limit):
-            start = found.end() - 1
-        elif limit == len(view):
-            break
-        else:
-            between_characters = (i for i in range(limit, limit - 4, -1) if view[i] & 0xC0 != 0x80)
-            start = next(between_characters, limit)  # limit: not UTF-8
-        yield start
-
-
-def piece_before_cut(view: memoryview, start: int, stop: int) -> Piece:
-    """Return the piece from `start` to a cut that `find_cuts` has found at `stop`."""
-    is_safe = SAFE_CUT.match(view, stop - 1) is not None
-    return Piece(str(view[start:stop], "utf-8", "replace"), False, is_safe)
-
-
-def last_piece(data: memoryview) -> Piece:
-    return Piece(str(data, "utf-8", "replace"), True)
+    rest: bytes | memoryview = b""
+    for block in blocks:
+        view, start = memoryview(bytes(rest) + block if rest else block), 0
+        while len(view) - start > LARGE_DOCUMENT:
+            limit = min(start + 2 * LARGE_DOCUMENT, len(view))
+            found = SAFE_CUT.search(view, start + LARGE_DOCUMENT - 1, limit)
+            if found:
+                stop = found.end() - 1
+            elif limit < len(view):
+                stop = next((place for place in range(limit, limit - 4, -1)
+                             if view[place] & 0xC0 != 0x80), limit)  # the start of a character
+            else:
+                break  # there may be a place in the next block
+            yield Piece(str(view[start:stop], "utf-8", "replace"), False, found is not None)
+            start = stop
+        rest = view[start:]
+    yield Piece(str(rest, "utf-8", "replace"), True)
 
 
 def joined(pieces: Iterable[Piece], cuts: Cuts, *, name: str = "") -> Iterator[Piece]:

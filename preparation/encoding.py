@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from types import TracebackType
 
 import numpy as np
 import tiktoken
 
 from basics.errors import UserError
 from preparation.cutting import BadShard, Cuts, Piece, joined
-from preparation.reading import BadFile, Task
+from preparation.reading import BadFile, Task, grouped
+from preparation.sources import Shard
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
@@ -39,7 +40,7 @@ class Encoded:
     tokens: np.ndarray  # (num_tokens,) uint16
     ends: np.ndarray  # (num_documents, 3) int64: tokens, bytes, characters until its end
     sizes: np.ndarray  # (3,) int64: the same for the whole task
-    bad_files: Sequence[BadFile] = ()
+    bad_files: list[BadFile]
 
     def first_documents(self, num_documents: int) -> Encoded:
         """Return the part up to the end of the given number of documents."""
@@ -53,9 +54,10 @@ def encode_task(task: Task, load: LoadTokenizer) -> Encoded | BadShard:
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
     ends: list[tuple[int, int, int]] = []
+    bad_files: list[BadFile] = []
     num_tokens = num_bytes = num_characters = 0
     try:
-        for (text, ends_document, _), ids in encoded_pieces(task, tokenizer):
+        for (text, ends_document, _), ids in encoded_pieces(task.read(bad_files), tokenizer):
             pieces.append(ids)
             num_tokens += len(ids)
             num_bytes += len(text) if text.isascii() else len(text.encode())
@@ -67,7 +69,7 @@ def encode_task(task: Task, load: LoadTokenizer) -> Encoded | BadShard:
     except BadShard as error:
         return error
     return Encoded(np.concatenate(pieces), np.array(ends, dtype=np.int64).reshape(-1, 3),
-                   np.array([num_tokens, num_bytes, num_characters]), task.bad_files)
+                   np.array([num_tokens, num_bytes, num_characters]), bad_files)
 
 
 def cuts_of(tokenizer: Tokenizer) -> Cuts:
@@ -77,28 +79,17 @@ def cuts_of(tokenizer: Tokenizer) -> Cuts:
     return "safe" if tokenizer.splits_like_gpt2 else "none"
 
 
-def encoded_pieces(task: Task, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yield the pieces of a task's text with their tokens, (n,) uint16. Raises: BadShard."""
+def encoded_pieces(pieces: Iterable[Piece],
+                   tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Yield pieces of text with their tokens, (n,) uint16. Raises: BadShard."""
     if isinstance(tokenizer, FileTokenizer):
-        for piece in joined(task.pieces(), cuts_of(tokenizer)):
+        for piece in joined(pieces, cuts_of(tokenizer)):
             yield piece, np.array(tokenizer.encode_ordinary(piece.text), dtype=np.uint16)
         return
-    for batch in _batches(task.pieces()):
+    sizes = ((piece, len(piece.text)) for piece in pieces)
+    for batch, _ in grouped(sizes, BATCH_CHARACTERS):
         yield from zip(batch, encode_batch([piece.text for piece in batch], tokenizer),
                        strict=True)
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    num_characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_characters += len(piece.text)
-        if num_characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
 
 
 def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.ndarray]:
@@ -115,94 +106,72 @@ def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.
     return [ids[start + 1:end] for start, end in zip([-1, *ends], [*ends, len(ids)], strict=True)]
 
 
-@dataclass(frozen=True)
-class EndOfShard:
-    """Marks the end of a shard between its tasks and those of the next one."""
-
-    number: int
+Item = Task | BadShard | Shard  # an error: the tasks could not be read; a shard: it ends here
+Result = Encoded | BadShard | Shard
 
 
-Item = Task | BadShard | EndOfShard  # BadShard: its tasks could not be read
-Result = Encoded | BadShard | EndOfShard
+@contextmanager
+def worker_pool(load: LoadTokenizer, num_workers: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Start worker processes; none for one worker, whose tasks this process does.
 
-
-class Encoder:
-    """Encodes tasks in worker processes, or in this process if there is only one worker."""
-
-    def __init__(self, load: LoadTokenizer, *, num_workers: int) -> None:
-        self._load, self._num_workers = load, num_workers
-        self._max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
-        self._pool: ProcessPoolExecutor | None = None
-        if num_workers > 1:
-            context = multiprocessing.get_context("forkserver")  # workers share imported modules
-            self._pool = ProcessPoolExecutor(num_workers, mp_context=context,
-                                             initializer=_start_worker, initargs=(load,))
-
-    def __enter__(self) -> Encoder:
-        """Start the workers. Ctrl-C waits for them: while they start, it would print tracebacks."""
-        if self._pool is not None:
-            interrupts: list[int] = []
-            previous_handler = signal.getsignal(signal.SIGINT)
-            if previous_handler is not signal.SIG_IGN:
-                signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
-            try:
-                futures.wait([self._pool.submit(os.getpid) for _ in range(self._num_workers)])
-            finally:
-                signal.signal(signal.SIGINT, previous_handler)
-            if interrupts:
-                self._pool.shutdown()
-                raise KeyboardInterrupt
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def encode(self, items: Iterable[Item | None]) -> Iterator[tuple[Item, Result]]:
-        """Yield all items in their order, tasks with their results, others with themselves.
-
-        Args:
-            items: None waits for all tasks submitted so far.
-
-        Raises:
-            UserError: a worker was killed.
-        """
-        waiting: deque[tuple[Item, Future[Result]]] = deque()
-        num_bytes = 0  # of text in the waiting tasks
-
-        def first() -> tuple[Item, Result]:
-            nonlocal num_bytes
-            item, future = waiting.popleft()
-            num_bytes -= _size(item)
-            return item, future.result()
-
+    Ctrl-C waits until they have started: before, they would print tracebacks.
+    """
+    if num_workers == 1:
+        yield None
+        return
+    pool = ProcessPoolExecutor(
+        num_workers, initializer=_start_worker, initargs=(load,),
+        mp_context=multiprocessing.get_context("forkserver"))  # workers share imported modules
+    interrupts: list[int] = []
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if previous_handler is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
         try:
-            for item in itertools.chain(items, [None]):
-                while waiting and (item is None
-                                   or len(waiting) >= TASKS_PER_WORKER * self._num_workers
-                                   or num_bytes + _size(item) > self._max_bytes):
-                    yield first()
-                if item is not None:
-                    num_bytes += _size(item)
-                    waiting.append((item, self._submit(item)))
-                while waiting and waiting[0][1].done():
-                    yield first()
-        except BrokenProcessPool:
-            raise UserError("a worker process was killed, perhaps because memory ran out; run the"
-                            " same command again to continue, perhaps with fewer"
-                            " --workers") from None
-
-    def _submit(self, item: Item) -> Future[Result]:
-        if self._pool is not None and isinstance(item, Task):
-            return self._pool.submit(encode_task, item, self._load)
-        future: Future[Result] = Future()
-        future.set_result(encode_task(item, self._load) if isinstance(item, Task) else item)
-        return future
+            futures.wait([pool.submit(os.getpid) for _ in range(num_workers)])
+        finally:
+            signal.signal(signal.SIGINT, previous_handler)
+        if interrupts:
+            raise KeyboardInterrupt
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _size(item: Item | None) -> int:
-    return item.num_bytes if isinstance(item, Task) else 0
+def encode(items: Iterable[Item | None], load: LoadTokenizer, pool: ProcessPoolExecutor | None,
+           num_workers: int) -> Iterator[tuple[Item, Result]]:
+    """Yield all items in their order, tasks with their results, others with themselves.
+
+    Args:
+        items: None waits for all tasks submitted so far.
+
+    Raises:
+        UserError: a worker was killed.
+    """
+    if pool is None:
+        for item in items:
+            if item is not None:
+                yield item, encode_task(item, load) if isinstance(item, Task) else item
+        return
+    max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
+    waiting: deque[tuple[Item, Future[Result] | None]] = deque()
+    num_bytes = 0  # of text in the waiting tasks
+    try:
+        for item in itertools.chain(items, [None]):
+            size = item.num_bytes if isinstance(item, Task) else 0
+            while waiting and (item is None or waiting[0][1] is None or waiting[0][1].done()
+                               or len(waiting) >= TASKS_PER_WORKER * num_workers
+                               or num_bytes + size > max_bytes):
+                first, future = waiting.popleft()
+                num_bytes -= first.num_bytes if isinstance(first, Task) else 0
+                yield first, first if future is None else future.result()
+            if item is not None:
+                waiting.append((item, pool.submit(encode_task, item, load)
+                                if isinstance(item, Task) else None))
+                num_bytes += size
+    except BrokenProcessPool:
+        raise UserError("a worker process was killed, perhaps because memory ran out; run the"
+                        " same command again to continue, perhaps with fewer --workers") from None
 
 
 def _start_worker(load: LoadTokenizer) -> None:

@@ -44,7 +44,7 @@ def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:
 
 def _prepare_stdlib(dataset_dir: Path) -> None:
     from preparation.pipeline import PrepareOptions, prepare_dataset
-    from preparation.standard_library import python_stdlib
+    from preparation.sources import python_stdlib
 
     lock_path = dataset_dir.parent / f".{dataset_dir.name}.lock"
     try:

@@ -29,8 +29,9 @@ from huggingface_hub.utils import (
 from tqdm import tqdm
 
 from basics.errors import FAILED, UserError, as_os_error, cannot_be_written, first_line, one_line
-from preparation.choosing import Choice, config_patterns
-from preparation.sources import FileShard, Source, kind_of
+from preparation.choosing import SourceOptions, config_patterns, split_of_files, subset_of
+from preparation.journal import Origin
+from preparation.sources import Shard, Source, file_tasks, kind_of
 from tokens.tokenizer import TOKENIZER_FILE
 
 QUERY_PAUSES = (1, 5)  # seconds before each further attempt
@@ -64,51 +65,65 @@ def fetch_dataset(dataset_dir: Path, repository: str, splits: Sequence[str]) -> 
         raise cannot_be_written(dataset_dir, error) from None
 
 
-@dataclass(frozen=True)
-class RawFiles:
-    """The download directory, and whether to keep the files after they were tokenised."""
+@dataclass(frozen=True, kw_only=True)
+class HubShard(Shard):
+    """A file on the hub; it is on this machine only while it is read, unless it is kept."""
 
-    dir: Path
-    are_kept: bool = False
+    repository: str
+    revision: str
+    raw_dir: Path
+    is_kept: bool
+
+    def fetch(self) -> None:
+        hide_progress_bars()  # there is one already
+        if self.missing_bytes():
+            tqdm.write(one_line(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB"),
+                       file=sys.stderr)
+        _download(self.repository, self.name, revision=self.revision, local_dir=self.raw_dir)
+
+    def missing_bytes(self) -> int:
+        return 0 if (self.raw_dir / self.name).exists() else self.num_bytes
+
+    def release(self) -> None:
+        if not self.is_kept:
+            (self.raw_dir / self.name).unlink(missing_ok=True)
 
 
-def hub_source(repository: str, choice: Choice, *, text_column: str, raw_files: RawFiles,
-               revision: str | None = None) -> Source:
+def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
     """Find the documents of a dataset on the hub: parquet or JSON lines files, by name.
 
     Args:
-        revision: a commit, branch or tag; None for the newest commit.
+        raw_dir: for downloads that are not kept.
 
     Raises:
         UserError: the hub cannot be reached, or has no such documents for this user.
     """
-    info = ask_hub(repository, lambda: HfApi().dataset_info(repository, revision=revision))
-    card = info.card_data
-    entries = ask_hub(repository, lambda: _files(repository, choice.subset, info.sha))
+    repository, is_kept = options.source, options.keep_raw is not None
+    raw_dir = options.keep_raw or raw_dir
+    info = ask_hub(repository, lambda: HfApi().dataset_info(
+        repository, revision=options.revision or None))
+    entries = ask_hub(repository, lambda: _files(repository, options.subset, info.sha))
     check_names(repository, [entry.path for entry in entries])
     files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
-    place = f"{repository} on the hub"
-    configs = config_patterns(card.to_dict() if card else {})
-    found = choice.of_subset(files, place, configs)
-    inside = {path: rest for path, rest in found.items()
+    place, card = f"{repository} on the hub", info.card_data
+    patterns = config_patterns(card.to_dict() if card else {})
+    inside = {path: rest for path, rest in subset_of(files, options, place, patterns).items()
               if kind_of(path) in ("parquet", "JSON lines")}
     kinds = {kind_of(path) for path in inside}
     if len(kinds) != 1:
-        raise UserError(f"{place}: {choice.subset or 'its root'} contains"
+        raise UserError(f"{place}: {options.subset or 'its root'} contains"
                         f" {' and '.join(sorted(kinds)) or 'no parquet or JSON lines files'};"
                         " name a directory of documents with --subset")
-    chosen = [files[path] for path in choice.of_split(inside, place, configs)]
-    shards = [HubShard(raw_files.dir / file.path, file.path, text_column,
-                       file.lfs.sha256 if file.lfs else file.blob_id, file.size,
-                       repository, info.sha, raw_files) for file in chosen]
+    shards = [HubShard(
+        name=path, identity=files[path].lfs.sha256 if files[path].lfs else files[path].blob_id,
+        num_bytes=files[path].size, tasks=file_tasks(raw_dir / path, options.text_column),
+        repository=repository, revision=info.sha, raw_dir=raw_dir, is_kept=is_kept)
+        for path in split_of_files(inside, options, place, patterns)]
     licences = _names(card and card.license, "unknown")
-    return Source(
-        choice.label(repository), shards, text_column=text_column, revision=info.sha,
-        licence=licences if len(licences) > 1 else licences[0],
-        languages=_names(card and card.language, "en"),
-        hub_name=repository, raw_dir=raw_files.dir,
-        keeps_raw=raw_files.are_kept,
-    )
+    origin = Origin(title=repository, licence=licences if len(licences) > 1 else licences[0],
+                    languages=_names(card and card.language, "en"), hub_name=repository)
+    return Source(options.label(), shards, origin, kinds.pop(), options.text_column,
+                  revision=info.sha, raw_dir=raw_dir, keeps_raw=is_kept)
 
 
 def _names(listed: Any, default: str) -> list[str]:
@@ -128,29 +143,6 @@ def _files(repository: str, subset: str, revision: str) -> list[RepoFile]:
         with contextlib.suppress(EntryNotFoundError):
             return files_in(subset)
     return files_in(None)
-
-
-@dataclass(frozen=True)
-class HubShard(FileShard):
-    """A file on the hub; it is on this machine only while it is read."""
-
-    repository: str
-    revision: str
-    raw_files: RawFiles
-
-    def fetch(self) -> None:
-        hide_progress_bars()  # there is one already
-        if not self.path.exists():
-            tqdm.write(one_line(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB"),
-                       file=sys.stderr)
-        _download(self.repository, self.name, revision=self.revision, local_dir=self.raw_files.dir)
-
-    def missing_bytes(self) -> int:
-        return 0 if self.path.exists() else self.num_bytes
-
-    def release(self) -> None:
-        if not self.raw_files.are_kept:
-            self.path.unlink(missing_ok=True)
 
 
 def ask_hub(subject: str, action: Callable[[], T], *,
@@ -228,8 +220,9 @@ def _download(repository: str, name: str, *, revision: str, local_dir: Path) -> 
     """Download a file. After a broken connection the download continues where it stopped; the
     partial file of a killed process cannot be used again, so it is deleted."""
     for path in (local_dir / ".cache" / "huggingface" / "download").rglob("*.incomplete"):
-        if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another download has just finished it
+            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+                path.unlink()
     ask_hub(f"{repository}: {name}", lambda: hf_hub_download(
         repository, name, repo_type="dataset", revision=revision, local_dir=local_dir),
         pauses=DOWNLOAD_PAUSES)

@@ -10,8 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from basics.errors import DISK_FULL, UserError
 from basics.failpoints import failpoint
@@ -28,71 +27,67 @@ DOCUMENT_BYTES = 24  # of a row in the table of documents
 TOKENS, TABLE, PART_FILE = "train.safetensors", "documents.bin", "part.json"
 
 
-class _Line(BaseModel):
+class Line(BaseModel):
+    """What is written as JSON."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Request(_Line):
+class Request(Line):
     """What a preparation was asked for, besides the files of its source."""
 
     source: str
-    tokenizer: str
+    tokenizer: str = Field(pattern="^(gpt2|bytes|sha256:.*)$")
     revision: str = ""
     asked_revision: str = ""  # what --revision said, perhaps a branch; `revision` is its commit
     text_column: str = ""
-    validation_fraction: float = 0.01
-    max_documents: int | None = None
+    validation_fraction: float = Field(0.01, gt=0, lt=1)
+    max_documents: int | None = Field(None, ge=1)
     part: str = ""  # such as 2/4, of a preparation that several machines share
 
+    def difference(self, earlier: Request) -> str:
+        """Say how it differs from an earlier one; empty if it does not."""
+        changes = [f"{key.replace('_', ' ')} was {value or 'none'}, is {new or 'none'}"
+                   for key, value in earlier if key != "asked_revision"
+                   and value != (new := getattr(self, key))]
+        return ", ".join(changes)
 
-class SplitCount(_Line):
+
+class SplitCount(Line):
     """The contents of one token file so far."""
 
-    num_documents: int = 0
-    num_tokens: int = 0
-    max_token_id: int = 0
-    num_text_bytes: int | None = None  # as UTF-8; None if unknown, as of imported tokens
+    num_documents: NonNegativeInt = 0
+    num_tokens: NonNegativeInt = 0
+    max_token_id: NonNegativeInt = 0
+    num_text_bytes: NonNegativeInt | None = None  # as UTF-8; None if unknown, as of imported tokens
 
-    def with_more(self, tokens: np.ndarray, *, num_documents: int,
-                  num_text_bytes: int | None = None) -> SplitCount:
-        """Return the counts after tokens were appended, (n,) uint16. Unknown bytes stay unknown."""
-        is_unknown = self.num_text_bytes is None or num_text_bytes is None
+    def __add__(self, more: SplitCount) -> SplitCount:
+        is_unknown = self.num_text_bytes is None or more.num_text_bytes is None
         return SplitCount(
-            num_documents=self.num_documents + num_documents,
-            num_tokens=self.num_tokens + tokens.size,
-            max_token_id=max(self.max_token_id, int(tokens.max(initial=0))),
-            num_text_bytes=None if is_unknown else self.num_text_bytes + num_text_bytes)
+            num_documents=self.num_documents + more.num_documents,
+            num_tokens=self.num_tokens + more.num_tokens,
+            max_token_id=max(self.max_token_id, more.max_token_id),
+            num_text_bytes=None if is_unknown else self.num_text_bytes + more.num_text_bytes)
 
     def metadata(self) -> dict[str, str]:
         """Return the counts as metadata of a token file."""
         return {key: str(value) for key, value in self.model_dump(exclude_none=True).items()}
 
 
-class Progress(_Line):
-    """The sums over all finished shards. Before the documents are split, all are in `train`."""
+class Progress(Line):
+    """The sums over all finished shards. Before the documents are split, all are in `train`, and
+    its largest token id is not known."""
 
     train: SplitCount = SplitCount(num_text_bytes=0)
     validation: SplitCount = SplitCount(num_text_bytes=0)
-    num_characters: int = 0
-    num_empty: int = 0  # documents without text, counted at the end
-    num_bad_files: int = 0  # left out because they could not be read
+    num_characters: NonNegativeInt = 0
+    num_empty: NonNegativeInt = 0  # documents without text, counted at the end
+    num_bad_files: NonNegativeInt = 0  # left out because they could not be read
     bad_files: list[str] = []  # the first of them
 
     @property
-    def num_documents(self) -> int:
-        return self.train.num_documents + self.validation.num_documents
-
-    @property
-    def num_tokens(self) -> int:
-        return self.train.num_tokens + self.validation.num_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of text; 0 if unknown."""
-        return (self.train.num_text_bytes or 0) + (self.validation.num_text_bytes or 0)
-
-    def of(self, split: str) -> SplitCount:
-        return self.train if split == "train" else self.validation
+    def total(self) -> SplitCount:
+        return self.train + self.validation
 
     def changed(self, **values: object) -> Progress:
         return self.model_copy(update=values)
@@ -103,16 +98,16 @@ class Progress(_Line):
                             bad_files=[*self.bad_files, *names][:MAX_BAD_NAMES])
 
 
-class Origin(_Line):
+class Origin(Line):
     """What the dataset card says about a source."""
 
     title: str
-    licence: str | list[str]
-    languages: list[str]
+    licence: str | list[str] = "unknown"
+    languages: list[str] = ["en"]
     hub_name: str | None = None
 
 
-class _Finished(_Line):
+class _Finished(Line):
     name: str  # of a shard; empty when the documents have been split
     identity: str
     progress: Progress
@@ -126,6 +121,7 @@ class Journal:
     """
 
     def __init__(self, output_dir: Path) -> None:
+        self.output_dir = output_dir
         self.dir = output_dir.parent / f".{output_dir.name}.partial"
         self.dataset_dir, self.raw_dir = self.dir / "dataset", self.dir / "raw"
         self.path = self.dir / "journal.jsonl"
@@ -154,9 +150,30 @@ class Journal:
             shutil.rmtree(self.dir, ignore_errors=True)
         os.close(self._lock)
 
+    def read(self) -> None:
+        """Read what an earlier launch has left. Begins again if its files are too short."""
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        self._lines = []
+        with contextlib.suppress(IndexError, ValidationError):  # the last line was cut by a kill
+            self.request = Request.model_validate_json(lines[0])
+            for line in lines[1:]:
+                self._lines.append(_Finished.model_validate_json(line))
+        progress = self.progress
+        for path, size in (
+                (self.dataset_dir / TOKENS, DATA_START + 2 * progress.train.num_tokens),
+                (self.dataset_dir / "validation.safetensors",
+                 (DATA_START + 2 * progress.validation.num_tokens) * self.is_split),
+                (self.table_path, DOCUMENT_BYTES * progress.train.num_documents)):
+            if size and (not path.exists() or path.stat().st_size < size):
+                self._lines = []
+
     @property
     def progress(self) -> Progress:
         return self._lines[-1].progress if self._lines else Progress()
+
+    @property
+    def is_split(self) -> bool:
+        return self.progress.validation.num_tokens > 0
 
     @property
     def num_finished(self) -> int:
@@ -172,88 +189,58 @@ class Journal:
     def begin(self, request: Request, shards: Sequence[Shard]) -> None:
         """Start or continue with a request.
 
+        Files that are not finished yet may change: a damaged one may have been replaced.
+
         Raises:
             UserError: an earlier launch finished shards of another request, or of other files.
         """
-        if self._lines and (changes := self._differences(request, shards)):
-            raise UserError(f"{self.dir}: an unfinished preparation differs: {changes}; repeat its"
-                            " command to finish it, or delete that directory to begin again")
-        if not self._lines and self.dataset_dir.exists():  # files of another request
+        if self._lines:
+            assert self.request is not None
+            changes = request.difference(self.request)
+            for number, line in enumerate(self._lines[:self.num_finished]):
+                if number >= len(shards) or shards[number].name != line.name:
+                    changes = changes or f"{line.name} is missing, or there are new files before it"
+                elif shards[number].identity != line.identity:
+                    changes = changes or f"{line.name} has changed"
+            if changes:
+                raise UserError(f"{self.dir}: an unfinished preparation differs: {changes}; repeat"
+                                " its command to finish it, or delete that directory to begin"
+                                " again")
+        elif self.dataset_dir.exists():  # files of another request
             shutil.rmtree(self.dataset_dir, ignore_errors=True)
         self.dataset_dir.mkdir(exist_ok=True)
         # A kill may have cut the last line.
-        write_atomically(self.path, "".join(map(_line, [request, *self._lines])), durable=True)
+        lines = [line.model_dump_json() + "\n" for line in (request, *self._lines)]
+        write_atomically(self.path, "".join(lines), durable=True)
         self.request = request
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, num_bytes: float) -> None:
         """Make an empty directory for a dataset whose work is not continued after a kill.
 
         Raises:
-            UserError: there is a preparation here that can be continued.
+            UserError: there is a preparation here that can be continued, or the disk is too small.
         """
         if self.request is not None:
             raise UserError(f"{self.dir}: contains an unfinished preparation; name another"
                             " output, or delete that directory")
         shutil.rmtree(self.dataset_dir, ignore_errors=True)
         self.dataset_dir.mkdir()
+        check_disk_space(self.dir, num_bytes, "tokens")
 
-    def add(self, progress: Progress, *, name: str = "", identity: str = "") -> None:
-        """Record that a shard is finished. Its tokens must have been fsynced."""
-        line = _Finished(name=name, identity=identity, progress=progress)
-        append_whole(self.path, _line(line))
+    def add(self, progress: Progress, shard: Shard | None = None) -> None:
+        """Record that a shard is finished, or the split. Its tokens must have been fsynced."""
+        line = _Finished(name=shard.name if shard else "",
+                         identity=shard.identity if shard else "", progress=progress)
+        append_whole(self.path, line.model_dump_json() + "\n")
         fsync(self.path)
         self._lines.append(line)
 
-    def publish(self, output_dir: Path) -> None:
+    def publish(self) -> None:
         """Rename the finished dataset to its final name, and delete the journal."""
         failpoint("provide")
-        self.dataset_dir.rename(output_dir)  # replaces an empty directory, never one with files
-        fsync(output_dir.parent)
+        self.dataset_dir.rename(self.output_dir)  # replaces an empty directory, never files
+        fsync(self.output_dir.parent)
         shutil.rmtree(self.dir, ignore_errors=True)
-
-    def read(self) -> None:
-        """Read what an earlier launch has left. Begins again if its files are too short."""
-        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
-        self._lines = []
-        with contextlib.suppress(IndexError, ValidationError):  # the last line was cut by a kill
-            self.request = Request.model_validate_json(lines[0])
-            for line in lines[1:]:
-                self._lines.append(_Finished.model_validate_json(line))
-        wanted = {self.dataset_dir / f"{split}.safetensors": DATA_START + 2 * count.num_tokens
-                  for split in ("train", "validation")
-                  if (count := self.progress.of(split)).num_tokens}
-        wanted[self.table_path] = DOCUMENT_BYTES * self.progress.train.num_documents
-        if any(size and (not path.exists() or path.stat().st_size < size)
-               for path, size in wanted.items()):
-            self._lines = []
-
-    def _differences(self, request: Request, shards: Sequence[Shard]) -> str:
-        """Describe the changes that matter; empty if there are none.
-
-        Files that are not finished yet may change: a damaged one may have been replaced.
-        """
-        assert self.request is not None
-        changes = [f"{key.replace('_', ' ')} was {shown(getattr(self.request, key))}, is"
-                   f" {shown(getattr(request, key))}"
-                   for key in Request.model_fields
-                   if key != "asked_revision"
-                   and getattr(self.request, key) != getattr(request, key)]
-        for number, line in enumerate(self._lines[:self.num_finished]):
-            if number >= len(shards) or shards[number].name != line.name:
-                changes.append(f"{line.name} is missing, or there are new files before it")
-                break
-            if shards[number].identity != line.identity:
-                changes.append(f"{line.name} has changed")
-        return ", ".join(changes[:3]) + (f" and {len(changes) - 3} more" if changes[3:] else "")
-
-
-def shown(value: object) -> str:
-    """Return the value of an option for an error line."""
-    return "none" if value == "" else str(value)
-
-
-def _line(line: BaseModel) -> str:
-    return line.model_dump_json() + "\n"
 
 
 def check_output_dir(output_dir: Path) -> Path:

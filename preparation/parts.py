@@ -7,10 +7,10 @@ import hashlib
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from basics.errors import UserError, cannot_be_written
 from basics.files import read_regular_file, write_atomically
@@ -20,12 +20,11 @@ from preparation.journal import (
     TABLE,
     TOKENS,
     Journal,
+    Line,
     Origin,
     Progress,
     Request,
-    check_disk_space,
     check_output_dir,
-    shown,
 )
 from preparation.sources import Source
 from preparation.token_stream import (
@@ -37,32 +36,9 @@ from preparation.token_stream import (
 )
 from tokens.tokenizer import file_beside, read_named_tokenizer
 
-SAME = ("source", "revision", "text_column", "tokenizer", "validation_fraction", "max_documents")
 
-
-@dataclass(frozen=True)
-class Part:
-    """The part `number` (from 1) of `total`."""
-
-    number: int
-    total: int
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.total}"
-
-    @classmethod
-    def parse(cls, text: str) -> Part:
-        """Read I/N. Raises: UserError."""
-        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-        if not found or not 1 <= int(found[1]) <= int(found[2]):
-            raise UserError(f"--part {text}: wanted I/N with I from 1 to N, such as 2/4")
-        return cls(int(found[1]), int(found[2]))
-
-
-class PartFile(BaseModel):
+class PartFile(Line):
     """What a part's directory says about it, besides its tokens and the table of its documents."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     request: Request
     progress: Progress
@@ -71,23 +47,27 @@ class PartFile(BaseModel):
     max_bad_files: int  # of all parts together
     digests: dict[str, str]  # SHA-256 of TOKENS and TABLE
 
-    @property
-    def part(self) -> Part:
-        return Part.parse(self.request.part)
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Read I/N, a part (from 1) and how many there are. Raises: UserError."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--part {text}: wanted I/N with I from 1 to N, such as 2/4")
+    return int(found[1]), int(found[2])
 
 
-def share_of(source: Source, part: Part) -> Source:
+def share_of(source: Source, part: str) -> Source:
     """Return the shards of one part: in all parts about the same number of bytes.
 
     Raises:
         UserError: there are more parts than shards.
     """
-    if part.total > len(source.shards):
+    number, total = parse_part(part)
+    if total > len(source.shards):
         raise UserError(f"--part {part}: {source.name} has only {len(source.shards)} shards, which"
-                        " are files or groups of 1,000 text files; use fewer parts")
-    cuts = part_cuts([shard.num_bytes for shard in source.shards], part.total)
-    return replace(source, shards=source.shards[cuts[part.number - 1]:cuts[part.number]],
-                   whole=source)
+                        " are files or groups of text files; use fewer parts")
+    cuts = part_cuts([shard.num_bytes for shard in source.shards], total)
+    return replace(source, shards=source.shards[cuts[number - 1]:cuts[number]], whole=source)
 
 
 def part_cuts(sizes: Sequence[int], num_parts: int) -> list[int]:
@@ -108,7 +88,7 @@ def write_part(part_dir: Path, source: Source, request: Request, progress: Progr
     assert source.whole is not None
     files = [(shard.name, shard.num_bytes, shard.num_files) for shard in source.whole.shards]
     content = PartFile(
-        request=request, progress=progress, origin=source.origin(),
+        request=request, progress=progress, origin=source.origin,
         listing=hashlib.sha256(repr(files).encode()).hexdigest(),
         max_bad_files=source.max_bad_files(), digests=_digests_of(part_dir))
     write_atomically(part_dir / PART_FILE, content.model_dump_json(indent=1) + "\n", durable=True)
@@ -133,46 +113,78 @@ def join_parts(part_dirs: Sequence[Path], output_dir: Path, *,
     """
     output_dir = check_output_dir(output_dir)
     parts = _read_parts(part_dirs)
+    streams, progress = _streams_of(parts)
+    first_dir, first = parts[0]
+    if progress.num_bad_files > first.max_bad_files and not skip_bad_shards:
+        raise UserError(f"{progress.num_bad_files} files of all parts could not be read, more than"
+                        f" {first.max_bad_files}; replace them, or skip them with"
+                        " --skip-bad-shards")
+    request = first.request
+    num_documents = sum(stream.num_documents for stream in streams)
+    num_documents = min(num_documents, request.max_documents or num_documents)
+    check_documents(progress, num_documents, request.source)
+    num_train = num_training_documents(num_documents, request.validation_fraction)
     try:
         with Journal(output_dir) as journal:  # used as a lock: a join is not resumed
-            journal.begin_anew()
-            check_disk_space(journal.dir, 2 * sum(file.progress.num_tokens
-                                                  for file in parts.values()), "tokens")
-            progress = _join(parts, journal.dataset_dir, skip_bad_shards=skip_bad_shards)
-            journal.publish(output_dir)
+            journal.begin_anew(2 * sum(part.progress.total.num_tokens for _, part in parts))
+            dataset_dir = journal.dataset_dir
+            if path := file_beside(dataset_dir, request.tokenizer):
+                content = read_named_tokenizer(first_dir / path.name, request.tokenizer)
+                write_atomically(path, content, durable=True)
+            train, validation = (TokenFileWriter(dataset_dir / f"{split}.safetensors")
+                                 for split in ("train", "validation"))
+            progress = progress.changed(
+                train=copy_documents(streams, 0, num_train, train),
+                validation=copy_documents(streams, num_train, num_documents, validation))
+            metadata = token_metadata(request, progress)
+            train.finish(progress.train.metadata() | metadata)
+            validation.finish(progress.validation.metadata() | metadata)
+            write_card(dataset_dir, first.origin, request, progress)
+            journal.publish()
     except OSError as error:
         raise cannot_be_written(output_dir, error) from None
     return progress
 
 
-def _read_parts(part_dirs: Sequence[Path]) -> dict[Path, PartFile]:
+def _read_parts(part_dirs: Sequence[Path]) -> list[tuple[Path, PartFile]]:
     """Read all parts, in their order. Raises: UserError."""
-    found = sorted(((path, _read(path)) for path in part_dirs),
-                   key=lambda item: item[1].part.number)
-    total = found[0][1].part.total
-    for path, file in found[1:]:
-        _check_same(found[0], (path, file))
-    for (path, file), (other, other_file) in itertools.pairwise(found):
-        if file.part == other_file.part:
-            raise UserError(f"{path} and {other} are both part {file.part}; name each part once")
-    numbers = {file.part.number for _, file in found}
-    if missing := [str(number) for number in range(1, total + 1) if number not in numbers]:
+    found = {}
+    for path in part_dirs:
+        part = _read(path)
+        number, total = parse_part(part.request.part)
+        for other_path, other in list(found.values())[:1]:
+            pair = f"{other_path} and {path} do not belong together"
+            own = part.request.model_copy(update={"part": "", "asked_revision": ""})
+            if changes := own.difference(other.request.model_copy(update={"part": ""})):
+                raise UserError(f"{pair}: {changes}")
+            if parse_part(other.request.part)[1] != total:
+                raise UserError(f"{pair}: they are parts {other.request.part} and"
+                                f" {part.request.part}")
+            if other.listing != part.listing:
+                raise UserError(f"{pair}: the names or sizes of the source's files differed")
+        if number in found:
+            raise UserError(f"{found[number][0]} and {path} are both part {part.request.part};"
+                            " name each part once")
+        found[number] = path, part
+    missing = [str(number) for number in range(1, total + 1) if number not in found]
+    if missing:
         more = f" and {len(missing) - 5} more" * (len(missing) > 5)
         raise UserError(f"part {', '.join(missing[:5])}{more} of {total} missing; prepare it with"
                         f" --part {missing[0]}/{total}, or name its directory")
-    return dict(found)
+    return [found[number] for number in sorted(found)]
 
 
 def _read(path: Path) -> PartFile:
     try:
-        file = PartFile.model_validate_json(read_regular_file(path / PART_FILE))
-        is_whole = _digests_of(path) == file.digests and file.part
+        part = PartFile.model_validate_json(read_regular_file(path / PART_FILE))
+        parse_part(part.request.part)
+        is_whole = _digests_of(path) == part.digests
     except FileNotFoundError as error:
         if Path(error.filename).name != PART_FILE:
             raise UserError(f"{error.filename}: is missing; copy or prepare the part again"
                             ) from None
-        unfinished = path.resolve()
-        unfinished = unfinished.parent / f".{unfinished.name}.partial"
+        whole = path.resolve()
+        unfinished = whole.with_name(f".{whole.name}.partial")
         raise UserError(f"{path}: is an unfinished part; run its command again" if
                         unfinished.exists() else f"{path}: is not a part (it has no {PART_FILE});"
                         " name an OUTPUT of --part") from None
@@ -181,35 +193,19 @@ def _read(path: Path) -> PartFile:
                         " part again") from None
     if not is_whole:
         raise UserError(f"{path}: {TOKENS} or {TABLE} is not whole; copy or prepare the part again")
-    return file
+    return part
 
 
-def _check_same(one: tuple[Path, PartFile], other: tuple[Path, PartFile]) -> None:
-    """Refuse parts of different preparations. Raises: UserError."""
-    (path, file), (other_path, other_file) = one, other
-    pair = f"{path} and {other_path} do not belong together"
-    for key in SAME:
-        value, other_value = getattr(file.request, key), getattr(other_file.request, key)
-        if value != other_value:
-            raise UserError(f"{pair}: {key.replace('_', ' ')} is {shown(value)}, and"
-                            f" {shown(other_value)}")
-    if file.part.total != other_file.part.total:
-        raise UserError(f"{pair}: they are parts {file.part} and {other_file.part}")
-    if file.listing != other_file.listing:
-        raise UserError(f"{pair}: the names or sizes of the source's files differed")
-
-
-def _join(parts: dict[Path, PartFile], dataset_dir: Path, *, skip_bad_shards: bool) -> Progress:
-    """Write the files of the dataset; return the counts. Raises: UserError."""
-    first_dir, first = next(iter(parts.items()))
-    request, left = first.request, first.request.max_documents
+def _streams_of(parts: Sequence[tuple[Path, PartFile]]) -> tuple[list[TokenStream], Progress]:
+    """Return the documents of all parts that are wanted, with their counts. Raises: UserError."""
+    limit = left = parts[0][1].request.max_documents
     streams, progress = [], Progress()
-    for part_dir, file in parts.items():
+    for part_dir, part in parts:
         if left == 0:  # one machine would not have read this part
             break
-        stream, bad = TokenStream(part_dir / TOKENS, part_dir / TABLE), file.progress
+        stream, bad = TokenStream(part_dir / TOKENS, part_dir / TABLE), part.progress
         count = stream.num_documents if left is None else min(stream.num_documents, left)
-        if left is not None and left == count and left != request.max_documents and (
+        if left is not None and left == count and left != limit and (
                 bad.num_bad_files):  # one machine might have stopped before them
             raise UserError(f"{part_dir}: --max-documents ends in this part, which has files that"
                             " could not be read: replace them, or prepare all on one machine")
@@ -219,23 +215,4 @@ def _join(parts: dict[Path, PartFile], dataset_dir: Path, *, skip_bad_shards: bo
             num_bad_files=progress.num_bad_files + bad.num_bad_files,
             num_characters=progress.num_characters + stream.end(count)[2],
             num_empty=progress.num_empty + stream.num_empty(count))
-    if progress.num_bad_files > first.max_bad_files and not skip_bad_shards:
-        raise UserError(f"{progress.num_bad_files} files of all parts could not be read, more than"
-                        f" {first.max_bad_files}; replace them, or skip them with"
-                        " --skip-bad-shards")
-    num_documents = sum(stream.num_documents for stream in streams)
-    num_documents = min(num_documents, request.max_documents or num_documents)
-    check_documents(progress, num_documents, request.source)
-    if path := file_beside(dataset_dir, request.tokenizer):
-        content = read_named_tokenizer(first_dir / path.name, request.tokenizer)
-        write_atomically(path, content, durable=True)
-    num_train = num_training_documents(num_documents, request.validation_fraction)
-    writers = [TokenFileWriter(dataset_dir / f"{split}.safetensors")
-               for split in ("train", "validation")]
-    progress = progress.changed(
-        train=copy_documents(streams, 0, num_train, writers[0]),
-        validation=copy_documents(streams, num_train, num_documents, writers[1]))
-    for writer, count in zip(writers, (progress.train, progress.validation), strict=True):
-        writer.finish(count.metadata() | token_metadata(request, progress))
-    write_card(dataset_dir, first.origin, request, progress)
-    return progress
+    return streams, progress

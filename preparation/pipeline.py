@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from basics.errors import DISK_FULL, UserError, cannot_be_written, one_line, print_error
 from basics.files import write_atomically
-from preparation.card import token_metadata, write_card
+from preparation.card import ProgressDisplay, token_metadata, write_card
 from preparation.cutting import BadShard
-from preparation.encoding import Encoded, Encoder, EndOfShard, Item, cuts_of
+from preparation.encoding import Encoded, Item, Result, cuts_of, encode, worker_pool
 from preparation.journal import (
     MAX_BAD_NAMES,
     TOKENS,
@@ -32,10 +32,9 @@ from preparation.journal import (
     check_disk_space,
     check_output_dir,
 )
-from preparation.parts import Part, share_of, write_part
-from preparation.progress_display import ProgressDisplay
-from preparation.reading import TASK_BYTES
-from preparation.sources import FileShard, Shard, Source
+from preparation.parts import share_of, write_part
+from preparation.reading import TASK_BYTES, Task
+from preparation.sources import Shard, Source
 from preparation.token_stream import (
     DocumentTable,
     TokenFileWriter,
@@ -57,7 +56,7 @@ class PrepareOptions:
     max_documents: int | None = None
     num_workers: int = 1
     skip_bad_shards: bool = False
-    part: Part | None = None  # prepare only this part, for several machines
+    part: str = ""  # I/N: prepare only this part, for several machines
 
 
 def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -> Progress:
@@ -75,20 +74,20 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
     if not 0 < options.validation_fraction < 1:
         raise UserError(f"--validation-fraction is {options.validation_fraction}; wanted a number"
                         " between 0 and 1")
-    if options.part is not None:
+    if options.part:
         source = share_of(source, options.part)
     request = Request(
         source=source.name, revision=source.revision, asked_revision=source.asked_revision,
         text_column=source.text_column, tokenizer=tokenizer.name,
         validation_fraction=options.validation_fraction, max_documents=options.max_documents,
-        part=str(options.part or ""))
+        part=options.part)
     journal = Journal(output_dir)
     try:
         with journal:
             _check_disk(source, options, journal)
             journal.begin(request, source.shards)
-            progress = _Preparation(source, options, journal, tokenizer).run()
-            journal.publish(output_dir)
+            progress = _Preparation(source, options, journal).run(tokenizer)
+            journal.publish()
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise UserError(f"{journal.dir}: the disk is full; free some space, then run the same"
@@ -105,7 +104,7 @@ def _check_disk(source: Source, options: PrepareOptions, journal: Journal) -> No
     try:
         check_disk_space(journal.dir, num_bytes * (options.max_documents is None), "tokens")
     except UserError as error:
-        if not isinstance(shards[0], FileShard):  # such files may hold much besides the text
+        if source.kind in ("", "text"):  # other files may hold much besides the text
             raise
         print_error(one_line(f"warning: {error} (less if the files hold more than text)"))
     if source.raw_dir is not None:
@@ -122,33 +121,26 @@ def _check_disk(source: Source, options: PrepareOptions, journal: Journal) -> No
 class _Preparation:
     """A preparation in progress: splits shards into tasks, writes tokens and the journal."""
 
-    def __init__(self, source: Source, options: PrepareOptions, journal: Journal,
-                 tokenizer: ChosenTokenizer) -> None:
+    def __init__(self, source: Source, options: PrepareOptions, journal: Journal) -> None:
         self._source, self._options, self._journal = source, options, journal
-        self._tokenizer, self._cuts = tokenizer, cuts_of(tokenizer.load())
         self._progress = journal.progress
         self._is_bad = False  # the current shard
         self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS,
-                                       num_tokens=self._progress.train.num_tokens)
+                                       num_rows=self._progress.train.num_tokens)
         self._table = DocumentTable(journal.table_path,
-                                    num_documents=self._progress.train.num_documents)
-        self._display = ProgressDisplay([shard.num_bytes for shard in source.shards],
-                                        journal.num_finished, self._progress,
-                                        options.max_documents)
+                                    num_rows=self._progress.train.num_documents)
 
-    def run(self) -> Progress:
+    def run(self, tokenizer: ChosenTokenizer) -> Progress:
         """Tokenise all remaining shards, then write the headers and the dataset card."""
-        is_small = sum(shard.num_bytes for shard in self._source.shards) < 2 * TASK_BYTES
-        num_workers = 1 if is_small else self._options.num_workers
-        name, dataset_dir = self._tokenizer.name, self._journal.dataset_dir
-        path = file_beside(dataset_dir, name)
+        num_bytes = sum(shard.num_bytes for shard in self._source.shards)
+        num_workers = 1 if num_bytes < 2 * TASK_BYTES else self._options.num_workers
+        path = file_beside(self._journal.dataset_dir, tokenizer.name)
         try:
             if path is not None:  # the workers read the copy that belongs to the dataset
-                write_atomically(path, self._tokenizer.content, durable=True)
-            load = partial(load_tokenizer, name, path)
-            with Encoder(load, num_workers=num_workers) as encoder, self._display:
-                for item, result in encoder.encode(self._items()):
-                    self._process(item, result)
+                write_atomically(path, tokenizer.content, durable=True)
+            load = partial(load_tokenizer, tokenizer.name, path)
+            with worker_pool(load, num_workers) as pool:
+                self._encode_all(encode(self._items(tokenizer), load, pool, num_workers))
             self._finish()
         finally:
             with contextlib.suppress(OSError):  # a full disk: reported already
@@ -156,9 +148,10 @@ class _Preparation:
                 self._table.close()
         return self._progress
 
-    def _items(self) -> Iterator[Item | None]:
-        """Yield the tasks of all shards that are left, and their ends; see `Encoder.encode`."""
+    def _items(self, tokenizer: ChosenTokenizer) -> Iterator[Item | None]:
+        """Yield the tasks of all shards that are left, and their ends; see `encode`."""
         shards, has_limit = self._source.shards, self._options.max_documents is not None
+        cuts = cuts_of(tokenizer.load())
         ahead: Future[None] | None = None
         for number in range(self._journal.num_finished, len(shards)):
             if has_limit and shards[number].missing_bytes():
@@ -172,52 +165,70 @@ class _Preparation:
                 yield None  # write the results of all submitted tasks meanwhile
             fetched.result()
             try:
-                for task in shards[number].tasks(self._cuts):
+                for task in shards[number].tasks(cuts):
                     if self._has_all():
                         break
                     yield task
             except BadShard as error:
                 yield error
-            yield EndOfShard(number)
+            yield shards[number]
+
+    def _encode_all(self, results: Iterator[tuple[Item, Result]]) -> None:
+        limit, sizes = self._options.max_documents, [s.num_bytes for s in self._source.shards]
+        done = finished = sum(sizes[:self._journal.num_finished])  # bytes of the source
+        train = self._progress.train
+        if finished:
+            print_error(f"continuing after document {train.num_documents:,}")
+        with contextlib.closing(ProgressDisplay(
+                limit or sum(sizes), train.num_documents if limit else finished,
+                train.num_tokens, unit=" documents" if limit else "B")) as display:
+            for item, result in results:
+                self._process(result)
+                if isinstance(item, Shard):
+                    done = finished = finished + item.num_bytes
+                elif isinstance(item, Task):
+                    done += item.source_bytes
+                train = self._progress.train
+                display.show(train.num_documents if limit else done, train.num_tokens)
 
     def _has_all(self) -> bool:
-        limit, progress = self._options.max_documents, self._progress
-        is_split = progress.validation.num_tokens > 0  # a file that is new since then is too late
-        return is_split or (limit is not None and progress.num_documents >= limit)
+        limit = self._options.max_documents  # after the split, new files are too late
+        return self._journal.is_split or (
+            limit is not None and self._progress.train.num_documents >= limit)
 
-    def _process(self, item: Item, result: Encoded | BadShard | EndOfShard) -> None:
-        if isinstance(result, EndOfShard):
-            self._end_shard(result.number)
+    def _process(self, result: Result) -> None:
+        if isinstance(result, Shard):
+            self._is_bad = False
+            self._tokens.sync()
+            self._table.sync()
+            self._journal.add(self._progress, result)
+            result.release()
         elif self._has_all() or self._is_bad:
             pass  # more documents were read ahead than are wanted
-        elif isinstance(result, BadShard):
-            self._give_up_shard(result)
+        elif isinstance(result, BadShard):  # remove the part of the shard that could be read
+            self._is_bad = True
+            self._progress = self._journal.progress
+            self._tokens.truncate(self._progress.train.num_tokens)
+            self._table.truncate(self._progress.train.num_documents)
+            self._leave_out(self._source.shards[self._journal.num_finished].name, str(result))
         else:
             self._write(result)
-        self._display.show(item, self._progress)
 
     def _write(self, encoded: Encoded) -> None:
         progress, limit = self._progress, self._options.max_documents
-        if limit is not None and len(encoded.ends) >= limit - progress.num_documents:
-            encoded = encoded.first_documents(limit - progress.num_documents)
-        totals = [progress.train.num_tokens, progress.num_bytes, progress.num_characters]
+        train = progress.train
+        if limit is not None and len(encoded.ends) >= limit - train.num_documents:
+            encoded = encoded.first_documents(limit - train.num_documents)
+        totals = [train.num_tokens, train.num_text_bytes, progress.num_characters]
         self._table.add(encoded.ends + np.array(totals, dtype=np.int64))
         self._tokens.add(encoded.tokens)
-        _, num_bytes, num_characters = encoded.sizes.tolist()
+        num_tokens, num_bytes, num_characters = encoded.sizes.tolist()
         self._progress = progress.changed(
-            train=progress.train.with_more(encoded.tokens, num_documents=len(encoded.ends),
-                                           num_text_bytes=num_bytes),
+            train=train + SplitCount(num_documents=len(encoded.ends), num_tokens=num_tokens,
+                                     num_text_bytes=num_bytes),
             num_characters=progress.num_characters + num_characters)
         for file in encoded.bad_files:
             self._leave_out(file.name, file.reason)
-
-    def _give_up_shard(self, error: BadShard) -> None:
-        """Remove the part of the current shard that could be read."""
-        self._is_bad = True
-        self._progress = self._journal.progress
-        self._tokens.truncate(self._progress.train.num_tokens)
-        self._table.truncate(self._progress.num_documents)
-        self._leave_out(self._source.shards[self._journal.num_finished].name, str(error))
 
     def _leave_out(self, name: str, reason: str) -> None:
         """Note a file that cannot be read. Raises: UserError, if there are too many."""
@@ -231,38 +242,31 @@ class _Preparation:
         if count <= MAX_BAD_NAMES:
             tqdm.write(one_line(f"left out: {reason}"), file=sys.stderr)
 
-    def _end_shard(self, number: int) -> None:
-        shard = self._source.shards[number]
-        self._is_bad = False
-        self._tokens.sync()
-        self._table.sync()
-        self._journal.add(self._progress, name=shard.name, identity=shard.identity)
-        shard.release()
-
     def _finish(self) -> None:
         journal, request = self._journal, self._journal.request
         assert request is not None
+        stream = TokenStream(self._tokens.path, self._table.path)
+        num_empty = stream.num_empty(stream.num_documents)
         if request.part:
-            stream = TokenStream(self._tokens.path, self._table.path)
             self._progress = self._progress.changed(
-                num_empty=stream.num_empty(stream.num_documents))
-        elif not self._progress.validation.num_tokens:
-            self._split(request)
+                train=stream.copy(0, stream.num_documents), num_empty=num_empty)
+        elif not journal.is_split:
+            self._split(request, num_empty)
         metadata = token_metadata(request, self._progress)
         self._tokens.finish(self._progress.train.metadata() | metadata)
         if request.part:
             write_part(journal.dataset_dir, self._source, request, self._progress)
         else:
-            write_card(journal.dataset_dir, self._source.origin(), request, self._progress)
+            write_card(journal.dataset_dir, self._source.origin, request, self._progress)
 
-    def _split(self, request: Request) -> None:
+    def _split(self, request: Request, num_empty: int) -> None:
         """Move the last documents to the validation file; of a single text the last tokens."""
-        progress, fraction = self._progress, request.validation_fraction
-        num_documents, num_bytes = progress.num_documents, progress.num_bytes
-        stream = TokenStream(self._tokens.path, self._table.path)
-        num_empty = stream.num_empty(num_documents)
-        if self._source.is_one_text() and num_bytes:
-            totals = [progress.num_tokens, num_bytes, progress.num_characters]
+        fraction = request.validation_fraction
+        progress = self._progress.changed(num_empty=num_empty)
+        num_documents = progress.train.num_documents
+        if self._source.is_one_text() and progress.num_characters:
+            totals = [progress.train.num_tokens, progress.train.num_text_bytes,
+                      progress.num_characters]
             first = [num_training_documents(total, fraction) for total in totals]
             self._table.truncate(0)
             self._table.add(np.array([first, totals]))
@@ -270,12 +274,11 @@ class _Preparation:
             num_documents = 2
         check_documents(progress, num_documents, self._source.name)
         num_train = num_training_documents(num_documents, fraction)
+        stream = TokenStream(self._tokens.path, self._table.path)
         validation = TokenFileWriter(self._journal.dataset_dir / "validation.safetensors")
-        nothing = SplitCount(num_text_bytes=0)
         progress = progress.changed(
-            train=stream.copy(0, num_train, nothing),
-            validation=stream.copy(num_train, num_documents, nothing, validation),
-            num_empty=num_empty)
+            train=stream.copy(0, num_train),
+            validation=stream.copy(num_train, num_documents, validation))
         validation.finish(progress.validation.metadata() | token_metadata(request, progress))
         self._journal.add(progress)  # from now on, the training file may be shorter
         self._tokens.truncate(progress.train.num_tokens)

@@ -2,34 +2,30 @@
 
 import codecs
 import contextlib
+import functools
 import gzip
 import io
 import json
 import sys
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
 
-from preparation.cutting import (
-    BadShard,
-    Cuts,
-    Piece,
-    cut_document,
-    find_cuts,
-    joined,
-    last_piece,
-    piece_before_cut,
-)
-from preparation.parquet import parquet_pieces, text_bytes
+from basics.errors import UserError
+from preparation.cutting import LARGE_DOCUMENT, BadShard, Cuts, Piece, cut_document, joined
 
 TASK_BYTES = 2**22  # of text in a task, roughly
 LONGEST_LINE = 2**27  # bytes: a small compressed file may unpack to one endless line
 WHOLE_BYTES = 2**24  # workers read text files and parquet row groups of up to this size
+MAX_ROWS = 64  # of a parquet file read at a time; fewer if the rows are large
+BATCH_BYTES = 2**22  # of those rows, roughly
+T = TypeVar("T")
 
 
 class BadFile(NamedTuple):
@@ -39,169 +35,103 @@ class BadFile(NamedTuple):
     reason: str
 
 
-class Task(ABC):
+class Task(NamedTuple):
     """The unit of work of a worker. It is pickled and sent to another process."""
 
+    read: Callable[[list[BadFile]], Iterator[Piece]]  # notes files left out; raises BadShard
     num_bytes: int  # of text, roughly
     source_bytes: int  # of the files that it is read from, roughly
-    bad_files: Sequence[BadFile] = ()  # that `pieces` had to leave out
-
-    @abstractmethod
-    def pieces(self) -> Iterator[Piece]:
-        """Read the text. Raises: BadShard."""
 
 
-@dataclass(frozen=True)
-class Texts(Task):
-    """Pieces of text that are already in memory."""
-
-    texts: list[Piece]
-    num_bytes: int
-    source_bytes: int = 0
-
-    def pieces(self) -> Iterator[Piece]:
-        yield from self.texts
-
-
-@dataclass(frozen=True)
-class TextFiles(Task):
-    """Files with one document each; one that cannot be read is left out."""
-
-    paths: list[Path]
-    num_bytes: int
-    root: Path  # of the source
-    bad_files: list[BadFile] = field(default_factory=list)
-
-    @property
-    def source_bytes(self) -> int:
-        return self.num_bytes
-
-    def pieces(self) -> Iterator[Piece]:
-        for path in self.paths:
-            try:
-                data = path.read_bytes()
-                start = _text_start(path, data)
-            except (OSError, BadShard) as error:
-                name = printable(path.relative_to(self.root))
-                self.bad_files.append(BadFile(name, _reason(path, error)))
-            else:
-                yield from cut_document(memoryview(data)[start:])
+def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int,
+            max_items: int = sys.maxsize) -> Iterator[tuple[list[T], int]]:
+    """Group items in their order, with the sum of their sizes; a larger one is alone."""
+    group: list[T] = []
+    total = 0
+    for item, size in sizes:
+        if group and (total + size > max_bytes or len(group) == max_items):
+            yield group, total
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group, total
 
 
-@dataclass(frozen=True)
-class JsonLines(Task):
-    """Whole lines of a JSON lines file; `first_line` is the number of the first one."""
-
-    path: Path
-    first_line: int
-    lines: bytes | bytearray
-    text_column: str
-    source_bytes: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.lines)
-
-    def pieces(self) -> Iterator[Piece]:
-        for number, line in enumerate(io.BytesIO(self.lines), start=self.first_line):
-            if line.strip():
-                yield from cut_document(self._text_of(number, line))
-
-    def _text_of(self, number: int, line: bytes) -> bytes:
-        record: dict[str, Any] = {}
-        try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8", "replace"))
-            text = record[self.text_column]
-            return ("" if text is None else text).encode(  # a null is an empty document
-                "utf-8", "replace")  # JSON can hold half of a surrogate pair
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            found = (f"; its keys are {', '.join(record)[:60]} (--text-column)"
-                     if isinstance(error, KeyError) and record else "")
-            raise BadShard(f'{self.path}: line {number} is not a JSON object with a'
-                           f' text in "{self.text_column}"{found}') from None
-
-
-@dataclass(frozen=True)
-class ParquetGroups(Task):
-    """Row groups of a parquet file that are small enough to be read by a worker."""
-
-    path: Path
-    groups: list[int]
-    text_column: str
-    num_bytes: int
-    source_bytes: int
-
-    def pieces(self) -> Iterator[Piece]:
-        return parquet_pieces(self.path, self.groups, self.text_column)
-
-
-def text_tasks(paths: Sequence[Path], root: Path, cuts: Cuts = "any") -> Iterator[Task]:
-    """Leave files to the workers; read very large ones here, a few pieces at a time.
+def text_tasks(paths: Sequence[Path], root: Path, cuts: Cuts) -> Iterator[Task]:
+    """Leave files, one document each, to the workers; read a very large one here, in pieces.
 
     Raises:
         BadShard: a large one, which is alone in its shard, cannot be read.
     """
-    small: list[Path] = []
-    size = 0
-    for path in paths:
-        num_bytes = path.stat().st_size if path.exists() else 0
-        is_large = num_bytes > WHOLE_BYTES
-        if small and (is_large or size + num_bytes > TASK_BYTES):
-            yield TextFiles(small, size, root)
-            small, size = [], 0
-        if not is_large:
-            small, size = [*small, path], size + num_bytes
+    sizes = ((path, path.stat().st_size if path.exists() else 0) for path in paths)
+    for group, size in grouped(sizes, TASK_BYTES):
+        if size <= WHOLE_BYTES:
+            yield Task(partial(_read_texts, group, root), size, size)
             continue
         try:
-            for task in _texts(_file_pieces(path), cuts, path):
-                yield replace(task, source_bytes=sum(
-                    len(piece.text.encode()) for piece in task.texts))
+            yield from _in_memory(cut_document(_text_blocks(group[0])), cuts, group[0])
         except OSError as error:
-            raise BadShard(_reason(path, error)) from None
-    if small:
-        yield TextFiles(small, size, root)
+            raise BadShard(f"{group[0]}: cannot be read: {error.strerror}") from None
 
 
-def _file_pieces(path: Path) -> Iterator[Piece]:
-    """Cut a file as cut_document would, without loading all of it."""
-    rest = b""
-    with path.open("rb") as file:
-        file.seek(_text_start(path, file.read(len(codecs.BOM_UTF8))))
-        while block := file.read(TASK_BYTES):
-            data, start = memoryview(rest + block), 0
-            for stop in find_cuts(data):
-                yield piece_before_cut(data, start, stop)
-                start = stop
-            rest = bytes(data[start:])
-            if len(rest) > LONGEST_LINE:
-                raise BadShard(f"{path}: {LONGEST_LINE >> 20} MiB without a space; wanted text")
-    yield last_piece(memoryview(rest))
+def _read_texts(paths: Sequence[Path], root: Path, bad_files: list[BadFile]) -> Iterator[Piece]:
+    for path in paths:
+        try:
+            blocks = list(_text_blocks(path))
+        except (OSError, BadShard) as error:
+            reason = (str(error) if isinstance(error, BadShard)
+                      else f"{path}: cannot be read: {error.strerror}")
+            bad_files.append(BadFile(printable(path.relative_to(root)), reason))
+        else:
+            yield from cut_document(blocks)
 
 
-def _text_start(path: Path, start: bytes) -> int:
-    """Return where text begins: after a byte order mark.
+def _text_blocks(path: Path) -> Iterator[bytes]:
+    """Read a file without its byte order mark.
 
     Raises:
+        OSError.
         BadShard: it is UTF-16, which would be read as noise.
     """
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise BadShard(f"{path}: is UTF-16; wanted UTF-8")
-    return len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0
+    with path.open("rb") as file:
+        block = file.read(TASK_BYTES)
+        if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise BadShard(f"{path}: is UTF-16; wanted UTF-8")
+        block = block.removeprefix(codecs.BOM_UTF8)
+        while block:
+            yield block
+            block = file.read(TASK_BYTES)
 
 
 def printable(path: Path) -> str:
     """Return the path as one line of valid Unicode, whatever bytes it contains."""
-    text = str(path).encode("utf-8", "backslashreplace").decode()
-    return text.replace("\n", "\\n")
+    return str(path).encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
 
 
-def _reason(path: Path, error: OSError | BadShard) -> str:
-    if isinstance(error, BadShard):
-        return str(error)
-    return f"{path}: cannot be read: {error.strerror}"
+def _in_memory(pieces: Iterator[Piece], cuts: Cuts, path: Path,
+               share: float = 1) -> Iterator[Task]:
+    """Yield tasks with text of one file; `share` is its bytes for each of text. Raises: BadShard.
+    """
+    sizes = ((piece, sys.getsizeof(piece.text))  # up to four bytes a character
+             for piece in joined(pieces, cuts, name=str(path)))
+    for batch, size in grouped(sizes, TASK_BYTES):
+        yield Task(partial(_given, batch), size,
+                   int(share * sum(len(piece.text.encode()) for piece in batch)))
 
 
-def json_tasks(path: Path, text_column: str, cuts: Cuts = "any") -> Iterator[Task]:
+def _given(pieces: Sequence[Piece], _: list[BadFile]) -> Iterator[Piece]:
+    return iter(pieces)
+
+
+def memory_tasks(texts: Sequence[bytes], _: Cuts) -> Iterator[Task]:
+    """Yield texts that are in memory, one document each."""
+    for group, size in grouped(((text, len(text)) for text in texts), TASK_BYTES, 1000):
+        yield Task(partial(_given, [piece for text in group for piece in cut_document([text])]),
+                   size, size)
+
+
+def json_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
     """Split a JSON lines file (plain, gzip or zstandard) into tasks of whole lines.
 
     Raises:
@@ -210,10 +140,11 @@ def json_tasks(path: Path, text_column: str, cuts: Cuts = "any") -> Iterator[Tas
     first_line = 1
     for block, source_bytes in _blocks_of_lines(path):
         if len(block) > 2 * TASK_BYTES:  # a large document: split it into several tasks
-            pieces = JsonLines(path, first_line, block, text_column).pieces()
-            yield from _texts(pieces, cuts, path, source_bytes)
+            yield from _in_memory(_read_lines(path, first_line, block, text_column, []), cuts,
+                                  path, source_bytes / len(block))
         else:
-            yield JsonLines(path, first_line, bytes(block), text_column, source_bytes)
+            yield Task(partial(_read_lines, path, first_line, bytes(block), text_column),
+                       len(block), source_bytes)
         first_line += block.count(b"\n")
         del block  # frees its memory before the next one is read
 
@@ -244,39 +175,99 @@ def _unpacked(packed: Any, suffix: str) -> Any:
     return contextlib.nullcontext(packed)
 
 
-def parquet_tasks(path: Path, text_column: str, cuts: Cuts = "any") -> Iterator[Task]:
+def _read_lines(path: Path, first_line: int, lines: bytes | bytearray, text_column: str,
+                _: list[BadFile]) -> Iterator[Piece]:
+    for number, line in enumerate(io.BytesIO(lines), start=first_line):
+        if line.strip():
+            yield from cut_document([_text_of(line, f"{path}: line {number}", text_column)])
+
+
+def _text_of(line: bytes, place: str, text_column: str) -> bytes:
+    record: dict[str, Any] = {}
+    try:
+        record = json.loads(line.decode("utf-8", "replace").removeprefix("\ufeff"))
+        text = record[text_column]
+        return ("" if text is None else text).encode(  # a null is an empty document
+            "utf-8", "replace")  # JSON can hold half of a surrogate pair
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = (f"; its keys are {', '.join(record)[:60]} (--text-column)"
+                 if isinstance(error, KeyError) and record else "")
+        raise BadShard(f'{place} is not a JSON object with a text in "{text_column}"{found}'
+                       ) from None
+
+
+def parquet_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
     """Leave small row groups to the workers; read large ones here, a few rows at a time.
 
     Raises:
-        BadShard: it is damaged.
+        BadShard: it is not a complete parquet file.
         UserError: there is no such column.
     """
-    sizes = text_bytes(path, text_column)
+    with _naming(path):
+        footer = pyarrow.parquet.read_metadata(path)
+        schema = footer.schema.to_arrow_schema()
+        if text_column not in schema.names:
+            raise UserError(f"{path}: has no column {text_column!r}; name one of its"
+                            f" columns with --text-column: {', '.join(schema.names)[:80]}")
+        kinds, kind = pyarrow.types, schema.field(text_column).type
+        values = kind.value_type if kinds.is_dictionary(kind) else kind
+        if not any(is_kind(values) for is_kind in (
+                kinds.is_string, kinds.is_large_string, kinds.is_string_view, kinds.is_null)):
+            raise UserError(f"{path}: column {text_column!r} is of type {kind}; name"
+                            " a column of text with --text-column")
+        index = [footer.schema.column(i).path
+                 for i in range(footer.num_columns)].index(text_column)
+        sizes = [footer.row_group(group).column(index).total_uncompressed_size
+                 for group in range(footer.num_row_groups)]
     share = path.stat().st_size / max(sum(sizes), 1)  # of the file, for each byte of text
-    small: list[int] = []
-    size = 0
-    for group, num_bytes in enumerate(sizes):
-        is_large = num_bytes > WHOLE_BYTES
-        if small and (is_large or size + num_bytes > TASK_BYTES):
-            yield ParquetGroups(path, small, text_column, size, int(size * share))
-            small, size = [], 0
-        if is_large:
-            yield from _texts(parquet_pieces(path, [group], text_column), cuts, path,
-                              int(num_bytes * share))
+    for groups, size in grouped(enumerate(sizes), TASK_BYTES):
+        read = partial(_read_groups, path, groups, text_column)
+        if size > WHOLE_BYTES:
+            yield from _in_memory(read([]), cuts, path, share)
         else:
-            small, size = [*small, group], size + num_bytes
-    if small:
-        yield ParquetGroups(path, small, text_column, size, int(size * share))
+            yield Task(read, size, int(size * share))
 
 
-def _texts(pieces: Iterator[Piece], cuts: Cuts, path: Path,
-           source_bytes: int = 0) -> Iterator[Texts]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in joined(pieces, cuts, name=str(path)):
-        batch.append(piece)
-        size += sys.getsizeof(piece.text)  # up to four bytes a character
-        if size >= TASK_BYTES:
-            yield Texts(batch, size)
-            batch, size = [], 0
-    yield Texts(batch, size, source_bytes)
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Replace pyarrow's errors for a damaged file by a BadShard that names the file."""
+    try:
+        yield
+    except pyarrow.ArrowMemoryError:  # the file is not damaged
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise BadShard(f"{path}: not a complete parquet file: {reason}") from None
+
+
+@functools.lru_cache(maxsize=2)  # a worker gets many tasks of the same file
+def _footer(path: Path) -> Any:
+    return pyarrow.parquet.read_metadata(path)
+
+
+def _read_groups(path: Path, groups: list[int], text_column: str,
+                 _: list[BadFile]) -> Iterator[Piece]:
+    with _naming(path):
+        sizes = [_footer(path).row_group(group) for group in groups]
+        row_bytes = sum(size.total_byte_size for size in sizes) // max(
+            sum(size.num_rows for size in sizes), 1) + 1
+        num_rows = min(max(BATCH_BYTES // row_bytes, 1), MAX_ROWS)
+        # Buffered without read-ahead: this keeps a few rows in memory, not a whole row group.
+        with pyarrow.parquet.ParquetFile(path, metadata=_footer(path), buffer_size=2**20,
+                                         pre_buffer=False,
+                                         page_checksum_verification=True) as file:
+            for batch in file.iter_batches(num_rows, row_groups=groups,
+                                           columns=[text_column], use_threads=False):
+                yield from _column_pieces(batch.column(0))
+
+
+def _column_pieces(column: pyarrow.Array) -> Iterator[Piece]:
+    if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+        column = column.cast(pyarrow.large_string())
+    longest = pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
+    if longest <= LARGE_DOCUMENT:
+        with contextlib.suppress(UnicodeDecodeError):
+            yield from [Piece(text or "", True) for text in column.to_pylist()]
+            return
+    for value in column:  # as buffers: a text of 100 MB never becomes one Python string
+        yield from cut_document([memoryview(value.as_buffer()) if value.is_valid else b""])

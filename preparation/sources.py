@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from basics.errors import UserError, one_line, print_error
-from preparation.choosing import ALL, Choice
-from preparation.cutting import Cuts, cut_document
+from preparation.choosing import SourceOptions, split_of_files, subset_of
+from preparation.cutting import Cuts
 from preparation.journal import Origin
 from preparation.reading import (
     WHOLE_BYTES,
     Task,
-    Texts,
+    grouped,
     json_tasks,
+    memory_tasks,
     parquet_tasks,
     printable,
     text_tasks,
@@ -27,33 +29,27 @@ JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # all but .txt only if named or matched by a pattern
 SUFFIXES = (".parquet", *JSON_SUFFIXES, ".txt")
 TEXT_FILES_PER_SHARD = 1000
-TEXTS_PER_TASK = 1000
+STDLIB_PIECE_CHARACTERS = 3000
 
 
-class Shard(ABC):
+@dataclass(frozen=True, kw_only=True)
+class Shard:
     """A part of a source; after a kill, at most one shard is tokenised again."""
 
     name: str
     identity: str  # changes if the content does
     num_bytes: int  # of its files
     num_files: int = 1
+    tasks: Callable[[Cuts], Iterator[Task]]  # after `fetch`. Raises: UserError, BadShard
 
-    @abstractmethod
-    def tasks(self, cuts: Cuts = "any") -> Iterator[Task]:
-        """Split the shard, which must have been fetched, into tasks.
-
-        Raises:
-            UserError; BadShard, if it is damaged.
-        """
-
-    def fetch(self) -> None:  # noqa: B027
+    def fetch(self) -> None:
         """Download the shard if it is not on this machine. Raises: UserError."""
 
     def missing_bytes(self) -> int:
         """Return the number of bytes that `fetch` will download."""
         return 0
 
-    def release(self) -> None:  # noqa: B027
+    def release(self) -> None:
         """Delete the downloaded files."""
 
 
@@ -63,142 +59,79 @@ class Source:
 
     name: str
     shards: Sequence[Shard]
+    origin: Origin
+    kind: str = ""  # as kind_of; empty of texts in memory
     text_column: str = ""
     revision: str = ""
     asked_revision: str = ""
-    licence: str | list[str] = "unknown"
-    languages: list[str] = field(default_factory=lambda: ["en"])
-    hub_name: str | None = None
     raw_dir: Path | None = None  # download directory of the shards
     keeps_raw: bool = False
     whole: Source | None = None  # the source that this one is a part of
 
     def max_bad_files(self) -> int:
         """Return how many files may be left out: one in a hundred, of text files at least one."""
-        shards = (self.whole or self).shards
-        has_texts = any(isinstance(shard, TextFilesShard) for shard in shards)
-        return max(sum(shard.num_files for shard in shards) // 100, int(has_texts))
+        num_files = sum(shard.num_files for shard in (self.whole or self).shards)
+        return max(num_files // 100, int(self.kind == "text"))
 
     def is_one_text(self) -> bool:
         """Return whether this is a single text file: its tokens are divided, not its documents."""
-        return len(self.shards) == 1 and isinstance(self.shards[0], TextFilesShard) and (
-            self.shards[0].num_files == 1)
-
-    def origin(self) -> Origin:
-        return Origin(title=self.hub_name or Path(self.name).resolve().name,
-                      licence=self.licence, languages=self.languages, hub_name=self.hub_name)
+        return self.kind == "text" and [shard.num_files for shard in self.shards] == [1]
 
 
-@dataclass(frozen=True)
-class FileShard(Shard):
-    """One parquet or JSON lines file: one document per row or line; a null is an empty document."""
-
-    path: Path
-    name: str
-    text_column: str
-    identity: str
-    num_bytes: int
-
-    @classmethod
-    def of(cls, path: Path, name: str, text_column: str) -> FileShard:
-        return cls(path, name, text_column, _identity([path]), path.stat().st_size)
-
-    def tasks(self, cuts: Cuts = "any") -> Iterator[Task]:
-        is_parquet = kind_of(self.path.name) == "parquet"
-        return (parquet_tasks if is_parquet else json_tasks)(self.path, self.text_column, cuts)
-
-
-@dataclass(frozen=True)
-class TextFilesShard(Shard):
-    """Several text files, or one large one; one document each."""
-
-    root: Path
-    paths: Sequence[Path]
-    name: str
-    identity: str
-    num_bytes: int
-
-    @classmethod
-    def of(cls, paths: Sequence[Path], root: Path) -> TextFilesShard:
-        return cls(root, paths, printable(paths[0].relative_to(root)), _identity(paths),
-                   sum(path.stat().st_size for path in paths))
-
-    def tasks(self, cuts: Cuts = "any") -> Iterator[Task]:
-        return text_tasks(self.paths, self.root, cuts)
-
-    @property
-    def num_files(self) -> int:
-        return len(self.paths)
-
-
-class TextsShard(Shard):
-    """Texts in memory, one document each."""
-
-    def __init__(self, name: str, texts: Sequence[str]) -> None:
-        self.name = name
-        self._texts = [text.encode("utf-8", "replace") for text in texts]
-        self.num_bytes = sum(len(text) for text in self._texts)
-        self.identity = hashlib.sha256(b"\0".join(self._texts)).hexdigest()
-
-    def tasks(self, cuts: Cuts = "any") -> Iterator[Task]:
-        for start in range(0, len(self._texts), TEXTS_PER_TASK):
-            group = self._texts[start:start + TEXTS_PER_TASK]
-            size = sum(len(text) for text in group)
-            yield Texts([piece for text in group for piece in cut_document(text)], size, size)
-
-
-def find_documents(source: str | Path, *, text_column: str = "text",
-                   choice: Choice = ALL) -> Source:
+def find_documents(options: SourceOptions) -> Source:
     """Find the document files of a directory (at any depth), a pattern or a single file.
 
     Raises:
         UserError: there are no documents, or files of more than one kind.
     """
-    root, found = _look_for(Path(source))
+    source = Path(options.source)
+    root, found = _look_for(source)
     paths = {path.relative_to(root).as_posix(): path for path in sorted(found)
              if kind_of(path.name) and (path.is_file() or not path.exists())}
-    if choice.subset and not Path(source).is_dir():
+    if options.subset and not source.is_dir():
         raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
-    inside = choice.of_subset(paths, str(source))
+    inside = subset_of(paths, options, str(source))
     for name in inside:
         if not paths[name].exists():
             raise UserError(f"{paths[name]}: is a broken link; repair or delete it")
-    kinds = {kind_of(name) for name in inside} - {"text"}
     if not inside:
         raise UserError(f"{source}: no documents; wanted files ending in {', '.join(SUFFIXES)}")
+    kinds = {kind_of(name) for name in inside}
+    if len(kinds) > 1:  # the README.md next to parquet files is no document
+        kinds.discard("text")
     if len(kinds) > 1:
         raise UserError(f"{source}: contains both {' and '.join(sorted(kinds))}; name one directory"
                         " or file with one kind")
-    if kinds:  # the README.md next to parquet files is no document
-        inside = {name: rest for name, rest in inside.items() if kind_of(name) in kinds}
+    kind = kinds.pop()
+    inside = {name: rest for name, rest in inside.items() if kind_of(name) == kind}
     # Files that a pattern names are all wanted; text files are rarely named after a split.
-    has_splits = choice.split or (kinds and Path(source).is_dir())
-    names = choice.of_split(inside, str(source)) if has_splits else list(inside)
-    chosen = [paths[name] for name in names]
-    shards: list[Shard] = []
-    if kinds:
-        shards.extend(FileShard.of(path, printable(path.relative_to(root)), text_column)
-                      for path in chosen)
+    if options.split or (kind != "text" and source.is_dir()):
+        chosen = [paths[name] for name in split_of_files(inside, options, str(source))]
     else:
-        shards.extend(TextFilesShard.of(group, root)
-                      for group in _text_groups(chosen))
-    return Source(choice.label(printable(Path(source))), shards, text_column=text_column)
+        chosen = [paths[name] for name in inside]
+    if kind == "text":
+        groups = [group for group, _ in grouped(((path, path.stat().st_size) for path in chosen),
+                                                WHOLE_BYTES, TEXT_FILES_PER_SHARD)]
+        tasks = [partial(text_tasks, group, root) for group in groups]
+    else:
+        groups = [[path] for path in chosen]
+        tasks = [file_tasks(path, options.text_column) for path in chosen]
+    shards = []
+    for group, of_group in zip(groups, tasks, strict=True):
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in group]
+        shards.append(Shard(
+            name=printable(group[0].relative_to(root)), num_files=len(group), tasks=of_group,
+            identity=hashlib.sha256(repr(stats).encode()).hexdigest(),
+            num_bytes=sum(size for _, size, _ in stats)))
+    name = printable(Path(options.label()))
+    return Source(name, shards, Origin(title=Path(name).resolve().name), kind,
+                  options.text_column)
 
 
-def _text_groups(paths: Sequence[Path]) -> Iterator[list[Path]]:
-    """Group files in their order; a large one, whose tasks are not one worker's, is alone."""
-    group: list[Path] = []
-    for path in paths:
-        is_large = path.stat().st_size > WHOLE_BYTES
-        if group and (is_large or len(group) == TEXT_FILES_PER_SHARD):
-            yield group
-            group = []
-        group.append(path)
-        if is_large:
-            yield group
-            group = []
-    if group:
-        yield group
+def file_tasks(path: Path, text_column: str) -> Callable[[Cuts], Iterator[Task]]:
+    """Return what splits a parquet or JSON lines file; each row or line is a document."""
+    is_parquet = kind_of(path.name) == "parquet"
+    return partial(parquet_tasks if is_parquet else json_tasks, path, text_column)
 
 
 def kind_of(name: str) -> str:
@@ -240,18 +173,18 @@ def _files_below(root: Path) -> Iterator[Path]:
 
     for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
         here = Path(folder)
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         if "train.safetensors" not in names:
             yield from (here / name for name in names if name.lower().endswith(SUFFIXES))
         for name in subfolders[:]:
-            if (link := here / name).is_symlink():
-                target = link.resolve()
-                leads_back = any(target == above.resolve() for above in (here, *here.parents))
+            link = here / name
+            leads_back = leads_out = False
+            if link.is_symlink() and not name.startswith("."):
+                leads_back = link.resolve() in [above.resolve() for above in (here, *here.parents)]
                 leads_out = not leads_back and not _is_inside(link, root)
-                if leads_out:
-                    yield link
-                if leads_out or leads_back:
-                    subfolders.remove(name)
+            if leads_out:
+                yield link
+            if leads_out or leads_back or name.startswith("."):
+                subfolders.remove(name)
 
 
 def without_links_out(paths: Iterable[Path], root: Path) -> Iterator[Path]:
@@ -271,6 +204,43 @@ def _is_inside(path: Path, root: Path) -> bool:
     return root.resolve() in path.resolve().parents
 
 
-def _identity(paths: Sequence[Path]) -> str:
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
+def texts_shard(name: str, texts: Sequence[str]) -> Shard:
+    """Return texts in memory, one document each, as a shard."""
+    data = [text.encode("utf-8", "replace") for text in texts]
+    return Shard(name=name, identity=hashlib.sha256(b"\0".join(data)).hexdigest(),
+                 num_bytes=sum(map(len, data)), tasks=partial(memory_tasks, data))
+
+
+def python_stdlib() -> Source:
+    """Return the source code and reference documentation of Python's standard library.
+
+    Files are cut at blank lines into pieces of some 3,000 characters, in a fixed shuffled order (by
+    hash): training reads a token file from front to back, and a small batch should not come from
+    one module.
+
+    Raises:
+        UserError: this installation of Python has no source files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",
+               "encodings"}  # tables of code points
+    pieces: set[str] = set()
+    for path in root.rglob("*.py"):
+        is_build_data = path.name.startswith("_sysconfigdata")  # differs between machines
+        if is_build_data or skipped & set(path.relative_to(root).parts):
+            continue
+        piece = ""
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines(keepends=True):
+            piece += line
+            is_break = not line.strip() and len(piece) >= STDLIB_PIECE_CHARACTERS // 2
+            if is_break or len(piece) >= STDLIB_PIECE_CHARACTERS:
+                pieces.add(piece)
+                piece = ""
+        if piece.strip():
+            pieces.add(piece)
+    if not pieces:
+        raise UserError(f"{root}: no Python source files; install Python with its library")
+    shuffled = sorted(pieces, key=lambda piece: hashlib.sha256(piece.encode()).digest())
+    name = "Python's standard library"
+    return Source(name, [texts_shard(name, shuffled)], Origin(title=name, licence="other"))

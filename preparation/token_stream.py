@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,48 +17,56 @@ CHUNK_TOKENS = 2**23
 CHUNK_DOCUMENTS = 2**19
 
 
-class TokenFileWriter:
-    """Stream uint16 tokens into a safetensors file that does not fit in memory.
-
-    The header is written last, so a partial file is never valid.
+class DocumentTable:
+    """A file with a row for each document: tokens, bytes and characters until its end, int64.
 
     Args:
-        num_tokens: tokens of an earlier launch to keep; the file is truncated after them.
+        num_rows: of an earlier launch, to keep; the file is truncated after them.
     """
 
-    def __init__(self, path: Path, *, num_tokens: int = 0) -> None:
+    dtype, start, row_bytes = "<i8", 0, DOCUMENT_BYTES
+
+    def __init__(self, path: Path, *, num_rows: int = 0) -> None:
         self.path = path
-        self._file = path.open("r+b" if num_tokens else "wb")
-        self.truncate(num_tokens)
+        self._file = path.open("r+b" if num_rows else "wb")
+        self.truncate(num_rows)
 
-    def add(self, tokens: np.ndarray) -> None:
-        """Append tokens, (n,) uint16."""
-        self._file.write(tokens.astype("<u2", copy=False).data)
-        self.num_tokens += tokens.size
+    def add(self, rows: np.ndarray) -> None:
+        """Append rows."""
+        self._file.write(np.ascontiguousarray(rows, dtype=self.dtype).data)
 
-    def truncate(self, num_tokens: int) -> None:
-        """Keep only the first tokens, and overwrite the header with zeros."""
-        self._file.truncate(DATA_START + 2 * num_tokens)
+    def truncate(self, num_rows: int) -> None:
+        """Keep only the first rows, and overwrite a header with zeros."""
+        self._file.truncate(self.start + self.row_bytes * num_rows)
         self._file.seek(0)
-        self._file.write(bytes(DATA_START))
+        self._file.write(bytes(self.start))
         self._file.seek(0, os.SEEK_END)
-        self.num_tokens = num_tokens
 
     def sync(self) -> None:
-        """Write all tokens so far to the disk, with fsync."""
+        """Write all rows so far to the disk, with fsync."""
         self._file.flush()
         fsync(self.path)
 
-    def finish(self, metadata: dict[str, str]) -> None:
-        """Write the header and close the file."""
-        self.sync()
-        self._file.seek(0)
-        self._file.write(token_file_header(metadata, self.num_tokens))
-        self.sync()
-        self.close()
-
     def close(self) -> None:
         self._file.close()
+
+
+class TokenFileWriter(DocumentTable):
+    """A safetensors file of uint16 tokens, which need not fit in memory; a row is a token.
+
+    The header is written last, so a partial file is never valid.
+    """
+
+    dtype, start, row_bytes = "<u2", DATA_START, 2
+
+    def finish(self, metadata: dict[str, str]) -> None:
+        """Write the header and close the file."""
+        header = token_file_header(metadata, (self._file.tell() - self.start) // self.row_bytes)
+        self.sync()
+        self._file.seek(0)
+        self._file.write(header)
+        self.sync()
+        self.close()
 
 
 def token_file_header(metadata: dict[str, str], num_tokens: int) -> bytes:
@@ -79,34 +87,6 @@ def token_file_header(metadata: dict[str, str], num_tokens: int) -> bytes:
     return struct.pack("<Q", HEADER_BYTES) + header.ljust(HEADER_BYTES)
 
 
-class DocumentTable:
-    """A file with a row for each document: tokens, bytes and characters until its end, int64.
-
-    Args:
-        num_documents: rows of an earlier launch to keep.
-    """
-
-    def __init__(self, path: Path, *, num_documents: int = 0) -> None:
-        self.path = path
-        self._file = path.open("r+b" if num_documents else "wb")
-        self.truncate(num_documents)
-
-    def add(self, ends: np.ndarray) -> None:
-        """Append rows, (n, 3) int64."""
-        self._file.write(np.ascontiguousarray(ends, dtype="<i8").data)
-
-    def truncate(self, num_documents: int) -> None:
-        self._file.truncate(DOCUMENT_BYTES * num_documents)
-        self._file.seek(0, os.SEEK_END)
-
-    def sync(self) -> None:
-        self._file.flush()
-        fsync(self.path)
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class TokenStream:
     """The tokens of documents, in a token file without or with a header, and their table."""
 
@@ -114,12 +94,16 @@ class TokenStream:
         self._token_path, self._table_path = token_path, table_path
         self.num_documents = table_path.stat().st_size // DOCUMENT_BYTES
 
+    def _rows(self, first: int, stop: int) -> np.ndarray:
+        """Read rows of the table, (stop - first, 3) int64."""
+        return np.fromfile(self._table_path, dtype="<i8", count=3 * (stop - first),
+                           offset=DOCUMENT_BYTES * first).reshape(-1, 3)
+
     def end(self, num_documents: int) -> tuple[int, int, int]:
         """Return the tokens, bytes and characters of the first documents."""
         if not num_documents:
             return (0, 0, 0)
-        (row,) = self._rows(num_documents - 1, num_documents)
-        return tuple(row.tolist())
+        return tuple(self._rows(num_documents - 1, num_documents)[0].tolist())
 
     def num_empty(self, num_documents: int) -> int:
         """Return how many of the first documents have no text."""
@@ -129,30 +113,17 @@ class TokenStream:
             count += len(ends) - np.count_nonzero(np.diff(ends, prepend=self.end(row)[1]))
         return count
 
-    def copy(self, first: int, stop: int, count: SplitCount,
-             writer: TokenFileWriter | None = None) -> SplitCount:
-        """Count the documents from `first` up to `stop` (not included), and write their tokens.
-
-        Args:
-            count: of the documents before them in the same split.
-        """
-        start, end = self.end(first), self.end(stop)
-        for tokens in self._tokens(start[0], end[0]):
+    def copy(self, first: int, stop: int, writer: TokenFileWriter | None = None) -> SplitCount:
+        """Count the documents from `first` up to `stop` (not included), and write their tokens."""
+        start, end, max_token_id = self.end(first), self.end(stop), 0
+        for place in range(start[0], end[0], CHUNK_TOKENS):
+            tokens = np.fromfile(self._token_path, dtype="<u2", offset=DATA_START + 2 * place,
+                                 count=min(CHUNK_TOKENS, end[0] - place))
+            max_token_id = max(max_token_id, int(tokens.max()))
             if writer is not None:
                 writer.add(tokens)
-            count = count.with_more(tokens, num_documents=0, num_text_bytes=0)
-        return count.with_more(np.empty(0, np.uint16), num_documents=stop - first,
-                               num_text_bytes=end[1] - start[1])
-
-    def _rows(self, first: int, stop: int) -> np.ndarray:
-        """Read rows of the table, (stop - first, 3) int64."""
-        return np.fromfile(self._table_path, dtype="<i8", count=3 * (stop - first),
-                           offset=DOCUMENT_BYTES * first).reshape(-1, 3)
-
-    def _tokens(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        for first in range(start, stop, CHUNK_TOKENS):
-            yield np.fromfile(self._token_path, dtype="<u2", offset=DATA_START + 2 * first,
-                              count=min(CHUNK_TOKENS, stop - first))
+        return SplitCount(num_documents=stop - first, num_tokens=end[0] - start[0],
+                          max_token_id=max_token_id, num_text_bytes=end[1] - start[1])
 
 
 def copy_documents(streams: Sequence[TokenStream], first: int, stop: int,
@@ -162,7 +133,7 @@ def copy_documents(streams: Sequence[TokenStream], first: int, stop: int,
     for stream in streams:
         own_first, own_stop = max(first, 0), min(stop, stream.num_documents)
         if own_first < own_stop:
-            count = stream.copy(own_first, own_stop, count, writer)
+            count += stream.copy(own_first, own_stop, writer)
         first, stop = first - stream.num_documents, stop - stream.num_documents
     return count
 

@@ -23,8 +23,8 @@ from basics.errors import UserError, one_line, print_error, print_line, print_tr
 from lab import __main__ as lab_main
 from lab.evaluate.tasks import read_quiz
 from lab.instruct.judging import _reason
-from preparation.choosing import Choice
-from preparation.hub import RawFiles, fetch_dataset, hub_source
+from preparation.choosing import SourceOptions
+from preparation.hub import fetch_dataset, hub_source
 from tests.support import workplace
 from tests.support.hub_server import Fault, Hub, serving, used_in_this_process
 from tests.support.lab_cli import run_lab, succeeded
@@ -160,7 +160,7 @@ def test_hub_files_outside_of_their_repository_are_refused(tmp_path, monkeypatch
     monkeypatch.setattr("preparation.hub._files", lambda *_: [file])
     with serving(Hub({})) as hub, used_in_this_process(hub, tmp_path / "home"):
         with pytest.raises(UserError, match="is no name inside a repository"):
-            hub_source(hub.repository, Choice(), text_column="text", raw_files=RawFiles(tmp_path))
+            hub_source(SourceOptions(hub.repository), raw_dir=tmp_path)
 
 
 def test_the_hub_client_prints_nothing_by_itself(tmp_path, monkeypatch):

@@ -14,12 +14,11 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from gpt import GPTModel
 from lab.tokenizer import train_tokenizer
 from preparation.pipeline import PrepareOptions, prepare_dataset
-from preparation.sources import find_documents
 from reporting.sampling import SamplingOptions, StreamedText, stream_texts, stream_tokens
 from run_config import ModelConfig
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.models import TEXTS
-from tests.support.preparation import corrupt, write_parquet, write_source
+from tests.support.preparation import corrupt, find_documents, write_parquet, write_source
 from tests.support.runs import made_once, refused
 from tests.support.workplace import TINY_MODEL, Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded

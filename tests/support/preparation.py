@@ -6,8 +6,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -16,12 +18,13 @@ import pytest
 from safetensors.numpy import load_file
 
 import prepare_dataset as command
-from preparation import encoding, pipeline, reading
+from preparation import encoding, journal, pipeline, reading, sources
+from preparation.choosing import SourceOptions
 from preparation.cutting import Cuts
-from preparation.journal import Journal
+from preparation.journal import Journal, Origin
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.reading import Task
-from preparation.sources import Source, TextsShard
+from preparation.sources import Source, texts_shard
 from preparation.token_stream import DocumentTable, TokenFileWriter
 
 DOCUMENTS = [f"document {i}: naïve 🎉 <|endoftext|>" for i in range(150)] + [""] * 2
@@ -60,7 +63,12 @@ def contents(dataset_dir: Path) -> dict[str, bytes]:
 
 
 def texts_source(*shards: list[str]) -> Source:
-    return Source("texts", [TextsShard(f"shard {i}", texts) for i, texts in enumerate(shards)])
+    return Source("texts", [texts_shard(f"shard {i}", texts) for i, texts in enumerate(shards)],
+                  Origin(title="texts"))
+
+
+def find_documents(source: str | Path, **options: str) -> Source:
+    return sources.find_documents(SourceOptions(str(source), **options))
 
 
 def write_parquet(folder: Path, *parts: list[str | None]) -> Path:
@@ -119,8 +127,8 @@ def stopping_after(num_writes: int | None) -> Iterator[None]:
         return wrapper
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((TokenFileWriter, "add"), (TokenFileWriter, "sync"),
-                            (TokenFileWriter, "truncate"), (DocumentTable, "add"),
+        for owner, name in ((TokenFileWriter, "finish"), (DocumentTable, "sync"),
+                            (DocumentTable, "truncate"), (DocumentTable, "add"),
                             (Journal, "add"), (Journal, "begin"), (Journal, "publish"),
                             (pipeline, "write_card"), (pipeline, "write_part")):
             patch.setattr(owner, name, stopping(getattr(owner, name)))
@@ -129,17 +137,13 @@ def stopping_after(num_writes: int | None) -> Iterator[None]:
 
 
 def leave_unfinished(source: Source, out: Path, options: PrepareOptions = BYTES) -> None:
-    """Prepare all shards of texts but the last."""
-    original, last_shard = TextsShard.tasks, source.shards[-1].name
+    """Prepare all shards of a source but the last."""
+    def stop(cuts: Cuts) -> Iterator[Task]:
+        raise Stopped
 
-    def tasks(shard: TextsShard, cuts: Cuts) -> Iterator[Task]:
-        if shard.name == last_shard:
-            raise Stopped
-        return original(shard, cuts)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(TextsShard, "tasks", tasks)
-        prepare_dataset(source, out, options)
+    shards = [*source.shards[:-1], replace(source.shards[-1], tasks=stop)]
+    with pytest.raises(Stopped):
+        prepare_dataset(replace(source, shards=shards), out, options)
 
 
 SLOW_COMMAND = ["-m", "tests.support.preparation"]  # arguments of Python, in the project directory
@@ -157,13 +161,13 @@ def prepare_slowly() -> None:
     WORKER_DIES is set, each worker exits at its first task.
     """
     pipeline.TASK_BYTES = reading.TASK_BYTES = 2**16
-    end_shard = pipeline._Preparation._end_shard
+    add = journal.Journal.add
 
-    def slow_end_shard(preparation: pipeline._Preparation, number: int) -> None:
-        end_shard(preparation, number)
+    def slow_add(self: journal.Journal, *arguments: Any) -> None:
+        add(self, *arguments)
         time.sleep(float(os.environ.get("PAUSE_SECONDS", "0")))
 
-    pipeline._Preparation._end_shard = slow_end_shard
+    journal.Journal.add = slow_add
     if "WORKER_DIES" in os.environ:
         encoding.encode_task = die
     command.run()

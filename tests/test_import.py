@@ -1,0 +1,206 @@
+"""Datasets of others: token files that are imported, the dataset of a run, digests of downloads."""
+
+import hashlib
+import os
+import resource
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from huggingface_hub import DatasetCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from basics.errors import UserError
+from preparation import import_bin
+from preparation.ensure_dataset import digest_of_download, provide_dataset, verify_digests
+from preparation.import_bin import import_tokens
+from run_config import load_run
+from tests.support.models import write_tokenizer
+from tests.support.preparation import decoded, prepare, texts_source, tokens_in
+from tests.support.workplace import succeeded
+from tokens.batches import open_run_data
+
+TOKENS = (np.arange(1000) * 7 % 257).astype(np.uint16)
+BOTH = {"train.bin": TOKENS.tobytes(), "val.bin": TOKENS[:200].tobytes()}  # as nanoGPT has them
+CONTENT = b"some tokens"
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+
+
+def llm_c(tokens, *, magic=20240520, version=1, count=None):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, tokens.size if count is None else count
+    return header.tobytes() + tokens.astype("<u2").tobytes()
+
+
+def write(source, files):
+    source.mkdir()
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    return source
+
+
+def test_a_run_can_read_imported_files_of_nanogpt(workplace, tmp_path):
+    source, out = write(tmp_path / "source", BOTH), workplace.datasets_dir / "mine"
+    left = out.with_name(".mine.partial") / "dataset/tokenizer.json"  # by an import that was killed
+    left.parent.mkdir(parents=True)
+    left.write_text("of another tokenizer")
+    result = succeeded(prepare("--import", str(source), str(out), "--tokenizer", "bytes"))
+    assert result.stdout.splitlines()[0] == "5 documents, 1,200 tokens"  # 4 and 1 end-of-text
+    assert tokens_in(out)["train"].tolist() == TOKENS.tolist()
+    assert tokens_in(out)["validation"].tolist() == TOKENS[:200].tolist()
+    with safe_open(out / "train.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"tokenizer": "bytes", "source": "train.bin",
+                                   "num_documents": "4", "num_tokens": "1000",
+                                   "max_token_id": "256"}
+    card = DatasetCard.load(out / "README.md")
+    assert card.data.to_dict()["size_categories"] == ["n<1K"] and "copied unchanged" in card.text
+    assert not list(out.parent.glob(".*")) and not (out / "tokenizer.json").exists()
+    workplace.add_run(train={"dataset": "mine", "min_train_tokens": 64})
+    open_run_data(load_run(workplace.runs_dir, "tiny"), out, world_size=1)
+
+
+@settings(max_examples=15, deadline=None)
+@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5), chunk=st.integers(1, 50))
+def test_shards_of_llm_c_are_joined_in_the_order_of_their_names(tmp_path_factory, sizes, chunk):
+    folder = tmp_path_factory.mktemp("llm_c")
+    parts = np.split(TOKENS[:sum(sizes)], np.cumsum(sizes)[:-1])
+    files = {f"fineweb_train_{i:06}.bin": llm_c(part) for i, part in enumerate(parts)}
+    source = write(folder / "source", files | {"fineweb_val_000000.bin": llm_c(TOKENS[:9])})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_bin, "CHUNK_TOKENS", chunk)
+        import_tokens(source, folder / "out", "gpt2")
+    tokens = tokens_in(folder / "out")
+    assert tokens["train"].tolist() == TOKENS[:sum(sizes)].tolist()
+    assert tokens["validation"].tolist() == TOKENS[:9].tolist()
+
+
+def test_a_single_file_is_divided_by_its_tokens(tmp_path):
+    source = write(tmp_path / "source", {"all.bin": llm_c(TOKENS), "one.bin": b"ab"})
+    import_tokens(source / "all.bin", tmp_path / "out", "bytes")
+    tokens = tokens_in(tmp_path / "out")
+    assert tokens["train"].tolist() == TOKENS[:990].tolist()
+    assert tokens["validation"].tolist() == TOKENS[990:].tolist()
+    with pytest.raises(UserError, match="one.bin: has one token; wanted two or more"):
+        import_tokens(source / "one.bin", tmp_path / "other", "bytes")
+
+
+def test_more_files_than_may_be_open_are_imported(tmp_path):
+    source = write(tmp_path / "source", BOTH | {
+        f"x_train_{i:06}.bin": TOKENS[i:i + 1].tobytes() for i in range(200)})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (
+            len(list(Path("/proc/self/fd").iterdir())) + 100, limits[1]))
+        import_tokens(source, tmp_path / "out", "bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert tokens_in(tmp_path / "out")["train"].tolist() == [*TOKENS, *TOKENS[:200]]
+
+
+@pytest.mark.parametrize(("files", "message"), [
+    ({"train.bin": llm_c(TOKENS, count=999)}, "train.bin: 3024 bytes; wanted 3022 for 999 tokens"),
+    ({"train.bin": llm_c(TOKENS)[:-1]}, "train.bin: 3023 bytes; wanted 3024"),
+    ({"train.bin": llm_c(TOKENS, version=2)}, "version 2 of llm.c's format; wanted version 1, wit"),
+    ({"train.bin": TOKENS.tobytes()[:-1]}, "train.bin: 1999 bytes; wanted 1998"),
+    ({"train.bin": b""}, "train.bin: 0 bytes"),
+    ({"train.bin": np.array([5, 257, 6], dtype=np.uint16).tobytes()},
+     r"train.bin: token 1 has id 257, outside the vocabulary of --tokenizer bytes \(257\)"),
+    ({"meta.pkl": b"x"}, "meta.pkl defines another vocabulary"),
+    ({"val.bin": None}, r"no val.bin or \*_val_\*.bin; wanted"),
+])
+def test_files_that_cannot_be_imported(tmp_path, files, message):
+    wanted = {name: content for name, content in (BOTH | files).items() if content is not None}
+    source = write(tmp_path / "source", wanted)
+    with pytest.raises(UserError, match=message):
+        import_tokens(source, tmp_path / "out", "bytes")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_full_disk_is_reported_before_anything_is_copied(tmp_path, monkeypatch):
+    source = write(tmp_path / "source", BOTH)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2399))
+    with pytest.raises(UserError, match="2.40 kB free; tokens need 2.40 kB or more") as caught:
+        import_tokens(source, tmp_path / "out", "gpt2")
+    assert caught.value.status == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("option", [("--max-documents", "10"), ("--text-column", "a")])
+def test_other_options_are_refused_with_import(tmp_path, option):
+    result = prepare("--import", str(tmp_path), str(tmp_path / "out"), *option)
+    assert result.returncode == 2 and f"{option[0]}: is not for --import" in result.stderr
+
+
+def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path):
+    own, source = write_tokenizer(tmp_path / "own"), tmp_path / "source"
+    write(source, {"train.bin": np.array([5, 299], dtype="<u2").tobytes(), "val.bin": b"ab"[:0]})
+    np.array([5, 6, 0, 299], dtype="<u2").tofile(source / "val.bin")
+    arguments = ("--import", str(source), "--tokenizer", str(own))
+    succeeded(prepare(*arguments, str(tmp_path / "out")))
+    assert (tmp_path / "out/tokenizer.json").exists()
+    np.array([300], dtype="<u2").tofile(source / "val.bin")
+    assert "id 300, outside the vocabulary of --tokenizer" in prepare(
+        *arguments, str(tmp_path / "other")).stderr
+
+
+# --- the dataset of a run, and digests of downloads
+
+
+def test_a_missing_dataset_is_an_error(workplace):
+    with pytest.raises(UserError, match="no dataset there; make it with prepare_dataset.py"):
+        provide_dataset(workplace.datasets_dir / "mine", "mine")
+    workplace.add_dataset("mine")
+    provide_dataset(workplace.datasets_dir / "mine", "mine")
+
+
+def test_the_standard_library_is_prepared_when_it_is_named(workplace, monkeypatch):
+    out = workplace.datasets_dir / "python-stdlib"
+    monkeypatch.setattr("preparation.sources.python_stdlib", lambda: texts_source(["a", "b"]))
+    with ThreadPoolExecutor(3) as pool:  # as nodes that share the directory
+        list(pool.map(lambda _: provide_dataset(out, "python-stdlib"), range(3)))
+    assert decoded(out / "train.safetensors") == ["a"]
+    assert [path.name for path in out.parent.iterdir()] == ["python-stdlib"]
+
+
+def downloaded(directory, record):
+    path = directory / "train.safetensors"
+    path.write_bytes(CONTENT)
+    os.utime(path, (1000, 1000))
+    records = directory / ".cache/huggingface/download"
+    records.mkdir(parents=True)
+    (records / f"{path.name}.metadata").write_text(record)
+    return path
+
+
+def test_a_file_is_compared_with_the_hubs_digest(tmp_path):
+    path = downloaded(tmp_path, f"commit\n{DIGEST}\n1000.5\n")
+    assert verify_digests([path]) == 1
+    path.write_bytes(b"other tokens")
+    os.utime(path, (1000, 1000))
+    with pytest.raises(UserError, match="train.safetensors: is damaged: .*; delete it and run"):
+        verify_digests([path])
+    path.write_bytes(b"prepared here")  # later, so it is not the downloaded one
+    assert digest_of_download(path) is None and verify_digests([path]) == 0
+
+
+@pytest.mark.parametrize("record", ["", "commit\nab12\n1000\n", f"commit\n{DIGEST}\n", "\0"])
+def test_an_unusable_record_is_none(tmp_path, record):
+    assert digest_of_download(downloaded(tmp_path, record)) is None
+
+
+def test_in_the_clients_cache_the_name_is_the_digest(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    for name in (DIGEST, "0123456789012345678901234567890123456789"):
+        (tmp_path / "blobs" / name).write_bytes(CONTENT)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights.symlink_to(tmp_path / "blobs" / DIGEST)
+    config.symlink_to(tmp_path / "blobs/0123456789012345678901234567890123456789")
+    assert verify_digests([weights, config]) == 1
+    (tmp_path / "blobs" / DIGEST).write_bytes(b"x")
+    with pytest.raises(UserError, match="model.safetensors: is damaged"):
+        verify_digests([weights])

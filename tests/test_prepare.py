@@ -1,0 +1,938 @@
+"""prepare_dataset.py: the tokens and their split, kills, parts, the command, memory."""
+
+import errno
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from huggingface_hub import DatasetCard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from basics.errors import UserError
+from benchmarks.prepare import build_corpus, peak_memory_of, prepare_as_the_original
+from preparation import card, cutting, encoding, pipeline, reading
+from preparation.cutting import BadShard, Piece, cut_document
+from preparation.encoding import cuts_of, encode_batch, encode_task
+from preparation.hub import fetch_dataset
+from preparation.journal import Journal
+from preparation.parts import join_parts, part_cuts
+from preparation.pipeline import PrepareOptions, prepare_dataset
+from preparation.reading import Task, text_tasks
+from preparation.token_stream import TokenFileWriter, num_training_documents, token_file_header
+from prepare_dataset import MAX_DEFAULT_WORKERS
+from tests.support.hub_server import Hub, serving, used_in_this_process
+from tests.support.lab_cli import HOSTILE, active_parts
+from tests.support.models import write_tokenizer
+from tests.support.preparation import (
+    BYTES,
+    DOCUMENTS,
+    SLOW_COMMAND,
+    Stopped,
+    contents,
+    corrupt,
+    decoded,
+    find_documents,
+    leave_unfinished,
+    prepare,
+    stopping_after,
+    texts_source,
+    tokens_in,
+    write_parquet,
+    write_source,
+)
+from tests.support.workplace import PROJECT_DIR, run_command, small_disk, succeeded
+from tokens.tokenizer import END_OF_TEXT, choose_tokenizer, load_tokenizer
+
+COMMAND = [sys.executable, str(PROJECT_DIR / "prepare_dataset.py")]
+SLOW_COMMAND = [sys.executable, *SLOW_COMMAND]
+SHARDS = [["a", "bb"], ["ccc"], ["d", "", "e"], ["f" * 9], ["g", "h"]]
+PARTS = ["a", " ", "\n", "Don't", "é", "字", "\U0001f600",
+         "<|", "|>", END_OF_TEXT[:-1], END_OF_TEXT]
+LETTERS = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                             "use_regex": False}}  # merges may go across spaces
+LONG = "the cat 它是 " * 60 + " " * 300 + "xyz" * 200 + "\n\n" + "café 12 " * 90
+
+
+def documents_of(out):
+    """Return the documents of both splits of a dataset in bytes."""
+    return [decoded(out / f"{split}.safetensors") for split in ("train", "validation")]
+
+
+# --- the tokens and their split
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "text"])
+def test_the_first_99_percent_are_for_training(tmp_path, kind):
+    source = find_documents(write_source(kind, tmp_path / "source"))
+    progress = prepare_dataset(source, tmp_path / "out", BYTES)
+    texts = {"train": DOCUMENTS[:150], "validation": DOCUMENTS[150:]}
+    assert documents_of(tmp_path / "out") == [*texts.values()]
+    assert progress.num_characters == sum(len(text) for text in DOCUMENTS)
+    for split, count in (("validation", progress.validation), ("train", progress.train)):
+        with safe_open(tmp_path / "out" / f"{split}.safetensors", framework="numpy") as file:
+            metadata = file.metadata()
+        num_bytes = sum(len(text.encode()) for text in texts[split])
+        assert metadata["num_text_bytes"] == str(num_bytes) == str(count.num_text_bytes)
+        assert metadata["num_tokens"] == str(count.num_tokens)
+    assert metadata["tokenizer"] == "bytes" and metadata["num_documents"] == "150"
+    assert metadata["max_token_id"] == "256"
+    assert not list(tmp_path.glob(".*")), "an unfinished directory was left behind"
+
+
+@settings(max_examples=40, deadline=None)
+@given(shards=st.lists(st.lists(st.text(max_size=30), max_size=10), min_size=1, max_size=6),
+       fraction=st.sampled_from([0.01, 0.1, 0.5, 0.99]), total=st.integers(1, 4),
+       max_documents=st.one_of(st.none(), st.integers(2, 30)))
+def test_documents_stay_whole_and_in_order_on_one_machine_or_joined_from_parts(
+        tmp_path_factory, shards, fraction, total, max_documents):
+    wanted = [text for shard in shards for text in shard][:max_documents]
+    folder = tmp_path_factory.mktemp("any")
+    options = replace(BYTES, validation_fraction=fraction, max_documents=max_documents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "LARGE_DOCUMENT", 8)
+        patch.setattr(reading, "TASK_BYTES", 20)
+        parts = prepare_parts(lambda: texts_source(*shards), folder, options,
+                              min(total, len(shards)))
+        if len(wanted) < 2 or not any(wanted):
+            for attempt in (lambda: prepare_dataset(texts_source(*shards), folder / "x", options),
+                            lambda: join_parts(parts, folder / "x")):
+                with pytest.raises(UserError, match="found; wanted at least 2|has no text: all"):
+                    attempt()
+            return
+        prepare_dataset(texts_source(*shards), folder / "out", options)
+    train, validation = documents_of(folder / "out")
+    assert train + validation == wanted
+    assert len(train) == num_training_documents(len(wanted), fraction)
+    progress = join_parts(parts[::-1], folder / "joined")  # their order does not matter
+    assert contents(folder / "joined") == contents(folder / "out")
+    assert (progress.total.num_documents, progress.num_empty) == (len(wanted), wanted.count(""))
+    assert not list(folder.glob(".*"))
+
+
+def test_the_split_is_that_of_a_percentage_slice():
+    for n in (100, 150, 250, 350, 1000, 14_868_862):  # halves are rounded to the even number
+        assert num_training_documents(n, 0.01) == round(99 * n / 100)
+    assert num_training_documents(2, 0.01) == 1 == num_training_documents(3, 0.99)
+
+
+def test_a_literal_end_of_text_stays_text(tmp_path):
+    prepare_dataset(texts_source(["a<|endoftext|>b", "c"]), tmp_path / "out", PrepareOptions())
+    tokens = load_file(tmp_path / "out" / "train.safetensors")["tokens"]
+    assert tokens.tolist() == [64, 27, 91, 437, 1659, 5239, 91, 29, 65, 50256]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bytes"])
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(st.lists(st.sampled_from(PARTS), max_size=6).map("".join), max_size=8))
+def test_a_batch_has_the_tokens_of_its_texts(texts, name):
+    found, tokenizer = encode_batch(texts, load_tokenizer(name)), load_tokenizer(name)
+    assert [ids.tolist() for ids in found] == [tokenizer.encode_ordinary(text) for text in texts]
+    assert all(ids.dtype == np.uint16 for ids in found)
+
+
+@pytest.mark.parametrize("batch_characters", [1, 4, 2**20])
+def test_a_task_is_the_same_in_batches_of_any_size(monkeypatch, batch_characters):
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", batch_characters)
+    pieces = [Piece("one two", False), Piece(" three", True), Piece("", True), Piece("x é", True)]
+    encoded = encode_task(task_of(pieces), lambda: load_tokenizer("gpt2"))
+    first, second, third, fourth = (load_tokenizer("gpt2").encode_ordinary(piece.text)
+                                    for piece in pieces)
+    assert encoded.tokens.tolist() == [*first, *second, 50256, 50256, *third, *fourth, 50256]
+    assert encoded.ends.tolist() == [[4, 13, 13], [5, 13, 13], [8, 17, 16]]
+
+
+def task_of(pieces):
+    return Task(lambda bad_files: iter(pieces), 1, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(source=st.text(max_size=400), num_tokens=st.integers(0, 2**40))
+def test_the_header_of_any_source_has_the_reserved_size(source, num_tokens):
+    header = token_file_header({"source": source, "tokenizer": "gpt2"}, num_tokens)
+    assert len(header) == 4104 and int.from_bytes(header[:8], "little") == 4096
+    read = json.loads(header[8:])
+    assert read["__metadata__"]["source"] == source
+    assert read["tokens"] == {"dtype": "U16", "shape": [num_tokens],
+                              "data_offsets": [0, 2 * num_tokens]}
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_single_text_file_is_divided_by_its_tokens(tmp_path, monkeypatch, is_cut):
+    text = "naïve words, " * 300
+    (tmp_path / "one.txt").write_text(text)
+    if is_cut:  # into several tasks, as a large file is; and killed before its end
+        monkeypatch.setattr(reading, "WHOLE_BYTES", 100)
+        monkeypatch.setattr(reading, "TASK_BYTES", 1000)
+    for num_writes in [*range(12), None] if is_cut else [None]:
+        if not (tmp_path / "out").exists():
+            with stopping_after(num_writes):
+                prepare_dataset(find_documents(tmp_path / "one.txt"), tmp_path / "out", BYTES)
+    tokens = tokens_in(tmp_path / "out")
+    together = [*text.encode(), 256]
+    assert tokens["train"].tolist() + tokens["validation"].tolist() == together
+    assert len(tokens["train"]) == round(len(together) * 0.99)
+
+
+def test_reading_stops_after_max_documents(tmp_path, monkeypatch):
+    lines = [json.dumps({"text": "x" * 1000}) for _ in range(20_000)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{broken"]))
+    read, encode = [], encoding.encode_task
+    monkeypatch.setattr(encoding, "encode_task",
+                        lambda *arguments: read.append(1) or encode(*arguments))
+    progress = prepare_dataset(find_documents(tmp_path / "a.jsonl"), tmp_path / "out",
+                               replace(BYTES, max_documents=10))
+    assert progress.train.num_documents == 9 and len(read) == 1
+
+
+# --- a tokenizer of one's own
+
+
+def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(tmp_path):
+    own, out = write_tokenizer(tmp_path / "own"), tmp_path / "out"
+    source = write_source("jsonl", tmp_path / "source")
+    succeeded(prepare(str(source), str(out), "--tokenizer", str(own)))
+    tokenizer = choose_tokenizer(str(own)).load()
+    wanted = [token for text in DOCUMENTS
+              for token in [*tokenizer.encode_ordinary(text), tokenizer.eot_token]]
+    assert np.concatenate(list(tokens_in(out).values())).tolist() == wanted
+    assert (out / "tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
+    with safe_open(out / "train.safetensors", framework="numpy") as file:
+        assert file.metadata()["tokenizer"] == choose_tokenizer(str(own)).name
+    text = (out / "README.md").read_text()
+    assert "tokenizer `tokenizer.json`" in text and "(id 0)" in text and "- sha256" not in text
+    files = contents(out)
+    with serving(Hub(files, repository="someone/own")) as hub, used_in_this_process(
+            hub, tmp_path / "home"):
+        fetch_dataset(tmp_path / "downloaded", "someone/own", ["train", "validation"])
+    for name in ("tokenizer.json", "train.safetensors", "validation.safetensors"):
+        assert (tmp_path / "downloaded" / name).read_bytes() == files[name]
+    order = [path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
+    assert order[0].endswith("tokenizer.json"), "with all token files, a dataset counts as complete"
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Cut documents after 64 bytes, and fill tasks with 200."""
+    monkeypatch.setattr(cutting, "LARGE_DOCUMENT", 64)
+    monkeypatch.setattr(reading, "TASK_BYTES", 200)
+    monkeypatch.setattr(reading, "WHOLE_BYTES", 200)
+
+
+@pytest.mark.parametrize("changes", [{}, LETTERS], ids=["as gpt2", "across spaces"])
+def test_cutting_a_document_does_not_change_its_ids(changes, tmp_path, small_pieces):
+    own = write_tokenizer(tmp_path / "own", texts=[LONG] * 2)
+    if changes:
+        model = json.loads((own / "tokenizer.json").read_text())["model"]
+        model["vocab"]["eĠ"] = len(model["vocab"])
+        model["merges"].insert(0, ["e", "Ġ"])
+        write_tokenizer(own, texts=[LONG] * 2, model=model, **changes)
+    load = choose_tokenizer(str(own)).load
+    tokenizer = load()
+    pieces = list(cut_document([LONG.encode()]))
+    assert len(pieces) > 20 and not all(piece.ends_safely for piece in pieces)
+    naive = [token for piece in pieces for token in tokenizer.encode_ordinary(piece.text)]
+    wanted = [*tokenizer.encode_ordinary(LONG), tokenizer.eot_token]
+    assert naive != wanted[:-1]
+    assert encode_task(task_of(pieces), load).tokens.tolist() == wanted
+    path = tmp_path / "a.txt"
+    path.write_text(LONG)
+    tasks = list(text_tasks([path], tmp_path, cuts_of(tokenizer)))
+    assert len(tasks) <= 2 if changes else len(tasks) > 2
+    assert np.concatenate([encode_task(task, load).tokens for task in tasks]).tolist() == wanted
+
+
+def test_a_document_that_cannot_be_cut_is_refused_if_it_is_too_long(tmp_path, small_pieces,
+                                                                    monkeypatch):
+    monkeypatch.setattr(cutting, "MAX_UNCUT", 2**20)
+    path = tmp_path / "long.txt"
+    path.write_text("x" * (2**20 + 1000))
+    with pytest.raises(BadShard, match="long.txt: a document of more than 1 million characters"):
+        list(text_tasks([path], tmp_path, "none"))
+
+
+def test_a_tokenizer_that_cannot_be_used_is_one_line_and_leaves_nothing(tmp_path):
+    source = write_source("txt", tmp_path / "source")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/tokenizer.json").write_text(json.dumps({"model": None}))
+    for choice in ("nowhere", str(tmp_path / "empty"), str(tmp_path / "bad")):
+        result = prepare(str(source), str(tmp_path / "out"), "--tokenizer", choice)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "empty", "bad"}
+
+
+# --- files that cannot be read
+
+
+@pytest.mark.parametrize("footer", [False, True])
+def test_a_damaged_shard_is_an_error_or_skipped_and_counted_or_replaced(tmp_path, footer):
+    generator = random.Random(0)
+    parts = [[f"{i}-{j}-{generator.random()}" for j in range(50)] for i in range(4)]
+    folder = write_parquet(tmp_path / "source", *parts)
+    whole = (folder / "001.parquet").read_bytes()
+    corrupt(folder / "001.parquet", footer=footer)
+    options = replace(BYTES, validation_fraction=0.25)
+    for out in ("out", "replaced"):
+        with pytest.raises(UserError, match="001.parquet: not a complete parquet file.*--skip-ba"):
+            prepare_dataset(find_documents(folder), tmp_path / out, options)
+        assert not (tmp_path / out).exists()
+    progress = prepare_dataset(find_documents(folder), tmp_path / "out",
+                               replace(options, skip_bad_shards=True))
+    assert progress.bad_files == ["001.parquet"]
+    train, validation = documents_of(tmp_path / "out")
+    assert train + validation == parts[0] + parts[2] + parts[3]
+    assert len(validation) == 38  # of the 150 that could be read
+    assert "could not be read: 1 (001.parquet)" in (tmp_path / "out" / "README.md").read_text()
+    (folder / "001.parquet").write_bytes(whole)
+    progress = prepare_dataset(find_documents(folder), tmp_path / "replaced", options)
+    assert progress.bad_files == [] and progress.total.num_documents == 200
+
+
+def text_files(folder, num_files, *bad):
+    """Write text files, of which some are UTF-16; return the texts of the others."""
+    folder.mkdir()
+    texts = [f"text {i} " + "x" * i for i in range(num_files)]
+    for i, text in enumerate(texts):
+        (folder / f"{i:03}.txt").write_text(text, encoding="utf-16" if i in bad else "utf-8")
+    return folder, [text for i, text in enumerate(texts) if i not in bad]
+
+
+@pytest.mark.parametrize("bad", [0, 7, 9])
+def test_one_text_file_that_cannot_be_read_costs_only_that_file(tmp_path, bad, capsys):
+    folder, texts = text_files(tmp_path / "source", 10, bad)
+    progress = prepare_dataset(find_documents(folder), tmp_path / "out",
+                               replace(BYTES, validation_fraction=0.2))
+    line = capsys.readouterr().err
+    assert line.startswith("left out: ") and f"/{bad:03}.txt: is UTF-16" in line
+    train, validation = documents_of(tmp_path / "out")
+    assert train + validation == texts and len(train) == 7 == progress.train.num_documents
+    assert progress.bad_files == [f"{bad:03}.txt"] and progress.num_bad_files == 1
+    with safe_open(tmp_path / "out" / "train.safetensors", framework="numpy") as file:
+        assert file.metadata()["num_bad_files"] == "1"
+        assert file.metadata()["num_text_bytes"] == str(sum(len(text) for text in train))
+
+
+@pytest.mark.parametrize("bad", [(0, 1), (1,)])
+def test_text_files_too_few_of_which_can_be_read_are_an_error(tmp_path, bad, capsys):
+    folder, _ = text_files(tmp_path / "source", 2, *bad)
+    with pytest.raises(UserError, match=r"document.? found; wanted .*; left out: .*001.txt"):
+        prepare_dataset(find_documents(folder), tmp_path / "out",
+                        replace(BYTES, skip_bad_shards=True))
+    assert "001.txt: is UTF-16; wanted UTF-8" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_damaged_file_in_a_hundred_is_left_out(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for i in range(100):
+        (folder / f"{i:03}.jsonl").write_text(f'{{"text": "{i}"}}\n')
+    (folder / "040.jsonl").write_text("no JSON\n")
+    progress = prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    assert progress.bad_files == ["040.jsonl"] and progress.train.num_documents == 98
+    (folder / "050.jsonl").write_text("no JSON\n")
+    with pytest.raises(UserError, match="050.jsonl: line 1 is not .*; 2 files cannot be read"):
+        prepare_dataset(find_documents(folder), tmp_path / "again", BYTES)
+    assert not (tmp_path / "again").exists()
+
+
+# --- disks, outputs, progress and the card
+
+
+def test_a_too_small_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3000))
+    source = texts_source(["a" * 10_000, "b" * 10_000])
+    with pytest.raises(UserError, match="3.00 kB free; tokens need 4.00 kB or more") as caught:
+        prepare_dataset(source, tmp_path / "out", BYTES)
+    assert caught.value.status == 4 and list(tmp_path.iterdir()) == []
+    (tmp_path / "a.jsonl").write_text(  # such files may hold more than text
+        json.dumps({"text": "a", "image": "x" * 99_000}) + '\n{"text": "b"}\n')
+    prepare_dataset(find_documents(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
+    line = capsys.readouterr().err
+    assert line.startswith("warning: ") and "tokens need 19.8 kB or more" in line
+
+
+def test_after_a_full_disk_the_same_call_continues(tmp_path, monkeypatch):
+    source = texts_source(["a", "b"], ["c"], ["d"])
+    sync, syncs = TokenFileWriter.sync, []
+
+    def full(writer):
+        syncs.append(writer)
+        if len(syncs) > 2:  # the second shard
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(writer)
+
+    monkeypatch.setattr(pipeline.DocumentTable, "sync", full)
+    with pytest.raises(UserError, match="the disk is full; .*: 1 shards are finished") as caught:
+        prepare_dataset(source, tmp_path / "out", BYTES)
+    assert caught.value.status == 4 and not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    prepare_dataset(source, tmp_path / "out", BYTES)
+    assert documents_of(tmp_path / "out") == [["a", "b", "c"], ["d"]]
+
+
+@pytest.mark.parametrize(("limit", "before", "after"), [
+    (None, "2.00kB of 3.00kB", "3.00kB of 3.00kB"), (25, "20 documents of 25", "25 documents of")])
+def test_progress_is_a_bar_or_plain_lines(tmp_path, monkeypatch, capsys, limit, before, after):
+    monkeypatch.setattr(card, "LINE_INTERVAL", -1)
+    source = texts_source(*[[letter * 100] * 10 for letter in "abc"])
+    options = replace(BYTES, max_documents=limit)
+    leave_unfinished(source, tmp_path / "out", options)
+    assert re.search(rf"^{before}.*, 0 M tokens, \d+\.\d\d M tokens/s, 00:00 left$",
+                     capsys.readouterr().err, re.MULTILINE)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    prepare_dataset(source, tmp_path / "out", options)
+    assert terminal.getvalue().startswith("continuing after document 20\n")
+    assert re.search(rf"100%\|.*\| {after}.* \[.*<.*, 0 M tokens, \d+\.\d\d M tokens/s\]",
+                     terminal.getvalue())
+
+
+def test_documents_without_text_are_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "a"}\n{"text": ""}\n')
+    progress = prepare_dataset(find_documents(tmp_path), tmp_path / "out", BYTES)
+    assert "documents without text: 2" in card.summary(tmp_path / "out", progress)
+
+
+def test_the_dataset_card_is_valid_and_its_code_works(tmp_path, monkeypatch):
+    prepare_dataset(texts_source(["a" * 1200, "b"]), tmp_path / "out", BYTES)
+    readme = DatasetCard.load(tmp_path / "out" / "README.md")
+    data = readme.data.to_dict()
+    assert data["license"] == "unknown" and data["language"] == ["en"]
+    assert data["task_categories"] == ["text-generation"] and data["size_categories"] == ["n<1K"]
+    assert "1,203 tokens of the" in readme.text and "(1.00 characters per\ntoken)" in readme.text
+    assert "| `train.safetensors` | 1 | 1,201 | 6,506 |" in readme.text
+    code = readme.text.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path / "out")
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert len(names["tokens"]) == 1024
+
+
+def test_hostile_names_stay_text_in_a_dataset_card(tmp_path):
+    folder = write_parquet(tmp_path / HOSTILE, DOCUMENTS[:50], DOCUMENTS[50:])
+    (folder / f"002{HOSTILE}.parquet").write_bytes(b"")
+    prepare_dataset(find_documents(folder), tmp_path / "out", replace(BYTES, skip_bad_shards=True))
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "could not be read: 1 (002a" in text and not active_parts(text)
+
+
+def test_an_output_is_empty_or_new_and_can_be_replaced(tmp_path, monkeypatch):
+    source = texts_source(["a", "b"])
+    for name in ("disk", "full", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    prepare_dataset(source, tmp_path / "link", BYTES)
+    assert documents_of(tmp_path / "disk") == [["a"], ["b"]]
+    (tmp_path / "full/mine").write_text("mine")
+    for output in ("full", "full/mine"):
+        with pytest.raises(UserError, match="is not empty"):
+            prepare_dataset(source, tmp_path / output, BYTES)
+    assert (tmp_path / "full/mine").read_text() == "mine"
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (Path("."), Path("/proc")):
+        with pytest.raises(UserError, match="is a mount point or the current directory"):
+            prepare_dataset(source, output, BYTES)
+    assert not list(tmp_path.glob(".*"))
+
+
+# --- kills and resuming
+
+
+@settings(max_examples=30, deadline=None)
+@given(stops=st.lists(st.integers(0, 35), min_size=1, max_size=8), total=st.integers(0, 3))
+def test_stopped_at_any_write_it_continues_to_the_same_bytes(tmp_path_factory, stops, total):
+    """The whole, or each of the parts, which are joined then."""
+    folder = tmp_path_factory.mktemp("stops")
+    prepare_dataset(texts_source(*SHARDS), folder / "undisturbed", BYTES)
+    parts = [f"{number}/{total}" for number in range(1, total + 1)] or [""]
+    outs = [folder / f"out{number}" for number in range(len(parts))]
+    for out, part in zip(outs, parts, strict=True):
+        for stop in [*stops, None]:
+            with stopping_after(stop):
+                if not out.exists():
+                    prepare_dataset(texts_source(*SHARDS), out, replace(BYTES, part=part))
+    if total:
+        join_parts(outs, folder / "out0-joined")
+    assert contents(folder / ("out0-joined" if total else "out0")) == contents(
+        folder / "undisturbed")
+
+
+def fail_at(monkeypatch, owner, name, act):
+    """Run something whose call of a function raises, as if it was killed there."""
+    def stop(*_, **__):
+        raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(owner, name, stop)
+        act()
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), [
+    *(("journal.jsonl", size) for size in (0, 1, 10, -1, -30)),
+    *(("dataset/train.safetensors", size) for size in (0, 4100, -1)),
+    *(("documents.bin", size) for size in (0, 24, 24 * 9)),
+])
+def test_a_file_that_is_shorter_or_longer_than_it_should_be_is_written_again(
+        tmp_path, monkeypatch, name, num_bytes):
+    def act(out):
+        return prepare_dataset(texts_source(["a", "b"], ["c"], ["d"]), out, BYTES)
+
+    act(tmp_path / "undisturbed")
+    if name == "documents.bin":
+        leave_unfinished(texts_source(["a", "b"], ["c"], ["d"]), tmp_path / "out")
+    else:
+        fail_at(monkeypatch, Journal, "publish", lambda: act(tmp_path / "out"))
+    path = tmp_path / ".out.partial" / name
+    os.truncate(path, num_bytes if num_bytes >= 0 else path.stat().st_size + num_bytes)
+    act(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def test_documents_that_were_divided_into_splits_are_not_read_again(tmp_path, monkeypatch):
+    source = texts_source(["a", "b"], ["c"], ["d"])
+    fail_at(monkeypatch, Journal, "publish",
+            lambda: prepare_dataset(source, tmp_path / "out", BYTES))
+    monkeypatch.setattr(encoding, "encode_task", lambda *_: pytest.fail("was read again"))
+    source = texts_source(["a", "b"], ["c"], ["d"], ["of a file that is new since then"])
+    prepare_dataset(source, tmp_path / "out", BYTES)
+    assert documents_of(tmp_path / "out") == [["a", "b", "c"], ["d"]]
+
+
+def test_a_kill_before_the_journal_is_deleted_does_no_harm(tmp_path, monkeypatch):
+    source = texts_source(["a", "b"])
+    fail_at(monkeypatch, shutil, "rmtree", lambda: prepare_dataset(source, tmp_path / "out", BYTES))
+    assert documents_of(tmp_path / "out") == [["a"], ["b"]]
+    shutil.rmtree(tmp_path / "out")
+    prepare_dataset(source, tmp_path / "out", BYTES)
+    assert documents_of(tmp_path / "out") == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(("shards", "options", "message"), [
+    (None, replace(BYTES, tokenizer="gpt2"), "tokenizer was bytes, is gpt2"),
+    (None, replace(BYTES, tokenizer="own"), "tokenizer was bytes, is sha256:"),
+    (None, replace(BYTES, validation_fraction=0.5), "validation fraction was 0.01, is 0.5"),
+    (None, replace(BYTES, max_documents=3), "max documents was none, is 3"),
+    ([["a", "B"], ["c"]], BYTES, "shard 0 has changed"),
+    ([["new"], ["a", "b"], ["c"]], BYTES, "shard 0 has changed"),
+    ([], BYTES, "shard 0 is missing, or there are new files before it"),
+])
+def test_a_changed_option_or_source_is_refused(tmp_path, monkeypatch, shards, options, message):
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "own")
+    source = texts_source(["a", "b"], ["c"])
+    leave_unfinished(source, tmp_path / "out")
+    with pytest.raises(UserError, match=f"differs: {message}") as caught:
+        prepare_dataset(source if shards is None else texts_source(*shards), tmp_path / "out",
+                        options)
+    assert str(tmp_path / ".out.partial") in str(caught.value)
+    prepare_dataset(source, tmp_path / "out", BYTES)  # the first request can still be finished
+    assert documents_of(tmp_path / "out") == [["a", "b"], ["c"]]
+
+
+def test_options_may_change_before_a_shard_is_finished(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "a"}\n{"content": "b"}\n')
+    with pytest.raises(UserError, match="its keys are content"):
+        prepare_dataset(find_documents(tmp_path), tmp_path / "out", BYTES)
+    prepare_dataset(find_documents(tmp_path, text_column="content"), tmp_path / "out", BYTES)
+    assert documents_of(tmp_path / "out") == [["a"], ["b"]]
+
+
+def test_two_preparations_of_one_output_are_refused(tmp_path):
+    with Journal(tmp_path / "out"):
+        with pytest.raises(UserError, match="another process is preparing this dataset"):
+            prepare_dataset(texts_source(["a", "b"]), tmp_path / "out", BYTES)
+        assert (tmp_path / ".out.partial").exists()
+
+
+# --- parts
+
+
+def prepare_parts(make, folder, options, total):
+    """Prepare all parts, each from a source of its own, as on several machines."""
+    parts = {folder / f"part{number}": f"{number}/{total}" for number in range(1, total + 1)}
+    for path, part in parts.items():
+        prepare_dataset(make(), path, replace(options, part=part))
+    return list(parts)
+
+
+def test_a_join_that_was_stopped_can_be_repeated(tmp_path, monkeypatch):
+    options = PrepareOptions(tokenizer=str(write_tokenizer(tmp_path / "own")))
+    prepare_dataset(texts_source(*SHARDS), tmp_path / "one", options)
+    parts = prepare_parts(lambda: texts_source(*SHARDS), tmp_path, options, 2)
+    partial = tmp_path / ".joined.partial" / "dataset"
+    partial.mkdir(parents=True)  # as a kill leaves it
+    (partial / "train.safetensors").write_bytes(b"x" * 10**5)
+    (partial / "unknown").write_text("x")
+    fail_at(monkeypatch, Journal, "publish", lambda: join_parts(parts, tmp_path / "joined"))
+    assert not (tmp_path / "joined").exists()
+    join_parts(parts, tmp_path / "joined")
+    assert contents(tmp_path / "joined") == contents(tmp_path / "one")
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("kind", "max_documents"), [("txt", None), ("txt", 95), ("jsonl", 95)])
+def test_files_that_cannot_be_read_are_left_out_of_the_join_as_of_one_preparation(
+        tmp_path, monkeypatch, kind, max_documents):
+    monkeypatch.setattr("preparation.sources.TEXT_FILES_PER_SHARD", 30)
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for i in range(102):
+        (folder / f"{i:03}.{kind}").write_text(json.dumps({"text": "x" * i}) + "\n")
+    (folder / f"020.{kind}").write_text("neither UTF-8 nor JSON", encoding="utf-16")
+    options = replace(BYTES, max_documents=max_documents)
+    prepare_dataset(find_documents(folder), tmp_path / "one", options)
+    parts = prepare_parts(lambda: find_documents(folder), tmp_path, options, 3)
+    assert join_parts(parts, tmp_path / "joined").bad_files == [f"020.{kind}"]
+    assert contents(tmp_path / "joined") == contents(tmp_path / "one")
+    part_file = tmp_path / "part1/part.json"
+    part_file.write_text(part_file.read_text().replace('max_bad_files": 1', 'max_bad_files": 0'))
+    with pytest.raises(UserError, match="1 files of all parts could not be read, more than 0"):
+        join_parts(parts, tmp_path / "again")
+
+
+@pytest.mark.parametrize(("limit", "is_refused"), [(95, True), (100, True), (60, False),
+                                                   (101, False)])
+def test_a_cut_in_a_part_with_files_that_cannot_be_read_is_refused(tmp_path, limit, is_refused):
+    folder = write_parquet(tmp_path / "source", *(
+        [f"{i} {j} " + "x" * 99 for j in range(20)] for i in range(9)))
+    corrupt(folder / "004.parquet", footer=False)  # part 2 has 40 documents that can be read
+    options = replace(BYTES, max_documents=limit, skip_bad_shards=True)
+    parts = prepare_parts(lambda: find_documents(folder), tmp_path, options, 3)
+    if is_refused:
+        with pytest.raises(UserError, match="part2: --max-documents ends in this part, which has"):
+            join_parts(parts, tmp_path / "joined", skip_bad_shards=True)
+    else:
+        join_parts(parts, tmp_path / "joined", skip_bad_shards=True)
+        prepare_dataset(find_documents(folder), tmp_path / "one", options)
+        assert contents(tmp_path / "joined") == contents(tmp_path / "one")
+
+
+NOT_WHOLE = "part2: train.safetensors or documents.bin is not whole; copy or prepare"
+DAMAGED = "part.json: cannot be read, or is damaged"
+
+
+def edit(old, new):
+    return lambda part: (part / "part.json").write_text(
+        (part / "part.json").read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda part: (part / "train.safetensors").open("r+b").write(b"x"), NOT_WHOLE),
+    (lambda part: os.truncate(part / "documents.bin", 24), NOT_WHOLE),
+    (lambda part: (part / "train.safetensors").unlink(), "part2/train.safetensors: is missing; co"),
+    (lambda part: (part / "part.json").write_text("{}"), DAMAGED),
+    (edit('"num_tokens": ', '"num_tokens": -'), DAMAGED),
+    (edit('"validation_fraction": 0.01', '"validation_fraction": NaN'), DAMAGED),
+    (edit('"part": "2/3"', '"part": "9/3"'), DAMAGED), (edit('"bytes"', '"none"'), DAMAGED),
+    (shutil.rmtree, "part2: is not a part"),
+    (lambda part: part.rename(part.with_name(".part2.partial")), "part2: is an unfinished part; r"),
+])
+def test_a_part_that_is_missing_or_damaged_is_refused(tmp_path, change, message):
+    parts = prepare_parts(lambda: texts_source(*SHARDS), tmp_path, BYTES, 3)
+    change(tmp_path / "part2")
+    with pytest.raises(UserError, match=message) as caught:
+        join_parts(parts, tmp_path / "joined")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "joined").exists() and not (tmp_path / ".joined.partial").exists()
+
+
+def test_missing_and_repeated_parts_are_refused(tmp_path):
+    parts = prepare_parts(lambda: texts_source(*SHARDS), tmp_path, BYTES, 4)
+    with pytest.raises(UserError, match="part 2, 4 of 4 missing; prepare it with --part 2/4"):
+        join_parts([parts[0], parts[2]], tmp_path / "joined")
+    with pytest.raises(UserError, match="part1 and .*part1 are both part 1/4"):
+        join_parts([*parts, parts[0]], tmp_path / "joined")
+
+
+@pytest.mark.parametrize(("options", "source", "message"), [
+    (replace(BYTES, tokenizer="gpt2"), texts_source(*SHARDS), "tokenizer was bytes, is gpt2"),
+    (replace(BYTES, max_documents=3), texts_source(*SHARDS), "max documents was none, is 3"),
+    (BYTES, texts_source(*SHARDS[:4], ["g", "hi"]), "the names or sizes of the source's files"),
+    (replace(BYTES, part="2/3"), texts_source(*SHARDS), "they are parts 1/2 and 2/3"),
+    (BYTES, replace(texts_source(*SHARDS), revision="other"), "revision was none, is other"),
+])
+def test_parts_of_different_preparations_are_refused(tmp_path, options, source, message):
+    prepare_dataset(texts_source(*SHARDS), tmp_path / "a", replace(BYTES, part="1/2"))
+    prepare_dataset(source, tmp_path / "b", replace(options, part=options.part or "2/2"))
+    with pytest.raises(UserError, match=f"a and .*b do not belong together: {message}"):
+        join_parts([tmp_path / "a", tmp_path / "b"], tmp_path / "joined")
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/2/3", "-1/2"])
+def test_a_part_that_there_cannot_be_is_one_line(tmp_path, text):
+    result = prepare("source", str(tmp_path / "out"), f"--part={text}")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert f"--part {text}: wanted I/N with I from 1 to N, such as 2/4" in result.stderr
+
+
+def test_more_parts_than_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match="--part 1/6: texts has only 5 shards.*; use fewer parts"):
+        prepare_dataset(texts_source(*SHARDS), tmp_path / "out", replace(BYTES, part="1/6"))
+
+
+@given(sizes=st.lists(st.integers(0, 100), min_size=1, max_size=30), num_parts=st.integers(1, 30))
+def test_parts_have_about_the_same_size_and_none_is_empty(sizes, num_parts):
+    num_parts = min(num_parts, len(sizes))
+    cuts = part_cuts(sizes, num_parts)
+    assert cuts[0] == 0 and cuts[-1] == len(sizes) and len(cuts) == num_parts + 1
+    assert all(first < second for first, second in zip(cuts, cuts[1:], strict=False))
+    if len(set(sizes)) == 1 and sizes[0] and len(sizes) % num_parts == 0:
+        assert {b - a for a, b in zip(cuts, cuts[1:], strict=False)} == {len(sizes) // num_parts}
+
+
+def test_the_commands_of_several_machines_and_of_the_join(tmp_path):
+    """JSON lines on the hub: each machine downloads its files, once, and counts no others."""
+    files = {f"{i}.jsonl": "".join(json.dumps({"text": f"{i} {j}"}) + "\n"
+                                   for j in range(30 + i)).encode() for i in range(4)}
+    with serving(Hub(files)) as hub, used_in_this_process(hub, tmp_path / "home"):
+        arguments = ["--tokenizer", "bytes", "--validation-fraction", "0.3"]
+        succeeded(prepare(hub.repository, str(tmp_path / "one"), *arguments))
+        for number in (1, 2):
+            hub.requests.clear()
+            commit = ["--revision", hub.sha] if number == 2 else []
+            result = succeeded(prepare(hub.repository, str(tmp_path / f"part{number}"), *arguments,
+                                       "--part", f"{number}/2", *commit))
+            advice = f"use --revision {hub.sha} on the other machines\n"
+            assert (advice in result.stdout) == (number == 1)
+            assert [len(hub.downloads(name)) for name in sorted(files)] == [
+                int((i < 2) == (number == 1)) for i in range(4)]
+            assert f"{61 if number == 1 else 65} documents" in result.stdout
+    command = [str(tmp_path / "part1"), str(tmp_path / "part2"), str(tmp_path / "joined"), "--join"]
+    refused = prepare(*command, "--tokenizer", "bytes")
+    assert refused.returncode == 2 and "--tokenizer: is not for --join" in refused.stderr
+    assert "126 documents" in succeeded(prepare(*command)).stdout
+    assert contents(tmp_path / "joined") == contents(tmp_path / "one")
+    several = prepare(*command[:2], str(tmp_path / "new"))
+    assert several.returncode == 2 and "wanted one SOURCE and one OUTPUT" in several.stderr
+
+
+# --- the command: worker processes, kills, Ctrl-C, errors and memory
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Eight parquet files with 1 MB of random words; a slow preparation uses workers for it."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("etaoinshrdlu", k=generator.randrange(2, 9)))
+             for _ in range(2000)]
+    return write_parquet(tmp_path_factory.mktemp("corpus") / "source", *(
+        [" ".join(generator.choices(words, k=100)) for _ in range(220)] for _ in range(8)))
+
+
+@pytest.fixture(scope="module")
+def prepared(corpus, tmp_path_factory):
+    """The dataset of the corpus, prepared in this process."""
+    out = tmp_path_factory.mktemp("prepared") / "out"
+    prepare_dataset(find_documents(corpus), out, PrepareOptions())
+    return out
+
+
+def test_workers_write_the_bytes_of_one_process_and_the_tokens_of_the_original(corpus, prepared,
+                                                                               tmp_path):
+    out = tmp_path / "out"
+    succeeded(run_command(*SLOW_COMMAND, str(corpus), str(out), "--workers", "3"))
+    assert contents(out) == contents(prepared)
+    prepare_as_the_original(corpus, tmp_path / "reference")
+    for split, tokens in tokens_in(tmp_path / "reference").items():
+        assert np.array_equal(tokens_in(out)[split], tokens)
+
+
+def test_workers_write_the_bytes_of_one_process_with_a_tokenizer_of_ones_own(corpus, tmp_path):
+    arguments = (str(corpus), "--tokenizer", str(write_tokenizer(tmp_path / "own")))
+    succeeded(run_command(*SLOW_COMMAND, *arguments, str(tmp_path / "two"), "--workers", "2"))
+    succeeded(prepare(*arguments, str(tmp_path / "one")))
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_after_a_kill_the_same_command_continues_to_the_same_bytes(corpus, prepared, tmp_path):
+    out, journal = tmp_path / "out", tmp_path / ".out.partial" / "journal.jsonl"
+    process = start([*SLOW_COMMAND, str(corpus), str(out), "--workers", "2"])
+    wait_for_lines(journal, 4, process)  # the request and three shards
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not out.exists()
+    result = succeeded(prepare(str(corpus), str(out)))
+    assert re.match(r"continuing after document \d+\n", result.stderr)
+    assert contents(out) == contents(prepared)
+    assert not list(tmp_path.glob(".*")), "an unfinished directory was left behind"
+
+
+def start(command, **environment):
+    """Start a slow preparation that can be interrupted with Ctrl-C."""
+    return subprocess.Popen(
+        command, cwd=PROJECT_DIR, env=os.environ | {"PAUSE_SECONDS": "0.3"} | environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+
+
+def wait_for_lines(path, num_lines, process):
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < num_lines:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(1200)
+def test_killed_ten_times_at_random_it_ends_with_the_same_bytes(tmp_path, workplace, request):
+    if not request.config.getoption("--thorough"):
+        pytest.skip("prepares 300 MB of parquet ten times: --thorough")
+    corpus = tmp_path / "sample" / "10BT"
+    build_corpus(corpus, 750 * 10**6, num_files=24)
+    command = [*COMMAND, str(corpus), "--workers", "2"]
+    started = time.monotonic()
+    succeeded(run_command(*command, str(tmp_path / "undisturbed")))
+    seconds = time.monotonic() - started
+    undisturbed = contents(tmp_path / "undisturbed")
+    out = workplace.datasets_dir / "mine"
+    generator = random.Random(0)
+    num_killed = 0
+    while num_killed < 10:
+        if out.exists():  # it finished between two kills: begin again
+            assert contents(out) == undisturbed
+            shutil.rmtree(out)
+            seconds *= 0.8  # the machine was faster than before
+        process = subprocess.Popen([*command, str(out)], stderr=subprocess.DEVNULL,
+                                   stdout=subprocess.DEVNULL)
+        try:
+            assert process.wait(generator.uniform(0.3, 0.95) * seconds) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            num_killed += process.wait() == -signal.SIGKILL
+    if not out.exists():
+        succeeded(run_command(*command, str(out)))
+    assert contents(out) == undisturbed
+    assert not list(out.parent.glob(".*")), "an unfinished directory was left behind"
+
+
+def test_ctrl_c_is_one_line_and_leaves_no_process(corpus, tmp_path):
+    process = start([*SLOW_COMMAND, str(corpus), str(tmp_path / "out"), "--workers", "2"])
+    wait_for_lines(tmp_path / ".out.partial" / "journal.jsonl", 2, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr.strip() == "Interrupted; run the same command again to continue"
+    deadline = time.monotonic() + 30
+    while subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).stdout:
+        assert time.monotonic() < deadline, "a process is still running"
+        time.sleep(0.05)
+
+
+def test_a_killed_worker_is_one_line(corpus, tmp_path):
+    result = run_command(*SLOW_COMMAND, str(corpus), str(tmp_path / "out"), "--workers", "2",
+                         WORKER_DIES="1")
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1 and "a worker process was killed" in result.stderr
+
+
+def test_a_full_disk_has_its_own_exit_status(tmp_path):
+    source_dir, disk = tmp_path / "source", tmp_path / "disk"
+    write_parquet(source_dir, ["two words " * 100_000] * 4)
+    disk.mkdir()
+    with small_disk(disk, "500k"):
+        result = prepare(str(source_dir), str(disk / "out"))
+        assert result.returncode == 4 and result.stderr.count("\n") == 1, result.stderr
+        assert "the disk is full; free some space" in result.stderr
+        assert not (disk / "out").exists()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["nowhere/x.jsonl"], "nowhere/x.jsonl: no such file"), (["a**b/*.jsonl"], "a**b/*.jsonl: not"),
+    (["x" * 300], "x" * 40), (["s", "--revision", "x"], "need a dataset on the hub"),
+    (["s", "--keep-raw", "x"], "need a dataset on the hub"),
+    (["s", "--validation-fraction", "nan"], "wanted a number between 0 and 1"),
+])
+def test_wrong_arguments_are_one_line_and_write_nothing(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write_source("jsonl", tmp_path / "s")
+    result = prepare(*arguments, "out")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("Error: ") and message in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_name_that_a_run_cannot_give_is_refused_before_anything_is_written(tmp_path):
+    result = prepare("python-stdlib", str(tmp_path / "my ü set"))
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "may have only a-z, A-Z, 0-9, '.', '-' and '_', a letter or digit" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_prints_counts_and_refuses_to_overwrite(tmp_path):
+    source_dir = write_source("parquet", tmp_path / "source")
+    arguments = [str(source_dir), str(tmp_path / "out"), "--tokenizer", "bytes"]
+    result = succeeded(run_command(*COMMAND, *arguments))
+    first, empty, train, validation = result.stdout.splitlines()
+    size = sum(len(text.encode()) for text in DOCUMENTS)
+    assert first == (f"152 documents, {size + 152:,} tokens, {size:,} bytes of text, 0.87"
+                     " characters per token")
+    assert empty == "documents without text: 2"
+    assert "train.safetensors: 150 documents" in train and "2 documents, 2 tokens" in validation
+    again = prepare(*arguments)
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1 and "is not empty" in again.stderr
+
+
+def peak_of(source, out, *arguments):
+    """Return the MiB of memory that a preparation takes at most."""
+    return peak_memory_of([*COMMAND, source, out, *arguments])[1] / 2**20
+
+
+def test_memory_stays_small_with_large_documents(tmp_path):
+    """Ten documents of 13 MB. The peak is 290 MiB, and 510 MiB if all tokens stay in memory."""
+    line = json.dumps({"text": "All work and no play. " * 600_000})
+    (tmp_path / "a.jsonl").write_text(f"{line}\n" * 10)
+    assert peak_of(tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", "bytes",
+                   "--workers", "2") < 400
+
+
+def test_memory_does_not_grow_with_the_input_or_the_largest_default_number_of_workers(
+        request, tmp_path):
+    if not request.config.getoption("--thorough"):
+        pytest.skip("tokenises 100 MB and more: --thorough")
+    peaks = []
+    for copies, workers in ((1, 2), (6, 2), (4, MAX_DEFAULT_WORKERS)):
+        folder = tmp_path / f"{copies}" / "sample" / "10BT"
+        build_corpus(folder, copies * 24 * 10**6, num_files=8 * copies)
+        peaks.append(peak_of(folder, tmp_path / f"out{copies}", "--workers", str(workers)))
+    assert peaks[1] < peaks[0] + 60 and peaks[2] < 1024, peaks
+
+
+@pytest.mark.parametrize("kind", ["lines", "escaped", "repeated", "groups"])
+def test_memory_stays_small_with_documents_of_100_mb_in_every_form(tmp_path, request, kind):
+    if not request.config.getoption("--thorough"):
+        pytest.skip("tokenises 200 MB and more: --thorough")
+    folder = tmp_path / "source"
+    folder.mkdir()
+    if kind == "lines":
+        line = json.dumps({"text": "All work and no play. " * 4_500_000})
+        with (folder / "a.jsonl").open("w") as file:
+            file.writelines(f"{line}\n" for _ in range(3))
+    elif kind == "escaped":  # 33 MB of Cyrillic, each letter as six characters
+        line = json.dumps({"text": "Работа без отдыха " * 1_030_000})
+        (folder / "a.jsonl").write_text(f"{line}\n{line}\n")
+    elif kind == "repeated":  # 18 MB, stored once for all twelve rows
+        write_parquet(folder, ["All work and no play. " * 820_000] * 12)
+    else:  # large row groups
+        texts = [f"{i} All work and no play. " * 2000 for i in range(4000)]
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet",
+                                    row_group_size=1000, use_dictionary=False)
+    assert peak_of(folder, tmp_path / "out", "--tokenizer", "bytes", "--workers", "4") < 1024

@@ -1,0 +1,869 @@
+"""Sources of documents: finding, choosing and reading files, the hub, and hostile input."""
+
+import gzip
+import io
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from huggingface_hub import DatasetCard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from basics.errors import UserError
+from preparation import cutting, hub, reading
+from preparation.choosing import (
+    SourceOptions,
+    config_patterns,
+    listed,
+    split_of,
+    split_of_files,
+    subset_of,
+)
+from preparation.cutting import BadShard, cut_document
+from preparation.encoding import encode_task
+from preparation.ensure_dataset import is_complete, provide_dataset
+from preparation.pipeline import prepare_dataset
+from preparation.reading import Task, json_tasks, parquet_tasks, text_tasks
+from preparation.sources import python_stdlib
+from tests.support.hub_server import (
+    Fault,
+    Hub,
+    serving,
+    tokens_hub_fixture,  # noqa: F401
+    used_in_this_process,
+)
+from tests.support.preparation import (
+    BYTES,
+    DOCUMENTS,
+    decoded,
+    find_documents,
+    prepare,
+    tokens_in,
+    write_parquet,
+    write_source,
+)
+from tests.support.workplace import PROJECT_DIR, small_disk, succeeded
+from tokens.tokenizer import load_tokenizer
+
+# --- finding files
+
+
+def test_a_source_can_be_a_pattern_or_a_file(tmp_path):
+    source_dir = write_source("jsonl", tmp_path / "source")
+    assert names_in(find_documents(f"{source_dir}/[ab].jsonl")) == ["a.jsonl", "b.jsonl"]
+    assert names_in(find_documents(f"{tmp_path}/*/b*")) == ["source/b.jsonl"]
+    prepare_dataset(find_documents(source_dir / "a.jsonl"), tmp_path / "out", BYTES)
+    assert decoded(tmp_path / "out" / "train.safetensors") == DOCUMENTS[:50][:-1]
+
+
+def names_in(source):
+    return [shard.name for shard in source.shards]
+
+
+def test_the_identity_of_a_file_changes_with_its_size_or_time(tmp_path):
+    folder = write_parquet(tmp_path / "source", ["a", "b"], ["c"])
+    before = find_documents(folder)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), folder / "001.parquet")
+    after = find_documents(folder)
+    assert before.shards[0].identity == after.shards[0].identity
+    assert before.shards[1].identity != after.shards[1].identity
+
+
+def test_only_txt_files_outside_of_hidden_directories_and_token_datasets_are_documents(tmp_path):
+    (tmp_path / ".git").mkdir()
+    for path in ("a.txt", "b.TXT", ".git/c.txt", "README.md", "convert.py"):
+        (tmp_path / path).write_text("text")
+    prepare_dataset(find_documents(tmp_path), tmp_path / "out", BYTES)
+    (tmp_path / "out/notes.txt").write_text("text")
+    assert find_documents(tmp_path).shards[0].num_files == 2
+    assert find_documents(f"{tmp_path}/*.py").shards[0].num_files == 1
+
+
+def test_a_large_text_file_is_a_shard_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("preparation.sources.WHOLE_BYTES", 100)
+    for name, size in (("a", 10), ("b", 10), ("c", 200), ("d", 10)):
+        (tmp_path / f"{name}.txt").write_text("x" * size)
+    assert [shard.num_files for shard in find_documents(tmp_path).shards] == [2, 1, 1]
+
+
+def test_file_names_of_any_bytes_and_broken_links(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in (b"\xff.jsonl", b"two\nlines.jsonl"):
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text('{"text": "a"}\n')
+    prepare_dataset(find_documents(folder), tmp_path / "out", BYTES)
+    (folder / "z.jsonl").symlink_to("nothing")
+    with pytest.raises(UserError, match="z.jsonl: is a broken link"):
+        find_documents(folder)
+
+
+def test_linked_directories_are_read_unless_they_lead_out(tmp_path, capsys):
+    source = tmp_path / "source"
+    for folder in (source / "a/b", tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+        (folder / "x.txt").write_text("text " + folder.name)
+    (source / "inner").symlink_to("a/b")
+    (source / "outer").symlink_to(tmp_path / "elsewhere")
+    (source / "a/loop").symlink_to("..")
+    prepare_dataset(find_documents(source), tmp_path / "out", BYTES)
+    assert [*decoded(tmp_path / "out/train.safetensors"),
+            *decoded(tmp_path / "out/validation.safetensors")] == ["text b"] * 2
+    warning = capsys.readouterr().err
+    assert f"{source}/outer: leads out of the directory" in warning and "(1 such links)" in warning
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda d: None, "no documents; wanted files ending in"),
+    (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
+    (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
+    (lambda d: (d / "a.jsonl").write_text('{"text": null}\n' * 3), "no text: all of its 3 docu"),
+    (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
+     "contains both JSON lines and parquet"),
+])
+def test_sources_that_cannot_be_used(tmp_path, make, message):
+    source_dir = tmp_path / "source"
+    source_dir.mkdir()
+    make(source_dir)
+    with pytest.raises(UserError, match=message) as caught:
+        prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_documents_of_the_standard_library_are_always_the_same():
+    first, second = (python_stdlib().shards[0] for _ in range(2))
+    assert first.identity == second.identity
+    text = "".join(piece.text for task in first.tasks("any") for piece in task.read([]))
+    assert len(text) > 5_000_000 and "def " in text
+    assert "The \"if\" statement" in text, "the reference documentation is missing"
+
+
+# --- choosing: --subset and --split
+
+NAMES = ["data/en/a.parquet", "data/de/a.parquet", "sample/10BT/a.parquet", "sample/10BT/b.parquet"]
+
+
+def chosen_subset(names, subset, patterns=()):
+    return subset_of(names, SourceOptions("x", subset=subset), "here", patterns)
+
+
+def chosen_split(paths, split, patterns=(), subset=""):
+    return split_of_files(paths, SourceOptions("x", split=split, subset=subset), "here", patterns)
+
+
+@pytest.mark.parametrize(("subset", "wanted"), [
+    ("", NAMES), ("data", NAMES[:2]), ("data/en", NAMES[:1]), ("sample/*", NAMES[2:]),
+    ("*/??", NAMES[:2]), ("*BT", NAMES[2:]), ("data/[d]*", NAMES[1:2]), ("english", NAMES[:1]),
+    ("*glish", NAMES[:1]),
+])
+def test_a_subset_is_a_directory_a_config_or_a_pattern(subset, wanted):
+    patterns = [("english", "", "data/en/*"), ("10BT", "train", "nothing/*")]
+    assert list(chosen_subset(NAMES, subset, patterns)) == wanted
+
+
+def test_a_subset_that_matches_nothing_lists_what_there_is():
+    with pytest.raises(UserError, match=r"^here: --subset fr matches no directory; there are data,"
+                                        r" data/de, data/en, sample, sample/10BT$"):
+        chosen_subset(NAMES, "fr")
+    names = [f"CC-{year}" for year in range(2000, 2030)]
+    assert listed(names, like="CC-2019").startswith("CC-2019, ")
+    assert listed(names, like="CC-2019").endswith(" and 25 more")
+
+
+def test_the_patterns_of_configs_in_every_form():
+    assert config_patterns({"configs": [
+        {"config_name": "a", "data_files": "a/*"},
+        {"config_name": "b", "data_files": [{"split": "train", "path": ["b/*", "c/*"]},
+                                            {"split": "dev", "path": "e"}, ["f", ["g"]]]},
+        {"config_name": "c", "data_dir": "d"}, {"config_name": "d", "data_files": 7}, "noise",
+        {"config_name": "e", "data_dir": "h", "data_files": [{"path": "i", "split": "own"}, 7]},
+    ]}) == [("a", "", "a/*"), ("b", "train", "b/*"), ("b", "train", "c/*"),
+            ("b", "validation", "e"), ("b", "", "f"), ("b", "", "g"), ("c", "", "d/*"),
+            ("e", "own", "h/i")]
+    assert config_patterns({"configs": "noise"}) == config_patterns({}) == []
+
+
+@pytest.mark.parametrize(("path", "split"), [
+    ("data/train-00000-of-00004.parquet", "train"), ("test.jsonl", "test"),
+    ("wiki_valid.jsonl", "validation"), ("dev/0.parquet", "validation"),
+    ("TRAIN/0.parquet", "train"), ("test/train-0.parquet", "train"),
+    ("train00.jsonl", "train"), ("contest.jsonl", ""), ("trains/a.jsonl", ""),
+    ("latest-0.parquet", ""), ("eval_0.jsonl", "test"),
+])
+def test_the_split_that_a_name_says(path, split):
+    assert split_of(path) == split
+
+
+@pytest.mark.parametrize(("names", "split", "wanted", "line"), [
+    (["train-0", "train-1", "test-0"], "", ["train-0", "train-1"],
+     "train (2 files), leaving out test (1 file); --split chooses others"),
+    (["train", "other", "dev"], "", ["train"], "leaving out validation (1 file), other (1 file)"),
+    (["a", "b", "test"], "", ["a", "b"], "taking other (2 files), leaving out test (1 file)"),
+    (["test-0", "test-1"], "", ["test-0", "test-1"], "taking test (2 files)"),
+    (["a", "b"], "", ["a", "b"], ""), (["train"], "", ["train"], ""),
+    (["train-0", "test-0"], "test", ["test-0"], ""),
+    (["train", "valid"], "validation", ["valid"], ""),
+    (["train", "valid"], "dev", ["valid"], ""),
+    (["x/train-0", "x/test-0"], "*-0", ["x/train-0", "x/test-0"], ""),
+    (["x/train-0", "y/train-1"], "train-1", ["y/train-1"], ""),
+])
+def test_the_split_that_is_taken(names, split, wanted, line, capsys):
+    assert chosen_split({name: name for name in names}, split) == wanted
+    printed = capsys.readouterr().err
+    assert line in printed and printed.count("\n") == bool(line)
+
+
+@pytest.mark.parametrize(("names", "split", "message"), [
+    (["dev", "test"], "", "has files of test and validation, none of train; choose"),
+    (["train-0", "train-1", "a"], "test", r"--split test matches no file; there are train \(2"),
+])
+def test_a_split_that_there_is_not(names, split, message):
+    with pytest.raises(UserError, match=message):
+        chosen_split({name: name for name in names}, split)
+
+
+@pytest.mark.parametrize(("subset", "split", "wanted"), [
+    ("", "", ["en/a", "de/a"]), ("english", "", ["en/a"]), ("en", "", ["en/a"]),
+    ("", "test", ["en/b", "de/b"]), ("*", "own", ["de/c"]),
+    ("german", "test", ["de/b"]), ("", "train", ["en/a", "de/a"]),
+])
+def test_the_splits_of_a_card_are_those_of_files_whose_names_say_none(subset, split, wanted):
+    patterns = [("english", "train", "en/a"), ("english", "test", "en/b"),
+                ("german", "train", "de/a"), ("german", "test", "de/b"),
+                ("german", "own", "de/[c]")]
+    names = ["en/a", "en/b", "de/a", "de/b", "de/c", "en/test-named"]
+    found = chosen_split(chosen_subset(names, subset, patterns), split, patterns, subset)
+    assert [name for name in found if "named" not in name] == wanted
+    assert ("en/test-named" in found) == ((subset, split) == ("", "test"))
+
+
+def test_a_line_says_that_all_configs_of_a_card_are_taken(capsys):
+    patterns = [("english", "", "data/en/*"), ("german", "", "data/de/*")]
+    for subset, card in (("", patterns), ("german", patterns), ("", ()),
+                         ("", [("default", "", "*")])):
+        chosen_subset(NAMES, subset, card)
+    assert capsys.readouterr().err == (
+        "here: taking all of its configs, english, german; --subset chooses some\n")
+
+
+def test_a_local_directory_has_subsets_and_splits(tmp_path, capsys):
+    for name in ("en/train-0", "en/test-0", "de/train-0"):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}\n")
+    assert names_in(find_documents(tmp_path)) == ["de/train-0.jsonl", "en/train-0.jsonl"]
+    assert "leaving out test (1 file)" in capsys.readouterr().err
+    some = find_documents(tmp_path, subset="e*", split="test")
+    assert names_in(some) == ["en/test-0.jsonl"] and some.name == f"{tmp_path} e* split test"
+    pattern = find_documents(f"{tmp_path}/en/*.jsonl")  # it names the files itself
+    assert names_in(pattern) == ["test-0.jsonl", "train-0.jsonl"]
+    with pytest.raises(UserError, match="--subset needs a directory"):
+        find_documents(f"{tmp_path}/en/*.jsonl", subset="en")
+    with pytest.raises(UserError, match="--subset x matches no directory; there are de, en"):
+        find_documents(tmp_path, subset="x")
+    for name in ("train", "test"):  # text files are not taken for splits
+        (tmp_path / f"en/{name}.txt").write_text("text")
+    texts = f"{tmp_path}/en/*.txt"
+    assert find_documents(texts).shards[0].num_files == 2
+    assert find_documents(texts, split="test").shards[0].num_files == 1
+
+
+# --- reading: splitting files into tasks loses no text, and keeps the tokens
+
+# Text for which GPT-2's pattern and the cuts could disagree: white space of every kind,
+# apostrophes, digits, and characters of several UTF-8 bytes.
+SPACES = [" ", "\n", "\t", "\r", "\u00a0", "\u2003", "\u3000", "\u2028", "\u0085", "\u1680"]
+TEXT = st.lists(st.one_of(
+    st.sampled_from([*SPACES, " ", "\n", "a", "'s", "7", "é", "中", "🎉", ".", "ⴿ"]),
+    st.characters(exclude_categories=["Cs"], exclude_characters="\ufeff"),
+), max_size=100).map("".join)
+
+
+def documents(tasks):
+    """Join the pieces of tasks to documents."""
+    found, parts = [], []
+    for task in tasks:
+        for text, ends_document, *_ in task.read([]):
+            parts.append(text)
+            if ends_document:
+                found.append("".join(parts))
+                parts = []
+    assert not parts, "a document has no end"
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@example(text="abcdefg\n\n\nh", block=99)  # the first two line ends are one token
+@given(text=TEXT, block=st.integers(1, 99))
+def test_a_cut_document_has_the_tokens_of_the_whole(text, block):
+    data = text.encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "LARGE_DOCUMENT", 8)
+        pieces = list(cut_document([data]))
+        in_blocks = cut_document(data[i:i + block] for i in range(0, len(data), block))
+        assert list(in_blocks) == pieces
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    tokenizer = load_tokenizer("gpt2")
+    # Safe cuts do not change the tokens; forced cuts elsewhere still keep the text.
+    whole = tokenizer.encode(text, disallowed_special=())
+    apart = [id for piece in pieces for id in tokenizer.encode(piece.text, disallowed_special=())]
+    if all(piece.ends_safely for piece in pieces):
+        assert apart == whole
+    assert tokenizer.decode(apart) == text
+
+
+def test_a_long_document_is_cut_only_before_white_space():
+    text = "It is the reader's 1st naïve word — 中文 too.\n\n" * 50_000
+    pieces = [piece.text for piece in cut_document([text.encode()])]
+    assert len(pieces) == len(text.encode()) // 2**18 + 1
+    assert all(piece[0] in " \n" for piece in pieces[1:])
+    assert "".join(pieces) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_bytes_that_are_not_text_are_read_to_the_end(data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "LARGE_DOCUMENT", 8)
+        pieces = list(cut_document([data]))
+    assert pieces[-1].ends_document and (data == b"") == ("".join(p.text for p in pieces) == "")
+
+
+@settings(max_examples=25, deadline=None)
+@given(texts=st.lists(st.one_of(st.none(), TEXT), min_size=1, max_size=20),
+       task_bytes=st.integers(4, 200), group_rows=st.integers(1, 10),
+       is_whole=st.booleans())
+def test_the_documents_of_files_do_not_depend_on_the_size_of_tasks(tmp_path_factory, texts,
+                                                                   task_bytes, group_rows,
+                                                                   is_whole):
+    folder = tmp_path_factory.mktemp("files")
+    wanted = [text or "" for text in texts]
+    lines = "".join(json.dumps({"text": text}) + "\n\n" for text in texts).encode()
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    with pyarrow.output_stream(folder / "a.jsonl.zst", compression="zstd") as file:
+        file.write(lines)
+    table = pyarrow.table({"id": list(range(len(texts))),
+                           "text": pyarrow.array(texts, pyarrow.string())})
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=group_rows)
+    paths = [folder / f"{i:02}.txt" for i in range(len(texts))]
+    for path, text in zip(paths, wanted, strict=True):
+        path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "TASK_BYTES", task_bytes)
+        patch.setattr(reading, "WHOLE_BYTES", 10**6 if is_whole else task_bytes)
+        patch.setattr(cutting, "LARGE_DOCUMENT", 20)
+        for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
+            assert documents(json_tasks(folder / name, "text", "any")) == wanted
+        assert documents(parquet_tasks(folder / "a.parquet", "text", "any")) == wanted
+        assert documents(text_tasks(paths, folder, "any")) == wanted
+
+
+@pytest.mark.parametrize("kind", [
+    pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(),
+    pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+])
+def test_columns_of_every_text_type(tmp_path, kind):
+    column = pyarrow.array(["naïve", None, "b" * 10], pyarrow.string()).cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"text": column, "no": [None] * 3}),
+                                tmp_path / "a.parquet")
+    path = tmp_path / "a.parquet"
+    assert documents(parquet_tasks(path, "text", "any")) == ["naïve", "", "b" * 10]
+    assert documents(parquet_tasks(path, "no", "any")) == [""] * 3
+    with pytest.raises(UserError, match="has no column 'body'; name one of its columns .*: text"):
+        list(parquet_tasks(path, "body", "any"))
+
+
+@pytest.mark.parametrize("other", ["small", "large " * 2**17])
+def test_bytes_that_are_not_utf8_are_replaced_in_every_format(tmp_path, other):
+    broken = pyarrow.array([b"a\xffb", other.encode()], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_bytes(b"a\xffb")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\xffb"}\n{"text": "half \\ud800 pair"}')
+    assert documents(parquet_tasks(tmp_path / "a.parquet", "text", "any")) == ["a\ufffdb", other]
+    assert documents(text_tasks([tmp_path / "a.txt"], tmp_path, "any")) == ["a\ufffdb"]
+    assert documents(json_tasks(tmp_path / "a.jsonl", "text", "any")) == [
+        "a\ufffdb", "half ? pair"]
+
+
+@pytest.mark.parametrize("character", [" ", "\n", "x", "🎉", "中"])
+def test_a_long_run_of_one_character_is_encoded(character):
+    text = character * 600_000 + "a"  # more than the largest piece, 2 * LARGE_DOCUMENT
+    task = Task(lambda bad_files: cut_document([text.encode()]), 1, 1)
+    encoded = encode_task(task, lambda: load_tokenizer("gpt2"))
+    assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == text
+
+
+@pytest.mark.parametrize("line", [
+    b'{"text": 7}', b'{"other": "x"}', b'["text"]', b'{"text": "a', b"\xff", b'{"text": ["a"]}',
+    b"[" * 100_000,
+])
+def test_the_error_for_a_malformed_line_names_its_number(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    message = 'a.jsonl: line 3 is not a JSON object with a text in "text"'
+    with pytest.raises(BadShard, match=message):
+        documents(json_tasks(path, "text", "any"))
+
+
+@pytest.mark.parametrize("whole_bytes", [4, 10**6])
+def test_a_byte_order_mark_is_no_text_and_capital_suffixes_are_accepted(tmp_path, monkeypatch,
+                                                                        whole_bytes):
+    monkeypatch.setattr(reading, "WHOLE_BYTES", whole_bytes)
+    lines = "\ufeff".encode() + b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(lines))
+    (tmp_path / "B.JSONL").write_bytes(lines)
+    for shard in find_documents(tmp_path).shards:
+        assert documents(shard.tasks("any")) == ["a", "b"]
+    (tmp_path / "a.txt").write_bytes("\ufeffnaïve".encode())
+    assert documents(text_tasks([tmp_path / "a.txt"], tmp_path, "any")) == ["naïve"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_truncated_compressed_file_is_an_error(tmp_path, suffix):
+    path = tmp_path / f"a.jsonl{suffix}"
+    numbers = np.random.default_rng(0).integers(2**60, size=5000)
+    lines = b"".join(b'{"text": "%x"}\n' % number for number in numbers)
+    whole = (gzip.compress(lines) if suffix == ".gz"
+             else pyarrow.compress(lines, "zstd", asbytes=True))
+    path.write_bytes(whole[:len(whole) // 2])
+    with pytest.raises(BadShard, match=f"a.jsonl{suffix}: damaged or cannot be read"):
+        list(json_tasks(path, "text", "any"))
+
+
+def test_the_tasks_of_a_large_text_file_say_how_much_of_it_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(reading, "TASK_BYTES", 1000)
+    monkeypatch.setattr(cutting, "LARGE_DOCUMENT", 64)
+    path = tmp_path / "a.txt"
+    path.write_text("naïve words, " * 999)
+    sizes = [task.source_bytes for task in text_tasks([path], tmp_path, "any")]
+    assert sum(sizes) == path.stat().st_size and max(sizes) < path.stat().st_size / 5
+
+
+# --- the hub: the real client, with a local hub that fails in many ways
+
+TEXTS = [[f"part {i} document {j} " + "x" * (j % 97) for j in range(300)] for i in range(3)]
+
+
+def parquet(column=None, *, name="text", **options):
+    content = io.BytesIO()
+    table = pyarrow.table({name: column or [f"document {i}" for i in range(300)]})
+    pyarrow.parquet.write_table(table, content, **options)
+    return content.getvalue()
+
+
+def json_lines(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture
+def texts_hub():
+    """A dataset of documents, in FineWeb's layout."""
+    files = {f"sample/10BT/{i:03}_00000.parquet": parquet(part, row_group_size=100)
+             for i, part in enumerate(TEXTS)}
+    files["sample/100BT/000_00000.parquet"] = parquet(["not asked for"] * 10)
+    files["README.md"] = b"---\nlicense: odc-by\n---\n"
+    with serving(Hub(files, card={"license": "odc-by", "language": ["en"]})) as texts_hub:
+        yield texts_hub
+
+
+@pytest.fixture
+def lines_hub():
+    """A dataset of three JSON lines files, one of them compressed."""
+    lines = list(map(json_lines, TEXTS))
+    files = {"000.jsonl": lines[0], "001.json.gz": gzip.compress(lines[1]), "002.jsonl": lines[2]}
+    with serving(Hub(files)) as lines_hub:
+        yield lines_hub
+
+
+def prepare_from(hub, tmp_path, *arguments, repository="", out="out"):
+    """Prepare a dataset of documents on the hub, in this process."""
+    with used_in_this_process(hub, tmp_path / "home"):
+        return prepare(repository or hub.repository, str(tmp_path / out),
+                       "--tokenizer", "bytes", *arguments)
+
+
+def fetch(hub, tmp_path, *, repository=""):
+    """Download a dataset of tokens, in this process."""
+    with used_in_this_process(hub, tmp_path / "home"):
+        provide_dataset(tmp_path / "data", repository or hub.repository)
+
+
+def assert_is_whole(tmp_path):
+    """Check the tokens in tmp_path/out, and that nothing else is left."""
+    texts = [text for part in TEXTS for text in part]
+    wanted = [token for text in texts for token in [*text.encode(), 256]]
+    assert np.concatenate([*tokens_in(tmp_path / "out").values()]).tolist() == wanted
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md", "train.safetensors", "validation.safetensors"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def metadata_of(out):
+    with safe_open(out / "train.safetensors", framework="numpy") as file:
+        return file.metadata()
+
+
+def test_a_subset_is_downloaded_shard_by_shard_and_deleted(texts_hub, tmp_path):
+    result = succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT"))
+    assert "downloading sample/10BT/000_00000.parquet, 0.00 GB" in result.stderr
+    assert_is_whole(tmp_path)
+    assert [len(texts_hub.downloads(f"10BT/00{i}_00000.parquet")) for i in range(3)] == [1, 1, 1]
+    metadata = metadata_of(tmp_path / "out")
+    assert metadata["source"] == "someone/texts sample/10BT"
+    assert metadata["revision"] == texts_hub.sha
+    card = DatasetCard.load(tmp_path / "out" / "README.md")
+    assert card.data.license == "odc-by" and card.data.to_dict()["source_datasets"] == [
+        "someone/texts"]
+    assert texts_hub.sha in card.text
+
+
+def test_raw_files_can_be_kept_and_only_needed_shards_are_downloaded(texts_hub, tmp_path):
+    succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT/",  # as shells complete
+                           "--keep-raw", str(tmp_path / "raw"), "--max-documents", "301"))
+    names = [f"sample/10BT/{i:03}_00000.parquet" for i in range(2)]
+    assert all((tmp_path / "raw" / name).read_bytes() == texts_hub.files[name] for name in names)
+    assert not texts_hub.downloads("002_00000.parquet")
+
+
+def test_json_lines_on_the_hub_are_downloaded_once(lines_hub, tmp_path):
+    result = succeeded(prepare_from(lines_hub, tmp_path))
+    assert "900 documents" in result.stdout
+    assert [len(lines_hub.downloads(name)) for name in lines_hub.files] == [1, 1, 1]
+    assert_is_whole(tmp_path)
+
+
+@pytest.mark.parametrize(("card", "licence", "languages"), [
+    ({"license": ["mit", "cc0-1.0"], "language": ["en", False]}, ["mit", "cc0-1.0"], ["en"]),
+    ({"license": ["mit"], "language": "de"}, "mit", ["de"]),
+    ({"license": {"name": "own"}, "language": 7}, "{'name': 'own'}", ["7"]),
+    ({"license": [], "language": None}, "unknown", ["en"]),
+])
+def test_a_card_may_list_licences_and_name_them_oddly(lines_hub, tmp_path, card, licence,
+                                                      languages):
+    lines_hub.card = card
+    succeeded(prepare_from(lines_hub, tmp_path, "--max-documents", "9"))
+    found = DatasetCard.load(tmp_path / "out/README.md").data
+    assert (found.license, found.language) == (licence, languages)
+
+
+def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path):
+    files = {f"{folder}/{split}-00000-of-00001.jsonl": json_lines(
+        f"{folder} {split} {i}" for i in range(9))
+        for folder in ("en", "de", "fr") for split in ("train", "test")}
+    card = {"configs": [{"config_name": "germanic", "data_files": ["en/*", "de/*"]}]}
+    with serving(Hub(files, card=card)) as hub:
+        result = succeeded(prepare_from(hub, tmp_path, "--subset", "[ef]*"))
+        assert "taking train (2 files), leaving out test (2 files); --split cho" in result.stderr
+        assert "18 documents" in result.stdout
+        assert not hub.downloads("test-00000-of-00001.jsonl")
+        hub.requests.clear()
+        result = succeeded(prepare_from(hub, tmp_path, "--subset", "germanic", "--split", "test",
+                                        out="1"))
+        assert "18 documents" in result.stdout and "taking" not in result.stderr
+        assert {path for _, path, _ in hub.requests if "/resolve/" in path} == {
+            f"/datasets/{hub.repository}/resolve/{hub.sha}/{folder}/test-00000-of-00001.jsonl"
+            for folder in ("en", "de")}
+        result = prepare_from(hub, tmp_path, "--subset", "it", out="3")
+        assert result.returncode == 2 and result.stderr.count("\n") == 1
+        assert "it matches no directory; there are de, en, fr, germanic (and" in result.stderr
+
+
+def test_killed_during_a_download_it_continues_with_the_same_commit(texts_hub, tmp_path):
+    texts_hub.faults = [Fault("002_00000.parquet", times=-1, status=503)]
+    process = subprocess.Popen(
+        [sys.executable, str(PROJECT_DIR / "prepare_dataset.py"), texts_hub.repository,
+         str(tmp_path / "out"), "--tokenizer", "bytes", "--subset", "sample/10BT"],
+        env=os.environ | texts_hub.environment(tmp_path / "home"),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    journal = tmp_path / ".out.partial" / "journal.jsonl"
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and journal.read_bytes().count(b"\n") == 3):  # two whole shards
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    first_commit, texts_hub.sha = texts_hub.sha, "f" * 40
+    texts_hub.faults, texts_hub.requests = [], []
+    succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT"))
+    assert not texts_hub.downloads("000_00000.parquet"), "a finished shard was downloaded again"
+    assert_is_whole(tmp_path)
+    assert metadata_of(tmp_path / "out")["revision"] == first_commit
+
+
+def test_a_branch_that_gets_a_commit_meanwhile_is_continued_with_the_one_it_had(lines_hub,
+                                                                                tmp_path):
+    arguments = "--revision", "main-2"
+    lines_hub.branches = {"main-2": "a" * 40}
+    names = sorted(lines_hub.files)
+    lines_hub.faults = [Fault(names[-1], times=-1, status=403)]
+    refused = prepare_from(lines_hub, tmp_path, *arguments)
+    assert refused.returncode == 2 and (tmp_path / ".out.partial" / "journal.jsonl").exists()
+    lines_hub.branches, lines_hub.faults = {"main-2": "b" * 40}, []
+    other = prepare_from(lines_hub, tmp_path, "--revision", "b" * 40)
+    assert other.returncode == 2 and "revision was aaaaaaa" in other.stderr
+    lines_hub.requests.clear()
+    succeeded(prepare_from(lines_hub, tmp_path, *arguments))
+    assert not any(lines_hub.downloads(name) for name in names[:-1])
+    assert metadata_of(tmp_path / "out")["revision"] == "a" * 40
+
+
+def test_only_the_two_token_files_are_downloaded(tokens_hub, tmp_path):
+    for _ in range(2):  # the second time there is nothing to do
+        fetch(tokens_hub, tmp_path)
+    assert [len(tokens_hub.downloads(name)) for name in
+            ("train.safetensors", "validation.safetensors", "README.md")] == [1, 1, 0]
+    assert tokens_hub.num_bytes == sum(len(tokens_hub.files[f"{split}.safetensors"])
+                                       for split in ("train", "validation"))
+
+
+def test_a_broken_download_continues_where_it_broke(tmp_path):
+    """huggingface_hub writes 10 MB at a time."""
+    tokens = save({"tokens": np.arange(18 * 10**6, dtype=np.uint32).astype(np.uint16)})
+    validation = save({"tokens": np.zeros(9, dtype=np.uint16)})
+    files = {"train.safetensors": tokens, "validation.safetensors": validation}
+    with serving(Hub(files)) as hub:
+        hub.faults = [Fault("train.safetensors", cut_after=14 * 10**6),
+                      Fault("train.safetensors", cut_after=12 * 10**6)]
+        fetch(hub, tmp_path)
+        starts = [int(part.removeprefix("bytes=").split("-")[0] or 0)
+                  for part in hub.downloads("train.safetensors")]
+    assert starts[0] == 0 and 10**7 <= starts[1] <= 14 * 10**6, starts
+    assert starts[2] >= starts[1] + 10**7
+    assert (tmp_path / "data" / "train.safetensors").read_bytes() == tokens
+
+
+def test_partial_files_of_killed_downloads_are_removed(tokens_hub, tmp_path):
+    folder = tmp_path / "data" / ".cache" / "huggingface" / "download"
+    folder.mkdir(parents=True)
+    (folder / "old.incomplete").write_bytes(b"half")
+    os.utime(folder / "old.incomplete", (0, 0))
+    (folder / "new.incomplete").write_bytes(b"half")  # another node may be writing it
+    fetch(tokens_hub, tmp_path)
+    assert [path.name for path in folder.glob("*.incomplete")] == ["new.incomplete"]
+
+
+BUSY = {"Retry-After": "0"}
+
+
+@pytest.mark.parametrize("fault", [
+    Fault("/api/datasets", status=503), Fault("/api/datasets", status=500),
+    Fault("/api/datasets", status=429, headers=BUSY),
+    Fault("train.safetensors", status=502), Fault("train.safetensors", status=503, times=2),
+    Fault("train.safetensors", status=429, headers=BUSY),
+    Fault("train.safetensors", status=500, method="HEAD"),
+])
+def test_transient_errors_are_retried(tokens_hub, tmp_path, fault):
+    tokens_hub.faults = [fault]
+    fetch(tokens_hub, tmp_path)
+    assert fault.times == 0
+    assert (tmp_path / "data" / "train.safetensors").read_bytes() == tokens_hub.files[
+        "train.safetensors"]
+
+
+@pytest.mark.parametrize(("fault", "message"), [
+    (Fault("/api/datasets", times=-1, status=404, headers={"X-Error-Code": "RepoNotFound"}),
+     "there is no such repository, or it is private: check the name, or set HF_TOKEN"),
+    (Fault("/api/datasets", times=-1, status=401), "there is no such repository, or it is private"),
+    (Fault("/api/datasets", times=-1, status=403, headers={"X-Error-Code": "GatedRepo"}),
+     "you must accept its conditions on its web page first, then set HF_TOKEN"),
+    (Fault("/api/datasets", times=-1, status=503), "check the network, then run the same command"),
+    (Fault("train.safetensors", times=-1, status=503), "check the network, then run the same"),
+    (Fault("/api/datasets", times=-1, status=429), "set HF_TOKEN, whose limits are higher, or"),
+    (Fault("train.safetensors", times=-1, status=429, headers=BUSY),
+     "set HF_TOKEN, whose limits are higher, or"),
+    (Fault("train.safetensors", times=-1, cut_after=1000), "check the network, then run the same"),
+    (Fault("train.safetensors", times=-1, status=404, method="HEAD",
+           headers={"X-Error-Code": "EntryNotFound"}), "there is no such file"),
+])
+def test_permanent_errors_are_one_line_that_says_what_to_do(tokens_hub, tmp_path, fault, message):
+    tokens_hub.faults = [fault]
+    with pytest.raises(UserError) as caught:
+        fetch(tokens_hub, tmp_path)
+    line = str(caught.value)
+    assert caught.value.status == (1 if "run the same command again" in line else 2)
+    assert "\n" not in line
+    assert message in line and tokens_hub.repository in line
+    assert not (tmp_path / "data" / "train.safetensors").exists()
+    assert len(tokens_hub.requests) < 100
+
+
+@pytest.mark.parametrize(("said", "times", "outcome"), [
+    ("CAS service error : ReqwestMiddleware Error", 2, "whole"),
+    ("CAS service error : ReqwestMiddleware Error", 99, "check the network, then run the same"),
+    ("IO Error: No space left on device (os error 28)", 99, "No space left on device; make room"),
+])
+def test_errors_of_hf_xet_are_retried_like_a_lost_connection(tokens_hub, tmp_path, monkeypatch,
+                                                             said, times, outcome):
+    failures, download = iter(range(times)), hub.hf_hub_download
+
+    def failing(*arguments, **keywords):
+        if next(failures, None) is not None:
+            raise RuntimeError(f"Data processing error: {said}")
+        return download(*arguments, **keywords)
+
+    monkeypatch.setattr(hub, "hf_hub_download", failing)
+    if outcome == "whole":
+        fetch(tokens_hub, tmp_path)
+        assert is_complete(tmp_path / "data")
+    else:
+        with pytest.raises(UserError, match=outcome) as caught:
+            fetch(tokens_hub, tmp_path)
+        assert caught.value.status == (4 if "space" in said else 1)
+
+
+@pytest.mark.parametrize("size", ["4k", "100k"])
+def test_a_full_disk_during_a_download_is_one_line(tokens_hub, tmp_path, size):
+    (tmp_path / "data").mkdir()
+    with small_disk(tmp_path / "data", size), pytest.raises(UserError) as caught:
+        fetch(tokens_hub, tmp_path)
+    assert caught.value.status == 4
+    assert str(caught.value).startswith(
+        f"{tmp_path / 'data'}: cannot be written: No space left on device; ")
+
+
+def test_a_repository_that_is_missing_or_has_no_documents(tokens_hub, tmp_path):
+    with pytest.raises(UserError, match="someone/else on the Hugging Face hub: there is no such"):
+        fetch(tokens_hub, tmp_path, repository="someone/else")
+    for repository, message in (("someone/else", "there is no such"),
+                                ("", "name a directory of documents with --subset")):
+        result = prepare_from(tokens_hub, tmp_path, repository=repository)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1
+        assert message in result.stderr and not list(tmp_path.glob("*out*"))
+
+
+def test_no_connection_to_the_hub_is_one_line(tmp_path):
+    hub = Hub({}, endpoint="http://127.0.0.1:9")  # no server listens there
+    with pytest.raises(UserError, match="check the network") as caught:
+        fetch(hub, tmp_path)
+    assert "\n" not in str(caught.value) and caught.value.status == 1
+
+
+def test_a_partly_downloaded_dataset_is_completed_later(tokens_hub, tmp_path):
+    tokens_hub.faults = [Fault("validation.safetensors", times=-1, status=404, method="HEAD",
+                               headers={"X-Error-Code": "EntryNotFound"})]
+    with pytest.raises(UserError, match="validation.safetensors on the Hugging Face hub: there is"):
+        fetch(tokens_hub, tmp_path)
+    assert not is_complete(tmp_path / "data")
+    tokens_hub.faults, tokens_hub.requests = [], []  # now the file exists
+    fetch(tokens_hub, tmp_path)
+    assert is_complete(tmp_path / "data")
+    assert not tokens_hub.downloads("train.safetensors"), "a complete file was downloaded again"
+
+
+# --- hostile sources and outputs: one line, exit status 2, and no dataset
+
+LONGEST = 200  # characters of an error line
+WHOLE = parquet()
+LINES = b'{"text": "some text"}\n' * 20
+SOURCES: dict[str, tuple[str, bytes]] = {
+    "empty": ("a.parquet", b""), "four bytes": ("a.parquet", b"PAR1"),
+    "only magic": ("a.parquet", b"PAR1PAR1"), "no magic": ("a.parquet", b"\x00" * 1000),
+    "a footer longer than the file": ("a.parquet", WHOLE[:-8] + struct.pack("<I", 10**9) + b"PAR1"),
+    "a footer of 2**32": ("a.parquet", WHOLE[:-8] + b"\xff\xff\xff\xffPAR1"),
+    "a footer of noise": ("a.parquet", WHOLE[:-600] + random.Random(0).randbytes(592) + WHOLE[-8:]),
+    "cut in the middle": ("a.parquet", WHOLE[: len(WHOLE) // 2]),
+    "no head": ("a.parquet", WHOLE[len(WHOLE) // 2:]),
+    "encrypted": ("a.parquet", WHOLE[:-4] + b"PARE"),
+    "pages of noise": ("a.parquet", WHOLE[:10] + b"\xff" * 400 + WHOLE[410:]),
+    "a column of numbers": ("a.parquet", parquet([1, 2, 3])),
+    "a column of lists": ("a.parquet", parquet([["a"], ["b"]])),
+    "a column of objects": ("a.parquet", parquet([{"a": "b"}])),
+    "another column": ("a.parquet", parquet(name="t\x1b[31mext")),
+    "an LFS pointer": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+    "a page": ("a.parquet", b"<!DOCTYPE html><html>404</html>"),
+    "deep": ("a.jsonl", LINES + b'{"text": ' + b"[" * 10**5),
+    "NaN": ("a.jsonl", LINES + b'{"text": NaN}\n'), "no object": ("a.jsonl", LINES + b"[1, 2]\n"),
+    "no text": ("a.jsonl", LINES + b'{"title": "x"}\n'),
+    "text of an object": ("a.jsonl", LINES + b'{"text": {"text": "x"}}\n'),
+    "many digits": ("a.jsonl", LINES + b'{"text": ' + b"9" * 10**5 + b"}\n"),
+    "noise": ("a.jsonl", random.Random(1).randbytes(10**5)), "cut": ("a.jsonl", LINES[:-10]),
+    "UTF-16": ("a.jsonl", LINES.decode().encode("utf-16")),
+    "a control character": ("a\x1b[31m.jsonl", b"{}\n"), "a new line": ("a\nb.jsonl", b"{}\n"),
+    "no gzip": ("a.jsonl.gz", LINES), "half a gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-12]),
+    "a wrong checksum": ("a.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8)),
+    "a line longer than memory": ("a.jsonl.gz", gzip.compress(bytes(2**21), 1)),
+    "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),
+}
+OUTPUTS = ["", "\x1b[31m/../../proc/out", "/proc/out", "/dev/null", "/dev/null/out",
+           "x" * 300, "source", "a-file", "loop/out"]
+
+
+def refused(folder, *arguments):
+    """Run the command, which must fail and create nothing; return its error line."""
+    before = {str(path) for path in folder.rglob("*")}
+    result = prepare(*arguments, "--tokenizer", "bytes")
+    assert result.returncode == 2, result.stdout + result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert "Traceback" not in result.stderr and len(line) <= LONGEST and line.isprintable()
+    assert {str(path) for path in folder.rglob("*") if ".partial" not in str(path)} == before
+    return line
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_a_malformed_source(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(reading, "LONGEST_LINE", 2**20)
+    monkeypatch.setattr(reading, "TASK_BYTES", 2**18)
+    name, content = SOURCES[case]
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / name).write_bytes(content)
+    line = refused(tmp_path, str(source), str(tmp_path / "out"))
+    assert name.split("\x1b")[0].split("\n")[0] in line or case == "nothing"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "train.bin"])
+def test_a_link_that_leads_out_of_the_source_is_skipped(tmp_path, name):
+    source, secret, kind = tmp_path / "source", tmp_path / "secret", Path(name).suffix
+    source.mkdir()
+    content = {".txt": b"secret", ".jsonl": b'{"text": "secret"}\n', ".bin": b"s\0e\0"}[kind]
+    secret.write_bytes(content)
+    (source / name).symlink_to(secret)
+    own, inner = ("b_train.bin", "b_val.bin") if kind == ".bin" else (f"b{kind}", f"c{kind}")
+    (source / own).write_bytes(content.replace(b"s", b"S"))
+    (source / inner).symlink_to(source / own)
+    result = succeeded(prepare(str(source), str(tmp_path / "out"), "--tokenizer", "bytes",
+                               *["--import"] * (kind == ".bin")))
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert f"{source}/{name}: leads out of" in line
+    tokens = [token for part in tokens_in(tmp_path / "out").values() for token in part]
+    assert tokens.count(ord("S")) == 2 and ord("s") not in tokens
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: repr(output)[:20])
+def test_an_output_that_cannot_be_created(tmp_path, output):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "a-file").write_bytes(b"mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(tmp_path, str(source), str(tmp_path / output) if output else "")
+    assert (tmp_path / "a-file").read_bytes() == b"mine"
+    assert os.listdir(source) == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_real_parquet_with_random_damage(tmp_path, seed):
+    """The damage is an error, or does not change the text: never a traceback, crash or hang."""
+    rng, content = random.Random(seed), bytearray(parquet(use_dictionary=False))
+    for _ in range(rng.randrange(1, 6)):
+        content[rng.randrange(len(content))] = rng.randrange(256)
+    (tmp_path / "a.parquet").write_bytes(content)
+    result = prepare(str(tmp_path / "a.parquet"), str(tmp_path / "out"), "--tokenizer", "bytes")
+    assert result.returncode in (0, 2) and "Traceback" not in result.stderr
+    assert (result.returncode == 0) == (tmp_path / "out/train.safetensors").exists()
