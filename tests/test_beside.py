@@ -276,9 +276,10 @@ def test_it_is_told_the_facts_of_the_run(workplace):
     assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
 
 
-def test_what_it_leaves_behind_is_not_waited_for():
+def test_what_it_leaves_behind_is_not_waited_for_nor_what_takes_too_long():
     assert run_command("sleep 60 & exit 7", {}) == (7, 0)
     assert run_command("sleep 60 & kill -9 $$", {}) == (137, 0)
+    assert run_command("sleep 60", {}, limit_seconds=0.1) == (128 + signal.SIGTERM, 0)
 
 
 def test_a_stop_signal_ends_it(workplace, monkeypatch):

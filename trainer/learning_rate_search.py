@@ -4,13 +4,11 @@ Source: Smith 2017, "Cyclical Learning Rates for Training Neural Networks", sect
 rate grows by a factor, not by a difference, so that one test covers six powers of ten.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -27,9 +25,6 @@ from reporting import charts
 from reporting.clock import PhaseClock
 from run_config import GROUPS, Run, TrainConfig
 from trainer.startup import PreparedRun, build_state, prepare_run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RATES = np.geomspace(1e-6, 1, 300)  # `learning_rate` of each step
 BELL = np.exp(-0.5 * (np.arange(-24, 25) / 8) ** 2)  # weights of neighbouring losses
@@ -145,10 +140,21 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
         print_line(f'    "{key}": {value:.2g}')
     if len(rates) > 1:
         print_line("all groups of parameters were tested together: their rates keep their ratio")
-    path = run.run_dir / CHART_NAME
+    path, tested, span = run.run_dir / CHART_NAME, RATES[: len(losses)], losses[0] - min(losses)
+
+    def plot(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(tested, losses, color="tab:blue", alpha=0.35, linewidth=1, label="loss of a step")
+        axes.plot(tested, smooth(losses), color="tab:blue", label="smoothed")
+        axes.axvline(suggestion, color="tab:red", linestyle="--",
+                     label=f"suggestion: {suggestion:.2g}")
+        axes.set_ylim(min(losses) - 0.1 * span, losses[0] + 0.5 * span)  # divergence is cut off
+        axes.set(title=f"{run.name}: learning-rate test", xscale="log", xlabel="learning_rate",
+                 ylabel="loss (nats per token)")
+        axes.legend(frameon=False)
+
     try:
-        charts.draw_by_hand(path, lambda figure: plot_range_test(
-            figure, losses, suggestion, name=run.name))
+        charts.draw_by_hand(path, plot)
     except OSError as error:
         raise cannot_be_written(path, error) from None
     print_line(f"chart: {path}")
@@ -159,16 +165,3 @@ def suggested_rates(train: TrainConfig, learning_rate: float) -> dict[str, float
     return {"learning_rate": learning_rate} | {
         key: learning_rate * rate / train.learning_rate
         for group in GROUPS if (rate := getattr(train, key := f"{group}_learning_rate"))}
-
-
-def plot_range_test(figure: Figure, losses: list[float], suggestion: float, *, name: str) -> None:
-    """Plot losses over learning rates, the suggestion marked."""
-    axes, rates = figure.subplots(), RATES[: len(losses)]
-    axes.plot(rates, losses, color="tab:blue", alpha=0.35, linewidth=1, label="loss of a step")
-    axes.plot(rates, smooth(losses), color="tab:blue", label="smoothed")
-    axes.axvline(suggestion, color="tab:red", linestyle="--", label=f"suggestion: {suggestion:.2g}")
-    span = losses[0] - min(losses)  # divergence is cut off
-    axes.set_ylim(min(losses) - 0.1 * span, losses[0] + 0.5 * span)
-    axes.set(title=f"{name}: learning-rate test", xscale="log", xlabel="learning_rate",
-             ylabel="loss (nats per token)")
-    axes.legend(frameon=False)

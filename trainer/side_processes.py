@@ -1,6 +1,7 @@
 """What runs beside training: charts, tracker, `--after-checkpoint`; and after it: `--when-done`."""
 
 import gc
+import math
 import re
 import shlex
 import signal
@@ -26,7 +27,7 @@ from checkpointing import best_of, list_checkpoints
 from processes import beside
 from processes.beside import LOWEST, POLL_SECONDS, Beside, end_group, environment
 from processes.launch import Process
-from processes.signals import stop_signals
+from processes.signals import Deadlines, stop_signals
 from processes.watchdog import Watchdog
 from reporting.clock import CHART, PhaseClock, nearest_limit
 from reporting.metrics_file import fsync_records
@@ -162,7 +163,8 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     command, run, copy = prepared.options.when_done, prepared.run, prepared.options.after_checkpoint
     summary = read_summary(run)
     if prepared.is_finished and copy is not None:
-        status, stopped_by = run_command(copy, run_facts(run, summary))
+        status, stopped_by = run_command(copy, run_facts(run, summary),
+                                         Deadlines.read().after_checkpoint)
         if stopped_by:
             raise UserError(f"{STOP_SIGNALS[stopped_by]} ended --after-checkpoint",
                             128 + stopped_by)
@@ -247,7 +249,8 @@ def start_command(command: str, facts: dict[str, str], output: IO[str] | None = 
         stderr=output, env=kept | facts, start_new_session=True)
 
 
-def run_command(command: str, facts: dict[str, str]) -> tuple[int, int]:
+def run_command(command: str, facts: dict[str, str],
+                limit_seconds: float = math.inf) -> tuple[int, int]:
     """Run a command; a stop signal ends it. What it prints goes where this process prints.
 
     Returns:
@@ -258,9 +261,10 @@ def run_command(command: str, facts: dict[str, str]) -> tuple[int, int]:
               for number in stop_signals()}
     try:
         process = start_command(command, facts, priority=[])
-        while process.poll() is None and not received:
+        until = time.monotonic() + limit_seconds
+        while process.poll() is None and not received and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        if received:
+        if process.poll() is None:
             end_group(process, GRACE_SECONDS)
         status = process.wait()
     finally:
