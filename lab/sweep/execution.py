@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,26 +24,6 @@ from reporting.summary import FINISHED
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
 DIVERGED, NOT_STARTED = "diverged", "not started"
 NOT_FINITE = "were not finite"  # in the reason of a run whose gradients were not
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How each run is started, and what all of them together may spend, over all launches."""
-
-    datasets_dir: Path
-    nproc_per_node: int | None = None
-    usd_per_hour: float | None = None
-    budget_hours: float | None = None
-    budget_usd: float | None = None
-
-    def command(self, run_dir: Path) -> list[str]:
-        """Return the command that trains a run, or resumes it."""
-        command = [sys.executable, str(SCRIPT), run_dir.name, "--runs-dir", str(run_dir.parent),
-                   "--datasets-dir", str(self.datasets_dir)]
-        for name, value in (("--nproc-per-node", self.nproc_per_node),
-                            ("--usd-per-hour", self.usd_per_hour)):
-            command += [] if value is None else [name, str(value)]
-        return command
 
 
 @dataclass(frozen=True)
@@ -78,27 +58,6 @@ class Outcome:
         return self.result.figures["validation_loss"] if self.state == FINISHED else None
 
 
-def expected_seconds(run: PlannedRun, outcomes: list[Outcome]) -> float:
-    """Return what a run will still take; 0 as long as no run has finished.
-
-    That is the seconds per token of the finished runs, of the same variant if there are any,
-    times the tokens that are left.
-    """
-    measured = [(found.run.variant == run.variant, found.result.figures) for found in outcomes
-                if found.state == FINISHED and found.result.figures["seconds"]
-                and found.result.figures["tokens"]]
-    alike = [figures for is_same, figures in measured if is_same] or [
-        figures for _, figures in measured]
-    if not alike:
-        return 0.0
-    rate = statistics.fmean(figures["seconds"] / figures["tokens"] for figures in alike)
-    wanted = run.train.min_train_tokens
-    if wanted == -1:
-        wanted = statistics.fmean(figures["tokens"] for figures in alike)
-    done = next((found.result.figures["tokens"] for found in outcomes if found.run == run), None)
-    return rate * max(0.0, wanted - (done or 0.0))
-
-
 def start(command: list[str]) -> subprocess.Popen:
     """Start a command that gets SIGTERM if this process dies.
 
@@ -108,8 +67,9 @@ def start(command: list[str]) -> subprocess.Popen:
                             preexec_fn=partial(end_with_parent, os.getpid()))
 
 
+@dataclass
 class Execution:
-    """Trains the runs of a sweep.
+    """Trains the runs of a sweep: how each is started, and what all together may spend.
 
     Attributes:
         exit_status: of the sweep: 128 + n after signal n, or the status of a failed baseline.
@@ -117,46 +77,59 @@ class Execution:
         outcomes: of all runs, by directory name, each read when it has changed.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._process: subprocess.Popen | None = None
-        self._signal = self.exit_status = 0
-        self.stop_reason = ""
-        self.outcomes: dict[str, Outcome] = {}
-        self._launched: set[str] = set()
+    datasets_dir: Path
+    nproc_per_node: int | None = None
+    usd_per_hour: float | None = None
+    budget_hours: float | None = None
+    budget_usd: float | None = None
+    exit_status: int = 0
+    stop_reason: str = ""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    _process: subprocess.Popen | None = None
+    _signal: int = 0
+
+    def command(self, run_dir: Path) -> list[str]:
+        """Return the command that trains a run, or resumes it."""
+        command = [sys.executable, str(SCRIPT), run_dir.name, "--runs-dir", str(run_dir.parent),
+                   "--datasets-dir", str(self.datasets_dir)]
+        for name, value in (("--nproc-per-node", self.nproc_per_node),
+                            ("--usd-per-hour", self.usd_per_hour)):
+            command += [] if value is None else [name, str(value)]
+        return command
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Pass signals to stop on to the run that is being trained; it saves and ends."""
-        before = {number: signal.signal(number, self._stop) for number in stop_signals()}
+        def stop(number: int, _: object) -> None:
+            self._signal, self.exit_status = number, 128 + number
+            self.stop_reason = STOP_SIGNALS[number]
+            if self._process:
+                self._process.send_signal(number)
+
+        before = {number: signal.signal(number, stop) for number in stop_signals()}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _stop(self, number: int, _: object) -> None:
-        self._signal, self.exit_status = number, 128 + number
-        self.stop_reason = STOP_SIGNALS[number]
-        if self._process:
-            self._process.send_signal(number)
-
     def train(self, sweep: Sweep) -> None:
         """Train all runs that have not finished, until a signal or the budget stops it.
 
-        A baseline that fails stops it too: there would be nothing to compare with.
+        A baseline that fails stops it too: there would be nothing to compare with. What an earlier
+        call has launched is not launched again.
         """
+        launched = set(self.outcomes)
         runs = {run.run_dir.name: run for run in sweep.runs}
         self.outcomes |= {name: Outcome.read(run) for name, run in runs.items()
-                          if name not in self.outcomes}
+                          if name not in launched}
         for i, (name, run) in enumerate(runs.items(), start=1):
-            if name in self._launched or self.outcomes[name].state in (FINISHED, DIVERGED):
+            if name in launched or self.outcomes[name].state in (FINISHED, DIVERGED):
                 continue
             seconds_left = self._seconds_left(run)
             if self.stop_reason:
                 return
             print_line(f"[{i}/{len(runs)}] {run.label}")
-            self._launched.add(name)
             status = self._run(run, seconds_left)
             outcome = self.outcomes[name] = Outcome.read(run, status)
             if self.stop_reason:
@@ -169,16 +142,29 @@ class Execution:
                 return
 
     def _seconds_left(self, run: PlannedRun) -> float:
-        """Return the seconds that the budget leaves; set a reason to stop if a run takes more."""
-        found = list(self.outcomes.values())
-        seconds, usd = (sum(one.result.figures[key] or 0.0 for one in found)
-                        for key in ("seconds", "usd"))
-        left, launch = math.inf, self._launch
-        if launch.budget_hours is not None:
-            left = launch.budget_hours * 3600 - seconds
-        if launch.budget_usd is not None:
-            left = min(left, (launch.budget_usd - usd) / launch.usd_per_hour * 3600)
-        needed = expected_seconds(run, found)
+        """Return the seconds that the budget leaves; set a reason to stop if a run takes more.
+
+        A run takes the seconds per token of the finished runs, of the same variant if there are
+        any, times the tokens that are left; nothing is known until a run has finished.
+        """
+        spent = [one.result.figures for one in self.outcomes.values()]
+        seconds, usd = (sum(figures[key] or 0.0 for figures in spent) for key in ("seconds", "usd"))
+        left, needed = math.inf, 0.0
+        if self.budget_hours is not None:
+            left = self.budget_hours * 3600 - seconds
+        if self.budget_usd is not None:
+            left = min(left, (self.budget_usd - usd) / self.usd_per_hour * 3600)
+        finished = [one for one in self.outcomes.values() if one.state == FINISHED
+                    and one.result.figures["seconds"] and one.result.figures["tokens"]]
+        alike = [one for one in finished if one.run.variant == run.variant] or finished
+        if alike:
+            rate = statistics.fmean(one.result.figures["seconds"] / one.result.figures["tokens"]
+                                    for one in alike)
+            wanted = run.train.min_train_tokens
+            if wanted == -1:
+                wanted = statistics.fmean(one.result.figures["tokens"] for one in alike)
+            done = self.outcomes[run.run_dir.name].result.figures["tokens"]
+            needed = rate * max(0.0, wanted - (done or 0.0))
         if left <= 0:
             self.stop_reason = f"budget: it was spent before {run.label}"
         elif needed > left:
@@ -188,7 +174,7 @@ class Execution:
 
     def _run(self, run: PlannedRun, seconds_left: float) -> int:
         """Train one run; return its exit status, 128 + n if signal n ended it."""
-        self._process = start(self._launch.command(run.run_dir))
+        self._process = start(self.command(run.run_dir))
         if self._signal:  # it came before there was a process to pass it on to
             self._process.send_signal(self._signal)
         try:

@@ -1,16 +1,22 @@
-"""The result of a sweep: its table with notes, its JSON document, its charts."""
+"""The result of a sweep: each variant beside the baseline, as table, JSON document and charts."""
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from basics.errors import UserError
 from basics.text import counted, dollars
 from lab.compare.charts import draw_comparison, plot_fit, without_formulas
+from lab.compare.results import Reached, first_reaching, mean_reached
 from lab.compare.rows import compare
-from lab.stats import pooled_deviation, seeds_needed
-from lab.sweep.plan import Sweep
-from lab.sweep.results import Entry, Range, ranges_of
+from lab.runs import number
+from lab.stats import Difference, fit_log_quadratic, pooled_deviation, seeds_needed
+from lab.sweep.execution import Outcome
+from lab.sweep.plan import Changes, Sweep, Variant, label
 from lab.table import UNKNOWN, Column, Table, short_count
 from reporting.charts import draw_by_hand
 from reporting.summary import duration
@@ -22,9 +28,158 @@ COLUMNS = [Column("change", "left", 28), *map(Column, ("seeds", "loss", "differe
                                                        "95% interval")),
            Column("against noise", "left"),
            *map(Column, ("tokens to\nbaseline's loss", "seconds", "US$"))]
+NEEDED_FOR_FIT = 3  # different values
 ROUND_DIFFERENCE = 0.01  # nats; the number of seeds that it needs is always named
 LONGEST_LABEL = 40  # characters, in a chart
+LOWER = "lower, noise unknown"  # a verdict with one seed
 VERDICT_COLORS = {"better": "tab:green", "worse": "tab:red"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One variant, over all its seeds, beside the baseline.
+
+    Attributes:
+        outcomes: in the order of the seeds.
+        baselines: the baseline's outcomes with the same seeds.
+    """
+
+    name: str
+    variant: Variant
+    outcomes: list[Outcome]
+    baselines: list[Outcome]
+
+    @property
+    def losses(self) -> list[float]:
+        return [found.loss for found in self.outcomes if found.loss is not None]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over the finished seeds."""
+        return statistics.fmean(self.losses) if self.losses else None
+
+    @property
+    def pairs(self) -> list[tuple[Outcome, Outcome]]:
+        """The seeds with which both this variant and the baseline have finished."""
+        return [pair for pair in zip(self.outcomes, self.baselines, strict=True)
+                if pair[0].loss is not None and pair[1].loss is not None]
+
+    @property
+    def validates_on_other_tokens(self) -> bool:
+        return any(own.result.validation_slice != base.result.validation_slice
+                   for own, base in self.pairs)
+
+    @cached_property
+    def difference(self) -> Difference | None:
+        """The difference to the baseline; None for the baseline, and if they do not compare."""
+        if not self.variant.changes or self.validates_on_other_tokens:
+            return None
+        return Difference.of([own.loss - base.loss for own, base in self.pairs])
+
+    @cached_property
+    def reached(self) -> Reached | None:
+        """When the baseline's final loss was reached, mean over the seeds; None if not by all."""
+        return None if self.validates_on_other_tokens else mean_reached(
+            [first_reaching(own.result.records, base.loss) for own, base in self.pairs])
+
+    def mean(self, key: str) -> float | None:
+        """Return the mean of a figure over the finished seeds."""
+        values = [found.result.figures[key] for found in self.outcomes if found.loss is not None]
+        return statistics.fmean(values) if values and None not in values else None
+
+    @property
+    def unfinished(self) -> str:
+        """The states of the seeds that have not finished; empty if all have."""
+        states = [found.state for found in self.outcomes if found.loss is None]
+        return ", ".join(state if len(self.outcomes) == 1 else
+                         f"{states.count(state)} of {len(self.outcomes)} {state}"
+                         for state in dict.fromkeys(states))
+
+    @property
+    def verdict(self) -> str:
+        """Where the difference lies; `better` and `worse` are outside the noise."""
+        if self.difference is None:
+            return ""
+        is_lower = self.difference.mean < 0
+        if self.difference.is_noise is None:
+            return LOWER if is_lower else f"not {LOWER}"
+        return "inside" if self.difference.is_noise else "better" if is_lower else "worse"
+
+
+def entries_of(sweep: Sweep, outcomes: dict[str, Outcome]) -> list[Entry]:
+    """Return the variants with what their runs have come to; the baseline first."""
+    by_variant = [[found for found in outcomes.values() if found.run.variant == variant]
+                  for variant in sweep.plan.variants]
+    return [Entry(name, variant, found, by_variant[0]) for name, variant, found in zip(
+        sweep.names, sweep.plan.variants, by_variant, strict=True)]
+
+
+def with_stack(sweep: Sweep, entries: list[Entry]) -> tuple[Sweep, str]:
+    """Return the sweep with all improvements as one variant, and a line that says what was done.
+
+    An improvement is better outside the noise; with one seed, lower at all. The largest one comes
+    first; a later one that sets a key to another value is left out.
+    """
+    better = sorted((entry for entry in entries if entry.verdict in ("better", LOWER)
+                     and not entry.unfinished), key=lambda entry: entry.difference.mean)
+    together: Changes = {}
+    for entry in better:
+        if all(together.get(key, value) == value for key, value in entry.variant.changes.items()):
+            together |= entry.variant.changes
+    if any(entry.variant.changes == together for entry in better) or not better:
+        return sweep, "stack: nothing new to train: no two changes that were better"
+    try:
+        return sweep.with_variant(together), f"stack: {label(together)}" + (
+            "; with one seed the noise is not known: all changes with a lower loss are taken"
+            if better[0].verdict == LOWER else "")
+    except UserError as error:
+        return sweep, f"stack: {label(together)} cannot be trained: {error}"
+
+
+class Range(NamedTuple):
+    """The mean losses of variants that change one key to different numbers, by rising number.
+
+    Attributes:
+        note: the minimum of the curve that is fitted, or why there is none.
+    """
+
+    key: str
+    points: dict[float, float]
+    note: str
+
+    @property
+    def has_fit(self) -> bool:
+        return len(self.points) >= NEEDED_FOR_FIT and min(self.points) > 0
+
+
+def ranges_of(sweep: Sweep, entries: list[Entry]) -> list[Range]:
+    """Return a range for each key that at least two variants change alone, to numbers."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for entry in entries:
+        if len(entry.variant.changes) == 1 and not entry.validates_on_other_tokens:
+            ((key, value),) = entry.variant.changes.items()
+            if number(value) is not None:
+                found.setdefault(key, {})[value] = entry.losses
+    ranges = []
+    for key, losses in found.items():
+        if len(losses) < 2:
+            continue
+        own = (sweep.base.model.model_dump() | sweep.base.train.model_dump())[key]
+        if own is None and key == "global_batch_size":  # the one that it was trained with
+            own = entries[0].mean(key)
+        if number(own) is not None:
+            losses.setdefault(own, []).extend(entries[0].losses)
+        points = {value: statistics.fmean(losses[value]) for value in sorted(losses)
+                  if losses[value]}
+        note = f"{key}: no curve is fitted; it needs the losses of 3 values above 0"
+        if Range(key, points, "").has_fit:
+            _, lowest = fit_log_quadratic(list(points), list(points.values()))
+            note = (f"{key}: the fitted curve has no minimum between {min(points):g} and"
+                    f" {max(points):g}; try values beyond the best one" if lowest is None else
+                    f"{key}: lowest loss {lowest[1]:.4f} at {lowest[0]:.4g}, by a quadratic in"
+                    f" log2({key}) through {len(points)} values")
+        ranges.append(Range(key, points, note))
+    return ranges
 
 
 def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
@@ -50,37 +205,29 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
 
 
 def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
-    """Explain the table: the noise of the seeds, the best values of ranges, the cost."""
+    """Explain the table: the noise and how many seeds it asks for, ranges, the cost."""
+    found = [entry.difference for entry in entries if entry.difference]
+    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in found
+                                          if one.deviation is not None)
+    noise = ["noise: not known with one finished seed of each variant; measure it with --seeds 3 or"
+             " more"]
+    if freedom:
+        smallest = min((abs(one.mean) for one in found if one.mean), default=None)
+        sizes = [] if smallest is None else [(smallest, " (the smallest here)")]
+        needed = [f"{seeds_needed(size, deviation):,} for a difference of {size:.2g}{name}"
+                  for size, name in [*sizes, (ROUND_DIFFERENCE, "")]]
+        noise = ["noise: the standard deviation of a difference with one seed is"
+                 f" {deviation:.4f} ({counted(freedom, 'degree')} of freedom); inside: the 95%"
+                 " interval contains 0",
+                 f"seeds needed (80% power, 5% level): {', '.join(needed)}"]
     figures = [found.result.figures for entry in entries for found in entry.outcomes]
     usd = [one["usd"] for one in figures if one["usd"] is not None]
     return [
         "loss: final validation loss (nats per token), mean over seeds; difference: to"
         f" {sweep.base.name} with the same seeds",
-        *_noise_notes(entries),
-        *(found.line() for found in ranges_of(sweep, entries)),
+        *noise, *(one.note for one in ranges_of(sweep, entries)),
         f"all runs: {duration(sum(one['seconds'] or 0.0 for one in figures))}"
-        + (f", US${dollars(sum(usd))}" if usd else ""),
-    ]
-
-
-def _noise_notes(entries: list[Entry]) -> list[str]:
-    """Say how large the noise is, and how many seeds differences of some sizes need."""
-    found = [entry.difference for entry in entries if entry.difference]
-    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in found
-                                          if one.deviation is not None)
-    if not freedom:
-        return ["noise: not known with one finished seed of each variant; measure it with --seeds"
-                " 3 or more"]
-    smallest = min((abs(one.mean) for one in found if one.mean), default=None)
-    sizes = [] if smallest is None else [(smallest, " (the smallest here)")]
-    needed = [f"{seeds_needed(size, deviation):,} for a difference of {size:.2g}{name}"
-              for size, name in [*sizes, (ROUND_DIFFERENCE, "")]]
-    return [
-        "noise: the standard deviation of a difference with one seed is"
-        f" {deviation:.4f} ({counted(freedom, 'degree')} of freedom); inside: the 95% interval"
-        " contains 0",
-        f"seeds needed (80% power, 5% level): {', '.join(needed)}",
-    ]
+        + (f", US${dollars(sum(usd))}" if usd else "")]
 
 
 def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[str, Any]:
@@ -101,19 +248,21 @@ def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[st
 
 
 def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
-    """Draw the charts of a comparison, and those of a sweep. Raises: OSError."""
+    """Draw the charts of a comparison, and those of a sweep, anew. Raises: OSError."""
+    for path in sweep.sweep_dir.glob("*.png"):
+        path.unlink()
     results = [found.result for entry in entries for found in entry.outcomes
                if found.result.records]
     charts, _ = draw_comparison(compare(results).rows, sweep.sweep_dir)
     if compared := [entry for entry in entries if entry.difference]:
         charts.append(draw_by_hand(sweep.sweep_dir / "differences.png",
-                                   lambda figure: _plot_differences(figure, compared)))
+                                   partial(_plot_differences, compared)))
     return charts + [draw_by_hand(sweep.sweep_dir / f"range-{found.key}.png",
-                                  lambda figure, found=found: _plot_range(figure, found))
+                                  partial(_plot_range, found))
                      for found in ranges_of(sweep, entries) if len(found.points) > 1]
 
 
-def _plot_differences(figure: Figure, entries: list[Entry]) -> None:
+def _plot_differences(entries: list[Entry], figure: Figure) -> None:
     """Plot the difference of each variant to the baseline, and its 95% interval if known."""
     figure.set_size_inches(10, 2 + 0.5 * len(entries))
     axes, names = figure.subplots(), []
@@ -123,7 +272,7 @@ def _plot_differences(figure: Figure, entries: list[Entry]) -> None:
         if found.interval is not None:
             axes.plot(found.interval, [position] * 2, color=color, linewidth=2.5, path_effects=[])
         axes.plot(found.mean, position, color=color, marker="o", markersize=8)
-        text = "all together" if entry.variant.is_stack else entry.variant.label
+        text = entry.variant.label
         names.append(without_formulas(text if len(text) <= LONGEST_LABEL else
                                       f"{text[:LONGEST_LABEL]}..."))
     axes.set_yticks(range(len(entries)), names)
@@ -133,13 +282,13 @@ def _plot_differences(figure: Figure, entries: list[Entry]) -> None:
                      fontsize="medium")
 
 
-def _plot_range(figure: Figure, found: Range) -> None:
+def _plot_range(found: Range, figure: Figure) -> None:
     """Plot the mean loss over one key, the fitted curve and its minimum."""
     axes = figure.subplots()
     x, y = list(found.points), list(found.points.values())
     axes.plot(x, y, color="tab:blue", marker="o", markersize=9, linestyle="none",
               label="mean over seeds")
-    if found.fit:
+    if found.has_fit:
         plot_fit(axes, x, y, "tab:blue")
     axes.set_xlabel(found.key)
     axes.set_ylabel("final validation loss (nats per token)")

@@ -13,9 +13,8 @@ from basics.errors import UserError, cannot_be_written, visible
 from basics.files import write_atomically
 
 if TYPE_CHECKING:
-    from lab.sweep.execution import Execution
     from lab.sweep.plan import Sweep
-    from lab.sweep.results import Entry
+    from lab.sweep.report import Entry
 
 
 @click.command()
@@ -56,56 +55,42 @@ def command(base: str, others: tuple[str, ...], changes: tuple[str, ...],
     The same command goes on where it was stopped; other changes are added to the sweep.
     """
     # Imported here so that --help is fast.
-    from lab.sweep.changes import parse_change, parse_range
-    from lab.sweep.execution import Execution, Launch
-    from lab.sweep.plan import Plan, Sweep, open_sweep
-    from lab.sweep.report import document_of
-    from run_config import load_run
+    from lab.sweep.execution import Execution
+    from lab.sweep.plan import Plan, Sweep, open_sweep, parse_change, parse_range
+    from lab.sweep.report import document_of, entries_of, with_stack
+    from run_config import RUN_NAME, check_inside, load_run
 
     if others:
         raise UserError(f"{others[0][:60]!r}: one BASE is changed; torchrun's arguments are not"
                         " taken, but the number of processes: --nproc-per-node N")
     wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
     loaded = load_run(options["runs_dir"], base)
-    launch = Launch(options["datasets_dir"], options["nproc_per_node"],
-                    options["usd_per_hour"] or loaded.train.usd_per_hour,
-                    options["budget_hours"], options["budget_usd"])
-    if launch.budget_usd is not None and launch.usd_per_hour is None:
-        raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"
-                        " usd_per_hour in BASE's train.json")
-    new = Sweep(Plan(base=base), loaded, _directory(options["sweeps_dir"], options["name"] or base))
-    execution = Execution(launch)
-    with (stdout_to_stderr(options["as_json"]),
-          open_sweep(new, wanted, options["seeds"]) as sweep, execution.handling_signals()):
-        sweep, entries = _train(sweep, execution, stack=options["stack"])
-        _report(sweep, entries, execution.stop_reason, charts=options["charts"])
-    if options["as_json"]:
-        print_json(document_of(sweep, entries, execution.stop_reason))
-    sys.exit(execution.exit_status)
-
-
-def _directory(sweeps_dir: Path, name: str) -> Path:
-    """Return the directory of a sweep. Raises: UserError if it is not inside `sweeps_dir`."""
-    from run_config import RUN_NAME, check_inside
-
+    name, sweeps_dir = options["name"] or base, options["sweeps_dir"]
     if not RUN_NAME.fullmatch(name):
         raise UserError(f"--name {name[:60]!r} is not a plain name; wanted a directory inside"
                         f" {sweeps_dir}, of letters, digits, '.', '_' and '-', at most 128")
     check_inside(sweeps_dir / name, sweeps_dir, "--sweeps-dir")
-    return sweeps_dir / name
-
-
-def _train(sweep: Sweep, execution: Execution, *, stack: bool) -> tuple[Sweep, list[Entry]]:
-    """Train all runs, and then with `stack` those of one more variant."""
-    from lab.sweep.results import entries_of, with_stack
-
-    execution.train(sweep)
-    if stack and not execution.stop_reason:
-        sweep, lines = with_stack(sweep, entries_of(sweep, execution.outcomes))
-        click.echo(visible("\n".join(lines)))
-        sweep.write()
+    execution = Execution(
+        options["datasets_dir"], options["nproc_per_node"],
+        options["usd_per_hour"] or loaded.train.usd_per_hour, options["budget_hours"],
+        options["budget_usd"])
+    if execution.budget_usd is not None and execution.usd_per_hour is None:
+        raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"
+                        " usd_per_hour in BASE's train.json")
+    new = Sweep(Plan(base=base), loaded, sweeps_dir / name)
+    with (stdout_to_stderr(options["as_json"]),
+          open_sweep(new, wanted, options["seeds"]) as sweep, execution.handling_signals()):
         execution.train(sweep)
-    return sweep, entries_of(sweep, execution.outcomes)
+        if options["stack"] and not execution.stop_reason:
+            sweep, line = with_stack(sweep, entries_of(sweep, execution.outcomes))
+            click.echo(visible(line))
+            sweep.write()
+            execution.train(sweep)
+        entries = entries_of(sweep, execution.outcomes)
+        _report(sweep, entries, execution.stop_reason, charts=options["charts"])
+    if options["as_json"]:
+        print_json(document_of(sweep, entries, execution.stop_reason))
+    sys.exit(execution.exit_status)
 
 
 def _report(sweep: Sweep, entries: list[Entry], stop_reason: str, *, charts: bool) -> None:
