@@ -155,11 +155,6 @@ def file_beside(directory: Path, name: str | None) -> Path | None:
     return directory / TOKENIZER_FILE if (name or "").startswith(NAME_PREFIX) else None
 
 
-def decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """Convert ids to text; skip ids that only pad a model's vocabulary."""
-    return tokenizer.decode([token for token in token_ids if token < tokenizer.n_vocab])
-
-
 def gpt2_file(name: str) -> bytes:
     """Return `encoder.json` or `vocab.bpe` of GPT-2: of an installed package, or fetched once.
 

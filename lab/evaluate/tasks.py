@@ -30,7 +30,7 @@ class Question(NamedTuple):
     kind: str = ""
 
 
-class Record(BaseModel):
+class TaskRecord(BaseModel):
     """A record of a task's dataset. A subclass has its columns, and the task's name.
 
     Attributes:
@@ -50,7 +50,7 @@ class Record(BaseModel):
         raise NotImplementedError
 
 
-class HellaSwag(Record):
+class HellaSwag(TaskRecord):
     """How a description of everyday life goes on."""
 
     hub_name, split = "Rowan/hellaswag", "validation"
@@ -73,7 +73,7 @@ def _without_markup(text: str) -> str:
     return text.replace("  ", " ")
 
 
-class LAMBADA(Record):
+class LAMBADA(TaskRecord):
     """The last word of a passage."""
 
     hub_name, split = "EleutherAI/lambada_openai", "test"
@@ -87,7 +87,7 @@ class LAMBADA(Record):
         return Question(context, [word], 0)
 
 
-class ARC(Record):
+class ARC(TaskRecord):
     """Questions of science lessons, with choices."""
 
     hub_name, split = "allenai/ai2_arc", "test"
@@ -102,7 +102,7 @@ class ARC(Record):
                         self.choices["label"].index(self.answerKey))
 
 
-class PIQA(Record):
+class PIQA(TaskRecord):
     """Two ways to a goal in the physical world."""
 
     hub_name, split = "baber/piqa", "validation"
@@ -117,7 +117,7 @@ class PIQA(Record):
         return Question(f"Question: {self.goal}\nAnswer:", [self.sol1, self.sol2], self.label)
 
 
-class BLiMP(Record):
+class BLiMP(TaskRecord):
     """A sentence with good grammar, and one without."""
 
     hub_name, split = "nyu-mll/blimp", "train"
@@ -132,7 +132,7 @@ class BLiMP(Record):
         return Question("", [self.sentence_good, self.sentence_bad], 0, self.UID)
 
 
-TASKS: dict[str, type[Record]] = {
+TASKS: dict[str, type[TaskRecord]] = {
     "hellaswag": HellaSwag, "lambada": LAMBADA, "arc_easy": ARC, "piqa": PIQA, "blimp": BLiMP}
 
 
@@ -198,7 +198,7 @@ def read_quiz(name: str, source: str = "") -> Quiz:
                 task.split if is_on_hub and source == task.hub_name else None)
 
 
-def _questions(path: Path, task: type[Record]) -> Iterator[Question]:
+def _questions(path: Path, task: type[TaskRecord]) -> Iterator[Question]:
     """Read the questions of a file. Raises: UserError: it does not hold the task's."""
     try:
         for record in _records(path):
@@ -230,7 +230,7 @@ def _records(path: Path) -> Iterator[Any]:
                 yield json.loads(line)
 
 
-def _download(repository: str, task: type[Record]) -> list[Path]:
+def _download(repository: str, task: type[TaskRecord]) -> list[Path]:
     """Download the files with the questions into the hub client's cache, unless they are there."""
     from huggingface_hub import HfApi, hf_hub_download
 

@@ -51,13 +51,8 @@ def texts_of(model, prompt, options, **stops):
     return ["".join(parts) for parts in zip(*steps, strict=True)]
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("nix",), "no such run"), (("new",), "no checkpoint yet; train the run first"),
-    (("tiny", "--checkpoint", "nix"), "no checkpoint 'nix'"),
-])
-def test_a_user_error_is_one_line(trained, arguments, message):
-    trained.add_run("new")
-    assert message in error_line(generate(trained, *arguments))
+def test_a_user_error_is_one_line(trained):
+    assert "no such run" in error_line(generate(trained, "nix"))
     nan = generate(trained, "tiny", "--temperature", "nan")
     assert nan.exit_code == 2 and "'--temperature': nan is not a finite number" in nan.stderr
 
@@ -163,6 +158,11 @@ def test_a_text_ends_before_a_stop_and_at_the_end_of_text_token():
     model.head.weight.data[256] = 0.0
     text, = texts_of(model, "a", SamplingOptions(300, 5.0, 0, seed=1, stop_token=256))
     assert len(text) < 300 and "<|endoftext|>" not in text
+    padded, options = tiny_model(vocab_size=300), SamplingOptions(60, 5.0, 0)
+    drawn = generate_tokens(padded, [*b"a"], options)
+    assert max(drawn) > 256  # it is no token of the tokenizer, and adds no text
+    assert texts_of(padded, "a", options) == [
+        load_tokenizer("bytes").decode([token for token in drawn if token <= 256])]
 
 
 def test_samples_and_stops_on_the_command_line(trained):
