@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,9 @@ from basics.errors import cannot_be_written, visible
 from basics.files import write_atomically
 from basics.json_files import to_json
 from lab.runs import chosen_runs
+
+if TYPE_CHECKING:
+    from lab.watch.answers import Watched
 
 ICON = '<link rel="icon" href="icon.svg">'
 STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
@@ -63,7 +67,7 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text:
             server.serve_forever()
 
 
-def exported_page(watched) -> str:
+def exported_page(watched: "Watched") -> str:
     """Return an HTML page with all that it needs inside, which may ask for nothing else."""
     from lab.watch.server import STATIC
 
