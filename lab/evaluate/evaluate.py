@@ -8,7 +8,7 @@ import click
 
 from basics.cli import print_json, stdout_to_stderr
 from basics.errors import UserError, print_error, visible
-from lab.evaluate.tasks import TASKS, read_quizzes
+from lab.evaluate.tasks import TASKS, read_quiz
 
 
 @click.command()
@@ -56,7 +56,7 @@ def command(
     failed: UserError | None = None
     with stdout_to_stderr(as_json):
         models = choose_models(targets, checkpoints, runs_dir)
-        quizzes = read_quizzes(tasks)
+        quizzes = [read_quiz(*text.partition("=")[::2]) for text in tasks]
         slices = {} if quizzes else open_slices(
             datasets_of(models, dataset, runs_dir), datasets_dir, split, start_token, num_tokens)
         try:

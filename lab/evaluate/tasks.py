@@ -152,23 +152,11 @@ class Quiz(NamedTuple):
     split: str | None
 
 
-def read_quizzes(tasks: tuple[str, ...]) -> list[Quiz]:
-    """Read the questions of tasks, NAME or NAME=FILE each. Raises: UserError."""
-    quizzes: dict[str, Quiz] = {}
-    for text in tasks:
-        name, _, source = text.partition("=")
-        quiz = read_quiz(name, source)
-        if quiz.name in quizzes:
-            raise UserError(f"--task: {quiz.name} is there twice; give it once")
-        quizzes[quiz.name] = quiz
-    return list(quizzes.values())
-
-
 def read_quiz(name: str, source: str = "") -> Quiz:
     """Read a local file (JSON lines or parquet), a directory of them, or a dataset on the hub.
 
     Args:
-        source: the file, the directory or the dataset; empty for the task's own.
+        source: the file, the directory or the dataset; empty for the task's own dataset.
 
     Raises:
         UserError: there is no such task or file, or it does not hold the task's questions.
@@ -207,12 +195,9 @@ def _questions(path: Path, task: type[TaskRecord]) -> Iterator[Question]:
                 raise ValueError(f"choice {question.right} of {len(question.choices)} is right, or"
                                  " one is empty")
             yield question
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file, and not the owner/name of a dataset on the hub;"
-                        f" give a file with {task.__name__}'s questions, or"
-                        f" {task.hub_name}") from None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        reason = describe(error) if isinstance(error, ValidationError) else str(error)
+        reason = (describe(error) if isinstance(error, ValidationError)
+                  else getattr(error, "strerror", None) or str(error))
         raise UserError(f"{path}: not {task.__name__}'s questions ({reason[:80]}); each needs"
                         f" {', '.join(task.model_fields)}") from None
 
