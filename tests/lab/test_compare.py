@@ -351,12 +351,9 @@ def test_published_rows_are_marked_and_have_their_figures(runs):
     comparison, rows = runs.compare(published=True), runs.csv("--published")
     published = {name: row for name, row in rows.items() if row["status"] == "published"}
     assert len(published) == len(comparison.rows) - 1 == 14
-    assert [float(row["test_loss"]) for row in published.values() if row["test_loss"]] == [
-        3.231, 3.5, 3.577761, 3.674, 3.678, 3.691526, 3.725, 3.73, 3.734, 3.771, 3.944, 4.135,
-        4.167]
     known = {"model": "GPT-2 small, untied (163M)", "global_batch_size": "104",
              "microbatch_size": "13", "tokens": "3260190720", "ift_score": "17.09",
-             "seconds": "13904", "seconds_without_validation": "12404",
+             "seconds": "13904", "seconds_without_validation": "12404", "test_loss": "3.674",
              "tokens_per_second": "254000", "machine": "A100 40 GiB", "num_gpus": "8"}
     assert known.items() <= published["8x A100 40 GiB"].items()
     for name, usd in (("8x A100 40 GiB", 35.56), ("8x B200 160 GiB", 39.14)):  # as published
@@ -431,7 +428,7 @@ def test_texts_are_escaped_in_markdown_html_and_csv(runs):
     assert (cells["differs"], cells["train_loss"]) == ("'=1+x", "-0.5")  # no formula; a number
 
 
-@pytest.mark.parametrize("width", range(56, 130, 7))
+@pytest.mark.parametrize("width", (56, 90, 130))
 def test_wrapped_columns_of_any_width_leave_room_for_all_figures(width):
     table = Table([Column("run", "left", 20), Column("differences", "left", 28), Column("loss")],
                   [["name " * 20, "x=1 " * 30, "12345"], ["日本語" * 12, "y" * 80, "-"]])
