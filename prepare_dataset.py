@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from basics.cli import run_and_exit
+from basics.cli import FiniteRange, run_and_exit
 from basics.entry_points import INTERRUPTED
 from basics.errors import UserError, print_error, print_line
 from basics.machine import num_cpu_cores
@@ -38,7 +38,7 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
               help="gpt2 has a vocabulary of 50,257, bytes of 257. DIR holds a tokenizer.json, as"
                    " lab tokenizer writes it.")
 @click.option("--validation-fraction", default=0.01, show_default=True,
-              type=click.FloatRange(0, 1, min_open=True, max_open=True),
+              type=FiniteRange(0, 1, min_open=True, max_open=True),
               help="Fraction of the documents, taken from the end, to use for validation.")
 @click.option("--max-documents", type=click.IntRange(2), help="Use only the first N documents.")
 @click.option("--workers", type=click.IntRange(1), default=None,
@@ -131,15 +131,12 @@ def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -
     """Find the documents and tokenise them. Raises: UserError."""
     start_fork_server(options["tokenizer"])
     from preparation.journal import Journal, check_output_dir
-    from preparation.parts import parse_part
     from preparation.pipeline import PrepareOptions, prepare_dataset
 
     named = SourceOptions(source, **{key: options.pop(key) for key in (
         "subset", "split", "revision", "text_column", "keep_raw")})
     preparation = PrepareOptions(
         **options, num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS))
-    if preparation.part:
-        parse_part(preparation.part)
     journal = Journal(check_output_dir(output))
     journal.read()
     documents = find_source(named, raw_dir=journal.raw_dir, unfinished=journal.request)

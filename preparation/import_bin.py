@@ -36,7 +36,8 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prog
     tokenizer = chosen.load()
     parts = _find(source)  # all are checked before anything is written
     try:
-        with Journal(output_dir) as journal:  # used as a lock: an import is not resumed
+        journal = Journal(output_dir)
+        with journal.locked():  # an import is not resumed
             journal.begin_anew(2 * sum(stop - first for files in parts.values()
                                        for _, first, stop in files))
             counts = {}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from basics.errors import DISK_FULL, UserError
 from basics.failpoints import failpoint
-from basics.files import append_whole, fsync, lock_directory, write_atomically
+from basics.files import append_whole, fsync, locked, write_atomically
 from basics.text import gb
 
 if TYPE_CHECKING:
@@ -116,8 +114,7 @@ class _Finished(Line):
 class Journal:
     """The directory of an unfinished preparation, next to its output, and its progress file.
 
-    A context manager: one process at a time can enter it. The subdirectory `dataset/` becomes the
-    output; `raw/` is for downloads.
+    The subdirectory `dataset/` becomes the output; `raw/` is for downloads.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -128,27 +125,21 @@ class Journal:
         self.request: Request | None = None  # of the earlier launch
         self._lines: list[_Finished] = []
 
-    def __enter__(self) -> Journal:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
         """Create and lock the directory, and read the progress of an earlier launch.
 
         Raises:
-            UserError: another process has locked it.
-            OSError: it cannot be created.
+            UserError: another process has locked it, or it cannot be created.
         """
-        self.dir.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = lock_directory(self.dir)
-        except BlockingIOError:
-            raise UserError(f"{self.dir}: another process is preparing this dataset; wait for it,"
-                            " or name another output") from None
-        self.read()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 traceback: TracebackType | None) -> None:
-        if self.request is None:  # no work to resume
-            shutil.rmtree(self.dir, ignore_errors=True)
-        os.close(self._lock)
+        with locked(self.dir, busy=f"{self.dir}: another process is preparing this dataset; wait"
+                                   " for it, or name another output"):
+            self.read()
+            try:
+                yield
+            finally:
+                if self.request is None:  # no work to resume
+                    shutil.rmtree(self.dir, ignore_errors=True)
 
     def read(self) -> None:
         """Read what an earlier launch has left. Begins again if its files are too short."""

@@ -113,19 +113,26 @@ def join_parts(part_dirs: Sequence[Path], output_dir: Path, *,
     """
     output_dir = check_output_dir(output_dir)
     parts = _read_parts(part_dirs)
-    streams, progress = _streams_of(parts)
     first_dir, first = parts[0]
+    streams, progress = [], Progress()
+    for part_dir, part in parts:
+        streams.append(TokenStream(part_dir / TOKENS, part_dir / TABLE))
+        counts = part.progress
+        progress = progress.without(*counts.bad_files).changed(
+            num_bad_files=progress.num_bad_files + counts.num_bad_files,
+            num_characters=progress.num_characters + counts.num_characters,
+            num_empty=progress.num_empty + counts.num_empty)
     if progress.num_bad_files > first.max_bad_files and not skip_bad_shards:
         raise UserError(f"{progress.num_bad_files} files of all parts could not be read, more than"
                         f" {first.max_bad_files}; replace them, or skip them with"
                         " --skip-bad-shards")
     request = first.request
     num_documents = sum(stream.num_documents for stream in streams)
-    num_documents = min(num_documents, request.max_documents or num_documents)
     check_documents(progress, num_documents, request.source)
     num_train = num_training_documents(num_documents, request.validation_fraction)
     try:
-        with Journal(output_dir) as journal:  # used as a lock: a join is not resumed
+        journal = Journal(output_dir)
+        with journal.locked():  # a join is not resumed
             journal.begin_anew(2 * sum(part.progress.total.num_tokens for _, part in parts))
             dataset_dir = journal.dataset_dir
             if path := file_beside(dataset_dir, request.tokenizer):
@@ -183,36 +190,11 @@ def _read(path: Path) -> PartFile:
         if Path(error.filename).name != PART_FILE:
             raise UserError(f"{error.filename}: is missing; copy or prepare the part again"
                             ) from None
-        whole = path.resolve()
-        unfinished = whole.with_name(f".{whole.name}.partial")
-        raise UserError(f"{path}: is an unfinished part; run its command again" if
-                        unfinished.exists() else f"{path}: is not a part (it has no {PART_FILE});"
-                        " name an OUTPUT of --part") from None
+        raise UserError(f"{path}: is not a part, or an unfinished one (it has no {PART_FILE}); name"
+                        " an OUTPUT of --part, or run its command again") from None
     except (OSError, ValidationError, UserError):
         raise UserError(f"{path / PART_FILE}: cannot be read, or is damaged; copy or prepare the"
                         " part again") from None
     if not is_whole:
         raise UserError(f"{path}: {TOKENS} or {TABLE} is not whole; copy or prepare the part again")
     return part
-
-
-def _streams_of(parts: Sequence[tuple[Path, PartFile]]) -> tuple[list[TokenStream], Progress]:
-    """Return the documents of all parts that are wanted, with their counts. Raises: UserError."""
-    limit = left = parts[0][1].request.max_documents
-    streams, progress = [], Progress()
-    for part_dir, part in parts:
-        if left == 0:  # one machine would not have read this part
-            break
-        stream, bad = TokenStream(part_dir / TOKENS, part_dir / TABLE), part.progress
-        count = stream.num_documents if left is None else min(stream.num_documents, left)
-        if left is not None and left == count and left != limit and (
-                bad.num_bad_files):  # one machine might have stopped before them
-            raise UserError(f"{part_dir}: --max-documents ends in this part, which has files that"
-                            " could not be read: replace them, or prepare all on one machine")
-        left = None if left is None else left - count
-        streams.append(stream)
-        progress = progress.without(*bad.bad_files).changed(
-            num_bad_files=progress.num_bad_files + bad.num_bad_files,
-            num_characters=progress.num_characters + stream.end(count)[2],
-            num_empty=progress.num_empty + stream.num_empty(count))
-    return streams, progress

@@ -71,10 +71,10 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
     """
     output_dir = check_output_dir(output_dir)
     tokenizer = choose_tokenizer(options.tokenizer)
-    if not 0 < options.validation_fraction < 1:
-        raise UserError(f"--validation-fraction is {options.validation_fraction}; wanted a number"
-                        " between 0 and 1")
     if options.part:
+        if options.max_documents is not None:
+            raise UserError("--max-documents: is not for a part; leave it out, or prepare all on"
+                            " one machine")
         source = share_of(source, options.part)
     request = Request(
         source=source.name, revision=source.revision, asked_revision=source.asked_revision,
@@ -83,7 +83,7 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
         part=options.part)
     journal = Journal(output_dir)
     try:
-        with journal:
+        with journal.locked():
             _check_disk(source, options, journal)
             journal.begin(request, source.shards)
             progress = _Preparation(source, options, journal).run(tokenizer)

@@ -444,16 +444,6 @@ def test_a_truncated_compressed_file_is_an_error(tmp_path, suffix):
         list(json_tasks(path, "text", "any"))
 
 
-def test_the_tasks_of_a_large_text_file_say_how_much_of_it_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "WHOLE_BYTES", 100)
-    monkeypatch.setattr(reading, "TASK_BYTES", 1000)
-    monkeypatch.setattr(cutting, "LARGE_DOCUMENT", 64)
-    path = tmp_path / "a.txt"
-    path.write_text("naïve words, " * 999)
-    sizes = [task.source_bytes for task in text_tasks([path], tmp_path, "any")]
-    assert sum(sizes) == path.stat().st_size and max(sizes) < path.stat().st_size / 5
-
-
 # --- the hub: the real client, with a local hub that fails in many ways
 
 TEXTS = [[f"part {i} document {j} " + "x" * (j % 97) for j in range(300)] for i in range(3)]
@@ -773,23 +763,17 @@ WHOLE = parquet()
 LINES = b'{"text": "some text"}\n' * 20
 SOURCES: dict[str, tuple[str, bytes]] = {
     "empty": ("a.parquet", b""), "four bytes": ("a.parquet", b"PAR1"),
-    "only magic": ("a.parquet", b"PAR1PAR1"), "no magic": ("a.parquet", b"\x00" * 1000),
     "a footer longer than the file": ("a.parquet", WHOLE[:-8] + struct.pack("<I", 10**9) + b"PAR1"),
-    "a footer of 2**32": ("a.parquet", WHOLE[:-8] + b"\xff\xff\xff\xffPAR1"),
     "a footer of noise": ("a.parquet", WHOLE[:-600] + random.Random(0).randbytes(592) + WHOLE[-8:]),
     "cut in the middle": ("a.parquet", WHOLE[: len(WHOLE) // 2]),
-    "no head": ("a.parquet", WHOLE[len(WHOLE) // 2:]),
     "encrypted": ("a.parquet", WHOLE[:-4] + b"PARE"),
     "pages of noise": ("a.parquet", WHOLE[:10] + b"\xff" * 400 + WHOLE[410:]),
     "a column of numbers": ("a.parquet", parquet([1, 2, 3])),
     "a column of lists": ("a.parquet", parquet([["a"], ["b"]])),
-    "a column of objects": ("a.parquet", parquet([{"a": "b"}])),
     "another column": ("a.parquet", parquet(name="t\x1b[31mext")),
     "an LFS pointer": ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
     "a page": ("a.parquet", b"<!DOCTYPE html><html>404</html>"),
     "deep": ("a.jsonl", LINES + b'{"text": ' + b"[" * 10**5),
-    "NaN": ("a.jsonl", LINES + b'{"text": NaN}\n'), "no object": ("a.jsonl", LINES + b"[1, 2]\n"),
-    "no text": ("a.jsonl", LINES + b'{"title": "x"}\n'),
     "text of an object": ("a.jsonl", LINES + b'{"text": {"text": "x"}}\n'),
     "many digits": ("a.jsonl", LINES + b'{"text": ' + b"9" * 10**5 + b"}\n"),
     "noise": ("a.jsonl", random.Random(1).randbytes(10**5)), "cut": ("a.jsonl", LINES[:-10]),
