@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.sizes import attention_blocks
+from tokens.batch_plan import attention_blocks
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, *, drop_rate: float) -> Tensor:

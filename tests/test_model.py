@@ -18,9 +18,9 @@ from gpt import GPTModel
 from ops.block_attention import block_attention
 from ops.linear_cross_entropy import linear_cross_entropy, token_sum
 from ops.orthogonalise import orthogonalise
-from ops.sizes import BLOCK_ROWS
 from run_config import ModelConfig, load_run
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL
+from tokens.batch_plan import BLOCK_ROWS
 
 N, C, V, CHUNK = 256, 16, 1009, 64
 FORMS = {"whole": {"multiple": 128}, "in chunks": {"chunk_tokens": CHUNK, "multiple": 128}}

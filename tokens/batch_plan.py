@@ -1,10 +1,13 @@
-"""Divide the tokens of a run into global steps, accumulation steps, processes, microbatches."""
+"""Divide a run's tokens into global steps, accumulation steps, processes, microbatches, chunks."""
 
 import math
 from dataclasses import dataclass
 
 from basics.errors import UserError
-from run_config import Run
+from run_config import ModelConfig, Run, TrainConfig
+
+CACHED_LOGITS = 2**23  # per chunk, on a CPU; larger chunks are 10% faster but take GiBs
+BLOCK_ROWS = 128  # queries in a block of CPU attention
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,22 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
             f" {found}; lower min_train_tokens, or set repeat_data")
     return BatchPlan(train.microbatch_size, accumulation_steps, world_size, context_length,
                      num_steps, epoch_tokens)
+
+
+def head_chunk_tokens(model: ModelConfig, train: TrainConfig, *,
+                      is_eager_on_cpu: bool) -> int | None:
+    """Return the tokens per chunk of head and loss; None to compute all tokens at once.
+
+    Without `head_chunks`, an eager CPU uses chunks that fit in its cache.
+    """
+    if train.head_chunks is None:
+        return max(1, CACHED_LOGITS // model.vocab_size) if is_eager_on_cpu else None
+    if train.head_chunks == 1:
+        return None
+    return -(-train.microbatch_size * model.context_length // train.head_chunks)
+
+
+def attention_blocks(context_length: int) -> list[tuple[int, int]]:
+    """Split the T queries of attention into blocks; return each as (start, stop)."""
+    starts = range(0, context_length, BLOCK_ROWS)
+    return [(start, min(start + BLOCK_ROWS, context_length)) for start in starts]

@@ -14,9 +14,9 @@ from torch.nn.utils import get_total_norm
 from basics.tensors import Moment
 from gpt import GPTModel
 from ops.block_attention import causal_logits
-from ops.sizes import CACHED_LOGITS
 from processes.launch import Process
 from run_config import Precision, TrainConfig
+from tokens.batch_plan import CACHED_LOGITS
 from tokens.batches import Microbatch
 from trainer.precision import autocast
 

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend
 
 from basics.errors import UserError, first_line, is_out_of_memory
 from gpt import KERNELS, ForwardOptions, GPTModel, attend
-from ops.sizes import head_chunk_tokens
 from run_config import ModelConfig, Precision, TrainConfig
+from tokens.batch_plan import head_chunk_tokens
 
 DTYPES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # any of these makes bf16 fast

@@ -10,8 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from ops.sizes import attention_blocks, head_chunk_tokens
 from run_config import ModelConfig, Precision, TrainConfig
+from tokens.batch_plan import attention_blocks, head_chunk_tokens
 
 FLOAT32 = 4
 IDS = 2 * 8  # bytes of a token's id and its target, int64
