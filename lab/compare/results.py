@@ -29,14 +29,13 @@ PUBLISHED_PATH = Path(__file__).parents[2] / "runs" / "published.json"
 PUBLISHED = "published"
 LONGEST_VALUE = 60  # characters of a setting
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
-    "dataset", "min_train_tokens", "repeat_data", "init_from", "optimizer", "weight_decay",
-    "decay_norms_and_biases", "clipping_max_norm", "schedule", "schedule_learning_rate",
-    "warmup_period_percent", "decay_period_percent", "final_learning_rate_fraction",
-)
+    "dataset", "start_val_token", "min_train_tokens", "repeat_data", "init_from", "optimizer",
+    "weight_decay", "decay_norms_and_biases", "clipping_max_norm", "schedule",
+    "schedule_learning_rate", "warmup_period_percent", "decay_period_percent",
+    "final_learning_rate_fraction")
 MEMORY_SETTINGS = (  # change the memory of a step
     "gradient_accumulation_steps", "residual_dtype", "compile", "attention", "head_chunks",
-    "activation_checkpointing", "deterministic", "optimizer",
-)
+    "activation_checkpointing", "deterministic", "optimizer")
 Figures = dict[str, float | None]  # by the keys of FIGURES and more; None if not known
 FIGURES = (
     "global_batch_size", "microbatch_size", "tokens", "steps", "train_loss", "validation_loss",
