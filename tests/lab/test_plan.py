@@ -344,7 +344,7 @@ def test_a_residual_stream_in_bf16_needs_less():
     ("bf16", None, 4, 12), ("fp16", None, 4, 12), ("fp32", None, 8, 12),
     ("bf16", 4, 4, 10), ("fp16", 4, 4, 10), ("fp32", 4, 8, 8)])
 def test_a_compiled_loss_has_no_logits_in_float32(precision, head_chunks, compiled, eager):
-    """Bytes per logit; tests/ops/test_linear_cross_entropy.py counts the buffers."""
+    """Bytes per logit; tests/test_model.py counts the buffers."""
     V, T = 2**16, 64  # logits are nearly all that grows with the microbatch
     for compiles, wanted in ((None, compiled), (True, compiled), (False, eager)):
         model, train = configs({"vocab_size": V, "context_length": T, "emb_dim": 4, "n_heads": 1,
