@@ -644,8 +644,10 @@ def test_partial_files_of_killed_downloads_are_removed(tokens_hub, tmp_path):
     (folder / "old.incomplete").write_bytes(b"half")
     os.utime(folder / "old.incomplete", (0, 0))
     (folder / "new.incomplete").write_bytes(b"half")  # another node may be writing it
+    (folder / "gone.incomplete").symlink_to("nothing")  # as one that is finished meanwhile
     fetch(tokens_hub, tmp_path)
-    assert [path.name for path in folder.glob("*.incomplete")] == ["new.incomplete"]
+    assert {path.name for path in folder.glob("*.incomplete")} == {
+        "gone.incomplete", "new.incomplete"}
 
 
 BUSY = {"Retry-After": "0"}
