@@ -89,6 +89,15 @@ def read_evaluations(run_dir: Path) -> list[Record]:
     return [parsed_object(line) for line in read_records(run_dir / "evaluations.jsonl").split("\n")]
 
 
+def read_trials(run_dir: Path) -> tuple[tuple[float, float], ...]:
+    """Return the microbatches that fitted in --find-max-microbatch --save, and the GiB of each."""
+    trials = parsed_object(read_records(run_dir / "microbatch-search.json")).get("trials")
+    found = [(number(trial.get("microbatch_size")), number(trial.get("demand_gib")))
+             for trial in (trials if isinstance(trials, list) else ())
+             if isinstance(trial, dict) and trial.get("fits") is True]
+    return tuple((size, gib) for size, gib in found if size and gib is not None)
+
+
 def last_judged(evaluations: list[Record]) -> Record:
     """Return the last line of `lab judge`; empty if there is none."""
     return next((line for line in reversed(evaluations)

@@ -37,7 +37,7 @@ class Points(NamedTuple):
 
     label: str
     color: str
-    rows: dict[tuple[float, float], Row]  # by x and y: equal points count once
+    rows: dict[tuple[float, float], Row | None]  # by x and y: equal points count once
 
 
 def loss_points(rows: list[Row], kind: str) -> list[Points]:
@@ -50,9 +50,15 @@ def loss_points(rows: list[Row], kind: str) -> list[Points]:
 def memory_points(rows: list[Row]) -> list[Points]:
     """Group runs whose memory forms one line over the microbatch: same model and precision.
 
-    A published point is the memory of a GPU and the largest microbatch that fitted.
+    A published point is the memory of a GPU and the largest microbatch that fitted. A search for
+    the largest microbatch is a line of its own.
     """
-    return _grouped(
+    results = [result for row in rows for result in row.results]
+    searches = [Points(f"--find-max-microbatch of {result.name}", f"C{3 + place % 6}",
+                       dict.fromkeys(result.search))
+                for place, result in enumerate(results)
+                if len({size for size, _ in result.search}) >= NEEDED_FOR_LINE]
+    return searches + _grouped(
         ((result.memory_group, row, result.figures["microbatch_size"], result.memory_gib)
          for row in rows for result in row.results),
         needed=NEEDED_FOR_LINE, published="published: GPU memory and its largest microbatch")
@@ -104,7 +110,7 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
          f"{NEEDED_FOR_PARABOLA} finished runs that differ in their batch"),
         ("memory-over-microbatch.png", memory, partial(plot_points, memory, plot_line, (
             "microbatch (sequences)", "memory per GPU (GiB)")),
-         f"{NEEDED_FOR_LINE} runs that differ in their microbatch"),
+         f"{NEEDED_FOR_LINE} runs that differ in their microbatch, or a saved search"),
     ):
         path = charts_dir / name
         path.unlink(missing_ok=True)
@@ -174,9 +180,9 @@ def plot_points(groups: list[Points], fit: Callable[..., object], labels: tuple[
         axes.plot(x, y, color=color, marker="o", markersize=8, linestyle="none", zorder=3,
                   label=without_formulas(label))
         for place, row in rows.items():
-            axes.annotate("" if row.is_published else without_formulas(row.short_name), place,
-                          textcoords="offset points", xytext=(7, 5), fontsize="x-small",
-                          color="gray")
+            if row and not row.is_published:
+                axes.annotate(without_formulas(row.short_name), place, fontsize="x-small",
+                              textcoords="offset points", xytext=(7, 5), color="gray")
         fit(axes, x, y, color)
     axes.set(xlabel=labels[0], ylabel=labels[1])
     axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13),

@@ -6,18 +6,21 @@ import base64
 import csv
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.cli import print_json
-from basics.errors import UserError, visible, why_not_written
+from basics.cli import USD_PER_HOUR, print_json
+from basics.errors import UserError, one_line, print_error, visible, why_not_written
 from basics.text import dollars
+from lab.runs import chosen_runs
 from lab.table import UNKNOWN, Column, Table, short_count
 
 if TYPE_CHECKING:
+    from lab.compare.results import Result
     from lab.compare.rows import Comparison, Row
 
 PAGE = """<!DOCTYPE html>
@@ -84,16 +87,19 @@ LOSSES = ("test_loss", "validation_loss", "train_loss")
 @click.option("--to-loss-of", metavar="RUN",
               help="Show after how many tokens each run reached the final validation loss of RUN."
                    "  [default: of the finished run with the highest one]")
+@click.option("--usd-per-hour", "prices", multiple=True, metavar="RUN=PRICE",
+              help="Price all the time of RUN afterwards; may be repeated.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
 def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html_path: Path | None,
-            charts_dir: Path | None, to_loss_of: str | None, runs_dir: Path) -> None:
+            charts_dir: Path | None, to_loss_of: str | None, prices: tuple[str, ...],
+            runs_dir: Path) -> None:
     """Compare RUNs, or all runs that have been launched. Works while they train.
 
     Runs that differ only in random_seed are merged into one row.
     """
     # Imported here so that --help is fast.
-    from lab.compare.results import find_results, read_published
+    from lab.compare.results import read_published
     from lab.compare.rows import compare
 
     if len(forms) > 1:
@@ -101,7 +107,8 @@ def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html
     results = find_results(runs_dir, runs)
     if not results and not published:
         raise UserError(f"{runs_dir}: holds no trained run; train one, or add --published")
-    comparison = compare(results + (read_published() if published else []), to_loss_of)
+    comparison = compare(_priced(results, prices) + (read_published() if published else []),
+                         to_loss_of)
     table, values = table_of(comparison), values_of(comparison)
     if forms == ("json",):
         print_json({"schema": "compare/1", "rows": values, "notes": comparison.notes})
@@ -110,6 +117,48 @@ def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html
                            if forms == ("markdown",) else table.terminal()))
     if charts_dir or html_path:
         _draw(comparison.rows, table, charts_dir, html_path)
+
+
+def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
+    """Read the runs with these names, or all runs that have been launched.
+
+    Where no names are given, a run whose files cannot be read is left out, with a warning.
+
+    Raises:
+        UserError: there is no such run, or it has not been launched, or its files cannot be read.
+    """
+    from lab.compare.results import read_result
+
+    results = []
+    for name in chosen_runs(runs_dir, names):
+        try:
+            results.append(read_result(runs_dir / name))
+        except UserError as error:
+            if names:
+                raise
+            print_error(f"warning: left out: {one_line(str(error))}")
+    return results
+
+
+def _priced(results: list[Result], prices: tuple[str, ...]) -> list[Result]:
+    """Price runs as if all of their time had cost as much as is given.
+
+    Raises:
+        UserError: a price is not one, or of none of the runs.
+    """
+    by_name = {result.name: result for result in results}
+    for text in prices:
+        name, _, price = text.rpartition("=")
+        if name not in by_name:
+            raise UserError(f"--usd-per-hour {text[:60]!r}: wanted RUN=PRICE, with a RUN of the"
+                            " comparison")
+        usd_per_second, run = USD_PER_HOUR(price) / 3600, by_name[name]
+        usd = {target: None if run.figures[key] is None else run.figures[key] * usd_per_second
+               for key, target in (("seconds", "usd"), ("validation_seconds", "validation_usd"))}
+        by_name[name] = replace(run, figures=run.figures | usd, records=tuple(
+            record | {"usd": record["seconds"] * usd_per_second} if "seconds" in record else record
+            for record in run.records))
+    return list(by_name.values())
 
 
 def table_of(comparison: Comparison) -> Table:

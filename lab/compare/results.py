@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from basics.errors import UserError, one_line, print_error
+from basics.errors import UserError, one_line
 from lab.plan.memory import size_name
 from lab.runs import (
     Record,
     RunFiles,
-    chosen_runs,
     last_judged,
     last_value,
     number,
     read_evaluations,
+    read_trials,
 )
 from reporting.metrics_file import read_metrics
 from reporting.summary import FINISHED
@@ -67,6 +67,7 @@ class Result:
         size: as `size_name` gives it; empty if it is not known.
         loss_group: results with an equal one form a curve of the loss over the batch size.
         memory_group: results with an equal one form a line of the memory over the microbatch.
+        search: the microbatches that --find-max-microbatch has tried, and the GiB of each.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Result:
     size: str = ""
     loss_group: tuple[str, ...] = ()
     memory_group: tuple[str, ...] = ()
+    search: tuple[tuple[float, float], ...] = ()
 
     @property
     def validation_slice(self) -> tuple[str, ...]:
@@ -105,25 +107,6 @@ def shown(value: Any) -> str:
     if number(value) is not None and value == int(value):
         value = int(value)
     return one_line(str(value)[:LONGEST_VALUE])
-
-
-def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
-    """Read the runs with these names, or all runs that have been launched.
-
-    Where no names are given, a run whose files cannot be read is left out, with a warning.
-
-    Raises:
-        UserError: there is no such run, or it has not been launched, or its files cannot be read.
-    """
-    results = []
-    for name in chosen_runs(runs_dir, names):
-        try:
-            results.append(read_result(runs_dir / name))
-        except UserError as error:
-            if names:
-                raise
-            print_error(f"warning: left out: {one_line(str(error))}")
-    return results
 
 
 def read_result(run_dir: Path) -> Result:
@@ -153,7 +136,7 @@ def read_result(run_dir: Path) -> Result:
         code=shown(code) if code else "", memory_gib=number(facts.get("peak_memory_gib")),
         judge=f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else "",
         loss_group=group(*LOSS_SETTINGS) if files.status == FINISHED else (),
-        memory_group=(*machine, *group(*MEMORY_SETTINGS)))
+        memory_group=(*machine, *group(*MEMORY_SETTINGS)), search=read_trials(run_dir))
 
 
 def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any],

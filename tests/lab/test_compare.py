@@ -18,8 +18,8 @@ from rich.cells import cell_len
 from basics.errors import UserError
 from lab.compare import charts as comparison_charts
 from lab.compare.charts import draw_comparison, loss_points, memory_points, plot_fit, plot_points
-from lab.compare.compare import csv_of, table_of, values_of
-from lab.compare.results import Reached, find_results, first_reaching, mean_reached, read_published
+from lab.compare.compare import csv_of, find_results, table_of, values_of
+from lab.compare.results import Reached, first_reaching, mean_reached, read_published
 from lab.compare.rows import compare
 from lab.table import Column, Table
 from tests.support.json_schemas import checked
@@ -326,6 +326,7 @@ def test_missing_or_untrained_runs_are_user_errors(runs, tmp_path):
         (["trained", "fresh"], "has not been trained yet; train it with: .* fresh"),
         (["--csv", "--json"], "--csv and --json exclude each other"),
         (["--to-loss-of", "nobody"], "--to-loss-of nobody: no finished run"),
+        (["--usd-per-hour", "none=1"], "--usd-per-hour .none=1.: wanted RUN=PRICE"),
         (["--html", str(tmp_path / "none/page.html")], "page.html: cannot be written .*--html"),
         (["--charts", "/dev/null/x"], "/dev/null.*: cannot be written .* --charts"),
     ):
@@ -389,6 +390,32 @@ def test_published_losses_and_memory_are_fitted_as_published():
     assert set(memory.rows) == {(6, 24), (13, 40), (27, 80), (64, 160)}
     line = line_of(figure_of([memory], comparison_charts.plot_line), "GiB per sequence")
     assert line.get_label() == "11.48 GiB + 2.346 GiB per sequence"  # published: 11.5, 2.35
+
+
+def test_runs_are_priced_afterwards(runs):
+    gpus = {"machine": {"device": "H100", "device_type": "cuda", "processes": 8}}
+    runs.add("priced", losses=(3.0, 4.0, None), summary=gpus | {"usd": None})
+    runs.record("priced")
+    runs.add("other", losses=(3.0, 4.1, None))
+    prices = ["--usd-per-hour", "priced=72", "--usd-per-hour", "other=0.9"]
+    rows = runs.csv("--to-loss-of", "other", *prices)
+    assert [float(rows["priced"][key]) for key in (
+        "usd_per_hour", "usd", "usd_without_validation", "num_gpus")] == [72, 2, 1.8, 8]
+    assert float(rows["priced"]["usd_to_loss"]) == pytest.approx(2 * 10 / 12)
+    assert float(rows["other"]["usd"]) == pytest.approx(0.025)
+
+
+def test_a_search_for_the_microbatch_is_a_line_of_its_own_over_memory(runs):
+    runs.add("small")
+    (runs.dir / "small/microbatch-search.json").write_text(json.dumps({"trials": [
+        {"microbatch_size": 1, "fits": True, "demand_gib": 2.5},
+        {"microbatch_size": 5, "fits": True, "demand_gib": 4.5},
+        {"microbatch_size": 9, "fits": False, "demand_gib": None},
+        {"microbatch_size": "x", "fits": True}, 7]}))
+    (search,) = memory_points(runs.compare().rows)
+    assert set(search.rows) == {(1, 2.5), (5, 4.5)}
+    line = line_of(figure_of([search], comparison_charts.plot_line), "GiB per sequence")
+    assert line.get_label() == "2.00 GiB + 0.500 GiB per sequence"
 
 
 def test_runs_with_equal_settings_form_one_curve_and_others_none(runs):
