@@ -3,16 +3,21 @@
 import hashlib
 import json
 import os
+import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from basics.errors import UserError, cannot_be_written
-from basics.files import append_whole
+from basics.errors import UserError, cannot_be_written, first_line
+from basics.files import append_whole, write_atomically
 from basics.json_files import describe
 
+# The 1,100 entries of "Build a Large Language Model (from Scratch)", chapter 7.
+BOOK_URL = ("https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/"
+            "ch07/01_main-chapter-code/instruction-data.json")
 MIN_ENTRIES = 10  # leaves one for the test
 
 # Alpaca's template: the head, the instruction, the input if there is one, and the response.
@@ -101,6 +106,24 @@ def load_entries(path: Path) -> Data:
     first, second = int(count * 0.85), int(count * 0.85) + int(count * 0.1)
     return Data(path, hashlib.sha256(content).hexdigest(), entries[:first], entries[first:second],
                 entries[second:])
+
+
+def book_entries(datasets_dir: Path) -> Path:
+    """Return the path of the book's entries, which are downloaded once. Raises: UserError."""
+    path = datasets_dir / "instruction-data.json"
+    if path.exists():
+        return path
+    try:
+        with urllib.request.urlopen(BOOK_URL, timeout=30) as response:
+            content = response.read(2**24)  # many times what they have
+        TypeAdapter(list[Entry]).validate_json(content)  # neither cut short nor a login page
+        datasets_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except (OSError, HTTPException, ValidationError) as error:
+        reason = describe(error) if isinstance(error, ValidationError) else first_line(error)
+        raise UserError(f"{BOOK_URL}: cannot be downloaded into {datasets_dir} ({reason[:60]});"
+                        " name a file of entries with --data FILE") from None
+    return path
 
 
 def load_answers(path: Path) -> AnswersFile:

@@ -7,15 +7,16 @@ import click
 
 from basics.cli import ABOVE_0, FiniteRange
 from basics.errors import UserError
-from lab.instruct.instructions import check_writable, load_entries
+from lab.instruct.instructions import book_entries, check_writable, load_entries
 
 
 @click.command()
 @click.argument("target_name", metavar="RUN")
 @click.option("--checkpoint", default="best", show_default=True,
               help="latest, best or the name of a checkpoint directory.")
-@click.option("--data", type=click.Path(path_type=Path), metavar="FILE", required=True,
-              help="JSON: a list of objects with instruction, input and output.")
+@click.option("--data", type=click.Path(path_type=Path), metavar="FILE",
+              help="JSON: a list of objects with instruction, input and output.  [default: the"
+                   " 1,100 of \"Build a Large Language Model (from Scratch)\", downloaded once]")
 @click.option("--loss-on", type=click.Choice(["response", "all"]), default="response",
               show_default=True,
               help="response: compute the loss on the response only. all: on the prompt too, as the"
@@ -37,17 +38,17 @@ from lab.instruct.instructions import check_writable, load_entries
                    " not a run, NAME-tuned in the current directory]")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
-def command(target_name: str, checkpoint: str, data: Path, output: Path | None,
-            model_output: Path | None, runs_dir: Path, **options: Any) -> None:
+@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
+              show_default=True)
+def command(target_name: str, checkpoint: str, data: Path | None, output: Path | None,
+            model_output: Path | None, runs_dir: Path, datasets_dir: Path, **options: Any) -> None:
     """Fine-tune RUN's model on instructions, and write its answers to a file for `lab judge`.
 
     RUN may also be a directory of GPT-2 weights, or a hub name such as openai-community/gpt2. The
     first 85% of the data are for training, the next 10% for the test, the rest for validation.
     Training stops when the validation loss rises; the weights of the best epoch then answer the
     test. They are written as a standard GPT-2 with a chat template and a model card: a directory
-    that `lab generate`, `lab evaluate`, `lab publish` and transformers load. The 1,100 entries of
-    "Build a Large Language Model (from Scratch)" are on GitHub, in rasbt/LLMs-from-scratch:
-    ch07/01_main-chapter-code/instruction-data.json.
+    that `lab generate`, `lab evaluate`, `lab publish` and transformers load.
     """
     # Imported here so that --help does not wait for torch.
     from lab.instruct.tuning import TuneOptions, run
@@ -66,4 +67,5 @@ def command(target_name: str, checkpoint: str, data: Path, output: Path | None,
                         " replaced; name another directory with --model-output")
     check_output(model_output, option="--model-output")
     check_writable(output)
-    run(target, load_entries(data), TuneOptions(**options), output, model_output)
+    entries = load_entries(data or book_entries(datasets_dir))
+    run(target, entries, TuneOptions(**options), output, model_output)

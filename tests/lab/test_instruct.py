@@ -16,12 +16,13 @@ from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from gpt import GPTModel
-from lab.instruct import tuning
+from lab.instruct import instructions, tuning
 from lab.instruct.instructions import Entry, load_answers, load_entries
 from lab.instruct.judge import summarise
 from lab.instruct.judging import UnusableReplyError, compare
 from lab.instruct.tuning import IGNORED, TuneOptions, encode_entries, mean_loss
 from reporting.metrics_file import remove_metrics_from
+from tests.support.hub_server import Handler, listening
 from tests.support.judge_server import Endpoint, Fault, faulty_reply, judging
 from tests.support.lab_cli import (
     HOSTILE,
@@ -179,6 +180,35 @@ def test_invalid_data_is_a_user_error_before_tuning(tuned_place, content, messag
     error = error_line(tune(tuned_place, data=path))
     assert f"{path}: " in error and message in error
     assert not (tuned_place.runs_dir / "tiny/instruction-answers.json").exists()
+
+
+@pytest.mark.parametrize(("content", "status", "message"), [
+    (None, 200, ""), (b"[]", 404, "HTTP Error 404"), (b"<html>log in</html>", 200, "Invalid JSON"),
+    (b'[{"instruction": "cut', 200, "Invalid JSON"), (b"", 0, "refused"),
+])
+def test_the_data_of_the_book_is_downloaded_once(tuned_place, monkeypatch, content, status,
+                                                 message):
+    asked, wanted = [], (tuned_place.root / "data.json").read_bytes()
+
+    class Answers(Handler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send(status, wanted if content is None else content)
+
+    def tuned():
+        return run_lab("tune", *tuned_place.arguments("tiny"), *SHORT)
+
+    with listening(Answers) as address:
+        monkeypatch.setattr(instructions, "BOOK_URL", f"{address}/data.json")
+        results = [tuned(), tuned()] if status else []
+    if message:
+        error = error_line(results[0] if results else tuned())  # nobody listens there any more
+        assert message in error and "name a file of entries with --data FILE" in error
+        assert not tuned_place.datasets_dir.exists()
+        return
+    assert [succeeded(result) for result in results] and asked == ["/data.json"]
+    assert [path.name for path in tuned_place.datasets_dir.iterdir()] == ["instruction-data.json"]
+    assert (tuned_place.datasets_dir / "instruction-data.json").read_bytes() == wanted
 
 
 def test_places_that_cannot_be_written_are_refused_before_tuning(tuned_place):
