@@ -3,7 +3,7 @@ upload that, or a dataset, to the hub."""
 
 import json
 import shutil
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -67,8 +67,7 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
     if extras.with_gguf:
         check_gguf(target)
     new_dir, old_dir = (_work_dir(output_dir) / name for name in ("new", "old"))
-    with locked(_work_dir(output_dir), is_temporary=True, busy=(
-            f"{output_dir}: another lab publish or lab tune is writing it; wait for its end")):
+    with _locked(output_dir):
         try:
             for leftover in (new_dir, old_dir):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -121,13 +120,21 @@ def _work_dir(output_dir: Path) -> Path:
     return output_dir.with_name(f".{output_dir.name}.ddp-train-export")
 
 
+def _locked(output_dir: Path) -> AbstractContextManager[None]:
+    """Let one command at a time write an export."""
+    return locked(_work_dir(output_dir), is_temporary=True, busy=(
+        f"{output_dir}: another lab publish or lab tune is writing it; wait for its end"))
+
+
 def put_back(output_dir: Path) -> None:
-    """Put back an earlier export that a kill left under another name while it was replaced."""
-    work_dir = _work_dir(output_dir)
-    if is_export(work_dir / "old") and not output_dir.exists():
-        with suppress(OSError):  # nothing is lost: it keeps its other name
-            (work_dir / "old").rename(output_dir)
-            work_dir.rmdir()
+    """Put back an earlier export that a kill left under another name while it was replaced.
+
+    Raises: UserError: another command replaces it at this moment.
+    """
+    old_dir = _work_dir(output_dir) / "old"
+    if is_export(old_dir) and not output_dir.exists():
+        with _locked(output_dir), suppress(OSError):  # nothing is lost: it keeps its other name
+            old_dir.rename(output_dir)
 
 
 def check_output(output_dir: Path, *, option: str = "--output") -> None:

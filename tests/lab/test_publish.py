@@ -213,6 +213,10 @@ def test_one_command_at_a_time_writes_an_export(tmp_path):
     lock = lock_directory(work_dir)
     with pytest.raises(UserError, match="another lab publish or lab tune is writing it"):
         write_export(no_tokenizer(), output, "tags: ddp-train, new")
+    output.rename(work_dir / "old")  # as the other command does, to put the new one there
+    with pytest.raises(UserError, match="another lab publish or lab tune is writing it"):
+        write_export(no_tokenizer(), output, "tags: ddp-train, new")
+    (work_dir / "old").rename(output)
     os.close(lock)
     assert (output / "README.md").read_text() == "tags: ddp-train"
     for place in ("new", "old"):  # that a kill left
