@@ -19,7 +19,13 @@ from typing import Any, Self
 from basics.errors import UserError, one_line, print_error
 from basics.files import append_whole
 from basics.json_files import found_object, to_json
-from reporting.metrics_file import LARGEST, is_number, read_records, valid_records
+from reporting.metrics_file import (
+    LARGEST,
+    MAX_RECORDS_BYTES,
+    is_number,
+    read_records,
+    valid_records,
+)
 from run_config import RUN_NAME
 
 MAX_WORDS = 200  # characters of a status, a phase or a reason
@@ -46,10 +52,13 @@ def words(value: object) -> str | None:
 
 
 def version_of(path: Path) -> Version | None:
-    """Return what changes when a file is appended to or replaced; None if there is no file."""
+    """Return what changes when a file is appended to or replaced.
+
+    None if there is no file, or one that is too large to be read.
+    """
     with suppress(OSError):
         found = path.stat()
-        if stat.S_ISREG(found.st_mode):
+        if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_RECORDS_BYTES:
             return found.st_ino, found.st_size, found.st_mtime_ns
     return None
 

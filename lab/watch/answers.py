@@ -1,6 +1,5 @@
 """What the page asks for: the states of runs, and the points and samples of one."""
 
-import os
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -133,7 +132,7 @@ class Columns:
 
     def _content(self, start: int) -> bytes:
         with self._path.open("rb") as file:
-            file.seek(start, os.SEEK_SET)
+            file.seek(start)
             return file.read()
 
 
@@ -153,7 +152,7 @@ def _parsed(content: bytes) -> Arrays:
         rows = np.flatnonzero(table[key].is_valid().to_numpy())
         for row, listed in zip(rows, table[key].drop_null().to_pylist(), strict=True):
             if key == THROTTLING:
-                columns[SLOWED_DOWN][row] = sum(bool(slowdowns_of(one)) for one in listed)
+                columns[SLOWED_DOWN][row] = sum(bool(slowdowns_of(one or "")) for one in listed)
             elif known := [one for one in map(number, listed) if one is not None]:
                 for end, function in (("", fmean), ("_min", min), ("_max", max)):
                     columns[f"{key}{end}"][row] = function(known)
