@@ -1,4 +1,4 @@
-"""What a check is and what it finds; those of a machine: its GPUs, limits and disks."""
+"""What a check is and what it finds; those of a machine: its GPUs, memory and disks."""
 
 import itertools
 import os

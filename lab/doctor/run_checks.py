@@ -185,14 +185,14 @@ def check_hub(subject: Subject) -> Finding | None:
 
     Neither the token nor an error's text, which may repeat the request, is ever shown.
     """
-    from huggingface_hub import HfApi, constants, get_token
-    from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import get_session
-
     dataset = subject.run.train.dataset if subject.run else ""
     is_needed = "/" in dataset and not is_complete(subject.datasets_dir / dataset)
     if not (is_needed or subject.is_online):
         return None
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import get_session
+
     try:
         if not get_token():
             get_session().head(constants.ENDPOINT, timeout=ASK_SECONDS)
