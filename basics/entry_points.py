@@ -14,7 +14,7 @@ INTERRUPTED = "Interrupted"  # what is printed after Ctrl-C
 # A thread that waits at the end of a parallel region computes in a loop, so that it can go on at
 # once. By default OpenMP lets it do so for milliseconds, which other processes then lack: beside
 # two busy ones, two threads on two cores trained at a tenth of their speed. After this many rounds,
-# some microseconds, it sleeps (benchmarks/busy_machine.py).
+# some microseconds, it sleeps (benchmarks/README.md).
 SPIN_COUNT = "2500"
 CHOSEN_BY_USER = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"}
 # Parameters of mallopt, from malloc.h.
