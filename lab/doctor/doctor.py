@@ -59,7 +59,7 @@ ANSWER_SECONDS = 8.0
 def command(as_json: bool, **about: Any) -> None:
     """Check whether this machine is fit to train, and to train RUN if one is named.
 
-    Looks at GPUs, driver, PyTorch, compiler, disks and memory, and at the run's configs, dataset and
+    Looks at GPUs, driver, PyTorch, compiler, disks, memory, and at the run's configs, dataset and
     sizes; loads each GPU for a moment and adds up numbers over all of them. Beside a training it
     leaves these tests out. Exit status 1 if training would fail, 0 otherwise. On several machines:
     torchrun ... -m lab doctor RUN, as the training is started; each one prints its own report.
