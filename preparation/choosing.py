@@ -89,7 +89,8 @@ def find_source(options: SourceOptions, *, raw_dir: Path,
             found = hub_source(replace(options, revision=revision), raw_dir=raw_dir)
             return replace(found, asked_revision=asked)
         except UserError as error:
-            raise UserError(f"{error} (and there is no file {source} here)") from None
+            raise UserError(f"{error} (and there is no file {source} here)",
+                            error.status) from None
     if options.keep_raw or options.revision:
         raise UserError(f"{source}: --keep-raw and --revision need a dataset on the hub, given as"
                         " owner/name")

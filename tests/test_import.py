@@ -3,10 +3,8 @@
 import hashlib
 import os
 import resource
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -119,21 +117,6 @@ def test_files_that_cannot_be_imported(tmp_path, files, message):
     with pytest.raises(UserError, match=message):
         import_tokens(source, tmp_path / "out", "bytes")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_a_full_disk_is_reported_before_anything_is_copied(tmp_path, monkeypatch):
-    source = write(tmp_path / "source", BOTH)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2399))
-    with pytest.raises(UserError, match="2.40 kB free; tokens need 2.40 kB or more") as caught:
-        import_tokens(source, tmp_path / "out", "gpt2")
-    assert caught.value.status == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-@pytest.mark.parametrize("option", [("--max-documents", "10"), ("--text-column", "a")])
-def test_other_options_are_refused_with_import(tmp_path, option):
-    result = prepare("--import", str(tmp_path), str(tmp_path / "out"), *option)
-    assert result.returncode == 2 and f"{option[0]}: is not for --import" in result.stderr
 
 
 def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path):

@@ -6,9 +6,7 @@ import json
 import os
 import random
 import struct
-import subprocess
-import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +24,11 @@ from preparation import cutting, hub, reading
 from preparation.choosing import (
     SourceOptions,
     config_patterns,
-    listed,
     split_of,
     split_of_files,
     subset_of,
 )
-from preparation.cutting import BadShard, cut_document
+from preparation.cutting import cut_document
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset
 from preparation.pipeline import prepare_dataset
@@ -54,7 +51,7 @@ from tests.support.preparation import (
     write_parquet,
     write_source,
 )
-from tests.support.workplace import PROJECT_DIR, small_disk, succeeded
+from tests.support.workplace import small_disk, succeeded
 from tokens.tokenizer import load_tokenizer
 
 # --- finding files
@@ -91,13 +88,6 @@ def test_only_txt_files_outside_of_hidden_directories_and_token_datasets_are_doc
     assert find_documents(f"{tmp_path}/*.py").shards[0].num_files == 1
 
 
-def test_a_large_text_file_is_a_shard_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("preparation.sources.WHOLE_BYTES", 100)
-    for name, size in (("a", 10), ("b", 10), ("c", 200), ("d", 10)):
-        (tmp_path / f"{name}.txt").write_text("x" * size)
-    assert [shard.num_files for shard in find_documents(tmp_path).shards] == [2, 1, 1]
-
-
 def test_file_names_of_any_bytes_and_broken_links(tmp_path):
     folder = tmp_path / "source"
     folder.mkdir()
@@ -128,6 +118,8 @@ def test_linked_directories_are_read_unless_they_lead_out(tmp_path, capsys):
     (lambda d: None, "no documents; wanted files ending in"),
     (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
     (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
+    (lambda d: [(d / name).write_text("a", encoding) for name, encoding in (
+        ("a.txt", "utf-8"), ("b.txt", "utf-16"))], "1 document found; .*; left out: b.txt"),
     (lambda d: (d / "a.jsonl").write_text('{"text": null}\n' * 3), "no text: all of its 3 docu"),
     (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
      "contains both JSON lines and parquet"),
@@ -152,47 +144,50 @@ def test_the_documents_of_the_standard_library_are_always_the_same():
 
 # --- choosing: --subset and --split
 
-NAMES = ["data/en/a.parquet", "data/de/a.parquet", "sample/10BT/a.parquet", "sample/10BT/b.parquet"]
+NAMES = ["data/en/a", "data/de/a", "sample/10BT/a", "sample/10BT/b"]
+CONFIGS = [
+    {"config_name": "english", "data_files": "data/en/*"}, "noise",
+    {"config_name": "germanic", "data_dir": "data/de"}, {"config_name": "odd", "data_files": 7},
+    {"config_name": "10BT", "data_files": [["nothing/*", ["nothing"]], 7]}]
+# The splits of files whose names say none.
+IN_CARD = [
+    {"config_name": "english", "data_files": [{"split": "train", "path": ["en/a", "en/no"]},
+                                              {"split": "test", "path": "en/b"}]},
+    {"config_name": "german", "data_dir": "de", "data_files": [
+        {"split": "train", "path": "a"}, {"split": "test", "path": "b"},
+        {"split": "own", "path": "[c]"}]}]
+LANGUAGES = ["en/a", "en/b", "de/a", "de/b", "de/c"]
 
 
-def chosen_subset(names, subset, patterns=()):
-    return subset_of(names, SourceOptions("x", subset=subset), "here", patterns)
+def chosen(names, subset="", split="", configs=()):
+    """Return the files that a hub dataset with this card has for --subset and --split."""
+    options, patterns = SourceOptions("x", subset=subset, split=split), config_patterns(
+        {"configs": configs})
+    return split_of_files(subset_of(names, options, "here", patterns), options, "here", patterns)
 
 
-def chosen_split(paths, split, patterns=(), subset=""):
-    return split_of_files(paths, SourceOptions("x", split=split, subset=subset), "here", patterns)
-
-
-@pytest.mark.parametrize(("subset", "wanted"), [
-    ("", NAMES), ("data", NAMES[:2]), ("data/en", NAMES[:1]), ("sample/*", NAMES[2:]),
-    ("*/??", NAMES[:2]), ("*BT", NAMES[2:]), ("data/[d]*", NAMES[1:2]), ("english", NAMES[:1]),
-    ("*glish", NAMES[:1]),
+@pytest.mark.parametrize(("names", "options", "wanted"), [
+    (NAMES, {}, NAMES), (NAMES, {"subset": "data"}, NAMES[:2]),
+    (NAMES, {"subset": "data/en"}, NAMES[:1]), (NAMES, {"subset": "sample/*"}, NAMES[2:]),
+    (NAMES, {"subset": "*/??"}, NAMES[:2]), (NAMES, {"subset": "data/[d]*"}, NAMES[1:2]),
+    (NAMES, {"subset": "*BT", "configs": CONFIGS}, NAMES[2:]),  # the directory, not the config
+    (NAMES, {"subset": "english", "configs": CONFIGS}, NAMES[:1]),
+    (NAMES, {"subset": "*manic", "configs": CONFIGS}, NAMES[1:2]),
+    (NAMES, {"configs": "noise"}, NAMES),
+    (["train-0", "test-0"], {"split": "test"}, ["test-0"]),
+    (["train", "valid"], {"split": "dev"}, ["valid"]),
+    (["x/train-0", "x/test-0"], {"split": "*-0"}, ["x/train-0", "x/test-0"]),
+    (["x/train-0", "y/train-1"], {"split": "train-1"}, ["y/train-1"]),
+    (LANGUAGES, {"configs": IN_CARD}, ["en/a", "de/a"]),
+    (LANGUAGES, {"configs": IN_CARD, "split": "test"}, ["en/b", "de/b"]),
+    (LANGUAGES, {"configs": IN_CARD, "split": "own"}, ["de/c"]),
+    (LANGUAGES, {"configs": IN_CARD, "subset": "english"}, ["en/a"]),
+    (LANGUAGES, {"configs": IN_CARD, "subset": "en"}, ["en/a"]),
+    (LANGUAGES, {"configs": IN_CARD, "subset": "german", "split": "test"}, ["de/b"]),
+    (["en/test-named"], {"configs": IN_CARD, "split": "test"}, ["en/test-named"]),
 ])
-def test_a_subset_is_a_directory_a_config_or_a_pattern(subset, wanted):
-    patterns = [("english", "", "data/en/*"), ("10BT", "train", "nothing/*")]
-    assert list(chosen_subset(NAMES, subset, patterns)) == wanted
-
-
-def test_a_subset_that_matches_nothing_lists_what_there_is():
-    with pytest.raises(UserError, match=r"^here: --subset fr matches no directory; there are data,"
-                                        r" data/de, data/en, sample, sample/10BT$"):
-        chosen_subset(NAMES, "fr")
-    names = [f"CC-{year}" for year in range(2000, 2030)]
-    assert listed(names, like="CC-2019").startswith("CC-2019, ")
-    assert listed(names, like="CC-2019").endswith(" and 25 more")
-
-
-def test_the_patterns_of_configs_in_every_form():
-    assert config_patterns({"configs": [
-        {"config_name": "a", "data_files": "a/*"},
-        {"config_name": "b", "data_files": [{"split": "train", "path": ["b/*", "c/*"]},
-                                            {"split": "dev", "path": "e"}, ["f", ["g"]]]},
-        {"config_name": "c", "data_dir": "d"}, {"config_name": "d", "data_files": 7}, "noise",
-        {"config_name": "e", "data_dir": "h", "data_files": [{"path": "i", "split": "own"}, 7]},
-    ]}) == [("a", "", "a/*"), ("b", "train", "b/*"), ("b", "train", "c/*"),
-            ("b", "validation", "e"), ("b", "", "f"), ("b", "", "g"), ("c", "", "d/*"),
-            ("e", "own", "h/i")]
-    assert config_patterns({"configs": "noise"}) == config_patterns({}) == []
+def test_subset_and_split_are_found_by_names_and_by_the_card(names, options, wanted):
+    assert chosen(names, **options) == wanted
 
 
 @pytest.mark.parametrize(("path", "split"), [
@@ -206,56 +201,27 @@ def test_the_split_that_a_name_says(path, split):
     assert split_of(path) == split
 
 
-@pytest.mark.parametrize(("names", "split", "wanted", "line"), [
-    (["train-0", "train-1", "test-0"], "", ["train-0", "train-1"],
+@pytest.mark.parametrize(("names", "wanted", "line"), [
+    (["train-0", "train-1", "test-0"], ["train-0", "train-1"],
      "train (2 files), leaving out test (1 file); --split chooses others"),
-    (["train", "other", "dev"], "", ["train"], "leaving out validation (1 file), other (1 file)"),
-    (["a", "b", "test"], "", ["a", "b"], "taking other (2 files), leaving out test (1 file)"),
-    (["test-0", "test-1"], "", ["test-0", "test-1"], "taking test (2 files)"),
-    (["a", "b"], "", ["a", "b"], ""), (["train"], "", ["train"], ""),
-    (["train-0", "test-0"], "test", ["test-0"], ""),
-    (["train", "valid"], "validation", ["valid"], ""),
-    (["train", "valid"], "dev", ["valid"], ""),
-    (["x/train-0", "x/test-0"], "*-0", ["x/train-0", "x/test-0"], ""),
-    (["x/train-0", "y/train-1"], "train-1", ["y/train-1"], ""),
+    (["train", "other", "dev"], ["train"], "leaving out validation (1 file), other (1 file)"),
+    (["a", "b", "test"], ["a", "b"], "taking other (2 files), leaving out test (1 file)"),
+    (["test-0", "test-1"], ["test-0", "test-1"], "taking test (2 files)"), (["a"], ["a"], ""),
 ])
-def test_the_split_that_is_taken(names, split, wanted, line, capsys):
-    assert chosen_split({name: name for name in names}, split) == wanted
+def test_without_split_train_is_taken_and_a_line_says_what_is_left_out(names, wanted, line, capsys):
+    assert chosen(names) == wanted
     printed = capsys.readouterr().err
     assert line in printed and printed.count("\n") == bool(line)
 
 
-@pytest.mark.parametrize(("names", "split", "message"), [
-    (["dev", "test"], "", "has files of test and validation, none of train; choose"),
-    (["train-0", "train-1", "a"], "test", r"--split test matches no file; there are train \(2"),
+@pytest.mark.parametrize(("names", "options", "message"), [
+    (NAMES, {"subset": "fr"}, "^here: --subset fr matches no directory; there are data, data/de,"),
+    (["dev", "test"], {}, "has files of test and validation, none of train; choose"),
+    (["train-0", "a"], {"split": "test"}, r"--split test matches no file; there are train \(1"),
 ])
-def test_a_split_that_there_is_not(names, split, message):
+def test_what_matches_nothing_is_an_error_that_lists_what_there_is(names, options, message):
     with pytest.raises(UserError, match=message):
-        chosen_split({name: name for name in names}, split)
-
-
-@pytest.mark.parametrize(("subset", "split", "wanted"), [
-    ("", "", ["en/a", "de/a"]), ("english", "", ["en/a"]), ("en", "", ["en/a"]),
-    ("", "test", ["en/b", "de/b"]), ("*", "own", ["de/c"]),
-    ("german", "test", ["de/b"]), ("", "train", ["en/a", "de/a"]),
-])
-def test_the_splits_of_a_card_are_those_of_files_whose_names_say_none(subset, split, wanted):
-    patterns = [("english", "train", "en/a"), ("english", "test", "en/b"),
-                ("german", "train", "de/a"), ("german", "test", "de/b"),
-                ("german", "own", "de/[c]")]
-    names = ["en/a", "en/b", "de/a", "de/b", "de/c", "en/test-named"]
-    found = chosen_split(chosen_subset(names, subset, patterns), split, patterns, subset)
-    assert [name for name in found if "named" not in name] == wanted
-    assert ("en/test-named" in found) == ((subset, split) == ("", "test"))
-
-
-def test_a_line_says_that_all_configs_of_a_card_are_taken(capsys):
-    patterns = [("english", "", "data/en/*"), ("german", "", "data/de/*")]
-    for subset, card in (("", patterns), ("german", patterns), ("", ()),
-                         ("", [("default", "", "*")])):
-        chosen_subset(NAMES, subset, card)
-    assert capsys.readouterr().err == (
-        "here: taking all of its configs, english, german; --subset chooses some\n")
+        chosen(names, **options)
 
 
 def test_a_local_directory_has_subsets_and_splits(tmp_path, capsys):
@@ -325,23 +291,6 @@ def test_a_cut_document_has_the_tokens_of_the_whole(text, block):
     assert tokenizer.decode(apart) == text
 
 
-def test_a_long_document_is_cut_only_before_white_space():
-    text = "It is the reader's 1st naïve word — 中文 too.\n\n" * 50_000
-    pieces = [piece.text for piece in cut_document([text.encode()])]
-    assert len(pieces) == len(text.encode()) // 2**18 + 1
-    assert all(piece[0] in " \n" for piece in pieces[1:])
-    assert "".join(pieces) == text
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.binary(max_size=200))
-def test_bytes_that_are_not_text_are_read_to_the_end(data):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "LARGE_DOCUMENT", 8)
-        pieces = list(cut_document([data]))
-    assert pieces[-1].ends_document and (data == b"") == ("".join(p.text for p in pieces) == "")
-
-
 @settings(max_examples=25, deadline=None)
 @given(texts=st.lists(st.one_of(st.none(), TEXT), min_size=1, max_size=20),
        task_bytes=st.integers(4, 200), group_rows=st.integers(1, 10),
@@ -399,24 +348,13 @@ def test_bytes_that_are_not_utf8_are_replaced_in_every_format(tmp_path, other):
         "a\ufffdb", "half ? pair"]
 
 
-@pytest.mark.parametrize("character", [" ", "\n", "x", "🎉", "中"])
+@pytest.mark.parametrize("character", [*map(str.encode, [" ", "\n", "x", "🎉", "中"]), b"\x80"])
 def test_a_long_run_of_one_character_is_encoded(character):
-    text = character * 600_000 + "a"  # more than the largest piece, 2 * LARGE_DOCUMENT
-    task = Task(lambda bad_files: cut_document([text.encode()]), 1, 1)
+    data = character * 600_000 + b"a"  # more than the largest piece, 2 * LARGE_DOCUMENT
+    text = data.decode("utf-8", "replace")
+    task = Task(lambda bad_files: cut_document([data]), 1, 1)
     encoded = encode_task(task, lambda: load_tokenizer("gpt2"))
     assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == text
-
-
-@pytest.mark.parametrize("line", [
-    b'{"text": 7}', b'{"other": "x"}', b'["text"]', b'{"text": "a', b"\xff", b'{"text": ["a"]}',
-    b"[" * 100_000,
-])
-def test_the_error_for_a_malformed_line_names_its_number(tmp_path, line):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    message = 'a.jsonl: line 3 is not a JSON object with a text in "text"'
-    with pytest.raises(BadShard, match=message):
-        documents(json_tasks(path, "text", "any"))
 
 
 @pytest.mark.parametrize("whole_bytes", [4, 10**6])
@@ -430,18 +368,6 @@ def test_a_byte_order_mark_is_no_text_and_capital_suffixes_are_accepted(tmp_path
         assert documents(shard.tasks("any")) == ["a", "b"]
     (tmp_path / "a.txt").write_bytes("\ufeffnaïve".encode())
     assert documents(text_tasks([tmp_path / "a.txt"], tmp_path, "any")) == ["naïve"]
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_truncated_compressed_file_is_an_error(tmp_path, suffix):
-    path = tmp_path / f"a.jsonl{suffix}"
-    numbers = np.random.default_rng(0).integers(2**60, size=5000)
-    lines = b"".join(b'{"text": "%x"}\n' % number for number in numbers)
-    whole = (gzip.compress(lines) if suffix == ".gz"
-             else pyarrow.compress(lines, "zstd", asbytes=True))
-    path.write_bytes(whole[:len(whole) // 2])
-    with pytest.raises(BadShard, match=f"a.jsonl{suffix}: damaged or cannot be read"):
-        list(json_tasks(path, "text", "any"))
 
 
 # --- the hub: the real client, with a local hub that fails in many ways
@@ -487,10 +413,10 @@ def prepare_from(hub, tmp_path, *arguments, repository="", out="out"):
                        "--tokenizer", "bytes", *arguments)
 
 
-def fetch(hub, tmp_path, *, repository=""):
+def fetch(hub, tmp_path):
     """Download a dataset of tokens, in this process."""
     with used_in_this_process(hub, tmp_path / "home"):
-        provide_dataset(tmp_path / "data", repository or hub.repository)
+        provide_dataset(tmp_path / "data", hub.repository)
 
 
 def assert_is_whole(tmp_path):
@@ -530,13 +456,6 @@ def test_raw_files_can_be_kept_and_only_needed_shards_are_downloaded(texts_hub, 
     assert not texts_hub.downloads("002_00000.parquet")
 
 
-def test_json_lines_on_the_hub_are_downloaded_once(lines_hub, tmp_path):
-    result = succeeded(prepare_from(lines_hub, tmp_path))
-    assert "900 documents" in result.stdout
-    assert [len(lines_hub.downloads(name)) for name in lines_hub.files] == [1, 1, 1]
-    assert_is_whole(tmp_path)
-
-
 @pytest.mark.parametrize(("card", "licence", "languages"), [
     ({"license": ["mit", "cc0-1.0"], "language": ["en", False]}, ["mit", "cc0-1.0"], ["en"]),
     ({"license": ["mit"], "language": "de"}, "mit", ["de"]),
@@ -573,49 +492,27 @@ def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path):
         assert "it matches no directory; there are de, en, fr, germanic (and" in result.stderr
 
 
-def test_killed_during_a_download_it_continues_with_the_same_commit(texts_hub, tmp_path):
-    texts_hub.faults = [Fault("002_00000.parquet", times=-1, status=503)]
-    process = subprocess.Popen(
-        [sys.executable, str(PROJECT_DIR / "prepare_dataset.py"), texts_hub.repository,
-         str(tmp_path / "out"), "--tokenizer", "bytes", "--subset", "sample/10BT"],
-        env=os.environ | texts_hub.environment(tmp_path / "home"),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )
-    journal = tmp_path / ".out.partial" / "journal.jsonl"
-    deadline = time.monotonic() + 60
-    while not (journal.exists() and journal.read_bytes().count(b"\n") == 3):  # two whole shards
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    first_commit, texts_hub.sha = texts_hub.sha, "f" * 40
-    texts_hub.faults, texts_hub.requests = [], []
-    succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT"))
-    assert not texts_hub.downloads("000_00000.parquet"), "a finished shard was downloaded again"
-    assert_is_whole(tmp_path)
-    assert metadata_of(tmp_path / "out")["revision"] == first_commit
-
-
-def test_a_branch_that_gets_a_commit_meanwhile_is_continued_with_the_one_it_had(lines_hub,
-                                                                                tmp_path):
-    arguments = "--revision", "main-2"
-    lines_hub.branches = {"main-2": "a" * 40}
-    names = sorted(lines_hub.files)
-    lines_hub.faults = [Fault(names[-1], times=-1, status=403)]
-    refused = prepare_from(lines_hub, tmp_path, *arguments)
-    assert refused.returncode == 2 and (tmp_path / ".out.partial" / "journal.jsonl").exists()
-    lines_hub.branches, lines_hub.faults = {"main-2": "b" * 40}, []
+@pytest.mark.parametrize("arguments", [(), ("--revision", "main-2")])
+def test_a_preparation_that_was_stopped_continues_with_the_commit_that_it_had(lines_hub, tmp_path,
+                                                                              arguments):
+    *first, last = sorted(lines_hub.files)
+    lines_hub.sha, lines_hub.branches = "a" * 40, {"main-2": "a" * 40}
+    lines_hub.faults = [Fault(last, times=-1, status=403)]
+    assert prepare_from(lines_hub, tmp_path, *arguments).returncode == 2
+    lines_hub.sha, lines_hub.branches, lines_hub.faults = "b" * 40, {"main-2": "b" * 40}, []
     other = prepare_from(lines_hub, tmp_path, "--revision", "b" * 40)
     assert other.returncode == 2 and "revision was aaaaaaa" in other.stderr
     lines_hub.requests.clear()
     succeeded(prepare_from(lines_hub, tmp_path, *arguments))
-    assert not any(lines_hub.downloads(name) for name in names[:-1])
+    assert lines_hub.downloads(last) and not any(map(lines_hub.downloads, first))
+    assert_is_whole(tmp_path)
     assert metadata_of(tmp_path / "out")["revision"] == "a" * 40
 
 
-def test_only_the_two_token_files_are_downloaded(tokens_hub, tmp_path):
-    for _ in range(2):  # the second time there is nothing to do
-        fetch(tokens_hub, tmp_path)
+def test_only_the_two_token_files_are_downloaded_once_for_a_directory(tokens_hub, tmp_path):
+    with used_in_this_process(tokens_hub, tmp_path / "home"), ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: provide_dataset(  # as nodes that share the directory
+            tmp_path / "data", tokens_hub.repository), range(3)))
     assert [len(tokens_hub.downloads(name)) for name in
             ("train.safetensors", "validation.safetensors", "README.md")] == [1, 1, 0]
     assert tokens_hub.num_bytes == sum(len(tokens_hub.files[f"{split}.safetensors"])
@@ -729,21 +626,15 @@ def test_a_full_disk_during_a_download_is_one_line(tokens_hub, tmp_path, size):
         f"{tmp_path / 'data'}: cannot be written: No space left on device; ")
 
 
-def test_a_repository_that_is_missing_or_has_no_documents(tokens_hub, tmp_path):
-    with pytest.raises(UserError, match="someone/else on the Hugging Face hub: there is no such"):
-        fetch(tokens_hub, tmp_path, repository="someone/else")
-    for repository, message in (("someone/else", "there is no such"),
-                                ("", "name a directory of documents with --subset")):
-        result = prepare_from(tokens_hub, tmp_path, repository=repository)
-        assert result.returncode == 2 and result.stderr.count("\n") == 1
-        assert message in result.stderr and not list(tmp_path.glob("*out*"))
-
-
-def test_no_connection_to_the_hub_is_one_line(tmp_path):
-    hub = Hub({}, endpoint="http://127.0.0.1:9")  # no server listens there
-    with pytest.raises(UserError, match="check the network") as caught:
-        fetch(hub, tmp_path)
-    assert "\n" not in str(caught.value) and caught.value.status == 1
+@pytest.mark.parametrize(("repository", "status", "message"), [
+    ("someone/else", 2, "there is no such"), ("someone/tokens", 2, "name a directory of documents"),
+    ("someone/busy", 1, "check the network"),
+])
+def test_a_hub_without_documents_is_one_line(tokens_hub, tmp_path, repository, status, message):
+    tokens_hub.faults = [Fault("/someone/busy", times=-1, status=503)]
+    result = prepare_from(tokens_hub, tmp_path, repository=repository)
+    assert result.returncode == status and result.stderr.count("\n") == 1
+    assert message in result.stderr and not list(tmp_path.glob("*out*"))
 
 
 def test_a_partly_downloaded_dataset_is_completed_later(tokens_hub, tmp_path):
@@ -777,6 +668,9 @@ SOURCES: dict[str, tuple[str, bytes]] = {
     "a page": ("a.parquet", b"<!DOCTYPE html><html>404</html>"),
     "deep": ("a.jsonl", LINES + b'{"text": ' + b"[" * 10**5),
     "text of an object": ("a.jsonl", LINES + b'{"text": {"text": "x"}}\n'),
+    "a number": ("a.jsonl", LINES + b'{"text": 7}\n'), "a list": ("a.jsonl", LINES + b'["text"]\n'),
+    "another key": ("a.jsonl", LINES + b'{"other": "x"}\n'),
+    "a byte": ("a.jsonl", LINES + b"\xff\n"),
     "many digits": ("a.jsonl", LINES + b'{"text": ' + b"9" * 10**5 + b"}\n"),
     "noise": ("a.jsonl", random.Random(1).randbytes(10**5)), "cut": ("a.jsonl", LINES[:-10]),
     "UTF-16": ("a.jsonl", LINES.decode().encode("utf-16")),
@@ -785,6 +679,7 @@ SOURCES: dict[str, tuple[str, bytes]] = {
     "a wrong checksum": ("a.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8)),
     "a line longer than memory": ("a.jsonl.gz", gzip.compress(bytes(2**21), 1)),
     "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),
+    "half a zstandard": ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)[:-12]),
 }
 OUTPUTS = ["", "\x1b[31m/../../proc/out", "/proc/out", "/dev/null", "/dev/null/out",
            "x" * 300, "source", "a-file", "loop/out"]
@@ -811,6 +706,8 @@ def test_a_malformed_source(tmp_path, monkeypatch, case):
     (source / name).write_bytes(content)
     line = refused(tmp_path, str(source), str(tmp_path / "out"))
     assert name.split("\x1b")[0].split("\n")[0] in line or case == "nothing"
+    if content.startswith(LINES) and name == "a.jsonl":
+        assert 'a.jsonl: line 21 is not a JSON object with a text in "text"' in line
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "train.bin"])

@@ -8,12 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from basics.failpoints import MARKS, VARIABLE
-from tests.support.hub_server import Hub, tokens_hub_fixture  # noqa: F401
 from tests.support.runs import (
     metrics_of,
     struck_by,
@@ -39,17 +37,15 @@ SLOWLY = {VARIABLE: "train:slow:seconds=0.2"}
 
 
 class Cluster:
-    """Two nodes that share the run directory; each has its own datasets, or they share them."""
+    """Two nodes that share the run directory; each has its own datasets."""
 
-    def __init__(self, root, *, shares_datasets=False):
+    def __init__(self, root):
         self.runs = Workplace(root)
-        shared = root / "datasets"
-        self.datasets_dirs = [shared if shares_datasets else root / name / "datasets"
-                              for name in NODES]
+        self.datasets_dirs = [root / name / "datasets" for name in NODES]
         self.started: list = []
 
     def add_dataset(self):
-        for datasets_dir in set(self.datasets_dirs):
+        for datasets_dir in self.datasets_dirs:
             node = Workplace(datasets_dir.parent)
             node.add_dataset()
 
@@ -190,21 +186,6 @@ def test_both_nodes_restart_when_a_process_of_one_was_killed(tmp_path, undisturb
         assert "resuming from " in results[0].stdout + results[1].stdout
         assert_is_complete(cluster, undisturbed)
     print(f"\n{num_restarts} of {num_restarts} restarts of two agents recovered")
-
-
-def test_a_dataset_is_downloaded_once_for_each_directory(
-    tokens_hub: Hub, tmp_path: Path  # noqa: F811
-) -> None:
-    weights = []
-    for wanted, name in ((1, "shared"), (3, "own")):
-        cluster = Cluster(tmp_path / name, shares_datasets=name == "shared")
-        run_dir = cluster.runs.add_run(train={"dataset": tokens_hub.repository})
-        for result in cluster.train(environment=tokens_hub.environment(tmp_path / "home")):
-            succeeded(result)
-        assert [len(tokens_hub.downloads(f"{split}.safetensors"))
-                for split in ("train", "validation")] == [wanted, wanted]
-        weights.append(weights_of(run_dir))
-    assert weights[0] == weights[1]
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ class Fault:
 
     path: str  # or a part of it
     times: int = 1  # -1: always
-    spared: int = 0  # requests that succeed before
     status: int = 0  # HTTP status of the response
     headers: dict[str, str] = field(default_factory=dict)
     cut_after: int = -1  # bytes of the body until the connection breaks
@@ -60,9 +59,6 @@ class Hub:
     def fault_for(self, method: str, path: str) -> Fault | None:
         for fault in self.faults:
             if fault.times and fault.path in path and fault.method == method:
-                if fault.spared:
-                    fault.spared -= 1
-                    continue
                 fault.times -= 1
                 return fault
         return None
