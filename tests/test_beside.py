@@ -45,7 +45,10 @@ HANGS = "sleep 3600"
 
 
 class Scripts:
-    """Shell scripts that run instead of a module, one after another; the last one repeatedly."""
+    """Shell scripts that run instead of a module, one after another; the last one repeatedly.
+
+    Each begins when it is in `started`: a test may have seen its files before.
+    """
 
     def __init__(self, folder, *codes):
         self._folder, self._codes = folder, list(codes)
@@ -55,8 +58,9 @@ class Scripts:
         assert all(process.poll() is not None for process in self.started), "two at a time"
         code = self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
         self.started.append(subprocess.Popen(
-            ["sh", "-c", code], cwd=self._folder, process_group=0, bufsize=0,
+            ["sh", "-c", f"read begin; {code}"], cwd=self._folder, process_group=0, bufsize=0,
             stdin=subprocess.PIPE, stderr=subprocess.PIPE))
+        self.started[-1].stdin.write(b"begin\n")
         return self.started[-1]
 
 
