@@ -241,7 +241,7 @@ def test_launches_that_were_killed_use_up_the_budget(workplace):
 def test_a_limit_stops_inside_it_with_a_checkpoint(workplace):
     run_dir = workplace.add_run(train=LONG | {"max_cost_usd": 20.0, "usd_per_hour": PRICE})
     workplace.add_dataset(num_tokens=300_000)
-    output = succeeded(forked(  # with a clock that moves by a millisecond each time it is read
+    output = succeeded(forked(  # with a clock that moves by 4 ms each time it is read
         "tests/support/torchrun_workers.py",
         ["train-in-fake-time", str(workplace.root), *workplace.arguments("tiny")],
         num_processes=2)).stdout

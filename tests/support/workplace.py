@@ -164,12 +164,13 @@ def forked(script: str, arguments: list[str], *, num_processes: int | None = Non
 def ended(process: multiprocessing.process.BaseProcess,
           outputs: list[Path]) -> CompletedProcess[str]:
     """Wait for the end of what `start_forked` has started."""
-    process.join(timeout=100)
-    if process.is_alive():
+    process.join(timeout=200)
+    late = "still ran after 200 s: killed" if process.is_alive() else ""
+    if late:
         os.killpg(process.pid, signal.SIGKILL)  # its workers too
         process.join()
     stdout, stderr = (path.read_text(errors="replace") for path in outputs)
-    return CompletedProcess([process.name], process.exitcode, stdout, stderr)
+    return CompletedProcess([process.name], process.exitcode, stdout, stderr + late)
 
 
 def start_forked(
