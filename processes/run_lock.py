@@ -35,7 +35,7 @@ TOLD_AFTER_SECONDS = 0.5  # a process that has just been killed keeps its files 
 MISSED = 3  # heartbeats that a living process may miss
 RECENT_SECONDS = 120.0  # an older heartbeat is that of a process that was killed
 MAX_SECONDS = 1e12
-LAUNCH = "DDP_TRAIN_LAUNCH"  # environment variable: the launch's first process, which has the lock
+LAUNCH = "DDP_TRAIN_LAUNCH"  # environment variable: the process that has locked the run
 _locks: list[int] = []
 
 
@@ -52,12 +52,14 @@ def lock_run(run_dir: Path) -> None:
     Raises:
         LockedError: another launch trains the run, or the directory cannot be written to.
     """
-    has_lock = True
+    has_lock, is_child = True, os.environ.get(LAUNCH) == str(os.getppid())
     try:
         for path in (run_dir, run_dir / "checkpoints"):
+            if os.path.lexists(path) and not path.is_dir():  # such as a link to a disk that is gone
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        _wait_for_lock(run_dir)
+        _wait_for_lock(run_dir, is_child=is_child)
     except NoLocksError:
         has_lock = False
         print_line(f"warning: {run_dir}: its file system has no locks; only the heartbeat tells"
@@ -66,12 +68,13 @@ def lock_run(run_dir: Path) -> None:
         raise LockedError(f"{error.filename or run_dir}: cannot be written to ({error.strerror});"
                           " a run writes its checkpoints and charts there",
                           FAILED if error.errno in TRANSIENT else BAD_INPUT) from None
-    _watch_heartbeat(run_dir, has_lock=has_lock)
+    if not is_child:  # else its parent has watched it
+        _watch_heartbeat(run_dir, has_lock=has_lock)
+    os.environ[LAUNCH] = str(os.getpid())
 
 
-def _wait_for_lock(run_dir: Path) -> None:
+def _wait_for_lock(run_dir: Path, *, is_child: bool) -> None:
     """Take the lock; wait for as long as processes without torchrun may save."""
-    is_child = os.environ.get(LAUNCH) == str(os.getppid())
     began, has_told = time.monotonic(), False
     while True:
         with suppress(BlockingIOError):
@@ -83,7 +86,6 @@ def _wait_for_lock(run_dir: Path) -> None:
                 os.close(descriptor)
                 raise
             _locks.append(descriptor)
-            os.environ[LAUNCH] = str(os.getpid())
             return
         waited, beat = time.monotonic() - began, read_heartbeat(run_dir)
         is_healthy = beat.get("host") == socket.gethostname() and (
@@ -128,7 +130,7 @@ def _name(beat: dict[str, Any]) -> str:
     """Name the process of a heartbeat, unless it is known to have ended."""
     if beat and (beat["host"] != socket.gethostname() or _is_running(beat["pid"])):
         return f": process {beat['pid']} on {beat['host']}, last heartbeat {beat['time']}"
-    return ", which has just begun"
+    return " (without a heartbeat: it begins or ends)"
 
 
 def _is_running(pid: Any) -> bool:

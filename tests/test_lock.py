@@ -164,6 +164,20 @@ def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(run_d
     assert ("has no locks" in said) is not has_locks
 
 
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_rank_0_does_not_wait_again_where_its_parent_has(run_dir, monkeypatch, capsys, has_locks):
+    beat(run_dir, 0)
+    if not has_locks:
+        for patch in stand_ins.odd_file_system(run_dir):
+            monkeypatch.setattr(*patch)
+    lock_run(run_dir)
+    assert os.environ[run_lock.LAUNCH] == str(os.getpid())
+    monkeypatch.setenv(run_lock.LAUNCH, str(os.getppid()))
+    release_run()
+    lock_run(run_dir)
+    assert capsys.readouterr().out.count("waiting 0.6 s") == 1
+
+
 @pytest.mark.parametrize("seconds", ["NaN", "-1", "1e300", "null", '{"a": "9"}'])
 def test_a_heartbeat_that_is_damaged_counts_no_time(run_dir, seconds):
     (run_dir / HEARTBEAT).write_text(

@@ -272,6 +272,15 @@ def test_a_read_only_checkpoints_directory_is_refused(tiny):
     assert contents(tiny.root) == before
 
 
+def test_checkpoints_in_no_directory_are_refused(tiny):
+    """Such as on a disk that is not mounted: no checkpoint could be saved."""
+    place = tiny.runs_dir / "tiny/checkpoints"
+    for make in (lambda: place.write_text(""), lambda: place.symlink_to("gone")):
+        make()
+        assert "tiny/checkpoints: cannot be written to (Not a directory)" in refused(tiny, "tiny")
+        place.unlink()
+
+
 def test_the_process_that_starts_torchrun_holds_the_lock_while_it_prepares(tiny, monkeypatch):
     """Without torchrun the first process downloads the data: a second one must not do it too."""
     monkeypatch.setenv(DEADLINES, '{"orphans": 0.2}')  # which it might be
@@ -280,8 +289,8 @@ def test_the_process_that_starts_torchrun_holds_the_lock_while_it_prepares(tiny,
                             environment={VARIABLE: "prepare:hang", MARKS: str(marks)})
     try:
         wait_for(marks)  # it prepares
-        assert "another launch is training this run, which has just begun; stop it" in refused(
-            tiny, "tiny")
+        assert "another launch is training this run (without a heartbeat: it begins or ends); " in (
+            refused(tiny, "tiny"))
     finally:
         first.kill()
         first.join()
