@@ -130,9 +130,13 @@ class Watchdog(AbstractContextManager):
         self._done.set()
         self._writer.send(b"\0")  # the thread need not wait for its next tick
         self._thread.join()
-        signal.set_wakeup_fd(-1)  # later signals must not go to a socket that is closed by then
+        signal.set_wakeup_fd(-1)
         for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)
+        self._writer.close()
+        with self._reader:
+            for number in STOP_SIGNALS.keys() & self._reader.recv(64):  # since the thread's end
+                self.note_stop(number)
         self._peers.close()
         self.before_exit = lambda status, reason: None  # else it would keep the model in memory
         if self.process.is_main and self._heartbeat_path:

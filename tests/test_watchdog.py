@@ -402,25 +402,39 @@ def test_a_stop_that_the_others_tell_of_is_noted_once(alone, seconds):
         alone._check()
 
 
-@pytest.mark.parametrize("under_nohup", [True, False])
-def test_sighup_stops_a_run_but_stays_ignored_under_nohup(under_nohup):
+@pytest.fixture
+def handlers():
+    """Leave the handlers of stop signals as they were."""
     before = {number: signal.getsignal(number) for number in (*stop_signals(), signal.SIGHUP)}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_in_the_last_moment_is_noted(handlers, monkeypatch):
+    """Else --when-done would run after it."""
+    watchdog = Watchdog(Process(0, 0, 1, CPU), dist.HashStore(), phase=lambda: "training").start()
+    join = watchdog._thread.join
+    monkeypatch.setattr(watchdog._thread, "join", lambda: (
+        join(), signal.raise_signal(signal.SIGTERM)))
+    watchdog.stop()
+    assert watchdog.stop_signal == signal.SIGTERM
+
+
+@pytest.mark.parametrize("under_nohup", [True, False])
+def test_sighup_stops_a_run_but_stays_ignored_under_nohup(handlers, under_nohup):
     signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     watchdog = Watchdog(Process(0, 0, 1, CPU), dist.HashStore(), phase=lambda: "training")
     watchdog.heartbeat(3)
-    try:
-        watchdog.start()
-        signal.raise_signal(signal.SIGHUP)
-        wait_until(lambda: watchdog.stop_signal or under_nohup)
-        assert (signal.SIGHUP in stop_signals()) is not under_nohup  # torchrun passes them on
-        watchdog.stop()
-        assert watchdog.stop_signal == (0 if under_nohup else signal.SIGHUP)
-        assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is under_nohup
-        assert signal.set_wakeup_fd(-1) == -1  # nothing writes to a socket that is closed later
-    finally:
-        signal.set_wakeup_fd(-1)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    watchdog.start()
+    signal.raise_signal(signal.SIGHUP)
+    wait_until(lambda: watchdog.stop_signal or under_nohup)
+    assert (signal.SIGHUP in stop_signals()) is not under_nohup  # torchrun passes them on
+    watchdog.stop()
+    assert watchdog.stop_signal == (0 if under_nohup else signal.SIGHUP)
+    assert (signal.getsignal(signal.SIGHUP) == signal.SIG_IGN) is under_nohup
+    assert signal.set_wakeup_fd(-1) == -1  # nothing writes to a closed socket
 
 
 def run(code, **environment):
