@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_train
 import optim
-from basics.errors import UserError
+from basics.errors import UserError, one_line
 from basics.json_files import to_json
 from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
@@ -499,6 +499,8 @@ def test_a_compile_error_ends_the_run_in_one_line(monkeypatch, tmp_path, broken)
         step_of(compile=True, n_layers=1, validation_interval=1, validation_batches=1)
     assert "\n" not in str(caught.value) and caught.value.status == 2
     assert f"remove {tmp_path}/.cache/ddp-train/inductor" in str(caught.value)  # kept by reboots
+    line = f"rank 0 failed in compile: {caught.value}".replace(str(tmp_path), "/home/ubuntu")
+    assert one_line(line) == line  # nothing is cut out
 
 
 @pytest.mark.parametrize("failure", [
