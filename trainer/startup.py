@@ -24,6 +24,7 @@ from basics.checkpoint_files import (
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.files import check_inside
+from basics.text import counted
 from checkpointing import (
     Checkpoint,
     TrainingState,
@@ -191,8 +192,9 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
     warnings = []
     if options.checkpoint in (None, LATEST, BEST):
         if foreign := list_checkpoints(run.checkpoints_dir, foreign=True):
-            warnings.append(f"{foreign[-1].path}: {len(foreign):,} checkpoints are not of the"
-                            f" present run ({IDENTITY}): ignored, and moved to set-aside/")
+            others = counted(len(foreign), "checkpoint is", "checkpoints are")
+            warnings.append(f"{foreign[-1].path}: {others} not of the present run ({IDENTITY}):"
+                            " ignored, and moved to set-aside/")
         names = {each.meta.identity for each in list_checkpoints(run.checkpoints_dir)}
         if len(names) > 1 and read_identity(run.run_dir) is None:
             raise UserError(f"{run.checkpoints_dir}: has checkpoints of {len(names)} runs; restore"
