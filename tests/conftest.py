@@ -1,9 +1,13 @@
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.support.stand_ins import FakeTime
 from tests.support.workplace import Workplace
+
+settings.register_profile("without deadlines")  # machines may be loaded
+settings.load_profile("without deadlines")
 
 
 def pytest_addoption(parser):

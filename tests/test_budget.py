@@ -110,7 +110,7 @@ class Simulated(Stop):
             self.pass_time(validation=self.seconds["validation"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(step=st.floats(0.1, 10), validation=st.floats(0, 90), checkpoint=st.floats(0.1, 20),
        write=st.floats(0, 30), extra=st.floats(0, 3))
 def test_no_limit_is_exceeded(step, validation, checkpoint, write, extra):

