@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.errors import UserError, one_line, print_error
+from basics.errors import FAILED, UserError, one_line, print_error
 
 if TYPE_CHECKING:
     from preparation.journal import Request
@@ -89,8 +89,9 @@ def find_source(options: SourceOptions, *, raw_dir: Path,
             found = hub_source(replace(options, revision=revision), raw_dir=raw_dir)
             return replace(found, asked_revision=asked)
         except UserError as error:
-            raise UserError(f"{error} (and there is no file {source} here)",
-                            error.status) from None
+            if error.status == FAILED:  # the hub does not answer, and may have it
+                raise
+            raise UserError(f"{error} (and there is no file {source} here)") from None
     if options.keep_raw or options.revision:
         raise UserError(f"{source}: --keep-raw and --revision need a dataset on the hub, given as"
                         " owner/name")

@@ -628,7 +628,7 @@ def test_a_full_disk_during_a_download_is_one_line(tokens_hub, tmp_path, size):
 
 @pytest.mark.parametrize(("repository", "status", "message"), [
     ("someone/else", 2, "there is no such"), ("someone/tokens", 2, "name a directory of documents"),
-    ("someone/busy", 1, "check the network"),
+    ("someone/busy", 1, "then run the same command again"),
 ])
 def test_a_hub_without_documents_is_one_line(tokens_hub, tmp_path, repository, status, message):
     tokens_hub.faults = [Fault("/someone/busy", times=-1, status=503)]
