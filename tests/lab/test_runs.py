@@ -200,7 +200,7 @@ def test_odd_files_are_no_error_for_any_command(runs_dir, monkeypatch, kind):
         (run_dir / name).mkdir() if kind == "directory" else (run_dir / name).write_text(kind)
     if kind == "huge":
         os.truncate(run_dir / "metrics.jsonl", MAX_RECORDS_BYTES)
-        append(run_dir, report(10))
+        append(run_dir, report(10), report(20))
     assert read_state(runs_dir, "odd").train_loss is None
     assert Watched(runs_dir).samples("odd") == []
     printed = survives(runs_dir, monkeypatch)
