@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,14 +24,16 @@ from processes.signals import Deadlines
 from reporting.clock import PhaseClock
 from run_config import TrainConfig, load_run
 from tests.support.models import ONE_PROCESS, save
-from tests.support.runs import last_line_of_ours, run_in_process, summary_of, wait_for
-from tests.support.workplace import (
-    PROJECT_DIR,
-    TINY_TRAIN,
-    succeeded,
+from tests.support.runs import (
+    last_line_of_ours,
+    run_in_process,
+    struck_by,
+    summary_of,
+    wait_for,
+    wait_until_gone,
 )
+from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, succeeded
 from trainer import side_processes
-from trainer.reports import Reports
 from trainer.side_processes import (
     SideProcesses,
     after_checkpoint,
@@ -75,14 +76,6 @@ def finish(process):
 def started(process):
     process.start()
     return finish(process)
-
-
-def wait_until_gone(pid):
-    until = time.monotonic() + 20
-    with suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until, f"process {pid} lives on"
-            time.sleep(0.02)
 
 
 def test_one_process_at_a_time_and_another_one_only_if_it_was_asked_for_meanwhile(tmp_path):
@@ -135,31 +128,8 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     failure = process.finish(lambda: 0.0 if beats and pid.exists() and pid.read_text()
                              else math.inf, heartbeat=lambda: beats.append(1))
     assert failure.startswith("it was ended after ")
-    wait_until_gone(int(pid.read_text()))
+    wait_until_gone([int(pid.read_text())])
     assert finish(process) == "its process was ended by signal 9 (Killed)"
-
-
-@pytest.mark.parametrize(("status", "failure"), [(0, ""), (5, "ended with status 5")])
-def test_after_the_last_one_has_been_told_the_end_no_other_one_is_started(tmp_path, status,
-                                                                          failure):
-    scripts = Scripts(tmp_path, "exit 3", "touch second; read word; test $word = end && exit "
-                      f"{status}", "exit 4")
-    process = Beside("tracker", scripts)
-    assert started(process) == "ended with status 3"
-    process.start()
-    wait_for(tmp_path / "second")
-    process.start()
-    process.tell_end()
-    assert finish(process) == failure and len(scripts.started) == 2
-
-
-def struck_pid(marks):
-    """Wait until a drawing has come to its failpoint; return its process."""
-    until = time.monotonic() + 60
-    while not (marks.exists() and marks.read_text().endswith("\n")):
-        assert time.monotonic() < until, "no drawing has begun"
-        time.sleep(0.02)
-    return int(marks.read_text().split()[3])
 
 
 def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(monkeypatch, tmp_path):
@@ -169,7 +139,7 @@ def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(monkeypatch, tmp
         monkeypatch.setenv(name, value)
     lock, process = lock_directory(tmp_path), drawing(tmp_path)
     process.start()
-    pid = struck_pid(tmp_path / "marks")
+    pid = struck_by(tmp_path / "marks")
     os.close(lock)
     os.close(lock_directory(tmp_path))  # nobody else has it
     found = psutil.Process(pid)
@@ -192,11 +162,11 @@ def test_it_ends_with_a_process_that_is_killed(tmp_path):
     marks = tmp_path / "marks"
     trainer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=PROJECT_DIR,
                                env=os.environ | {VARIABLE: "draw:hang", MARKS: str(marks)})
-    pid = struck_pid(marks)
+    pid = struck_by(marks)
     assert psutil.pid_exists(pid)
     trainer.kill()
     trainer.wait(60)
-    wait_until_gone(pid)
+    wait_until_gone([pid])
 
 
 ENDED = {"status": "finished", "reason": None, "global_step": 9, "num_steps": 10, "tokens": 640,
@@ -251,19 +221,6 @@ def test_it_runs_after_the_end_of_the_run_or_its_budget_until_it_succeeds_on_ran
     assert lines[:2] == ["when-done: running echo hello", "hello"]
     assert lines[2].startswith("when-done: ended with status 0 after ")
     assert summary_of(run.run_dir) == ended | {"when_done": {"status": 0}}
-
-
-def test_a_command_that_prints_succeeds_where_the_disk_of_the_log_is_full(workplace, monkeypatch):
-    before, full = os.dup(1), os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, 1)
-    monkeypatch.setattr(sys, "stdout", open(1, "w", closefd=False))
-    try:
-        run = run_after(workplace, ENDED, "echo hello")
-    finally:
-        os.dup2(before, 1)
-        os.close(before)
-        os.close(full)
-    assert summary_of(run.run_dir)["when_done"] == {"status": 0}
 
 
 def test_it_is_told_the_facts_of_the_run(workplace):
@@ -374,84 +331,35 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace):
     assert under_torchrun.stdout.count("when-done: ended with status 0") == 1
 
 
-class End:
-    """The end of a launch, at second 1000 of a clock that only waiting moves; all hang."""
-
-    def __init__(self, monkeypatch, *, stop_at=math.inf, **train):
-        self.now, self.stop_at = 1000.0, stop_at
-        self.waited: dict[str, float] = {}
-        self.log, self.watchdog = MagicMock(), MagicMock(
-            stop_signal=0, stop_by=math.inf, deadlines=Deadlines())
-        clock = PhaseClock()
-        clock.usd_per_hour = 3600.0
-        run = SimpleNamespace(train=TrainConfig(**TINY_TRAIN | train))
-        self.beside = SideProcesses.__new__(SideProcesses)
-        vars(self.beside).update(
-            _watchdog=self.watchdog, _clock=clock, _prepared=SimpleNamespace(run=run),
-            _log=self.log, _tracker_failed="tracker", charts=self.process("charts"),
-            tracker=self.process("tracker"), after_checkpoint=self.process("command"))
-        monkeypatch.setattr(side_processes.time, "monotonic", lambda: self.now)
-        self.stop_if_due()
-
-    def process(self, name):
-        return MagicMock(finish=lambda until, heartbeat: self.hang(name, until))
-
-    def hang(self, name, until):
-        """Wait as long as it is allowed."""
-        began = self.now
-        while self.now < until():
-            self.now += 0.25
-            self.stop_if_due()
-        self.waited[name] = self.now - began
-        return "no time"
-
-    def stop_if_due(self):
-        if self.now == self.stop_at:
-            self.watchdog.stop_signal, self.watchdog.stop_by = 15, self.now + Deadlines().stop
+def test_a_last_copy_that_fails_is_status_1_and_the_run_is_finished(workplace):
+    run_dir = workplace.add_run(train=SHORT)
+    workplace.add_dataset()
+    result = workplace.ddp_train("tiny", "--nproc-per-node", "1", "--after-checkpoint", "exit 3",
+                                 "--when-done", "exit 0")
+    assert result.returncode == 1, result.stderr
+    assert "--after-checkpoint: ended with status 3; " in last_line_of_ours(result)
+    summary = summary_of(run_dir)
+    assert summary["status"] == "finished" and "when_done" not in summary
 
 
 @pytest.mark.parametrize(("budget", "seconds"), [(1e6, 900), (300.0, 300), (1.0, 60)])
-def test_a_last_command_that_fails_is_told_and_waited_for_within_the_budget(monkeypatch, budget,
-                                                                            seconds):
-    end = End(monkeypatch, usd_per_hour=3600.0, max_cost_usd=budget)
-    assert end.beside.finish() == "no time"
-    end.beside.after_checkpoint.start.assert_called_once()
-    assert end.waited["command"] == pytest.approx(seconds, abs=5)
-
-
-@pytest.mark.parametrize(("stop_at", "waited"), [
-    (1000.0, {"command": 10.0, "charts": 2.0, "tracker": 0.0}),
-    (1100.0, {"command": 110.0, "charts": 2.0, "tracker": 0.0})])  # while the command is waited for
-def test_after_a_stop_signal_all_end_within_one_grace_and_a_failure_is_a_warning(monkeypatch,
-                                                                                 stop_at, waited):
-    end = End(monkeypatch, stop_at=stop_at)
-    assert end.beside.finish() == ""
-    assert end.waited == waited and end.now < end.watchdog.stop_by
-    end.log.warn.assert_any_call("--after-checkpoint", "no time")
-
-
-@pytest.mark.parametrize(("failure", "unwritten", "status", "message"), [
-    ("", "", None, ""),
-    ("no space", "", 1, "--after-checkpoint: no space; the check"),
-    ("no space", "summary.json: full", 4, "summary.json: full"),
-])
-def test_a_launch_ends_with_its_worst_failure_and_a_whole_summary_stays(monkeypatch, failure,
-                                                                        unwritten, status, message):
-    reports, log = Reports.__new__(Reports), MagicMock()
-    log.finish.return_value = unwritten
-    vars(reports).update(
-        prepared=MagicMock(data=SimpleNamespace(tokenizer_name=None)), run=MagicMock(), log=log,
-        plan=SimpleNamespace(num_steps=6), process=MagicMock(), meter=MagicMock(), code="",
-        clock=MagicMock(), model=MagicMock(), train=MagicMock(), _kernel="math",
-        watchdog=MagicMock(stop_signal=0),
-        saver=MagicMock(is_behind=False, pop_failure=lambda: ""), _has_ended=False,
-        beside=SimpleNamespace(finish=lambda: failure, finish_charts=lambda: None))
-    monkeypatch.setattr("trainer.reports.list_checkpoints", lambda _: [])
-    monkeypatch.setattr("trainer.reports.machine_facts", lambda *_: {})
-    try:
-        reports.end(5, stop_reason=None, lacks_validation=False)
-        assert status is None
-    except UserError as error:
-        assert error.status == status and message in str(error)
-    reports._before_exit("failed", "so the watchdog says")
-    assert log.write_status.called == bool(unwritten)
+def test_the_last_command_has_the_budgets_time_and_after_a_stop_signal_the_grace(budget, seconds):
+    sides, clock, log = SideProcesses.__new__(SideProcesses), PhaseClock(), MagicMock()
+    watchdog = MagicMock(stop_signal=0, stop_by=math.inf, deadlines=Deadlines())
+    train = TrainConfig(**TINY_TRAIN, usd_per_hour=3600.0, max_cost_usd=budget)
+    clock.usd_per_hour = 3600.0
+    parts = [MagicMock(**{"finish.return_value": "no time"}) for _ in range(3)]
+    vars(sides).update(
+        _watchdog=watchdog, _clock=clock, _log=log, _tracker_failed="tracker",
+        _prepared=SimpleNamespace(run=SimpleNamespace(train=train)),
+        **dict(zip(("after_checkpoint", "charts", "tracker"), parts, strict=True)))
+    assert sides.finish() == "no time"
+    sides.after_checkpoint.start.assert_called_once()
+    until = sides.after_checkpoint.finish.call_args.args[0]
+    assert until() - time.monotonic() == pytest.approx(seconds, abs=5)
+    watchdog.stop_signal, watchdog.stop_by = 15, time.monotonic() + Deadlines().stop
+    assert until() == watchdog.stop_by - 3  # also while it is waited for
+    assert sides.finish() == ""
+    log.warn.assert_any_call("--after-checkpoint", "no time")
+    for part in parts:
+        assert part.finish.call_args.args[0]() < watchdog.stop_by

@@ -25,7 +25,6 @@ from basics.checkpoint_files import (
 from basics.errors import NON_FINITE, UserError
 from basics.failpoints import VARIABLE
 from checkpointing import (
-    LossScale,
     SnapshotBuffers,
     Validation,
     add_validation,
@@ -67,33 +66,25 @@ def run(workplace):
     return load_run(workplace.runs_dir, "tiny")
 
 
-def test_a_loaded_checkpoint_equals_the_saved_state(tmp_path):
-    checkpoint = save(tmp_path, 7)
-    saved, loaded = state(7), state(8)
+def test_the_options_of_the_optimizer_are_those_of_train_json_not_of_the_checkpoint(tmp_path):
+    loaded = state(8)
     loaded.optimizer.param_groups[0]["weight_decay"] = 0.7
-    load_checkpoint(checkpoint, loaded)
-    assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7  # that of train.json counts
-    for name, value in saved.model.state_dict().items():
-        assert torch.equal(value, loaded.model.state_dict()[name]), name
-    wanted = saved.optimizer.state_dict()["state"]
-    found = loaded.optimizer.state_dict()["state"]
-    assert wanted.keys() == found.keys()
-    for index, moments in wanted.items():
-        for key, value in moments.items():
-            assert torch.equal(value, found[index][key]), (index, key)
-    assert loaded.scaler.get_scale() == 2.0**7
-    assert loaded.loss_scale() == LossScale(scale=2.0**7, growth_tracker=3)
+    load_checkpoint(save(tmp_path, 7), loaded)
+    assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7
 
 
-def test_snapshots_take_few_blocks_of_memory(monkeypatch):
+def test_snapshots_take_few_blocks_of_memory_and_use_them_again(monkeypatch):
     monkeypatch.setattr(checkpointing, "SNAPSHOT_BLOCK_BYTES", 2**15)
-    snapshot = SnapshotBuffers().take(state(1))
+    buffers = SnapshotBuffers()
+    snapshot = buffers.take(state(1))
     tensors = [*snapshot.weights.values(), *snapshot.moments.values()]
     blocks = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
               for part in tensors}
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     assert set(blocks.values()) == {2**15}
     assert num_bytes < sum(blocks.values()) < 1.2 * num_bytes + 2**15
+    again = buffers.take(state(2))
+    assert again.weights[NORM].data_ptr() == snapshot.weights[NORM].data_ptr()
 
 
 def test_latest_is_the_highest_step_and_best_the_lowest_loss(tmp_path, monkeypatch):

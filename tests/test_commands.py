@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from unittest.mock import Mock
 
 import pynvml
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from basics import files, machine
+from basics import machine
 from basics.entry_points import CHOSEN_BY_USER, SPIN_COUNT
 from basics.errors import (
     UserError,
@@ -26,9 +25,7 @@ from basics.errors import (
 )
 from basics.files import append_whole, read_regular_file, replacing, write_atomically
 from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
-from basics.text import gb, gib
 from processes.launch import num_gpus
-from tests.support import stand_ins
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import run_command
 
@@ -93,13 +90,6 @@ def test_only_a_full_disk_wants_room(number, advice):
     for text in (f"I/O error: x (os error {number})", f"IoError(Os {{ code: {number}, kind: K }})"):
         of_a_library = as_os_error(SafetensorError(f"Error while serializing: {text}"))
         assert why_not_written(of_a_library) == os.strerror(number) + advice
-
-
-def test_sizes_have_three_digits():
-    assert [gib(size) for size in (0, 0.00999 * 2**30, 1023 * 2**20, 31.25 * 2**30, -50 * 2**20)
-            ] == ["0.00 KiB", "10.2 MiB", "1,023 MiB", "31.2 GiB", "-50.0 MiB"]
-    assert [gb(size) for size in (48_000, 999.7e6, 9.996e9, 1.5e12)] == [
-        "48.0 kB", "1,000 MB", "10.0 GB", "1,500 GB"]
 
 
 NOT_STARTED = "CUBLAS_STATUS_NOT_INITIALIZED when calling `{}(handle)`"
@@ -184,24 +174,6 @@ def test_no_link_is_followed_and_no_large_file_read(tmp_path):
     (tmp_path / "c").symlink_to(tmp_path / "b")
     with pytest.raises(OSError, match="symbolic links"):
         read_regular_file(tmp_path / "c")
-
-
-def test_fsync_of_a_directory_may_be_refused(tmp_path, monkeypatch):
-    for patch in stand_ins.odd_file_system(tmp_path):
-        monkeypatch.setattr(*patch)
-    files.fsync(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        files.fsync(tmp_path / "a")
-
-
-def test_work_that_does_not_end_is_left_alone():
-    assert machine.within(60.0, lambda: 7) == 7
-    with pytest.raises(ZeroDivisionError):
-        machine.within(60.0, lambda: 1 / 0)
-    never = threading.Event()
-    with pytest.raises(TimeoutError):
-        machine.within(0.05, never.wait)
-    never.set()
 
 
 # Texts of torch.cuda.init(), what is told of them, and the remedy.

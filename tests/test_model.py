@@ -8,8 +8,6 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,19 +27,6 @@ FORMS = {"whole": {"multiple": 128}, "in chunks": {"chunk_tokens": CHUNK, "multi
 def tiny_model(**changes):
     torch.manual_seed(0)
     return GPTModel(ModelConfig(**TINY_MODEL | {"drop_rate": 0.0} | changes))
-
-
-@settings(max_examples=20)
-@given(position=st.integers(0, 15), replacement=st.integers(0, 256))
-def test_a_token_changes_no_logits_before_it(position, replacement):
-    model = tiny_model().double()
-    token_ids = torch.arange(16)[None] * 7  # (1, T)
-    changed = token_ids.clone()
-    changed[0, position] = replacement
-    before, after = model(token_ids), model(changed)
-    torch.testing.assert_close(before[:, :position], after[:, :position], rtol=0, atol=1e-12)
-    if replacement != position * 7:
-        assert not torch.allclose(before[:, position:], after[:, position:])
 
 
 def test_gpt2_init_scales_the_residual_projections():
@@ -71,15 +56,6 @@ def test_the_original_has_163_million_parameters():
         model = GPTModel(load_run(PROJECT_DIR / "runs", "original").model)
     assert model.num_parameters() == 163_009_536
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()  # and no mask
-
-
-def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
-    model = tiny_model()
-    token_ids, targets = torch.randint(0, 257, (2, 3, 16))
-    logits = model(token_ids)
-    assert logits.shape == (3, 16, 257)
-    expected = F.cross_entropy(logits.reshape(-1, 257), targets.reshape(-1))
-    torch.testing.assert_close(model(token_ids, targets), expected)
 
 
 def test_dropout_applies_in_training_mode_only():
@@ -260,10 +236,3 @@ def test_singular_values_become_about_one_and_vectors_stay(dtype):
     u, _, v = torch.linalg.svd(matrices, full_matrices=False)
     assert F.cosine_similarity(
         (u @ v).flatten(1), result.float().flatten(1)).min() > 0.99
-
-
-def test_small_singular_values_are_raised_and_none_overshoots():
-    values = torch.logspace(0, -5, 40)
-    result = torch.linalg.svdvals(orthogonalise(torch.diag(values)[None]))[0]
-    assert result.max() < 1.15
-    assert (result > 0.7).sum() == (values > 1e-3 * values.norm()).sum()

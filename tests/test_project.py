@@ -401,7 +401,8 @@ def test_a_failing_step_and_a_machine_that_is_not_fit_are_failures(machine):
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_are_clean():
-    result = subprocess.run(["shellcheck", SCRIPT, PROJECT_DIR / ".ci" / "run"],
+    result = subprocess.run(["shellcheck", "-s", "bash", SCRIPT, PROJECT_DIR / ".ci" / "run",
+                             *(PROJECT_DIR / "launch").glob("*.s[bh]*")],
                             capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert os.access(SCRIPT, os.X_OK) and "set -euo pipefail" in SCRIPT.read_text()

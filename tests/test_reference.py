@@ -319,11 +319,12 @@ COMMANDS: dict[str, Configuration] = {
         "model": {"drop_rate": 0.1, "qkv_bias": True},
         "train": {"precision": "fp32", "clipping_max_norm": 0.3, "schedule": "linear",
                   "warmup_period_percent": 34, "weight_decay": 0.5, "beta2": 0.95}},
-    "muon": {  # rates of the groups, a tied head, decay
+    "muon": {  # rates of the groups, a tied head, decay; matrices that 3 processes share unevenly
         "model": {"tie_weights": True, "init": "zero_projections"},
         "train": {"precision": "fp32", "optimizer": "muon", "attention": "math", "momentum": 0.9,
                   "matrix_learning_rate": 0.02, "embedding_learning_rate": 0.05,
-                  "weight_decay": 0.1, "schedule": "wsd", "decay_period_percent": 50}},
+                  "weight_decay": 0.1, "schedule": "wsd", "decay_period_percent": 100,
+                  "microbatch_size": 1, "global_batch_size": 6}},
     "bf16": {  # the loss in chunks of the head
         "model": {"drop_rate": 0.1},
         "train": {"precision": "bf16", "head_chunks": 3, "activation_checkpointing": True}},
@@ -331,17 +332,18 @@ COMMANDS: dict[str, Configuration] = {
 
 
 @pytest.mark.parametrize(("name", "num_processes"), [
-    ("adamw", 1), ("adamw", 2), ("muon", 2), ("bf16", 2)])
+    ("adamw", 1), ("adamw", 2), ("muon", 3), ("bf16", 2)])
 def test_the_command_trains_as_the_reference(name, num_processes, tmp_path):
     """So a run's split into processes and launches changes nothing but rounding."""
-    sequences, context_length = 8, 8
+    train, context_length = {"microbatch_size": 2, "global_batch_size": 8}, 8
+    train |= COMMANDS[name]["train"]
     training, differences = Training(tmp_path, {
         "model": {"vocab_size": 61, "context_length": context_length, "n_heads": 2, "emb_dim": 16,
                   "n_layers": 2, "drop_rate": 0.0, "qkv_bias": False} | COMMANDS[name]["model"],
-        "train": {"dataset": "tiny", "microbatch_size": 2, "global_batch_size": sequences,
-                  "start_train_token": 5, "checkpoint_interval": 1, "learning_rate": 0.01,
-                  "random_seed": 7} | COMMANDS[name]["train"],
-        "run": {"file_tokens": 5 + STEPS * sequences * context_length + 1, "skipped_step": None},
+        "train": {"dataset": "tiny", "start_train_token": 5, "checkpoint_interval": 1,
+                  "learning_rate": 0.01, "random_seed": 7} | train,
+        "run": {"file_tokens": 5 + STEPS * train["global_batch_size"] * context_length + 1,
+                "skipped_step": None},
     }), Differences()
     reference = training.reference(training.build())
     for options in (["--max-steps", "2"], []):

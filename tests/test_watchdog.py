@@ -94,7 +94,7 @@ def test_every_rank_has_its_own_result_and_all_have_rank_0s(store):
 
 
 @pytest.mark.parametrize(("error", "kinds", "told", "status"), [
-    (lambda rank: UserError(f"rank {rank}", 4), [AgreedError] * 3, "rank 1", 4),
+    (lambda rank: UserError(f"rank {rank}: \udcff", 4), [AgreedError] * 3, r"rank 1: \udcff", 4),
     (lambda rank: MemoryError("out"), [AgreedError, MemoryError, MemoryError],
      "rank 1 failed: MemoryError: out", 1)])
 def test_the_error_of_the_lowest_rank_is_raised_on_all(store, error, kinds, told, status):
@@ -110,20 +110,6 @@ def test_a_value_that_differs_is_an_error_on_all_ranks(store):
     assert all("rank 2 reads another run than rank 0" in str(error) for error in found)
 
 
-def test_a_later_launch_finds_no_keys_of_an_earlier_one(store):
-    def work(agreement, rank):
-        began_at = agreement.step_before_restart()
-        agreement.gather("all have looked", "")
-        if rank == 0:
-            agreement.record_training_began(20 if began_at is None else 30)
-        return agreement.name, began_at
-
-    first, second = on_each_rank(work), on_each_rank(work)
-    assert len(set(first)) == len(set(second)) == 1 and first[0][0] != second[0][0]
-    assert first[0][1] is None and second[0][1] == 20
-    assert on_each_rank(work)[0][1] == 20  # of the launch, not of its first restart
-
-
 @pytest.mark.parametrize(("rank", "key", "value"), [
     (0, "", ""),  # rank 1 never begins
     (0, "nonce/1", "known"),  # it ended before all had begun
@@ -137,18 +123,6 @@ def test_a_process_does_not_wait_for_long_for_one_that_never_begins(store, monke
     with pytest.raises(UserError, match=f"rank {rank} lost the others before it began: ") as caught:
         Agreement(rank, 2)
     assert caught.value.status == 1
-
-
-def test_one_process_agrees_with_itself_without_torchrun(capsys, monkeypatch):
-    agreement = Agreement.in_one_process()
-    assert agreement.from_rank_0("text", lambda: "a") == "a"
-    assert agreement.step_before_restart() is None
-    with pytest.raises(AgreedError, match=r"runs/\\udcff: not UTF-8"):
-        agreement.run("path", lambda: fail_with(UserError("runs/\udcff: not UTF-8")))
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit, match="2"):
-        agreement.exit(UserError("once"))
-    assert capsys.readouterr().err == "Error: once\n"
 
 
 # --- The others: what is known of them through torchrun's store.

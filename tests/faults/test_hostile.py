@@ -159,12 +159,12 @@ def test_an_invalid_token_file_is_refused(tiny):
     ("validation", 40, "rank 0 failed in validation at step 5")])
 def test_an_id_outside_the_vocabulary_ends_all_processes(tiny, split, position, where):
     tokens = np.zeros(4000, dtype=np.uint16)
-    tokens[position] = 300
+    tokens[position] = 257  # the first one outside
     write_tokens(tiny.datasets_dir / f"tiny/{split}.safetensors", tokens)
     result = tiny.torchrun(2, "tiny")
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert line.startswith(f"Error: {where}: ")
-    assert f"{split}.safetensors: token {position} has id 300, outside the model's" in line
+    assert f"{split}.safetensors: token {position} has id 257, outside the model's" in line
     assert "exitcode  : 2" in result.stderr and 'batches.py", line' not in result.stderr
 
 
