@@ -165,7 +165,7 @@ def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
     """Write the largest microbatch that keeps `global_batch_size` into `train.json`.
 
     Without `global_batch_size`, the global batch changes with the microbatch. The trials go into
-    `microbatch-search.json`, for `lab plan`.
+    `microbatch-search.json`, for `lab plan` and `lab compare`.
 
     Returns:
         A line that says what was written.
