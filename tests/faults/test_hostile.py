@@ -33,8 +33,6 @@ from tests.support.workplace import (
 
 MARK = Path("/tmp") / f"hostile-code-was-run-{os.getpid()}"
 
-pytestmark = pytest.mark.timeout(60)  # a pipe that is opened would block for ever
-
 
 class RunsCode:
     """A pickle of this runs a command when it is loaded."""
