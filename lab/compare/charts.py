@@ -101,6 +101,8 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
                  for key in ("train_loss", "validation_loss")
                  for x, y in [_points_of(result, key, x_key)] if len(x)]
         curves |= {label: found} if found else {}
+    if not loss_points(rows, kind):
+        kind = "test_loss"  # that of the published rows
     losses, memory = loss_points(rows, kind), memory_points(rows)
     written, missing = [], []
     for name, data, plot, needed in (

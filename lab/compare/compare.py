@@ -156,8 +156,8 @@ def _priced(results: list[Result], prices: tuple[str, ...]) -> list[Result]:
         usd = {target: None if run.figures[key] is None else run.figures[key] * usd_per_second
                for key, target in (("seconds", "usd"), ("validation_seconds", "validation_usd"))}
         by_name[name] = replace(run, figures=run.figures | usd, records=tuple(
-            record | {"usd": record["seconds"] * usd_per_second} if "seconds" in record else record
-            for record in run.records))
+            record | {"usd": seconds * usd_per_second} if (seconds := record.get("seconds"))
+            else record for record in run.records))
     return list(by_name.values())
 
 

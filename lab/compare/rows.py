@@ -266,7 +266,7 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
     for row in rows:
         if row.figures["ift_score"] is not None and not row.is_published:
             judges.setdefault(row.first.judge, []).append(row.name)
-    if judges:
+    if any(row.figures["ift_score"] is not None for row in rows):
         notes.append("; ".join([
             "IFT: mean score of answers to instructions, 0 to 100 (95% interval); only those of one"
             " judge compare, and no published ones",
