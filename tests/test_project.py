@@ -508,5 +508,7 @@ def test_the_installed_commands_work_in_an_empty_folder(tmp_path):
     (folder / "runs/mine/train.json").write_text(json.dumps(TINY_TRAIN | {"dataset": "mine"}))
     assert "mine finished at step 24 of 24" in call("ddp-train", "mine")
     assert "mine" in call("lab", "list")
+    call("lab", "watch", "--export", "page.html")  # with what is beside its code
+    assert (site / "lab/watch/static/uPlot-LICENSE").is_file()
     assert "0.25M" in call("lab", "plan", "demo")
     assert (folder / "runs/demo/train.json").is_file()

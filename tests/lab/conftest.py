@@ -22,6 +22,14 @@ def trained(trained_once, tmp_path_factory):
     return Workplace(shutil.copytree(trained_once.root, root, symlinks=True))
 
 
+@pytest.fixture
+def runs_dir(tmp_path):
+    """An empty directory of runs."""
+    path = tmp_path / "runs"
+    path.mkdir()
+    return path
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Use one thread: on a busy machine, threads that wait for each other take much longer."""

@@ -22,13 +22,6 @@ COMMANDS = (["list"], ["list", "--json"], ["watch", "--text"], ["watch", "--expo
             ["compare"], ["compare", "--markdown"], ["compare", "--csv"], ["compare", "--json"])
 
 
-@pytest.fixture
-def runs_dir(tmp_path):
-    path = tmp_path / "runs"
-    path.mkdir()
-    return path
-
-
 def beat(run_dir, *, age=0.0, phase="training", **values):
     path = run_dir / "heartbeat.json"
     path.write_text(json.dumps({"phase": phase, "global_step": 1} | values))
@@ -259,12 +252,6 @@ def test_the_list_is_a_json_document(listed):
     assert states["new"].status == "not launched" and states["killed"].warnings
     one = checked(listing(listed, "finished", "--json"))
     assert [state.name for state in one.runs] == ["finished"]
-
-
-def test_the_help_names_every_command_with_a_whole_sentence():
-    output = " ".join(run_lab("--help").output.split())
-    assert "..." not in output.partition("Commands:")[2]
-    assert "RUN in TensorBoard, Weights & Biases or Trackio. gen" in output
 
 
 # Statistics

