@@ -21,16 +21,12 @@ from basics.failpoints import VARIABLE
 from basics.json_files import to_json
 from gpt import GPTModel
 from processes import launch
-from processes.command_line import Options
 from processes.launch import Process, gpu_uuids
-from processes.startup_agreement import Agreement
 from reporting import loss_window, machine_meter, metrics_file
 from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
 from reporting.machine_meter import MachineMeter
 from reporting.metrics_file import (
-    METRICS,
-    metrics_of,
     read_metrics,
     remove_metrics_from,
     spent_before,
@@ -45,11 +41,9 @@ from reporting.speed import (
     checkpoint_bytes,
     find_gpu,
     flops_per_token,
-    shared_validation,
     usable_gib,
 )
-from reporting.summary import final_figures
-from run_config import ModelConfig, TrainConfig, load_config, load_run
+from run_config import ModelConfig, load_run
 from tests.support.runs import (
     OF_MACHINE,
     SETTINGS,
@@ -69,7 +63,6 @@ from tests.support.workplace import (
     succeeded,
 )
 from tokens.batch_plan import BatchPlan
-from trainer import launcher
 
 CPU = torch.device("cpu")
 
@@ -129,108 +122,43 @@ def test_unwritten_records_are_status_4_and_the_next_launch_finishes(workplace, 
     assert summary_of(run_dir)["status"] == "finished" and weights_of(run_dir) == weights
 
 
-def test_a_config_changed_during_training_is_not_read_at_the_end(workplace, run_dir, monkeypatch):
-    def start_torchrun(*_, **__):
-        (run_dir / "train.json").write_text("{half")
-        (run_dir / "summary.json").write_text('{"status": "running", "reason": null}')
-        return 7
-
-    monkeypatch.setattr(launcher, "start_torchrun", start_torchrun)
-    options = Options("tiny", runs_dir=workplace.runs_dir, datasets_dir=workplace.datasets_dir)
-    assert launcher.launch("ddp_train.py", replace(options, nproc_per_node=2), PhaseClock(),
-                           Agreement.in_one_process()) == 7
-    assert summary_of(run_dir)["status"] == "failed"
-
-
 def test_nan_never_enters_json():
     values = {"a": float("nan"), "b": {"c": float("inf"), "d": 1.5}, "e": 3}
     assert json.loads(to_json(values)) == {"a": None, "b": {"c": None, "d": 1.5}, "e": 3}
 
 
-def test_what_earlier_launches_spent_is_the_most_that_was_written(tmp_path):
-    path = tmp_path / "summary.json"
-    records = [{"global_step": 1, "energy_kwh": 0.75, "seconds": 60.0}, {"global_step": 2},
-               {"global_step": 3, "energy_kwh": 1e300}]
-    for summary, wanted in (
-            ("", (60.0, 0.0, 0.75)), ('{"energy_kwh": null}', (60.0, 0.0, 0.75)),
-            ('{"energy_kwh": -1}', (60.0, 0.0, 0.75)), ('{"energy_kwh": 1.25}', (60.0, 0.0, 1.25)),
-            ('{"seconds": {"a": 50.0, "b": 40.0}, "usd": {"total": 3.5}}', (90.0, 3.5, 0.75))):
-        path.write_text(summary)
-        assert spent_before(records, path) == wanted
-
-
-def test_repeated_steps_and_a_partial_line_are_removed(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"global_step": 4}\n{"global_step": 9}\n{"global_step": 14}\n{"global_st')
-    assert len(read_metrics(path)) == 3
-    remove_metrics_from(path, 10)
-    assert path.read_text() == '{"global_step": 4}\n{"global_step": 9}\n'
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize(("number", "status"), [(errno.EIO, 1), (errno.EACCES, 2)])
-def test_records_that_cannot_be_read_are_an_error_and_stay(tmp_path, monkeypatch, number, status):
+def test_records_that_a_failing_disk_does_not_give_are_an_error_and_stay(tmp_path, monkeypatch):
     path, text = tmp_path / "metrics.jsonl", '{"global_step": 4, "seconds": 9.0}\n'
-    assert read_metrics(path) == [] and spent_before([], path) == (0.0, 0.0, 0.0)
     path.write_text(text)
 
     def fail(*_, **__):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(metrics_file, "read_regular_file", fail)
     for read in (lambda: read_metrics(path), lambda: remove_metrics_from(path, 3),
                  lambda: spent_before([], path)):
-        with pytest.raises(UserError, match=r"metrics.jsonl: cannot be read \(.*\); "
-                           + ("start again" if status == 1 else "make it readable")) as caught:
+        with pytest.raises(UserError, match=r"metrics.jsonl: cannot be read \(.*\); start again"
+                           ) as caught:
             read()
-        assert caught.value.status == status
+        assert caught.value.status == 1
     assert path.read_text() == text
 
 
-WRITTEN = [
-    {"layer_grad_norm": [1.0, None, -2], "logit_max": None},
-    {"mfu": 0.41, "host_ram_gib": 21.5, "host_load": 0, "disk_free_gib": 1e6, "energy_kwh": 0.0},
-    {"gpu_memory_gib": [20.1, None], "gpu_use_percent": [97, 0], "gpu_temperature_c": [61, -3],
-     "gpu_power_w": [650.2, None], "gpu_throttling": ["", "sw power cap, hw slowdown"]},
-]
 NOT_WRITTEN = [
     {"layer_grad_norm": 1.0}, {"layer_grad_norm": None}, {"layer_grad_norm": [[1.0]]},
     {"layer_update_ratio": [True]}, {"layer_activation_norm": [1e101]},
-    {"layer_attention_entropy": [math.nan]}, {"logit_p50": "1"}, {"token_loss_max": [1.0]},
-    {"head_grad_norm": math.inf}, {"gpu_use_percent": ["97"]}, {"gpu_throttling": "sw power cap"},
-    {"gpu_throttling": [None]}, {"gpu_throttling": ["\x1b[2J"]},
+    {"layer_attention_entropy": [math.nan]}, {"token_loss_max": [1.0]},
+    {"gpu_throttling": "sw power cap"}, {"gpu_throttling": [None]}, {"gpu_throttling": ["\x1b[2J"]},
 ]
 
 
-def test_what_a_run_writes_is_read_and_other_values_are_skipped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for values, is_read in [*((values, True) for values in WRITTEN),
-                            *((values, False) for values in NOT_WRITTEN)]:
-        record = {"global_step": 1, "train_loss": 3.5, "another_key": "x"} | values
-        path.write_text(json.dumps(record) + "\n")
-        assert read_metrics(path) == [record] * is_read, values
-
-
-def test_the_names_that_trackers_show():
-    assert len(set(METRICS.values())) == len(METRICS)
-    assert metrics_of({
-        "global_step": 4, "train_loss": 2.5, "learning_rate": 1e-3, "grad_norm": None,
-        "tokens_per_second": 100, "validation_loss": 3.0, "tokens": 640, "another": 1.0,
-        "layer_grad_norm": [1.0, None, 3.0], "gpu_power_w": [250, 300],
-        "gpu_throttling": ["", "hw thermal slowdown"],
-    }) == {
-        "train/loss": 2.5, "train/learning_rate": 1e-3, "train/tokens_per_second": 100.0,
-        "validation/loss": 3.0, "progress/tokens": 640.0,
-        "layers/1/grad_norm": 1.0, "layers/3/grad_norm": 3.0,
-        "machine/gpu_0/power_w": 250.0, "machine/gpu_1/power_w": 300.0,
-        "machine/gpu_0/is_throttled": 0.0, "machine/gpu_1/is_throttled": 1.0}
-    assert final_figures({
-        "status": "finished", "global_step": 11, "num_steps": 12, "train_loss": 1.5,
-        "validation_loss": None, "best": {"loss": 1.25}, "seconds": {"a": 1.0, "b": 2.0},
-        "usd": {"a": 0.5, "total": 0.5}, "machine": {"device": "x"}}) == {
-        "final/steps": 12.0, "final/num_steps": 12.0, "final/train_loss": 1.5,
-        "final/best_loss": 1.25, "final/seconds": 3.0, "final/usd": 0.5}
-    assert final_figures({"status": "running", "num_steps": 12, "usd": None}) == {}  # not the end
+def test_what_a_run_writes_is_read_and_other_lists_are_skipped(tmp_path):
+    """tests/faults/test_hostile.py has other numbers."""
+    path, wanted = tmp_path / "metrics.jsonl", {
+        "global_step": 1, "another_key": "x", "layer_grad_norm": [1.0, None, -2], "logit_max": None,
+        "mfu": 0.41, "gpu_power_w": [650.2, None], "gpu_throttling": ["", "hw slowdown"]}
+    path.write_text("".join(json.dumps(wanted | values) + "\n" for values in [{}, *NOT_WRITTEN]))
+    assert read_metrics(path) == [wanted]
 
 
 # Windows of losses: what is read when, and by how many windows a report may be late
@@ -261,19 +189,11 @@ def fill(window, number, *, steps=REPORT_INTERVAL, waits=False):
     return [(each.global_step, each.learning_rate, each.numbers["train_loss"]) for each in closed]
 
 
-def test_a_window_is_read_at_once_and_with_a_lag_when_the_next_one_is_closed(group, monkeypatch):
-    assert fill(LossWindow(CPU), 1) == [(10, 0.1, 1.0)]
-    monkeypatch.setitem(loss_window.LAG, "cpu", 1)
+def test_a_late_window_is_read_when_the_next_one_is_closed_or_somebody_waits(late):
     window = LossWindow(CPU)
-    assert [fill(window, number) for number in (1, 2, 3)] == [
-        [], [(10, 0.1, 1.0)], [(20, 0.2, 2.0)]]
-
-
-def test_whoever_waits_gets_all_windows_in_order(late):
-    window = LossWindow(CPU)
-    fill(window, 1)
-    assert fill(window, 2, steps=3, waits=True) == [(10, 0.1, 1.0), (20, 0.2, 2.0)]
-    assert window.pop_loss_since_checkpoint() == pytest.approx((10 * 1.0 + 3 * 2.0) / 13)
+    assert [fill(window, number) for number in (1, 2)] == [[], [(10, 0.1, 1.0)]]
+    assert fill(window, 3, steps=3, waits=True) == [(20, 0.2, 2.0), (30, 0.3, 3.0)]
+    assert window.pop_loss_since_checkpoint() == pytest.approx((10 * 3.0 + 3 * 3.0) / 23)
 
 
 def test_losses_are_averaged_over_processes_and_without_skipped_steps(group, monkeypatch):
@@ -286,16 +206,6 @@ def test_losses_are_averaged_over_processes_and_without_skipped_steps(group, mon
     assert [closed.numbers[key] for key in ("train_loss", "train_loss_max", "grad_norm")] == [
         6.0, 9.0, 2.0]
     assert closed.numbers["skipped_steps"] == window.longest_skipped == 2
-
-
-def test_consecutive_skipped_steps_are_counted_across_reports(group):
-    window, found = LossWindow(CPU), []
-    for steps in ("1100", "0000", "0001", "1111", "0010"):  # 1 is a good step
-        for step in steps:
-            window.add(torch.tensor(1.0), torch.tensor(1.0 if step == "1" else math.inf))
-        window.close(0, 1e-3, PhaseClock(), waits=False)
-        found.append(window.longest_skipped)
-    assert found == [2, 6, 9, 0, 2]
 
 
 def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(late, monkeypatch):
@@ -440,36 +350,12 @@ def ended():
     return not threads()
 
 
-def test_a_reading_has_the_host_and_every_gpu_and_is_recorded_once(meter):
-    meter.start(earlier_kwh=2.5)
-    meter.renew()
-    reading = meter.pop_reading()
-    assert set(reading) == OF_MACHINE - {"mfu"}
-    assert reading["gpu_memory_gib"] == [20, 20] and reading["gpu_use_percent"] == [97, 97]
-    assert reading["gpu_temperature_c"] == [61, 61] and reading["gpu_power_w"] == [651.25] * 2
-    assert reading["gpu_throttling"] == ["sw power cap, hw thermal slowdown"] * 2
-    assert reading["energy_kwh"] == meter.energy_kwh == 2.5
-    assert 0 < reading["host_ram_gib"] < 1e5 and reading["disk_free_gib"] > 0
-    assert reading["host_load"] >= 0
-    meter.stop()
-    assert ended() and set(meter.pop_reading()) == set(reading)  # a last one
-    assert meter.pop_reading() == {} and meter.pop_failure() == ""
-
-
-@pytest.mark.parametrize(("uuids", "lists"), [
-    ([], {}), (["GPU-0"], {}),  # this one does not tell anything
-    (["GPU-0", "GPU-1"], {"gpu_memory_gib": [None, 20], "gpu_use_percent": [None, 97],
-                          "gpu_temperature_c": [None, 61], "gpu_power_w": [None, 651.25],
-                          "gpu_throttling": ["", "sw power cap, hw thermal slowdown"]})])
-def test_what_no_gpu_tells_has_no_key(tmp_path, monkeypatch, uuids, lists):
+def test_a_gpu_that_is_lost_has_empty_places_and_what_no_gpu_tells_has_no_key(meter, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": "lost", "GPU-1": H100}))
-    meter = MachineMeter(tmp_path, uuids, seconds=1e6)
-    meter.start()
-    meter.stop()
-    assert ended()
-    reading = meter.pop_reading()
-    assert reading.keys() == HOST | lists.keys() and lists.items() <= reading.items()
-    assert meter.energy_kwh is None and meter.pop_failure() == ""
+    reading = meter._read()
+    assert (reading["gpu_power_w"], reading["gpu_throttling"][0]) == ([None, 651.25], "")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": "lost", "GPU-1": "lost"}))
+    assert meter._read().keys() == HOST and meter.energy_kwh is None
 
 
 def test_a_driver_that_hangs_holds_nobody_up(meter, monkeypatch):
@@ -515,18 +401,15 @@ def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(tmp_path, monkey
 
 
 def test_counters_of_energy_are_added_to_what_earlier_launches_used(tmp_path, monkeypatch):
-    counters = {}
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({uuid: {
-        "nvmlDeviceGetTotalEnergyConsumption": lambda uuid=uuid: 1000 * counters[uuid]}
-        for uuid in ("GPU-0", "GPU-1")}))
     meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"])
     meter._joules = 3.6e6  # of earlier launches: 3.6 MJ are 1 kWh
     for joules, kwh in (([5e6, 7e6], 1.0), ([8.6e6, 10.6e6], 3.0), ([0.0, 0.0], 3.0),  # set to 0
-                        ([0.0, 3.6e6], 4.0)):
-        counters |= zip(("GPU-0", "GPU-1"), joules, strict=True)
+                        ([0.0, 3.6e6], 4.0), ([9e6, None], 4.0)):  # and lost
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
+            f"GPU-{number}": "lost" if counter is None else {
+                "nvmlDeviceGetTotalEnergyConsumption": 1000 * counter}
+            for number, counter in enumerate(joules)}))
         assert meter._read()["energy_kwh"] == pytest.approx(kwh)
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": H100, "GPU-1": "lost"}))
-    assert meter._read()["energy_kwh"] == pytest.approx(4.0)
 
 
 def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(monkeypatch):
@@ -557,8 +440,12 @@ def test_a_run_records_its_gpus_and_its_energy_over_launches(workplace, run_dir)
     assert f"energy: {after:,.3f} kWh, of the GPUs of rank 0's machine" in output
     records = [r for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
     readings = [record for record in records if "gpu_memory_gib" in record]
-    assert [reading["gpu_memory_gib"] for reading in readings] == [[20, 20]] * len(readings)
-    assert HOST < set(readings[0]) and readings[-1]["energy_kwh"] >= before
+    for reading in readings:
+        assert reading.keys() >= OF_MACHINE and 0 < reading["host_ram_gib"] < 1e5
+        assert reading["gpu_memory_gib"] == [20, 20] and reading["gpu_use_percent"] == [97, 97]
+        assert reading["gpu_temperature_c"] == [61, 61] and reading["gpu_power_w"] == [651.25] * 2
+        assert reading["gpu_throttling"] == ["sw power cap, hw thermal slowdown"] * 2
+    assert readings[-1]["energy_kwh"] >= before
     assert readings[0] is records[0] and len(readings) >= 2  # the first of each launch
     assert all(0 < record["mfu"] < 1 for record in records)
 
@@ -571,56 +458,40 @@ GOOD = Speed(
     is_compiled=True, waiting_share=0.0, microbatch_tokens=32768, throttling=None,
 )
 SLOW = replace(GOOD, tokens_per_second=500_000)
-# GB, and TFLOP/s in bf16 (or fp16), tf32 and fp32, dense, by the data sheets; names by the drivers,
-# and as people write them.
-CARDS = {
-    "A100-40": ((40, 312, 156, 19.5), "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB",
-        "A100-SXM4-40GB", "A100 SXM4 40 GB"),
-    "A100-80": ((80, 312, 156, 19.5), "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "a100",
-        "A100 80GB", "A100-SXM-80GB"),
-    "GH200": ((96, 989, 495, 67), "NVIDIA GH200 480GB", "NVIDIA GH200 120GB"),
-    "H100": ((80, 989, 495, 67), "NVIDIA H100 80GB HBM3", "h100", "H100 SXM", "H100 80GB SXM5"),
-    "H100-NVL": ((94, 835, 417, 60), "NVIDIA H100 NVL"),
-    "H100-PCIe": ((80, 756, 378, 51), "NVIDIA H100 PCIe", "H100 PCIe 80GB"),
-    "H200": ((141, 989, 495, 67), "NVIDIA H200"),
-    "H200-NVL": ((141, 835, 417, 60), "NVIDIA H200 NVL"),
-    "B200": ((160, 2250, 1125, 75), "NVIDIA B200"),  # the original's; others have 180 GB
-    "B300": ((270, 2250, 1125, 75), "NVIDIA B300 SXM6 AC"),
-    "MI300X": ((192, 1307, 654, 163), "AMD Instinct MI300X"),
-    "L40S": ((48, 362, 183, 91.6), "NVIDIA L40S"),
-    "L40": ((48, 181, 90.5, 90.5), "NVIDIA L40"),
-    "L4": ((24, 121, 60, 30.3), "NVIDIA L4"),
-    "A10": ((24, 125, 62.5, 31.2), "NVIDIA A10"),
-    "RTX-6000-Ada": ((48, 364, 182, 91.1), "NVIDIA RTX 6000 Ada Generation"),
-    "RTX-5090": ((32, 209.5, 104.8, 104.8), "NVIDIA GeForce RTX 5090"),
-    "RTX-4090": ((24, 165, 82.6, 82.6), "NVIDIA GeForce RTX 4090", "RTX 4090", "4090"),
-    "RTX-3090": ((24, 71, 35.6, 35.6), "NVIDIA GeForce RTX 3090", "GeForce RTX 3090"),
-    "V100": ((16, 125, 15.7, 15.7), "Tesla V100-SXM2-16GB"),
-    "V100-32": ((32, 125, 15.7, 15.7), "Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"),
-    "V100-PCIe": ((16, 112, 14, 14), "Tesla V100-PCIE-16GB"),
-    "V100-PCIe-32": ((32, 112, 14, 14), "Tesla V100-PCIE-32GB"),
-    "T4": ((16, 65, 8.1, 8.1), "Tesla T4"),
+# The names that drivers give them, and people.
+NAMES = {
+    "A100-40": ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "A100-SXM4-40GB",
+                "A100 SXM4 40 GB"],
+    "A100-80": ["NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "a100", "A100 80GB",
+                "A100-SXM-80GB"],
+    "GH200": ["NVIDIA GH200 480GB", "NVIDIA GH200 120GB"],
+    "H100": ["NVIDIA H100 80GB HBM3", "h100", "H100 SXM", "H100 80GB SXM5"],
+    "H100-NVL": ["NVIDIA H100 NVL"], "H100-PCIe": ["NVIDIA H100 PCIe", "H100 PCIe 80GB"],
+    "H200": ["NVIDIA H200"], "H200-NVL": ["NVIDIA H200 NVL"], "B200": ["NVIDIA B200"],
+    "B300": ["NVIDIA B300 SXM6 AC"], "MI300X": ["AMD Instinct MI300X"], "L40S": ["NVIDIA L40S"],
+    "L40": ["NVIDIA L40"], "L4": ["NVIDIA L4"], "A10": ["NVIDIA A10"],
+    "RTX-6000-Ada": ["NVIDIA RTX 6000 Ada Generation"], "RTX-5090": ["NVIDIA GeForce RTX 5090"],
+    "RTX-4090": ["NVIDIA GeForce RTX 4090", "RTX 4090", "4090"],
+    "RTX-3090": ["NVIDIA GeForce RTX 3090", "GeForce RTX 3090"],
+    "V100": ["Tesla V100-SXM2-16GB"], "V100-32": ["Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"],
+    "V100-PCIe": ["Tesla V100-PCIE-16GB"], "V100-PCIe-32": ["Tesla V100-PCIE-32GB"],
+    "T4": ["Tesla T4"],
 }
-UNKNOWN_NAMES = [
-    "AMD EPYC", "NVIDIA Titan", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA A100X",
-    "NVIDIA A100-SXM-64GB", "GRID A100D-40C", "NVIDIA A10G", "NVIDIA A10M",
-    "NVIDIA A800-SXM4-80GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-    "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA H100 80GB HBM2e", "NVIDIA H100 64GB HBM2",
-    "NVIDIA H800", "NVIDIA H20", "NVIDIA GB200", "NVIDIA GB300", "NVIDIA L40G", "NVIDIA L20",
-    "NVIDIA T400", "NVIDIA T400 4GB", "NVIDIA T4G", "Tesla V100S-PCIE-32GB",
-    "AMD Instinct MI300A", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 5090 D", "NVIDIA GeForce RTX 5090 Laptop GPU",
-    "NVIDIA GeForce RTX 3090 Ti", "Quadro RTX 6000", "NVIDIA RTX A6000",
-    "NVIDIA RTX 5000 Ada Generation", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+UNKNOWN_NAMES = [  # other memory, speed or parts than the plain card; "" and "NVIDIA" are damaged
+    "AMD EPYC", "NVIDIA Titan", "NVIDIA RTX A1000", "NVIDIA A100X", "NVIDIA A100-SXM-64GB",
+    "GRID A100D-40C", "NVIDIA A10G", "NVIDIA A800-SXM4-80GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA H100 80GB HBM2e", "NVIDIA H100 64GB HBM2", "NVIDIA H800", "NVIDIA H20", "NVIDIA GB200",
+    "NVIDIA GH200 144G HBM3e", "NVIDIA L40G", "NVIDIA L20", "NVIDIA T400 4GB", "NVIDIA T4G",
+    "Tesla V100S-PCIE-32GB", "NVIDIA V100-SXM2-64GB", "AMD Instinct MI300A",
+    "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 5090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti",
+    "Quadro RTX 6000", "NVIDIA RTX A6000", "NVIDIA RTX 5000 Ada Generation",
     "NVIDIA RTX PRO 6000 Blackwell Server Edition", "", "NVIDIA",
-    "NVIDIA GH200 144G HBM3e",  # other memory than the plain card
-    "NVIDIA V100-SXM2-64GB",
 ]
 
 
 def test_gpus_are_found_by_their_drivers_names_and_by_one_pattern_only():
-    assert set(CARDS) == {gpu.name for gpu in GPUS}
-    for name, (_, *devices) in CARDS.items():
+    assert set(NAMES) == {gpu.name for gpu in GPUS}
+    for name, devices in NAMES.items():
         for device in (name, *devices):
             assert find_gpu(device).name == name
         for device in devices:
@@ -631,39 +502,8 @@ def test_gpus_are_found_by_their_drivers_names_and_by_one_pattern_only():
         assert line.endswith(f" (no MFU: the peak speed of {device} is not known)")
 
 
-def test_memory_and_peaks_are_those_of_the_data_sheets():
-    for name, ((memory, *wanted), *_) in CARDS.items():
-        gpu = find_gpu(name)
-        assert 0.9 * memory < gpu.memory_gib <= memory
-        peaks = [gpu.peak(precision) for precision in ("bf16", "tf32", "fp32")]
-        assert peaks == pytest.approx([peak * 1e12 for peak in wanted])
-        assert gpu.peak("fp16") == gpu.peak("bf16")
-    assert {gpu.name for gpu in GPUS if not gpu.has_bf16} == {
-        "V100", "V100-32", "V100-PCIe", "V100-PCIe-32", "T4"}
+def test_cuda_takes_a_part_of_a_cards_memory():
     assert all(0.85 * card < usable_gib(card) < card - 1 for card in CARDS_GIB)
-
-
-def test_every_mfu_is_that_of_public_figures_of_another_gpu_or_assumed():
-    public = {"H100": 448e3, "H200": 455e3, "H100-NVL": 340e3, "GH200": 410e3, "A100-80": 187e3,
-              "L40S": 76e3, "B200": 621e3, "RTX-3090": 105e3 / 2}  # tokens/s, of one of several
-    for name, speed in public.items():
-        gpu = find_gpu(name)
-        assert gpu.expected_mfu == pytest.approx(speed * 854.44e6 / gpu.peak_flops, abs=0.006)
-    by_name = {gpu.name: gpu for gpu in GPUS}
-    for gpu in GPUS:
-        assert 0 < gpu.low_mfu.share < gpu.expected_mfu < gpu.high_mfu.share < 1
-        assert gpu.public_mfu or gpu.expected_mfu == 0.8 * gpu.high_mfu.share
-        for kind in ("low_mfu", "high_mfu", "public_mfu"):
-            found = getattr(gpu, kind)
-            if found and found.origin.startswith("from "):
-                assert found.share == getattr(by_name[found.origin[5:]], kind).share
-
-
-def test_a_shared_validation_is_dealt_out_in_whole_microbatches():
-    for num_sequences, world_size, share in ((80, 8, 2 / 10), (8, 8, 1), (9, 8, 1 / 2),
-                                             (64, 8, 1 / 8), (0, 8, 0), (80, 1, 1)):
-        plan = BatchPlan(8, 1, world_size, 16, 100)
-        assert shared_validation(num_sequences, plan) == pytest.approx(share)
 
 
 def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones():
@@ -681,10 +521,8 @@ def test_a_speed_is_shown_beside_the_best_of_its_gpu():
     assert "30.2% MFU; H100 should reach up to 41%" in GOOD.line()
     line = replace(GOOD, device_name="NVIDIA B200").line()
     assert "up to 40% with such a model (assumed)" in line
-    assert "model (from A100-80)" in replace(GOOD, device_name="A100-SXM4-40GB").line()
     assert "at dropout 0.1, whose masks" in replace(GOOD, drop_rate=0.1).line()
-    for line in (GOOD.line(), replace(GOOD, drop_rate=0.1, is_compiled=False).line()):
-        assert "dropout" not in line
+    assert "dropout" not in replace(GOOD, drop_rate=0.1, is_compiled=False).line()
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
@@ -751,25 +589,8 @@ def test_samples_that_fail_do_not_stop_a_run(workplace):
     assert result.stdout.count("warning: no samples: tokenizer") == 1
 
 
-def test_the_model_is_left_in_training_mode(tmp_path):
-    for tokenizer_name, fails in (("bytes", False), (None, True)):
-        model = GPTModel(ModelConfig(**TINY_MODEL)).eval()
-        beats: list[None] = []
-        sampler = Sampler(model, tokenizer_name, heartbeat=partial(beats.append, None))
-        failure = sampler.try_to_write(tmp_path / "samples.jsonl", ["a"], 3)
-        assert bool(failure) is fails and model.training
-        assert bool(beats) is not fails  # else slow sampling would look like a hang
-    line, = read_lines(tmp_path / "samples.jsonl")
-    assert line["global_step"] == 3 and line["prompt"] == "a" and line["text"]
-
-
-def test_prompts_need_a_validation_and_texts(tmp_path):
-    path = tmp_path / "train.json"
-    values = {"dataset": "d", "microbatch_size": 1, "checkpoint_interval": 1}
-    validated = values | {"validation_interval": 1, "validation_batches": 1}
-    for config, message in (
-            (values | {"sample_prompts": ["a"]}, "continued at each validation, but there is none"),
-            (validated | {"sample_prompts": "def "}, "sample_prompts")):
-        path.write_text(json.dumps(config))
-        with pytest.raises(UserError, match=message):
-            load_config(path, TrainConfig)
+def test_slow_samples_do_not_look_like_a_hang(tmp_path):
+    beats: list[None] = []
+    sampler = Sampler(GPTModel(ModelConfig(**TINY_MODEL)), "bytes",
+                      heartbeat=partial(beats.append, None))
+    assert not sampler.try_to_write(tmp_path / "samples.jsonl", ["a"], 3) and beats

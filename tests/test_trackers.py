@@ -128,12 +128,7 @@ def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(launch
     assert launches.steps == [1, 2, 3, 3, 4]
 
 
-def test_the_id_stays_until_a_run_starts_over_or_the_state_is_damaged(tmp_path):
-    first = TrackedRun(id="a-1", sent={"wandb": 3})
-    first.save(tmp_path)
-    assert TrackedRun.load(tmp_path) == first
-    fresh = TrackedRun.load(tmp_path, starts_over=True)
-    assert fresh.id != first.id and not fresh.sent
+def test_a_damaged_state_of_a_tracker_is_begun_anew(tmp_path):
     for content in ("", "{", "[]", '{"id": "../../x"}', '{"id": "a", "sent": {"wandb": -1}}'):
         (tmp_path / "tracker.json").write_text(content)
         found = TrackedRun.load(tmp_path)
@@ -174,7 +169,8 @@ def kept(run, tmp_path):
 def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine(
         offline, workplace, tmp_path, kind):
     run = tracked_run(workplace, kind)
-    add_records(run, 0, 1, 2, layer_grad_norm=[0.5, 0.25])
+    add_records(run, 0, 1, 2, layer_grad_norm=[0.5, 0.25], gpu_power_w=[250, None],
+                gpu_throttling=["", "hw thermal slowdown"], another=1.0)
     assert ("records offline: UsageError: No API key" in track(run)) == (kind == "wandb")
     remove_metrics_from(run.metrics_path, 2)  # killed, and resumed after the second step
     process = started(run)
@@ -184,13 +180,17 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine
     values = kept(run, tmp_path)
     undone = [] if kind == "tensorboard" else [(3, 8.0)]
     assert values["train/loss"] == [(1, 10.0), (2, 9.0), *undone, (3, 8.0), (4, 7.0)]
-    assert values["layers/2/grad_norm"][:2] == [(1, 0.25), (2, 0.25)]
+    for name, value in {"layers/2/grad_norm": 0.25, "machine/gpu_0/power_w": 250.0,
+                        "machine/gpu_1/is_throttled": 1.0}.items():
+        assert values[name][:2] == [(1, value), (2, value)]
+    assert not {"machine/gpu_1/power_w", "another"} & values.keys()
     if kind == "wandb":
         _, _, config, final = in_wandb(run.run_dir / "wandb")
         assert config["train"]["tracker"] == "wandb" and config["model"]["n_layers"] == 2
         assert (final["final/best_loss"], final["final/status"]) == (1.25, "finished")
     else:
-        assert values["final/best_loss"] == [(4, 1.25)] and values["final/steps"] == [(4, 4.0)]
+        for name, value in {"best_loss": 1.25, "steps": 4.0, "seconds": 3.0}.items():
+            assert values[f"final/{name}"] == [(4, value)]
 
 
 def test_without_a_key_wandb_does_not_ask_in_a_terminal(offline, workplace):
@@ -322,10 +322,6 @@ def test_what_cannot_be_exported_is_one_line(run, monkeypatch):
     def fail(*_):
         raise OSError("full")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert "--to tensorboard needs the package tensorboard: run `uv sync" in error_line(
-            export(run), status=2)
     with monkeypatch.context() as patch:
         patch.setattr(tracker, "open_tracker", fail)
         assert "tensorboard has failed: OSError: full; the same command" in error_line(

@@ -216,7 +216,6 @@ def test_a_check_that_raises_or_hangs_stops_no_other(place, monkeypatch):
         "raises": partial(failing, ZeroDivisionError("by zero")),
         "refuses": partial(failing, UserError("no; yes")),
         "hangs": lambda _: forever.wait() and None,
-        "disk of runs": lambda _: forever.wait() and None,
         "nothing": lambda _: None, "works": lambda _: ok("well")},
         Subject(place.runs_dir, place.datasets_dir))
     forever.set()
@@ -224,25 +223,20 @@ def test_a_check_that_raises_or_hangs_stops_no_other(place, monkeypatch):
         "raises": (WARNING, "could not be checked: ZeroDivisionError: by zero"),
         "refuses": (PROBLEM, "no"),
         "hangs": (WARNING, "could not be checked: no answer within 1 s"),
-        "disk of runs": (PROBLEM, "no answer within 1 s"), "works": (OK, "well")}
+        "works": (OK, "well")}
     assert found["refuses"].advice == "yes"
 
 
-@pytest.mark.parametrize("columns", [60, 120])
-def test_a_report_is_aligned_fits_the_terminal_and_obeys_no_text(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_a_report_fits_the_terminal_and_obeys_no_text(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
     show = click.Command("show", callback=lambda: print_checks({
-        "short": ok("fine"), "a longer name": Finding(WARNING, "a word " * 30, "do " * 40),
+        "a name": Finding(WARNING, "a word " * 30, "do " * 40),
         "x": Finding(PROBLEM, "bad \x1b[2J", "mend it")}, "tiny"))
     plain, colored = (CliRunner().invoke(show, color=color).output for color in (False, True))
-    lines = plain.splitlines()
-    assert max(map(len, lines)) <= columns
-    places = {next(line for line in lines if text in line).index(text)
-              for text in ("fine", "a word", "bad", "-> mend it")}
-    assert len(places) == 1
-    assert lines[-1] == "not fit to train tiny: 1 problem, 1 warning"
-    assert "\x1b" not in plain and r"bad \x1b[2J" in plain and "\x1b[2J" not in colored
-    assert "\x1b[31mproblem" in colored and click.unstyle(colored) == plain
+    assert max(map(len, plain.splitlines())) <= 60 and "-> mend it" in plain
+    assert plain.endswith("not fit to train tiny: 1 problem, 1 warning\n")
+    assert r"bad \x1b[2J" in plain and "\x1b[2J" not in colored
+    assert "\x1b[31m" in colored and click.unstyle(colored) == plain
 
 
 # --- GPUs
@@ -298,7 +292,6 @@ READINGS = {  # what the driver sees, what PyTorch says: the verdict, and a part
     "two kinds": ({"gpus": (*GPUS[:3], replace(GPU, name="NVIDIA L4"))}, {}, WARNING,
                   "1 x NVIDIA L4"),
     "too many processes": ({"num_processes": 8}, {}, PROBLEM, "processes: 8"),
-    "too few processes": ({"num_processes": 1}, {}, WARNING, "processes: 1"),
     "no GPU": (NO_GPUS | {"nvml_failure": "Driver Not Loaded"}, {"num_gpus": 0}, WARNING,
                "none (Driver Not Loaded)"),
     "all hidden": ({"gpus": (), "num_processes": 1}, {"num_gpus": 0}, WARNING, "4 of 4 are hidden"),
@@ -360,8 +353,6 @@ JUDGED = {  # the part, the others and the last process: the verdict, parts of t
                    "gives wrong sums", "another one"),
     "NCCL": ("all-reduce", ALL_FOUND, failed("all-reduce", "DistBackendError: NCCL"), PROBLEM,
              "failed on rank 3", "NCCL_DEBUG"),
-    "gloo": ("all-reduce", ALL_FOUND, failed("all-reduce", "RuntimeError: [../gloo/tcp]"), PROBLEM,
-             "failed on rank 3", "GLOO_SOCKET_IFNAME"),
     "no code for the GPU": ("first kernel", ALL_FOUND, failed(
         "first kernel", "AcceleratorError: CUDA error: no kernel image is available"), PROBLEM,
         "no kernel image", "https://pytorch.org"),
@@ -373,13 +364,10 @@ JUDGED = {  # the part, the others and the last process: the verdict, parts of t
                     "on rank 3 after 20 s", "take another one"),
     "a CPU is slow": ("matrix products", ON_CPU, ON_CPU, WARNING, "not ended in time",
                       "--time-limit"),
-    "the import is slow": ("PyTorch", Outcome(), Outcome(), WARNING, "in time", "--time-limit"),
     "the exchange crashes": ("all-reduce", outcome(), crashed("all-reduce"), PROBLEM,
                              "stopped on rank 3: killed by SIGABRT", "NCCL_DEBUG"),
     "it crashed before": ("all-reduce", outcome(), crashed("matrix products"), WARNING,
                           "rank 3 stopped before it", ""),
-    "never came": ("all-reduce", outcome(), outcome("matrix products"), WARNING,
-                   "rank 3 stopped before it", ""),
     "cannot be imported": ("PyTorch", Outcome(), Outcome(end="ImportError: no libcudart"), PROBLEM,
                            "rank 3: ImportError: no libcudart", "reinstall-package torch"),
 }
@@ -397,23 +385,22 @@ def test_a_process_tells_what_it_finds_and_loads_only_what_it_should(tmp_path, m
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(load, "MATMUL_SIZE_ON_CPU", 32)
     monkeypatch.setattr(load, "MATMUL_SECONDS", 0.001)
-    ended = SimpleNamespace(poll=lambda: 0)
-    for number, (changes, parts) in enumerate((
-            ({}, list(PARTS[:3])), ({"num_gpus": 3}, ["PyTorch"]),
-            ({"is_loading": False}, ["PyTorch"]))):
-        folder = tmp_path / f"case {number}"
-        folder.mkdir()
-        load.main(folder, SimpleNamespace(**{
+
+    def parts_of(**changes):
+        load.main(tmp_path, SimpleNamespace(**{
             "num_gpus": 0, "is_loading": True, "seconds": 10.0} | changes))
-        with (folder / "0").open("a") as file:
+        with (tmp_path / "0").open("a") as file:
             file.write('{"part": "matr')  # cut off by a kill
-        found = Outcome.read(folder / "0", ended)
-        assert list(found.parts) == parts and all(map(found.found, parts))
+        found = Outcome.read(tmp_path / "0", SimpleNamespace(poll=lambda: 0)).parts
+        (tmp_path / "0").unlink()
+        return found
+
+    assert list(parts_of()) == list(PARTS[:3])
+    assert list(parts_of(num_gpus=3)) == list(parts_of(is_loading=False)) == ["PyTorch"]
     monkeypatch.setattr(load, "first_kernel", lambda _: 1 / 0)
-    load.main(tmp_path, SimpleNamespace(num_gpus=0, is_loading=True, seconds=10.0))
-    found = Outcome.read(tmp_path / "0", ended).parts
-    assert found["first kernel"]["error"] == "ZeroDivisionError: division by zero"
+    found = parts_of()
     assert list(found) == ["PyTorch", "first kernel"]
+    assert found["first kernel"]["error"] == "ZeroDivisionError: division by zero"
 
 
 def of_this_test():
@@ -436,17 +423,10 @@ def test_processes_that_hang_or_die_are_told_and_ended(place, monkeypatch, is_de
     assert of_this_test() == []
 
 
-def test_the_exchange_is_tried_over_gloo_too_and_a_wrong_sum_is_seen(monkeypatch):
-    """Training with NCCL waits in a group of gloo, whose connections are others."""
-    groups, all_reduce = [], dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: (
-        groups.append(dist.get_backend(group) if group else None), all_reduce(tensor, group=group)))
-    alone, limit = Process(0, 0, 1, torch.device("cpu")), timedelta(seconds=10)
-    found = load.all_reduce(alone, dist.HashStore(), limit)
-    dist.destroy_process_group()
-    assert found["is_right"] and groups[-1] == "gloo" and set(groups[:-1]) == {None}
+def test_a_wrong_sum_is_seen(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor.mul_(1.001))
-    found = load.all_reduce(alone, dist.HashStore(), limit)
+    found = load.all_reduce(Process(0, 0, 1, torch.device("cpu")), dist.HashStore(),
+                            timedelta(seconds=10))
     dist.destroy_process_group()
     assert not found["is_right"]
 
@@ -566,12 +546,8 @@ def test_the_runs_own_things(place):
     assert {check.verdict for check in found.values()} == {OK} and "hub" not in found
     assert found["dataset"].text.endswith("has 4,000 training tokens")
     assert found["batch"].text == "microbatch 2 x accumulation 2 x 2 processes = 8 sequences"
-    assert re.match(r"microbatch 2 takes about [\d.]+ (KiB|MiB) of the 50.0 GiB of a process",
-                    found["microbatch"].text)
-    assert re.fullmatch(r"[\d.]+ kB each, .* free; at most 3 are kept: [\d.]+ kB",
-                        found["checkpoints"].text)
-    assert re.search("needs about [^0].* [MG]iB, [^0].* [KM]iB of them for",
-                     found["RAM"].text)
+    assert "iB of the 50.0 GiB of a process" in found["microbatch"].text
+    assert "at most 3 are kept" in found["checkpoints"].text and "needs" in found["RAM"].text
 
 
 WRONG = {  # train.json: the check, its verdict, and a part of the text
@@ -653,7 +629,7 @@ def token(role, *permissions):
 
 @pytest.mark.parametrize(("answer", "may_write"), [
     (token("write"), True), (token("fineGrained", "repo.write"), True), (token("read"), False),
-    (token("fineGrained", "repo.content.read"), False), ({}, False)])
+    (token("fineGrained", "repo.content.read"), False)])
 def test_what_a_token_may_do_is_told(place, monkeypatch, answer, may_write):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
     monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda _: answer)
@@ -663,14 +639,12 @@ def test_what_a_token_may_do_is_told(place, monkeypatch, answer, may_write):
 
 def test_a_token_is_never_shown(place, tmp_path, monkeypatch):
     token = "hf_marker0123456789"
-    echo = {"X-Error-Message": f"Bearer {token}", "X-Request-Id": token}
-    for status in (401, 400):
-        hub = Hub({}, faults=[Fault("/api/whoami", times=-1, status=status, headers=echo)])
-        with serving(hub), used_in_this_process(hub, tmp_path / "home"):
-            monkeypatch.setenv("HF_TOKEN", token)
-            found = checks_of(Subject(place.runs_dir, place.datasets_dir, is_online=True))
-        assert found["hub"].verdict == WARNING
-        assert token not in json.dumps(found)
+    hub = Hub({}, faults=[Fault("/api/whoami", times=-1, status=400, headers={
+        "X-Error-Message": f"Bearer {token}", "X-Request-Id": token})])
+    with serving(hub), used_in_this_process(hub, tmp_path / "home"):
+        monkeypatch.setenv("HF_TOKEN", token)
+        found = checks_of(Subject(place.runs_dir, place.datasets_dir, is_online=True))
+    assert found["hub"].verdict == WARNING and token not in json.dumps(found)
 
 
 # --- several nodes
@@ -738,32 +712,17 @@ def test_nodes_are_compared_and_one_that_does_not_come_is_named(nodes):
     found = nodes({}, world_size=3, time_limit=0.2)
     assert list(found) == ["nodes"] and found["nodes"].verdict == PROBLEM
     assert found["nodes"].text == "no answer from rank 2"
-
-
-EXCHANGES = {  # what it does: parts of the text and of the advice
-    "wrong sums": (lambda: REDUCED | {"is_right": False}, "wrong sums", "another one"),
-    "fails": (lambda: 1 / 0, "ZeroDivisionError", "NCCL_DEBUG"),
-    "hangs": (lambda: threading.Event().wait(30), "has not ended after 0.2 s", "NCCL_DEBUG"),
-}
-
-
-@pytest.mark.parametrize("case", EXCHANGES)
-def test_an_exchange_of_all_nodes_that_fails_is_a_problem(nodes, case):
-    work, text, advice = EXCHANGES[case]
-    found = nodes({}, world_size=2, work=work, time_limit=0.2 if case == "hangs" else 30.0)[
-        "all-reduce of all nodes"]
-    assert found.verdict == PROBLEM and text in found.text and advice in found.advice
+    for work, limit, text in (
+            (lambda: 1 / 0, 30.0, "ZeroDivisionError"),
+            (lambda: threading.Event().wait(30), 0.2, "has not ended after 0.2 s")):
+        found = nodes({}, world_size=2, work=work, time_limit=limit)["all-reduce of all nodes"]
+        assert found.verdict == PROBLEM and text in found.text and "NCCL_DEBUG" in found.advice
 
 
 def test_a_wheels_code_is_that_of_a_checkout(tmp_path, monkeypatch):
-    """It is installed among the modules of other packages."""
-    for name in ("gpt.py", "lab/generate.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
+    (tmp_path / "gpt.py").write_text("")
     monkeypatch.setattr(machine, "PROJECT_DIR", tmp_path)
     before = machine.code_digest()
-    (tmp_path / "six.py").write_text("")
+    (tmp_path / "six.py").write_text("")  # installed among the modules of other packages
     assert machine.code_digest() == before
-    (tmp_path / "gpt.py").write_text("1")
-    assert machine.code_digest() != before
     assert {path.name for path in PROJECT_DIR.glob("*.py")} <= set(machine.SOURCES)

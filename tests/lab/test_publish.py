@@ -7,10 +7,8 @@ import os
 import shutil
 import sys
 import time
-from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -102,11 +100,10 @@ def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(trained, tmp_p
     assert generated.startswith("ab") and len(generated) > 2
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bytes"])
-def test_transformers_loads_the_tokenizers(name, tmp_path):
-    write_tokenizer_files(tmp_path, name, context_length=1024)
+def test_transformers_loads_the_tokenizer_of_gpt2(tmp_path):
+    write_tokenizer_files(tmp_path, "gpt2", context_length=1024)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(name)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer("gpt2")
     for text in ("Hello, it's  me\n\n\tdef f(x):", "中文 😀 žluť\u00a0x", " "):
         assert theirs.encode(text) == ours.encode_ordinary(text)
         assert theirs.decode(theirs.encode(text)) == text
@@ -219,23 +216,6 @@ def test_one_command_at_a_time_writes_an_export(tmp_path):
     (work_dir / "old").rename(output)
     os.close(lock)
     assert (output / "README.md").read_text() == "tags: ddp-train"
-    for place in ("new", "old"):  # that a kill left
-        shutil.copytree(output, work_dir / place, dirs_exist_ok=True)
-    write_export(no_tokenizer(), output, "tags: ddp-train, new")
-    assert (output / "README.md").read_text() == "tags: ddp-train, new"
-    assert names_in(tmp_path) == {"export"}
-
-
-def test_an_export_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
-    written: list[str] = []
-    output, rename = tmp_path / "export", Path.rename
-    write_export(no_tokenizer(), output, "tags: ddp-train")
-    monkeypatch.setattr(export, "fsync", lambda path: written.append(path.name))
-    monkeypatch.setattr(Path, "rename", lambda path, target: written.append(
-        f"{path.name} to {target.name}") or rename(path, target))
-    write_export(no_tokenizer(), output, "tags: ddp-train")
-    assert {*written[:-4]} == names_in(output)
-    assert written[-4:] == ["new", "export to old", "new to export", tmp_path.name]
 
 
 def test_an_export_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
@@ -433,7 +413,6 @@ def test_licence_and_languages_are_those_of_the_dataset(tmp_path):
             (CARD_OF_MINE.replace("cc-by-4.0", "'a: b'"), None, []),
             (CARD_OF_MINE.replace("de\n", "'<b>'\n"), "cc-by-4.0", []),
             ("---\nlicense: mit\nlanguage: nl\n---\n", "mit", ["nl"]),
-            ("---\nlicense: mit\n---\n", "mit", []),
             ("---\nlicense: [\n---\n", None, []), ("no front matter", None, []),
             ("---\nlicense: [mit, gpl]\nlanguage: 7\n---\n", None, [])):
         path.write_text(card)
@@ -519,14 +498,9 @@ def test_damaged_and_hostile_records_never_break_a_card(trained):
 def test_the_card_says_that_training_goes_on(trained):
     run = load_run(trained.runs_dir, "tiny")
     finished = json.loads(run.summary_path.read_text())
-    for status, has_heartbeat, goes_on in (("running", False, False), ("running", True, True),
-                                           ("finished", True, False)):
-        summary = finished if status == "finished" else {}
-        run.summary_path.write_text(json.dumps(summary | {"status": status}))
-        for path in (run.summary_path, run.metrics_path):
-            os.utime(path, (0, 0))
-        if has_heartbeat:
-            write_heartbeat(run.heartbeat_path, phase="training", step=7, seconds=1.0, parent=1)
+    write_heartbeat(run.heartbeat_path, phase="training", step=7, seconds=1.0, parent=1)
+    for summary, goes_on in (({"status": "running"}, True), (finished, False)):
+        run.summary_path.write_text(json.dumps(summary))
         target = load_model("tiny", runs_dir=trained.runs_dir)
         says = ("of `tiny` so far: these are the weights after step"
                 f" {target.checkpoint.meta.global_step + 1}; training goes on. It is")
@@ -553,71 +527,15 @@ def fields_of(path):
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
-def tensors_of(path):
-    return {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type)
-            for tensor in gguf.GGUFReader(path).tensors}
-
-
-def largest_error(weight, kind):
-    """Return how far each number may be from what a type of weights can hold."""
-    if kind == "F32":
-        return np.zeros_like(weight)
-    if kind == "F16":  # 11 bits; the smallest numbers are multiples of 2 ** -24
-        return np.abs(weight) * 2.0**-11 + 2.0**-25
-    blocks = np.abs(weight.reshape(-1, 32)).max(axis=1, keepdims=True) / 127
-    # Half a unit, and the unit itself is a 16-bit float.
-    return np.broadcast_to(blocks * (0.5 + 127 * 2.0**-11) * 1.001,
-                           (blocks.size, 32)).reshape(weight.shape)
-
-
-@pytest.mark.parametrize(("tied", "bias", "emb_dim"), [
-    (True, False, 64), (False, True, 24)])  # 24 is no multiple of a block of 32
-def test_the_tensors_read_back_are_the_weights(tmp_path, tied, bias, emb_dim):
-    model = random_model(**SHAPE | {"emb_dim": emb_dim}, vocab_size=264, tie_weights=tied,
-                         qkv_bias=bias)
-    output = exported(target_of(model, tmp_path), tmp_path)
-    ours = {name: weight.numpy() for name, weight in model.state_dict().items()}
-    wanted = {"token_embd.weight": "token_embedding.weight",
-              "position_embd.weight": "position_embedding.weight",
-              **{f"output_norm.{part}": f"final_norm.{part}" for part in ("weight", "bias")}}
-    for layer in range(2):
-        wanted |= {f"blk.{layer}.{theirs}.{part}": f"blocks.{layer}.{mine}.{part}"
-                   for theirs, mine in (("attn_norm", "attention_norm"), ("ffn_up", "mlp.up"),
-                                        ("attn_qkv", "attention.qkv"), ("ffn_norm", "mlp_norm"),
-                                        ("attn_output", "attention.output"),
-                                        ("ffn_down", "mlp.output"))
-                   for part in ("weight", "bias")}
-    wanted |= {} if tied else {"output.weight": "head.weight"}
-    for name, kind in GGUF_FILES.items():
-        found = tensors_of(output / name)
-        assert found.keys() == wanted.keys()
-        for tensor, mine in wanted.items():
-            weight = ours.get(mine, np.zeros(3 * emb_dim, np.float32))  # a bias that it lacks
-            stored = kind if weight.ndim == 2 and tensor != "position_embd.weight" else "F32"
-            if weight.shape[-1] % 32 and stored == "Q8_0":
-                stored = "F16"
-            assert found[tensor].shape == weight.shape
-            off = np.abs(found[tensor] - weight) - largest_error(weight, stored)
-            assert off.max() <= 0, (name, tensor)
-
-
-def test_the_facts_are_those_of_the_model(tmp_path):
-    target = target_of(random_model(**SHAPE, vocab_size=264), tmp_path)
-    fields = fields_of(exported(target, tmp_path, chat_template="{{ x }}") / "model-Q8_0.gguf")
-    wanted = {"general.architecture": "gpt2", "gpt2.context_length": 64, "gpt2.block_count": 2,
-              "gpt2.embedding_length": 64, "gpt2.feed_forward_length": 256,
-              "gpt2.attention.head_count": 4, "tokenizer.ggml.eos_token_id": 256,
-              "tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.add_bos_token": False,
-              "tokenizer.chat_template": "{{ x }}", "tokenizer.ggml.model": "gpt2"}
-    assert {name: fields[name] for name in wanted} == wanted
-    assert fields["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
-
-
 @pytest.mark.parametrize(("tokenizer", "vocab_size"), [
     ("bytes", 264), ("own", 310), pytest.param("gpt2", 50304, marks=pytest.mark.thorough)])
 def test_each_id_has_its_token(tmp_path, tokenizer, vocab_size):
     target = target_of(random_model(**SHAPE, vocab_size=vocab_size), tmp_path, tokenizer=tokenizer)
-    fields = fields_of(exported(target, tmp_path) / "model-F16.gguf")
+    fields = fields_of(exported(target, tmp_path, chat_template="{{ x }}") / "model-F16.gguf")
+    assert fields["tokenizer.ggml.model"] == "gpt2"
+    assert fields["tokenizer.chat_template"] == "{{ x }}"
+    assert fields["tokenizer.ggml.bos_token_id"] == fields["tokenizer.ggml.eos_token_id"]
+    assert not fields["tokenizer.ggml.add_bos_token"]
     ours, tokens = target.load_tokenizer(), fields["tokenizer.ggml.tokens"]
     kinds = fields["tokenizer.ggml.token_type"]
     bytes_of = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
@@ -631,13 +549,21 @@ def test_each_id_has_its_token(tmp_path, tokenizer, vocab_size):
 
 
 @torch.no_grad()
-def test_transformers_loads_a_gguf_file(tmp_path):
-    model = random_model(**SHAPE | {"context_length": 1024}, vocab_size=264, tie_weights=False)
-    output = exported(target_of(model, tmp_path), tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(output, gguf_file="model-F16.gguf").eval()
-    tokens = torch.arange(40).view(2, 20)
-    difference = model(tokens).log_softmax(-1) - theirs(tokens).logits.log_softmax(-1)
-    assert difference.abs().max() < 0.01
+@pytest.mark.parametrize(("tied", "bias", "emb_dim"), [
+    (True, False, 64), (False, True, 24)])  # 24 is no multiple of a block of 32
+def test_transformers_loads_the_gguf_files(tmp_path, tied, bias, emb_dim):
+    model = random_model(**SHAPE | {"context_length": 1024, "emb_dim": emb_dim}, vocab_size=264,
+                         tie_weights=tied, qkv_bias=bias)
+    output, tokens = exported(target_of(model, tmp_path), tmp_path), torch.arange(40).view(2, 20)
+    for name, kind in GGUF_FILES.items():
+        theirs = AutoModelForCausalLM.from_pretrained(output, gguf_file=name).eval()
+        assert (model(tokens) - theirs(tokens).logits).abs().max() < (
+            0.03 if kind == "Q8_0" else 0.002)
+        assert theirs.config.eos_token_id == 256
+        for tensor in gguf.GGUFReader(output / name).tensors:
+            is_matrix = len(tensor.shape) == 2 and tensor.name != "position_embd.weight"
+            fits = tensor.shape[0] % 32 == 0
+            assert tensor.tensor_type.name == ("F32" if not is_matrix else kind if fits else "F16")
 
 
 @pytest.mark.parametrize(("changes", "message"), [
