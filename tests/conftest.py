@@ -6,7 +6,7 @@ from hypothesis import settings
 from tests.support.stand_ins import FakeTime
 from tests.support.workplace import Workplace
 
-settings.register_profile("without deadlines")  # machines may be loaded
+settings.register_profile("without deadlines", deadline=None)  # machines may be loaded
 settings.load_profile("without deadlines")
 
 

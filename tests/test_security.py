@@ -19,7 +19,7 @@ from packaging.version import Version
 
 import ddp_train
 import prepare_dataset
-from basics.errors import UserError, one_line, print_error, print_line, print_traceback, visible
+from basics.errors import UserError, one_line, print_error, print_traceback, visible
 from lab import __main__ as lab_main
 from lab.evaluate.tasks import read_quiz
 from lab.instruct.judging import _reason
@@ -98,15 +98,6 @@ def test_what_is_printed_is_made_visible():
     for path, node in found:
         assert prints_only_its_own(node), (
             f"{path}:{node.lineno}: print text from outside through basics.errors.visible")
-
-
-def test_lines_and_errors_are_inert(capsys):
-    for show in (print_line, print_error):
-        show(HOSTILE)
-        captured = capsys.readouterr()
-        assert is_inert(captured.out + captured.err)
-        assert r"\x1b[2J" in (captured.err if show is print_error else captured.out)
-    assert UserError(HOSTILE).line().isprintable()
 
 
 @pytest.mark.parametrize("script", ["lab", "prepare_dataset.py"])

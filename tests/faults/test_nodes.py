@@ -23,7 +23,6 @@ from tests.support.runs import (
     with_deadlines,
 )
 from tests.support.workplace import (
-    NAMESPACE,
     PROJECT_DIR,
     Workplace,
     children_of,
@@ -49,23 +48,20 @@ class Cluster:
             node = Workplace(datasets_dir.parent)
             node.add_dataset()
 
-    def start(self, run="tiny", *, environment=None, max_restarts=0, namespaces=None):
+    def start(self, run="tiny", *, environment=None, max_restarts=0):
         with socket.socket() as taken:  # the system gives this port to no other process
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
-        self.started, address = [], "10.83.0.1" if namespaces else "127.0.0.1"
-        for number, (name, datasets_dir) in enumerate(zip(NODES, self.datasets_dirs, strict=True)):
-            place = {"local_addr": f"10.83.0.{number + 1}", "rdzv_configs": {
-                "is_host": number == 0}} if namespaces else {}
-            inside = {NAMESPACE: namespaces[number]} if namespaces else {}
+        self.started = []
+        for name, datasets_dir in zip(NODES, self.datasets_dirs, strict=True):
             folder = self.runs.root / f"output-{name}-{time.monotonic_ns()}"
             folder.mkdir()
             self.started.append(start_forked(
                 "ddp_train.py", [run, "--runs-dir", str(self.runs.runs_dir),
                                  "--datasets-dir", str(datasets_dir)],
-                num_processes=1, environment=(environment or {}) | inside, folder=folder,
-                min_nodes=2, max_nodes=2, run_id="cluster", rdzv_endpoint=f"{address}:{port}",
-                max_restarts=max_restarts, **place))
+                num_processes=1, environment=environment, folder=folder,
+                min_nodes=2, max_nodes=2, run_id="cluster", rdzv_endpoint=f"127.0.0.1:{port}",
+                max_restarts=max_restarts))
 
     def end(self):
         return [ended(*started) for started in self.started]

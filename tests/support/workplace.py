@@ -36,7 +36,6 @@ from reporting.metrics_file import read_metrics
 from tests.support import stand_ins
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
-NAMESPACE = "DDP_TRAIN_TEST_NAMESPACE"  # environment variable: the network of what is forked
 
 TINY_MODEL = {
     "vocab_size": 257,
@@ -205,9 +204,6 @@ def _run_forked(script: str, arguments: list[str], outputs: list[Path],
                 environment: dict[str, str], launch: dict[str, Any] | None) -> None:
     os.setsid()
     os.environ |= environment
-    if namespace := environment.get(NAMESPACE):
-        with open(f"/run/netns/{namespace}") as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)  # a terminal is then its own
     os.chdir(PROJECT_DIR)
