@@ -55,11 +55,12 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
                    for number, question in enumerate(first.answers)]
     path = output or files[0].parent / "judgements.jsonl"
     known, reason = read_judgements(path), ""
-    if missing := [each for each in comparisons if each.key not in known]:
+    if missing := {each.key: each for each in comparisons if each.key not in known}:
         check_writable(path)  # before any request is paid for
         if path.exists() and not path.read_bytes().endswith(b"\n"):  # a kill has cut it short
             append_whole(path, "\n")
-        reason = judge_all(Judge(base_url, model), missing, path, known, concurrency=concurrency)
+        reason = judge_all(Judge(base_url, model), [*missing.values()], path, known,
+                           concurrency=concurrency)
     judged = [known[each.key] for each in comparisons if each.key in known]
     if not judged:
         raise UserError(f"none of {counted(len(comparisons), 'question')} was judged; the first"

@@ -463,6 +463,15 @@ def test_a_wrong_address_or_key_is_refused_and_shows_no_secret(files, address, k
     assert not any(word in error for word in ("me:", "cret", "sk-"))
 
 
+def test_a_question_that_is_there_twice_is_asked_once(endpoint, tmp_path):
+    path = tmp_path / "twice.json"
+    write_answers(path, "alpha", [10, 90])
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"answers": record["answers"] * 2}))
+    assert "4 of 4 questions judged" in succeeded(judge(endpoint, str(path))).stdout
+    assert len(endpoint.requests) == 2
+
+
 def test_the_same_command_asks_only_missing_questions(endpoint, files, tmp_path):
     whole = judge(endpoint, *files).stdout
     saved = tmp_path / "judgements.jsonl"
