@@ -134,13 +134,6 @@ def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path):
 # --- the dataset of a run, and digests of downloads
 
 
-def test_a_missing_dataset_is_an_error(workplace):
-    with pytest.raises(UserError, match="no dataset there; make it with prepare_dataset.py"):
-        provide_dataset(workplace.datasets_dir / "mine", "mine")
-    workplace.add_dataset("mine")
-    provide_dataset(workplace.datasets_dir / "mine", "mine")
-
-
 def test_the_standard_library_is_prepared_when_it_is_named(workplace, monkeypatch):
     out = workplace.datasets_dir / "python-stdlib"
     monkeypatch.setattr("preparation.sources.python_stdlib", lambda: texts_source(["a", "b"]))

@@ -58,7 +58,6 @@ from tests.support.workplace import PROJECT_DIR, run_command, small_disk, succee
 from tokens.tokenizer import END_OF_TEXT, choose_tokenizer, load_tokenizer
 
 COMMAND = [sys.executable, str(PROJECT_DIR / "prepare_dataset.py")]
-SLOW_COMMAND = [sys.executable, *SLOW_COMMAND]
 SHARDS = [["a", "bb"], ["ccc"], ["d", "", "e"], ["f" * 9], ["g", "h"]]
 PARTS = ["a", " ", "\n", "Don't", "é", "字", "\U0001f600",
          "<|", "|>", END_OF_TEXT[:-1], END_OF_TEXT]

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import get_token
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -23,8 +22,7 @@ from basics.errors import UserError, one_line, print_error, print_traceback, vis
 from lab import __main__ as lab_main
 from lab.evaluate.tasks import read_quiz
 from lab.instruct.judging import _reason
-from preparation.choosing import SourceOptions
-from preparation.hub import fetch_dataset, hub_source
+from preparation.hub import fetch_dataset
 from tests.support import workplace
 from tests.support.hub_server import Fault, Hub, serving, used_in_this_process
 from tests.support.lab_cli import run_lab, succeeded
@@ -143,15 +141,6 @@ def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch):
         result = succeeded(run_lab("generate", "x", *arguments))
         assert is_inert(result.output) and "\n\tx" in result.output
         assert r"\x1b[2J" in result.output
-
-
-@pytest.mark.parametrize("name", ["../outside.jsonl", "a/../../outside.jsonl", "/etc/x.jsonl"])
-def test_hub_files_outside_of_their_repository_are_refused(tmp_path, monkeypatch, name):
-    file = RepoFile(path=name, size=1, oid="0" * 40)
-    monkeypatch.setattr("preparation.hub._files", lambda *_: [file])
-    with serving(Hub({})) as hub, used_in_this_process(hub, tmp_path / "home"):
-        with pytest.raises(UserError, match="is no name inside a repository"):
-            hub_source(SourceOptions(hub.repository), raw_dir=tmp_path)
 
 
 def test_the_hub_client_prints_nothing_by_itself(tmp_path, monkeypatch):

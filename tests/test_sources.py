@@ -454,6 +454,13 @@ def test_raw_files_can_be_kept_and_only_needed_shards_are_downloaded(texts_hub, 
     assert not texts_hub.downloads("002_00000.parquet")
 
 
+@pytest.mark.parametrize("name", ["../outside.parquet", "/etc/x.parquet"])
+def test_a_file_outside_of_its_repository_is_refused(texts_hub, tmp_path, name):
+    texts_hub.files[name] = b""
+    result = prepare_from(texts_hub, tmp_path)
+    assert result.returncode == 2 and "is no name inside a repository" in result.stderr
+
+
 @pytest.mark.parametrize(("card", "licence", "languages"), [
     ({"license": ["mit", "cc0-1.0"], "language": ["en", False]}, ["mit", "cc0-1.0"], ["en"]),
     ({"license": ["mit"], "language": "de"}, "mit", ["de"]),

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -146,7 +147,7 @@ def leave_unfinished(source: Source, out: Path, options: PrepareOptions = BYTES)
         prepare_dataset(replace(source, shards=shards), out, options)
 
 
-SLOW_COMMAND = ["-m", "tests.support.preparation"]  # arguments of Python, in the project directory
+SLOW_COMMAND = [sys.executable, "-m", "tests.support.preparation"]  # in the project directory
 
 
 def die(*_: object) -> None:
