@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("base")
-@click.argument("others", nargs=-1, metavar="")
 @click.option("--change", "changes", multiple=True, metavar="KEY=VALUE[,KEY=VALUE...]",
               help="One variant: keys of model.json or train.json. null takes a key out.")
 @click.option("--range", "ranges", multiple=True, metavar="KEY=VALUE,VALUE...",
@@ -48,8 +47,7 @@ if TYPE_CHECKING:
 @click.option("--charts", is_flag=True, help="Draw charts into the directory of the sweep.")
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON document on standard output, and all else on standard error.")
-def command(base: str, others: tuple[str, ...], changes: tuple[str, ...],
-            ranges: tuple[str, ...], **options: Any) -> None:
+def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **options: Any) -> None:
     """Train BASE and changes to it, one after the other, and compare them in one table.
 
     The same command goes on where it was stopped; other changes are added to the sweep.
@@ -60,9 +58,6 @@ def command(base: str, others: tuple[str, ...], changes: tuple[str, ...],
     from lab.sweep.report import document_of, entries_of, with_stack
     from run_config import RUN_NAME, check_inside, load_run
 
-    if others:
-        raise UserError(f"{others[0][:60]!r}: one BASE is changed; torchrun's arguments are not"
-                        " taken, but the number of processes: --nproc-per-node N")
     wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
     loaded = load_run(options["runs_dir"], base)
     name, sweeps_dir = options["name"] or base, options["sweeps_dir"]

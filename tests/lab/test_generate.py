@@ -11,7 +11,6 @@ import torch
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from gpt import GPTModel
-from lab.tokenizer import train_tokenizer
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from reporting.sampling import SamplingOptions, StreamedText, stream_texts, stream_tokens
 from run_config import ModelConfig
@@ -97,16 +96,6 @@ def test_each_token_is_computed_once():
     assert lengths == [3] + [1] * 29
 
 
-def test_each_of_several_samples_equals_a_single_one():
-    model, prompt = tiny_model(), [5, 6]
-    before = torch.get_rng_state()
-    together = list(stream_tokens(model, prompt, SamplingOptions(20, seed=7, num_samples=3)))
-    for number in range(3):
-        alone = generate_tokens(model, prompt, SamplingOptions(20, seed=7 + number))
-        assert [step[number] for step in together] == alone
-    assert torch.equal(torch.get_rng_state(), before)  # training draws from it
-
-
 def test_a_sample_ends_at_its_stop_token_and_the_others_continue():
     model, prompt = tiny_model(), [5, 6]
     free = [generate_tokens(model, prompt, SamplingOptions(20, seed=seed)) for seed in (0, 1)]
@@ -187,14 +176,6 @@ def test_a_damaged_file_is_left_out_with_a_warning(tmp_path):
     corrupt(source / "007.parquet", footer=False)
     result = succeeded(lab_tokenizer(source, tmp_path / "a", "--vocab-size", "258"))
     assert "warning: left out: " in result.stderr and "007.parquet" in result.stderr
-
-
-def test_the_number_of_cores_does_not_change_the_file(monkeypatch):
-    found = set()
-    for parallel in ("true", "false"):
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
-        found.add(train_tokenizer(iter(TEXTS * 50), vocab_size=320))
-    assert len(found) == 1
 
 
 def test_only_so_much_text_is_read(tmp_path):

@@ -68,9 +68,7 @@ def test_original_run_has_its_published_figures():
                  "rank 0 pins about 2.00 GiB", "652 MB of gradients a step"):
         assert part in output
     row = next(row for row in rows_of(output) if row[0] == "8x A100-40")
-    assert row[1] == "13 x 1"
-    assert row[3:5] == ["104", "30,614"]  # global batch, steps
-    assert row[5:] == ["50 (97.8 GB)", "50"]  # the published number of validations
+    assert row[3:] == ["104", "30,614", "50 (97.8 GB)", "50"]  # global batch, steps, checkpoints
 
 
 def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace):
@@ -157,7 +155,6 @@ def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace):
             "again", *arguments, runs_dir=workplace.runs_dir)
     assert "min_train_tokens is not -1, so --tokens" in error_line(run_lab(
         "plan", "original", "--tokens", "1000000"))
-    assert "nan is not a finite number" in run_lab("plan", "original", "--budget", "nan").output
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -239,10 +236,8 @@ CHANGES = {
     "math attention and dropout": ONE_STEP | {"attention": "math", "drop_rate": 0.1},
     "muon": ONE_STEP | {"microbatch_size": 1, "optimizer": "muon"},
 }
-CASES = [pytest.param(shape, precision, change, marks=() if k == (i + j) % len(SHAPES) else
-                      pytest.mark.thorough)  # each change with one shape, all if thorough
-         for i, change in enumerate(CHANGES) for j, precision in enumerate(("fp32", "bf16"))
-         for k, shape in enumerate(SHAPES)]
+CASES = [([*SHAPES][(i + j) % len(SHAPES)], precision, change)  # each change with two shapes
+         for i, change in enumerate(CHANGES) for j, precision in enumerate(("fp32", "bf16"))]
 CPU = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
@@ -386,9 +381,8 @@ UNLIKE = [
     {"model": MODEL.model_dump() | {"n_layers": 36}},  # more than twice the FLOPs
     {"model": MODEL.model_dump() | {"drop_rate": 0.1}},
     {"this_launch": LAUNCH | {"tokens": 10**14}}, {"this_launch": LAUNCH | {"tokens": 10**7}},
-    {"this_launch": LAUNCH | {"tokens": 10**400}}, {"this_launch": LAUNCH | {"seconds": 0}},
-    {"this_launch": LAUNCH | {"tokens": "3000"}}, {"machine": MACHINE | {"processes": 10**9}},
-    {"machine": MACHINE | {"device": "NVIDIA\nH100"}}, {"model": {}},
+    {"this_launch": LAUNCH | {"seconds": 0}}, {"this_launch": LAUNCH | {"tokens": "3000"}},
+    {"model": {}},
 ]
 LIKE = [
     {"status": "stopped"}, {"this_launch": {"steps": 49, "tokens": 3_000_000, "seconds": 1.0}},

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from basics.errors import UserError
+from lab.compare import charts as comparison_charts
 from lab.compare.results import read_result
 from lab.list_runs import read_state
 from lab.runs import END_BYTES, chosen_runs, launched_runs
@@ -17,9 +18,11 @@ from reporting.metrics_file import MAX_RECORDS_BYTES
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.watching import ODD_VALUES, add_run, append, lines, report, validation
+from tests.support.workplace import draw_bare
 
 COMMANDS = (["list"], ["list", "--json"], ["watch", "--text"], ["watch", "--export", "page.html"],
-            ["compare"], ["compare", "--markdown"], ["compare", "--csv"], ["compare", "--json"])
+            ["compare", "--charts", "charts"], ["compare", "--markdown"], ["compare", "--csv"],
+            ["compare", "--json"])
 
 
 def beat(run_dir, *, age=0.0, phase="training", **values):
@@ -151,6 +154,7 @@ def test_launched_runs_have_plain_names_and_records(runs_dir, tmp_path):
 def survives(runs_dir, monkeypatch):
     """Run every command that reads runs; return what they print."""
     monkeypatch.chdir(runs_dir)
+    monkeypatch.setattr(comparison_charts, "draw_by_hand", draw_bare)
     return [succeeded(run_lab(*command, "--runs-dir", str(runs_dir))).output
             for command in COMMANDS]
 
