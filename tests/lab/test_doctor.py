@@ -216,6 +216,7 @@ def test_a_check_that_raises_or_hangs_stops_no_other(place, monkeypatch):
         "raises": partial(failing, ZeroDivisionError("by zero")),
         "refuses": partial(failing, UserError("no; yes")),
         "hangs": lambda _: forever.wait() and None,
+        "disk of runs": lambda _: forever.wait() and None,
         "nothing": lambda _: None, "works": lambda _: ok("well")},
         Subject(place.runs_dir, place.datasets_dir))
     forever.set()
@@ -223,7 +224,7 @@ def test_a_check_that_raises_or_hangs_stops_no_other(place, monkeypatch):
         "raises": (WARNING, "could not be checked: ZeroDivisionError: by zero"),
         "refuses": (PROBLEM, "no"),
         "hangs": (WARNING, "could not be checked: no answer within 1 s"),
-        "works": (OK, "well")}
+        "disk of runs": (PROBLEM, "no answer within 1 s"), "works": (OK, "well")}
     assert found["refuses"].advice == "yes"
 
 
