@@ -104,21 +104,6 @@ def test_what_it_says_and_how_it_failed_is_told_once(tmp_path, code, failure):
     assert started(missing).startswith("FileNotFoundError: ")
 
 
-def test_a_failure_is_told_although_the_next_one_runs_and_not_after_a_success(tmp_path):
-    scripts = Scripts(tmp_path, "touch first; read word; exit 3", "touch second; read word; exit 4",
-                      "exit 0")
-    process = Beside("chart", scripts)
-    process.start()
-    wait_for(tmp_path / "first")
-    process.start()
-    scripts.started[0].stdin.write(b"go on\n")
-    wait_for(tmp_path / "second")
-    assert process.pop_failure() == "ended with status 3"
-    process.start()
-    scripts.started[1].stdin.write(b"go on\n")
-    assert finish(process) == ""  # the last one did all that there was to do
-
-
 def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     beats, pid = [], tmp_path / "pid"
     process = Beside("chart", Scripts(
@@ -205,11 +190,8 @@ BEFORE = {"has_trained": False}  # the run was finished before this launch
     ({"when_done": "damaged"}, BEFORE, ""),
     ({"when_done": {"status": 0}}, BEFORE, "it has succeeded after an earlier launch"),
 ])
-def test_it_runs_after_the_end_of_the_run_or_its_budget_until_it_succeeds_on_rank_0_only(workplace,
-                                                                                         capfd,
-                                                                                         changes,
-                                                                                         launch,
-                                                                                         why_not):
+def test_it_runs_on_rank_0_after_the_end_of_the_run_or_its_budget_until_it_succeeds(
+        workplace, capfd, changes, launch, why_not):
     ended = ENDED | changes
     run_after(workplace, ended, "echo", process=replace(ONE_PROCESS, rank=1))
     assert capfd.readouterr().out == ""

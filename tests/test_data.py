@@ -261,13 +261,6 @@ def test_reading_a_file_of_20_gib_needs_little_memory(tmp_path):
     assert private_bytes() - before < 100 * 2**20
 
 
-def test_gpt2_has_the_token_ids_that_openai_published():
-    gpt2 = load_tokenizer("gpt2")
-    assert gpt2.n_vocab == 50257 and gpt2.eot_token == 50256
-    assert gpt2.encode_ordinary("Hello, world! It's 2026.") == [
-        15496, 11, 995, 0, 632, 338, 1160, 2075, 13]
-
-
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
 def test_decoding_restores_the_text(name):
     found = load_tokenizer(name)
@@ -275,7 +268,11 @@ def test_decoding_restores_the_text(name):
     assert found.decode(ids) == TEXT
     assert found.eot_token not in ids and found.eot_token == found.n_vocab - 1
     assert found.decode([found.eot_token]) == END_OF_TEXT
-    assert name == "gpt2" or ids == list(TEXT.encode())
+    if name == "bytes":
+        assert ids == list(TEXT.encode())
+    else:  # as OpenAI published it
+        assert found.n_vocab == 50257 and found.encode_ordinary("Hello, world! It's 2026.") == [
+            15496, 11, 995, 0, 632, 338, 1160, 2075, 13]
 
 
 @pytest.fixture

@@ -58,14 +58,6 @@ def test_the_original_has_163_million_parameters():
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()  # and no mask
 
 
-def test_dropout_applies_in_training_mode_only():
-    model = tiny_model(drop_rate=0.5)
-    token_ids = torch.randint(0, 257, (2, 16))
-    assert not torch.equal(model(token_ids), model(token_ids))
-    model.eval()
-    assert torch.equal(model(token_ids), model(token_ids))
-
-
 @pytest.mark.parametrize("length", [1, 16, BLOCK_ROWS, BLOCK_ROWS + 1, 3 * BLOCK_ROWS - 5])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_attention_in_blocks_computes_what_pytorch_does(length, dtype, tolerance):

@@ -3,16 +3,13 @@
 test_reference.py compares the numbers.
 """
 
-import gc
 import itertools
 import json
 import math
 import os
 import subprocess
-import weakref
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -29,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ddp_train
 import optim
 from basics.errors import UserError, one_line
-from basics.json_files import to_json
 from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
 from optim import (
@@ -37,7 +33,6 @@ from optim import (
     rates_line,
     unused_options,
 )
-from processes.launch import Process
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import ModelConfig, TrainConfig, with_defaults
@@ -53,9 +48,8 @@ from tests.support.workplace import (
 from tokens.batches import Microbatch, dropout_seed
 from trainer import diagnostics
 from trainer.diagnostics import Diagnostics, forward_statistics
-from trainer.losses import ByLayer, compile_now
+from trainer.losses import compile_now
 from trainer.precision import attention_kernel, choose_forward_options, resolve_for_device
-from trainer.reports import Reports
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -170,41 +164,20 @@ def test_the_seed_decides_the_initial_weights():
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_a_partial_microbatch_of_a_compiled_run_is_validated_by_sequences():
-    """Code that is not compiled needs more memory, and would be compiled for each size."""
-    losses = step_of(drop_rate=0.0, precision="fp32", microbatch_size=8).losses
-    tokens = torch.randint(0, 257, (2, 5, 16), generator=torch.Generator().manual_seed(0))
-    wanted, sizes = losses.validation(*tokens), []
-    losses._compiled_validation = None.__eq__  # anything: it is not called
-    losses.model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    torch.testing.assert_close(losses.validation(*tokens), wanted)
-    assert sizes == [1] * 5
-
-
 def test_the_wait_for_a_microbatch_is_booked_as_waiting(monkeypatch, now):
-    closed = []
-
     def slow(*_, **__):
-        try:
-            for item in range(5):
-                now.seconds += 2
-                yield item
-        finally:
-            closed.append(True)
+        for item in range(5):
+            now.seconds += 2
+            yield item
 
     monkeypatch.setattr(ddp_train, "read_ahead", slow)
-    clock, prepared = PhaseClock(), SimpleNamespace(
-        plan=None, first_step=0, data=SimpleNamespace(train=None))
-    heartbeats: list[None] = []
-    watchdog = SimpleNamespace(process=Process(0, 0, 1, torch.device("cpu")),
-                               heartbeat=lambda: heartbeats.append(None))
+    prepared = SimpleNamespace(plan=None, first_step=0, data=SimpleNamespace(train=None))
+    watchdog, clock = MagicMock(process=ONE_PROCESS), PhaseClock()
     waiting = ddp_train.read_microbatches(prepared, watchdog, clock)
     assert [next(waiting), next(waiting)] == [0, 1]
     now.seconds += 7
     assert clock.read()["waiting"] == 4 and clock.read()["startup"] == 7
-    waiting.close()
-    assert closed and len(heartbeats) == 2
-    assert list(ddp_train.read_microbatches(prepared, watchdog, clock)) == [0, 1, 2, 3, 4]
+    assert watchdog.heartbeat.call_count == 2 and list(waiting) == [2, 3, 4]
 
 
 def test_dropout_draws_from_a_seed_of_its_own_at_each_position_and_nothing_else_draws():
@@ -476,28 +449,6 @@ def test_the_training_is_the_same_bit_for_bit(changes):
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-def test_nothing_is_compiled_again(monkeypatch):
-    """Dynamo decides what is compiled; a compiler that takes long is not needed for that."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    step, batches = measured_step(compile=False), microbatches()
-    step.parallel_loss = ByLayer(step.state.model)
-    for _ in range(2):
-        step.take(batches, num_microbatches=2, learning_rate=0.01)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert len(take(step, batches, num_steps=3)) == 3
-        with pytest.raises(RuntimeError, match="fail_on_recompile"):  # it would have been seen
-            step.parallel_loss(*torch.ones(2, 1, 8, dtype=torch.int64))
-
-
-def test_a_step_that_is_not_finite_is_recorded_with_null():
-    step = measured_step()
-    step.state.model.blocks[1].mlp.up.weight.register_hook(lambda grad: grad * float("inf"))
-    [found] = take(step, microbatches())
-    record = json.loads(to_json(found))
-    assert record["layer_grad_norm"][1] is None and record["layer_grad_norm"][0] > 0
-    assert record["layer_update_ratio"] == [0.0, 0.0]  # it was skipped
-
-
 def test_a_run_records_its_diagnostics_stops_and_resumes(workplace):
     """Twelve steps on two processes, in two launches, all of them measured."""
     run_dir = workplace.add_run(train={"diagnostics_interval": 1})
@@ -591,23 +542,3 @@ def test_late_reports_say_the_same_also_after_a_stop(workplace):
     seconds = [record["seconds"] for record in steps]
     assert seconds == sorted(set(seconds))  # each of its own moment
     assert all(record["tokens_per_second"] > 0 for record in steps)
-
-
-def test_every_report_collects_what_reference_counts_leave():
-    """On every rank: activation checkpointing leaves cycles, and collection is not automatic."""
-    class Cycle:
-        def __init__(self):
-            self.itself = self
-
-    reports = Reports.__new__(Reports)
-    vars(reports).update(
-        clock=None, prepared=SimpleNamespace(first_step=0), window=MagicMock(),
-        saver=MagicMock(pop_failure=str), beside=MagicMock(), _reports_speed=False)
-    gc.disable()
-    try:
-        left = weakref.ref(Cycle())
-        assert left() is not None
-        reports.write(10, 0.1, waits=False)
-        assert left() is None
-    finally:
-        gc.enable()

@@ -294,9 +294,8 @@ def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(silence, 
 
 @pytest.mark.parametrize(("timeout_seconds", "found_after"), [(None, 600), (100.0, 100),
                                                               (2.0, 15)])
-def test_a_lost_machine_is_found_in_the_start_up_and_while_the_first_step_compiles(alone, seconds,
-                                                                                   timeout_seconds,
-                                                                                   found_after):
+def test_a_lost_machine_is_found_in_the_start_up_and_while_the_first_step_compiles(
+        alone, seconds, timeout_seconds, found_after):
     if timeout_seconds is not None:
         alone.expect_steps(timeout_seconds, None)
     alone._check()

@@ -166,7 +166,9 @@ def test_an_id_outside_the_vocabulary_ends_all_processes(tiny, split, position, 
     assert "exitcode  : 2" in result.stderr and 'batches.py", line' not in result.stderr
 
 
-def test_an_unknown_checkpoint_name_is_refused(tiny):
+def test_an_unknown_run_or_checkpoint_is_refused(tiny):
+    assert "nix: no such run; " in refused(tiny, "nix")
+    assert "no checkpoint yet" in refused(tiny, "tiny", "best")
     for name in CHECKPOINT_NAMES:
         line = refused(tiny, "tiny", name)  # with a slash it would be the directory of the datasets
         assert re.search(": no directory of datasets|and --datasets-dir is|: no checkpoint '2026",

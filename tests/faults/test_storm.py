@@ -243,7 +243,8 @@ def newest_in(copies):
 
 
 WARM_UP_STEPS = 1000  # the allocator still grows by a few MiB in the first steps
-EVENTFUL = {"validation_interval": 50, "keep_checkpoints": 2}
+EVENTFUL = {"validation_interval": 50, "keep_checkpoints": 2,
+            "activation_checkpointing": True}  # leaves cycles, which each report has to collect
 MIB = 2**20
 
 
