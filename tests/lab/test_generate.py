@@ -43,12 +43,6 @@ def generate_tokens(model, prompt, options):
     return [token for token, *_ in stream_tokens(model, prompt, options)]
 
 
-def test_a_user_error_is_one_line(trained):
-    assert "no such run" in error_line(generate(trained, "nix"))
-    nan = generate(trained, "tiny", "--temperature", "nan")
-    assert nan.exit_code == 2 and "'--temperature': nan is not a finite number" in nan.stderr
-
-
 def test_temperature_zero_picks_the_most_likely_token():
     model = tiny_model()
     ids = generate_tokens(model, [5], SamplingOptions(max_new_tokens=5, temperature=0))
