@@ -54,6 +54,7 @@ from tests.support.preparation import (
     write_parquet,
     write_source,
 )
+from tests.support.runs import wait_until
 from tests.support.workplace import PROJECT_DIR, run_command, small_disk, succeeded
 from tokens.tokenizer import END_OF_TEXT, choose_tokenizer, load_tokenizer
 
@@ -623,7 +624,7 @@ def test_after_kills_the_same_command_continues_to_the_same_bytes(corpus, prepar
     is_thorough = request.config.getoption("--thorough")
     for num_lines in range(2, 8) if is_thorough else [4]:  # the request and the finished shards
         process = start([*SLOW_COMMAND, str(corpus), str(out), "--workers", "2"])
-        wait_for_lines(journal, num_lines, process)
+        wait_for_lines(journal, num_lines)
         time.sleep(random.uniform(0, 0.4))
         process.kill()
         assert process.wait() == -signal.SIGKILL
@@ -642,24 +643,19 @@ def start(command, **environment):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
 
 
-def wait_for_lines(path, num_lines, process):
-    deadline = time.monotonic() + 60
-    while not path.exists() or path.read_bytes().count(b"\n") < num_lines:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+def wait_for_lines(path, num_lines):
+    wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= num_lines)
 
 
 def test_ctrl_c_is_one_line_and_leaves_no_process(corpus, tmp_path):
     process = start([*SLOW_COMMAND, str(corpus), str(tmp_path / "out"), "--workers", "2"])
-    wait_for_lines(tmp_path / ".out.partial" / "journal.jsonl", 2, process)
+    wait_for_lines(tmp_path / ".out.partial" / "journal.jsonl", 2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr.strip() == "Interrupted; run the same command again to continue"
-    deadline = time.monotonic() + 30
-    while subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).stdout:
-        assert time.monotonic() < deadline, "a process is still running"
-        time.sleep(0.05)
+    wait_until(lambda: not subprocess.run(["pgrep", "-g", str(process.pid)],
+                                          capture_output=True).stdout)
 
 
 def test_a_killed_worker_is_one_line(corpus, tmp_path):
