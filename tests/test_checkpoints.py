@@ -25,6 +25,7 @@ from basics.checkpoint_files import (
 from basics.errors import NON_FINITE, UserError
 from basics.failpoints import VARIABLE
 from checkpointing import (
+    LossScale,
     SnapshotBuffers,
     Validation,
     add_validation,
@@ -66,11 +67,12 @@ def run(workplace):
     return load_run(workplace.runs_dir, "tiny")
 
 
-def test_the_options_of_the_optimizer_are_those_of_train_json_not_of_the_checkpoint(tmp_path):
+def test_a_checkpoint_restores_the_loss_scaler_and_no_option_of_the_optimizer(tmp_path):
     loaded = state(8)
     loaded.optimizer.param_groups[0]["weight_decay"] = 0.7
     load_checkpoint(save(tmp_path, 7), loaded)
     assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7
+    assert loaded.loss_scale() == LossScale(scale=2.0**7, growth_tracker=3)
 
 
 def test_snapshots_take_few_blocks_of_memory_and_use_them_again(monkeypatch):
