@@ -286,7 +286,6 @@ def test_difference_within_the_seed_spread_is_marked(runs, loss, is_within):
     assert row_of(comparison, "other").is_within_spread == is_within
     assert ("≈" in cells_of(comparison, "other")["val. loss"]) == is_within
     assert not comparison.rows[0].is_within_spread
-    assert runs.csv()["other"]["is_within_spread"] == str(is_within)
     text = "≈ within the seed spread of the best row" if is_within else "no row is within"
     assert any(text in note and "0.1000, 2 degrees" in note for note in comparison.notes)
 
@@ -336,7 +335,6 @@ def test_published_rows_are_marked_and_have_their_figures(runs):
         assert float(published[name]["usd_without_validation"]) == pytest.approx(usd, abs=0.005)
     cells = cells_of(comparison, "8x A100 80 GiB")
     assert cells["test loss"] == "3.730" and cells["run"].endswith("GiB*")
-    assert any(note.startswith("* published results ") for note in comparison.notes)
 
 
 def figure_of(groups, fit):

@@ -214,7 +214,7 @@ def test_a_base_that_leaves_keys_to_muons_defaults_is_changed_and_continued(swee
     assert changed["weight_decay"] == 0.1 and "beta2" not in changed
 
 
-def test_a_changed_base_and_edited_runs_are_refused(sweeps):
+def test_a_changed_base_and_edited_or_damaged_files_are_refused(sweeps):
     succeeded(sweeps.run("--change", "drop_rate=0"))
     path = sweeps.workplace.runs_dir / "tiny/train.json"
     before = path.read_text()
@@ -228,12 +228,7 @@ def test_a_changed_base_and_edited_runs_are_refused(sweeps):
     sweeps.workplace.add_run("other", train=SETTINGS)
     result = run_lab("sweep", "other", "--name", "tiny", *sweeps.command()[2:])
     assert "is a sweep of tiny, not of other" in error_line(result)
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"base": 1}'])
-def test_a_damaged_plan_is_one_line(sweeps, text):
-    succeeded(sweeps.run("--change", "drop_rate=0"))
-    (sweeps.tiny / "sweep.json").write_text(text)
+    (sweeps.tiny / "sweep.json").write_text('{"base": 1}')
     assert "sweep.json: " in error_line(sweeps.run())
 
 

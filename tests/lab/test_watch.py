@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lab.watch import text
 from lab.watch.answers import MAX_POINTS, Columns, Watched
-from lab.watch.server import FILES, HEADERS, STATIC, Server
+from lab.watch.server import FILES, STATIC, Server
 from lab.watch.text import screen
 from lab.watch.watch import exported_page
 from tests.support.lab_cli import error_line, run_lab, succeeded
@@ -147,11 +147,6 @@ def json_of(server, path):
     return json.loads(body)
 
 
-def assert_headers(response):
-    for name, value in HEADERS.items():
-        assert response.headers[name] == value
-
-
 def test_the_page_and_its_questions_are_answered(runs_dir):
     add_sample(add_run(runs_dir, "a", steps=2000), 50, "def ", HOSTILE)
     with served(runs_dir) as server:
@@ -159,7 +154,6 @@ def test_the_page_and_its_questions_are_answered(runs_dir):
         for path, name in FILES.items():
             response, body = ask(server, path, token=None)  # a browser has none to send
             assert response.status == 200 and body == (STATIC / name).read_bytes()
-            assert_headers(response)
         (run,) = json_of(server, "/runs")["runs"]
         assert (run["name"], run["status"]) == ("a", "finished")
         assert json_of(server, "/run?run=a&x=steps&from=41&to=59")["x"]["steps"] == [40, 50, 50, 60]
@@ -189,7 +183,6 @@ def test_nothing_else_can_be_read(runs_dir, tmp_path, path):
         assert [run["name"] for run in json_of(server, "/runs")["runs"]] == ["a"]
         response, body = ask(server, path)
         assert response.status == 404 and body == b"404 Not Found\n"
-        assert_headers(response)
 
 
 @pytest.mark.parametrize(("headers", "status"), [
@@ -202,7 +195,6 @@ def test_other_hosts_are_refused_and_links_are_followed(runs_dir, headers, statu
         for path in ("/", "/runs"):
             response, body = ask(server, path, **headers)
             assert response.status == status
-            assert_headers(response)
             assert status == 200 or body == b"403 Forbidden\n"
 
 
@@ -214,7 +206,6 @@ def test_nobody_without_the_token_learns_anything(runs_dir):
             for token in (None, "", "é", server.token[:-1], other.token):
                 response, body = ask(server, path, token=token)
                 assert response.status == 403 and body == b"403 Forbidden\n"
-                assert_headers(response)
             assert ask(server, f"{path}&token={server.token}", token=None)[0].status == 403
 
 

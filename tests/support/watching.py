@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.watch.answers import Watched
-from lab.watch.server import Server
+from lab.watch.server import HEADERS, Server
 
 HOSTILE = ('</script><script>document.title="owned"</script><img src=x onerror=document.title=1>'
            "\x1b]0;title\x07\x1b[2J\u202e")
@@ -74,13 +74,17 @@ def served(runs_dir: Path, *names: str) -> Iterator[Server]:
 
 def ask(server: Server, path: str, *, token: str | None = "its own",
         **headers: str) -> tuple[HTTPResponse, bytes]:
-    """Ask as the page would, but for these headers and another token, or none."""
+    """Ask as the page would, but for these headers and another token, or none.
+
+    Whatever the answer is, it has the headers that limit what a browser does with it.
+    """
     if token is not None:
         headers["X-Token"] = server.token if token == "its own" else token
     connection = HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     try:
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
+        assert {name: response.headers[name] for name in HEADERS} == HEADERS
         return response, response.read()
     finally:
         connection.close()
