@@ -47,8 +47,10 @@ STORM = {"min_train_tokens": 40 * 128, "validation_interval": 4, "keep_checkpoin
 LONGEST = 4.0  # seconds before a kill
 LONGEST_LAUNCH = 9.0  # the same, for launches that import everything anew
 VICTIMS = ("rank 0", "rank 1", "both", "torchrun", "all")
+LONG_SECONDS = 3600  # the most that hundreds of kills or runs may take
 
 
+@pytest.mark.timeout(LONG_SECONDS)
 def test_kills_at_random_moments_change_no_result(workplace, pytestconfig):
     num_kills = pytestconfig.getoption("--storm")
     random.seed(num_kills)
@@ -103,6 +105,7 @@ def kill_once(workplace, name):
     return True
 
 
+@pytest.mark.timeout(LONG_SECONDS)
 def test_a_command_typed_again_after_a_kill_is_not_refused(workplace, pytestconfig):
     """The first kills come when torchrun has just started its processes: they are orphans then."""
     num_relaunches = pytestconfig.getoption("--relaunches")
@@ -289,6 +292,7 @@ def test_steps_leak_no_memory_files_or_threads(workplace, tmp_path):
             assert min(s[name] for s in late) <= min(s[name] for s in early)
 
 
+@pytest.mark.timeout(LONG_SECONDS)
 def test_runs_exit_cleanly(workplace, pytestconfig):
     num_exits = pytestconfig.getoption("--exits")
     workplace.add_dataset()
