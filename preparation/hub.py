@@ -21,11 +21,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    logging,
-)
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, logging
 from tqdm import tqdm
 
 from basics.errors import FAILED, UserError, as_os_error, cannot_be_written, first_line, one_line

@@ -33,12 +33,7 @@ from tokens import tokenizer
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.batches import Microbatches, byte_lengths, open_run_data, read_ahead
 from tokens.token_file import TokenFile
-from tokens.tokenizer import (
-    END_OF_TEXT,
-    choose_tokenizer,
-    load_tokenizer,
-    read_named_tokenizer,
-)
+from tokens.tokenizer import END_OF_TEXT, choose_tokenizer, load_tokenizer, read_named_tokenizer
 
 PLAN = BatchPlan(microbatch_size=2, gradient_accumulation_steps=1, world_size=1,
                  context_length=4, num_steps=2)

@@ -28,23 +28,13 @@ import optim
 from basics.errors import UserError, one_line
 from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
-from optim import (
-    build_optimizer,
-    rates_line,
-    unused_options,
-)
+from optim import build_optimizer, rates_line, unused_options
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import ModelConfig, TrainConfig, with_defaults
 from tests.support.models import ONE_PROCESS, microbatches, step_of
 from tests.support.runs import metrics_of, refused, summary_of, weights_of
-from tests.support.workplace import (
-    TINY_MODEL,
-    TINY_TRAIN,
-    forked,
-    read_lines,
-    succeeded,
-)
+from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
 from tokens.batches import Microbatch, dropout_seed
 from trainer import diagnostics
 from trainer.diagnostics import Diagnostics, forward_statistics

@@ -26,11 +26,7 @@ from reporting import loss_window, machine_meter, metrics_file
 from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
 from reporting.machine_meter import MachineMeter
-from reporting.metrics_file import (
-    read_metrics,
-    remove_metrics_from,
-    spent_before,
-)
+from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
 from reporting.run_log import RunLog
 from reporting.sampling import Sampler
 from reporting.speed import (

@@ -46,13 +46,7 @@ from tests.support.workplace import (
     torchrun_command,
 )
 from trainer import launcher, learning_rate_search, microbatch_search, microbatch_trial
-from trainer.learning_rate_search import (
-    CHART_NAME,
-    RATES,
-    run_range_test,
-    suggest,
-    suggested_rates,
-)
+from trainer.learning_rate_search import CHART_NAME, RATES, run_range_test, suggest, suggested_rates
 from trainer.losses import build_training_state
 from trainer.microbatch_search import (
     MAX_TRIALS,

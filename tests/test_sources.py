@@ -21,13 +21,7 @@ from safetensors.numpy import save
 
 from basics.errors import UserError
 from preparation import cutting, hub, reading
-from preparation.choosing import (
-    SourceOptions,
-    config_patterns,
-    split_of,
-    split_of_files,
-    subset_of,
-)
+from preparation.choosing import SourceOptions, config_patterns, split_of, split_of_files, subset_of
 from preparation.cutting import cut_document
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset

@@ -32,13 +32,7 @@ from processes.watchdog import Watchdog
 from reporting.clock import CHART, PhaseClock, nearest_limit
 from reporting.metrics_file import fsync_records
 from reporting.run_log import RunLog
-from reporting.summary import (
-    BUDGET,
-    FINISHED,
-    duration,
-    read_summary,
-    record_when_done,
-)
+from reporting.summary import BUDGET, FINISHED, duration, read_summary, record_when_done
 from reporting.tracker import begin_tracking, tracker_process
 from run_config import Run
 from trainer.startup import PreparedRun

@@ -12,12 +12,7 @@ from basics.errors import UserError
 from basics.json_files import set_number
 from basics.text import SNAPSHOT_BLOCK_BYTES, counted
 from lab.plan.memory import Setting, largest_microbatch, num_parameters
-from lab.plan.speed_sources import (
-    ExpectedSpeed,
-    Measurement,
-    expected_speed,
-    measured_speed,
-)
+from lab.plan.speed_sources import ExpectedSpeed, Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run
 from reporting.speed import (
     SLOW_DISK_BYTES_PER_SECOND,

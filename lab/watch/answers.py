@@ -12,15 +12,7 @@ import numpy as np
 
 from basics.errors import UserError, visible
 from lab.list_runs import read_state, slowdowns_of
-from lab.runs import (
-    RUNNING,
-    Version,
-    is_launched,
-    launched_runs,
-    number,
-    parsed_object,
-    version_of,
-)
+from lab.runs import RUNNING, Version, is_launched, launched_runs, number, parsed_object, version_of
 from reporting.metrics_file import LARGEST, METRICS, THROTTLING, is_list, is_step, valid_records
 
 AXES = {"steps": "global_step", "tokens": "tokens", "time": "seconds", "dollars": "usd"}

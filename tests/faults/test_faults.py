@@ -36,13 +36,7 @@ from tests.support.runs import (
     with_fault,
 )
 from tests.support.trackers import in_tensorboard
-from tests.support.workplace import (
-    PROJECT_DIR,
-    ended,
-    read_lines,
-    start_forked,
-    succeeded,
-)
+from tests.support.workplace import PROJECT_DIR, ended, read_lines, start_forked, succeeded
 from trainer import startup
 
 
