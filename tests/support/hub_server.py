@@ -172,7 +172,7 @@ def _handler_of(hub: Hub) -> type[Handler]:
                 else:
                     self.send_json(answer)
             else:  # the real hub's response without a login
-                self.send(401, b'{"error": "Invalid username or password."}',
+                self.send(401, b'{"error": "Invalid username or password."}' if has_body else b"",
                           {"X-Error-Code": "RepoNotFound"})
 
         def answer(self, path: str) -> object:
