@@ -15,7 +15,7 @@ from basics.errors import UserError
 from gpt import GPTModel
 from run_config import ModelConfig
 from tests.support.models import add_dataset_with_tokenizer, export, random_model
-from tests.support.runs import run_in_process
+from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, succeeded
 from trainer.models import load_model
 
@@ -229,10 +229,12 @@ def test_a_resumed_run_does_not_start_again(workplace):
     workplace.add_dataset()
     torch.manual_seed(0)
     source = export(GPTModel(ModelConfig(**TINY_MODEL)), workplace.root / "published")
-    workplace.add_run(train={"init_from": str(source), "min_train_tokens": 512})
+    run_dir = workplace.add_run(train={"init_from": str(source), "min_train_tokens": 512})
     succeeded(workplace.torchrun(1, "tiny", "--max-steps", "3"))
+    assert summary_of(run_dir)["global_step"] == 2
     (source / "model.safetensors").unlink()  # it is needed only once
-    succeeded(workplace.torchrun(1, "tiny"))
+    assert "resuming from" in succeeded(workplace.torchrun(1, "tiny")).stdout
+    assert summary_of(run_dir)["status"] == "finished"
 
 
 @pytest.mark.parametrize(("init_from", "message"), [

@@ -6,6 +6,7 @@ lambada_openai, and BLiMP all files that are given, as one task).
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -45,9 +46,9 @@ class TaskRecord(BaseModel):
     split: ClassVar[str]
     figures: ClassVar[tuple[str, ...]] = ("accuracy", "normalised_accuracy")
 
+    @abstractmethod
     def as_question(self) -> Question:
         """Return what the record asks. Raises: ValueError, LookupError."""
-        raise NotImplementedError
 
 
 class HellaSwag(TaskRecord):
