@@ -27,6 +27,7 @@ from basics.checkpoint_files import (
     IDENTITY,
     LATEST,
     MANIFEST,
+    SNAPSHOT_BLOCK_BYTES,
     IdentityName,
     find_damage,
     named_as_checkpoints,
@@ -41,7 +42,6 @@ from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file, write_atomically
 from basics.json_files import FrozenConfig
 from basics.tensors import Header, read_tensors, write_tensors
-from basics.text import SNAPSHOT_BLOCK_BYTES
 from gpt import GPTModel
 from run_config import ModelConfig
 

@@ -15,7 +15,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from basics.cli import MAX_USD_PER_HOUR
 from basics.errors import UserError
-from basics.files import check_inside
 from basics.json_files import Config, FrozenConfig, describe, read_json_object, unknown_key
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -235,7 +234,6 @@ def load_run(runs_dir: Path, name: str) -> Run:
     if not run_dir.is_dir():
         found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
         raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
-    check_inside(run_dir, runs_dir, "--runs-dir")
     model, train = with_defaults(load_config(run_dir / "model.json", ModelConfig),
                                  load_config(run_dir / "train.json", TrainConfig))
     keys, path = read_json_object(run_dir / "train.json").keys(), run_dir / "train.json"

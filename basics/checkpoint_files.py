@@ -22,13 +22,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, cannot_be_written
+from basics.errors import UserError, cannot_be_written, status_of_place
 from basics.files import partial_file, read_regular_file, write_atomically
 from basics.json_files import FrozenConfig
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 LATEST, BEST = "latest", "best"
 MANIFEST, IDENTITY = "manifest.json", "identity.json"
+SNAPSHOT_BLOCK_BYTES = 2**29  # of pinned memory, of which a copy of a state takes whole blocks
 
 PlainName = Annotated[str, Field(pattern=r"^[a-z][a-z._-]{0,63}$")]
 IdentityName = Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")]
@@ -39,10 +40,6 @@ class FileFacts(FrozenConfig):
 
     bytes: int
     sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> FileFacts:
-        return cls(bytes=path.stat().st_size, sha256=_sha256(path))
 
 
 class Manifest(FrozenConfig):
@@ -56,7 +53,8 @@ class Manifest(FrozenConfig):
 
 def write_manifest(directory: Path, *, global_step: int, tokens: int) -> None:
     """Write the manifest of a directory's files. Call fsync on each of them first."""
-    files = {path.name: FileFacts.of(path) for path in sorted(directory.iterdir())}
+    files = {path.name: FileFacts(bytes=path.stat().st_size, sha256=_sha256(path))
+             for path in sorted(directory.iterdir())}
     manifest = Manifest(global_step=global_step, tokens=tokens, files=files)
     write_atomically(directory / MANIFEST, manifest.model_dump_json(indent=2) + "\n", durable=True)
 
@@ -157,10 +155,9 @@ def read_identity(run_dir: Path) -> Identity | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
-        raise UserError(f"{path}: cannot be read ({reason or 'damaged'}); restore it, or remove"
-                        " it and name a checkpoint",
-                        FAILED if number in TRANSIENT else BAD_INPUT) from None
+        reason = getattr(error, "strerror", None) or "damaged"
+        raise UserError(f"{path}: cannot be read ({reason}); restore it, or remove it and name a"
+                        " checkpoint", status_of_place(error)) from None
 
 
 def write_identity(run_dir: Path, identity: Identity) -> None:

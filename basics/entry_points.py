@@ -24,9 +24,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8
 def begin_command() -> None:
     """Let Ctrl-C end the process in one line, nothing that is printed fail, and no thread spin.
 
-    Called first. Importing takes seconds, in which Ctrl-C would print the traceback of some
-    package. A terminal or log that is not UTF-8 gets "\\u2192" for what it cannot show. OpenMP
-    reads its limit when torch is imported.
+    Called first: importing takes seconds, and torch reads OpenMP's limit. A terminal or log that is
+    not UTF-8 gets "\\u2192" for what it cannot show.
     """
     if not CHOSEN_BY_USER & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
@@ -62,8 +61,8 @@ def lab() -> None:
 def keep_freed_memory() -> None:
     """Stop glibc from returning freed memory to the system: the next step reuses it.
 
-    Large blocks would be returned, and the system clears them again for each step, which takes a
-    third of the step time of a small model on a CPU.
+    The system would clear large blocks again for each step, a third of the step time of a small
+    model on a CPU.
     """
     _set_malloc_options({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1})
 
@@ -71,8 +70,7 @@ def keep_freed_memory() -> None:
 def map_every_tensor() -> None:
     """Make glibc return freed memory at once, and keep one heap for all threads.
 
-    Otherwise chance decides how much memory it holds: a microbatch would fit in one trial and not
-    in another.
+    Otherwise chance decides how much it holds: a microbatch would fit in one trial, not in another.
     """
     _set_malloc_options({M_ARENA_MAX: 1, M_MMAP_THRESHOLD: 2**16})
 

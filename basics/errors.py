@@ -19,11 +19,11 @@ STOP_SIGNALS = {int(number): number.name
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
              errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
              errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 ADVICE: dict[int | None, str] = {  # after a write that failed
-    errno.ENOSPC: "make room", errno.EDQUOT: "make room",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.ENOENT: "its directory was deleted or unmounted", errno.EIO: "look at the disk",
-}
+    **dict.fromkeys(FULL, "; make room"), errno.EIO: "; look at the disk",
+    errno.EFBIG: "; raise the limit on the size of files (ulimit -f)",
+    errno.ENOENT: "; its directory was deleted or unmounted"}
 MAX_LINE_LENGTH = 190  # characters of a printed message
 OBEYED = re.compile(  # controls but newline and tab, changes of direction, lone surrogates
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -31,7 +31,7 @@ LONG_PATH = re.compile(r"[^\s'\";,:]*/[^\s'\";,:]*([^\s'\";,:]{40})")
 # Texts of errors that mean that memory ran out.
 OF_GPU = re.compile("|".join((
     "out of memory",  # torch.OutOfMemoryError, AcceleratorError, Triton and NCCL
-    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
+    "(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED",
     "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation", "Failed to CUDA calloc",
     # Without memory for its workspace, cuBLAS cannot start; elsewhere this is another error's text.
@@ -49,22 +49,23 @@ class UserError(Exception):
         self.status = status  # of the process
 
     def line(self) -> str:
-        """Return the line to print."""
         return f"Error: {one_line(str(self))}"
 
 
 def cannot_be_written(place: Path, error: OSError) -> UserError:
-    """Describe a failed write; a full disk, and a place out of reach, have their own status."""
+    """Describe a failed write."""
     line = f"{place}: cannot be written: {why_not_written(error)}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"{line}, or name another place", DISK_FULL)
-    return UserError(line, FAILED if error.errno in TRANSIENT else BAD_INPUT)
+    return UserError(line, DISK_FULL if error.errno in FULL else status_of_place(error))
+
+
+def status_of_place(error: BaseException) -> int:
+    """Return the status after a file that cannot be used: FAILED where a retry may help."""
+    return FAILED if getattr(error, "errno", None) in TRANSIENT else BAD_INPUT
 
 
 def why_not_written(error: OSError) -> str:
     """Return why a write failed, and what helps where that is known."""
-    reason, advice = error.strerror or str(error)[:80], ADVICE.get(error.errno)
-    return f"{reason}; {advice}" if advice else reason
+    return (error.strerror or str(error)[:80]) + ADVICE.get(error.errno, "")
 
 
 def exit_status(error: BaseException) -> int:
@@ -83,6 +84,12 @@ def as_os_error(error: Exception) -> OSError:
     return OSError(code, os.strerror(code) if found else str(error)[:120])
 
 
+def print_line(line: str) -> None:
+    """Print a line to stdout; a full disk or a closed pipe there is no failure."""
+    with suppress(OSError):
+        print(visible(line), flush=True)
+
+
 def print_error(line: str) -> None:
     """Print a line to stderr; a full disk or a closed pipe there is no failure."""
     with suppress(OSError):
@@ -90,10 +97,7 @@ def print_error(line: str) -> None:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print an error's traceback to stderr, as far as stderr accepts it."""
-    with suppress(OSError):
-        print(visible("".join(traceback.format_exception(error))), file=sys.stderr, end="",
-              flush=True)
+    print_error("".join(traceback.format_exception(error)).rstrip("\n"))
 
 
 def print_stacks(head: str) -> None:
@@ -104,19 +108,6 @@ def print_stacks(head: str) -> None:
         os.write(sys.stderr.fileno(), head.encode() + stacks.read())
 
 
-def describe(error: BaseException) -> str:
-    """Return an error's type and the first line of its message; of a UserError all of that."""
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
-def print_line(line: str) -> None:
-    """Print a line to stdout; a full disk or a closed pipe there is no failure."""
-    with suppress(OSError):
-        print(visible(line), flush=True)
-
-
 def drop_unwritable_output() -> None:
     """Drop output that stdout or stderr cannot write, else Python exits with status 120."""
     for stream in (sys.stdout, sys.stderr):
@@ -124,6 +115,12 @@ def drop_unwritable_output() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's type and the first line of its message; of a UserError all of that."""
+    is_ours = isinstance(error, UserError)
+    return str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:
@@ -161,17 +158,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_gpu_memory(error: BaseException) -> bool:
-    """Return whether an error, or one that led to it, means that a GPU's memory ran out.
-
-    Not if the machine's memory did, though it may be CUDA that could not allocate it.
-    """
+    """Return the same of a GPU's memory, not the machine's that CUDA could not allocate."""
     return any(type(cause).__name__ == "OutOfMemoryError" or (  # torch's
                    not isinstance(cause, OSError | MemoryError) and OF_GPU.search(str(cause)))
                for cause in _causes(error))
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Return whether the text of an error means that memory ran out."""
     return bool(OF_GPU.search(text) or OF_HOST.search(text))
 
 

@@ -1,10 +1,10 @@
 """Fault injection for tests: named places in the code where a process can be made to fail.
 
-The environment variable DDP_TRAIN_FAILPOINT holds "place:fault". ":rank=R", ":hit=N" and
-":attempt=A" limit the fault to one rank, to the N-th time the place is reached, or to one of
-torchrun's restarts: "save.manifest:kill:rank=0:hit=2". Separate several faults by semicolons. Each
-fault that is triggered appends a line to the file that DDP_TRAIN_FAILPOINT_MARKS names: place,
-fault, rank, process id, time.
+The environment variable DDP_TRAIN_FAILPOINT holds "place:fault", several separated by semicolons.
+":rank=R", ":hit=N" and ":attempt=A" limit a fault to one rank, to the N-th time that the place is
+reached, or to one of torchrun's restarts: "save.manifest:kill:rank=0:hit=2". Each fault that is
+triggered appends a line to the file that DDP_TRAIN_FAILPOINT_MARKS names: place, fault, rank,
+process id, time.
 """
 
 import errno
@@ -33,14 +33,16 @@ def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
         return False
     key = ":".join((place, fault, *conditions))
     _hits[key] += 1
-    if "hit" in wanted and _hits[key] != int(wanted["hit"]):
+    if wanted.get("hit", str(_hits[key])) != str(_hits[key]):
         return False
     if MARKS in os.environ:
         with open(os.environ[MARKS], "a") as marks:
             marks.write(f"{place} {fault} {found['rank']} {os.getpid()} {time.time()}\n")
     match fault:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        case "kill" | "signal":
+            os.kill(os.getpid(), int(wanted.get("number", signal.SIGKILL)))
+        case "hang" | "slow":
+            time.sleep(float(wanted.get("seconds", 3600)))
         case "exit":
             os._exit(0)
         case "raise":
@@ -51,12 +53,6 @@ def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
             raise torch.OutOfMemoryError(f"failpoint {place}")
         case "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        case "hang":
-            time.sleep(3600)
-        case "slow":
-            time.sleep(float(wanted["seconds"]))
-        case "signal":
-            os.kill(os.getpid(), int(wanted["number"]))
         case "nan":
             return True
         case _:

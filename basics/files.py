@@ -14,8 +14,9 @@ from basics.errors import UserError, cannot_be_written
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
 MAX_HEADER_BYTES = 2**22  # of a safetensors file: about 20,000 tensors
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
-NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-NO_FSYNC = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EPERM, errno.EINVAL}
+# What a file system answers that has no locks, or no fsync of directories.
+UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EPERM,
+               errno.EINVAL}
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
@@ -75,7 +76,6 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
 
 
 def partial_file(path: Path) -> Path:
-    """Return the temporary file that replaces another one."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -86,30 +86,15 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file's content, or a directory's entries, are on the disk.
-
-    Some file systems cannot do that for directories: these are left as they are.
-    """
+    """Wait until a file's content, or a directory's entries if possible, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (error.errno in NO_FSYNC and path.is_dir()):
+        if not (error.errno in UNSUPPORTED and path.is_dir()):
             raise
     finally:
         os.close(descriptor)
-
-
-def check_inside(path: Path, root: Path, option: str) -> None:
-    """Refuse a path that a link leads out of `root`. Raises: UserError."""
-    place, limit = map(os.path.realpath, (path, root))  # Path.resolve() raises on loops
-    if not Path(place).is_relative_to(limit):
-        raise UserError(f"{path}: leads out of {root}; name the directory that it leads to"
-                        f" with {option}")
-
-
-class NoLocksError(OSError):
-    """The file system has no locks, as mounts of object stores and some network file systems."""
 
 
 def lock_directory(directory: Path, *, is_shared: bool = False) -> int:
@@ -117,29 +102,32 @@ def lock_directory(directory: Path, *, is_shared: bool = False) -> int:
 
     A library such as filelock would have to create a file: a launch that is refused writes nothing.
 
-    Args:
-        is_shared: other processes may have a shared lock too.
-
     Raises:
         BlockingIOError: another process holds the lock.
-        NoLocksError: the file system has none.
-        OSError: the directory is missing or cannot be opened.
+        OSError: the directory cannot be opened, or its file system has no locks (`UNSUPPORTED`).
     """
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
-    for path, flags in ((directory, os.O_RDONLY),
-                        (directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)):
-        descriptor = os.open(path, flags, 0o666)
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return descriptor
-        except OSError as error:
-            os.close(descriptor)
-            reason = error
-            if isinstance(error, BlockingIOError):
-                raise
-    if reason.errno not in NO_LOCKS:
-        raise reason
-    raise NoLocksError(reason.errno, "its file system has no locks", str(directory))
+    try:
+        return _lock(os.open(directory, os.O_RDONLY), kind)
+    except BlockingIOError:
+        raise
+    except OSError:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        return _lock(os.open(directory / LOCK_NAME, flags, 0o666), kind)
+
+
+def share_lock(descriptor: int) -> int:
+    """Let other processes share this lock. Raises: BlockingIOError: it is lost."""
+    return _lock(descriptor, fcntl.LOCK_SH)
+
+
+def _lock(descriptor: int, kind: int) -> int:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 @contextmanager
@@ -147,11 +135,9 @@ def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterato
     """Create a directory if it is missing, and lock it while the block runs.
 
     Args:
-        busy: the message if another process holds the lock.
         is_temporary: remove the directory again if nothing is left in it.
 
-    Raises:
-        UserError: another process holds it, or it cannot be made.
+    Raises: UserError: `busy`, if another process holds the lock; or the directory cannot be made.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -26,23 +26,33 @@ class FrozenConfig(BaseModel):
 def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, Any]:
     """Read a file with one JSON object and no duplicate keys. Raises: UserError."""
     try:
-        if not path.is_file() and path.exists():
-            raise UserError(f"{path}: is not a file; {needed_by} needs it")
+        if not path.is_file():
+            what = "is not a file" if path.exists() else "no such file"
+            raise UserError(f"{path}: {what}; {needed_by} needs it")
         if path.stat().st_size > MAX_BYTES:
             raise UserError(f"{path}: has {path.stat().st_size:,} bytes, more than any config;"
                             " replace it")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {needed_by} needs it") from None
-    except (OSError, UnicodeDecodeError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys,
+                            parse_constant=_refuse_constant)
+    except OSError as error:
         raise UserError(f"{path}: cannot be read: {str(error)[:120]}") from None
-    try:
-        values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {str(error)[:120]}; correct it") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds a {type(values).__name__}; wanted a JSON object {{...}}")
     return values
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f'key "{twice[:60]}" is there twice')
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
@@ -91,11 +101,6 @@ def to_json(values: Any, **options: Any) -> str:
     return json.dumps(_finite(values), allow_nan=False, **options)
 
 
-def finite_or_none(number: float | None) -> float | None:
-    """Return the number, or None for NaN, infinity and None."""
-    return number if number is not None and math.isfinite(number) else None
-
-
 def _finite(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: _finite(value) for key, value in values.items()}
@@ -104,13 +109,5 @@ def _finite(values: Any) -> Any:
     return finite_or_none(values) if isinstance(values, float) else values
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f'key "{twice[:60]}" is there twice')
-    return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
+def finite_or_none(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None

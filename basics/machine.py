@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import socket
 import subprocess
 import sysconfig
 import threading
@@ -43,13 +42,12 @@ def available_ram_gib() -> float:
     with suppress(OSError, ValueError):  # no container, or no limit ("max")
         limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        available = min(available, limit - used + int(stat["inactive_file"])
-                        + int(stat["active_file"]))
+        cached = int(stat["inactive_file"]) + int(stat["active_file"])
+        available = min(available, limit - used + cached)
     return available / 2**30
 
 
 def seconds_since_process_start() -> float:
-    """Return the age of this process."""
     # psutil counts from a boot time that is rounded to whole seconds
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
@@ -61,18 +59,6 @@ def machine_up_seconds() -> float:
         return time.time() - psutil.Process(1).create_time()
     except psutil.Error:  # the system hides the processes of others
         return time.time() - psutil.boot_time()
-
-
-def process_namespace() -> str:
-    """Identify the process table in which the process ids that we see are valid.
-
-    Machines and containers may share a host name, so it has the boot id and pid namespace too.
-    """
-    parts = [socket.gethostname()]
-    with suppress(OSError):  # the system hides them
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(parts)
 
 
 def find_c_compiler() -> tuple[str, str]:
@@ -114,25 +100,16 @@ def code_digest() -> str:
 
 
 def code_version() -> str:
-    """Return the commit, with a digest of the files if they differ from it.
-
-    Without a repository, or without git, it is the project's version and the digest.
-    """
+    """Return the commit, or without a repository the version, and a digest of the files."""
+    found = []
+    with suppress(PackageNotFoundError):  # used without being installed
+        found = [version("ddp-train")]
     if (PROJECT_DIR / ".git").exists():  # else git would look for one in the directories above
         with suppress(OSError, subprocess.SubprocessError):
-            commit = _git("rev-parse", "--short=12", "HEAD")
-            # Only the product counts: the commands themselves write to runs/*/train.json.
-            is_changed = _git("status", "--porcelain", "--", *(f":(glob){p}" for p in SOURCES))
-            return f"{commit}+{code_digest()}" if is_changed else commit
-    try:
-        return f"{version('ddp-train')}+{code_digest()}"
-    except PackageNotFoundError:  # used without being installed
-        return code_digest()
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=PROJECT_DIR, capture_output=True, text=True,
-                          timeout=GIT_SECONDS, check=True).stdout.strip()
+            found = subprocess.run(
+                ["git", "rev-parse", "--short=12", "HEAD"], cwd=PROJECT_DIR, capture_output=True,
+                text=True, timeout=GIT_SECONDS, check=True).stdout.split()
+    return "+".join([*found, code_digest()])
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:

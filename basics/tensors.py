@@ -54,21 +54,16 @@ def write_tensors(path: Path, tensors: dict[str, Tensor],
 
 
 class Moment:
-    """The end of all work that a device has been given so far.
-
-    A GPU records it when it gets there. A CPU is done with its work when the call returns.
-    """
+    """The end of all work that a device has been given so far: on a CPU, now."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | Any = None  # on a CPU
+        self._seconds = time.perf_counter()
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)
             self._event.record(torch.cuda.current_stream(device))
-        else:
-            self._seconds = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait until the device has come to this moment."""
         if self._event is not None:
             self._event.synchronize()
 

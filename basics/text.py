@@ -5,7 +5,6 @@ import re
 
 from basics.errors import one_line, visible
 
-SNAPSHOT_BLOCK_BYTES = 2**29  # of pinned memory, of which a snapshot of a state takes whole blocks
 # What makes a link of a bare address too: ://, www. and @.
 MARKUP = re.compile(r"[\\`\[\]|@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from basics.errors import describe, one_line
 from basics.failpoints import failpoint
+from basics.machine import PROJECT_DIR
 from processes.signals import end_with_parent
 
-PROJECT_DIR = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 1.0  # from SIGTERM to SIGKILL
 TOLD = 1  # exit status of a process that has said why
@@ -51,9 +51,7 @@ class Beside:
         self._name, self._launch, self._advice = name, launch, advice
         self._requests: Queue[None] = Queue(maxsize=1)  # one while another one is worked on
         self._process: subprocess.Popen[Any] | None = None
-        self._nothing_more = False
-        self._notes: deque[str] = deque()
-        self._failure = ""
+        self._said: deque[str] = deque()  # by and of the last process
         # It lives as long as this process: Linux ends a process with the thread that started it.
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
@@ -66,20 +64,12 @@ class Beside:
             except Full:
                 pass  # the one that waits is enough
             except Exception as error:  # it must not end training
-                self._failure = describe(error)
+                self._said.append(describe(error))
 
     def pop_failure(self) -> str:
         """Return what was said and failed since the last call; empty if all is well."""
-        notes = [self._notes.popleft() for _ in range(len(self._notes))]
-        failure, self._failure = self._failure, ""
-        text = "; ".join(filter(None, (*notes, failure)))
+        text = "; ".join(self._said.popleft() for _ in range(len(self._said)))
         return text and text + self._advice
-
-    def tell_end(self) -> None:
-        """Tell the process on standard input that nothing more comes; none is started after it."""
-        self._nothing_more = True
-        if process := self._process:
-            self._write_end(process)
 
     def finish(self, until: Callable[[], float], *,
                heartbeat: Callable[[], None] = lambda: None) -> str:
@@ -104,37 +94,29 @@ class Beside:
         while True:
             self._requests.get()
             if launch := self._launch:
-                self._failure = self._run(launch)
-            if self._nothing_more:
-                self._launch = None
+                self._run(launch)
             self._requests.task_done()
 
-    def _run(self, launch: Callable[[], subprocess.Popen[Any]]) -> str:
-        """Run the process to its end; return how it failed, "" if it did not or has said so."""
-        has_said_why = False  # the notes may have been popped
+    def _run(self, launch: Callable[[], subprocess.Popen[Any]]) -> None:
+        self._said.clear()
         try:
             with launch() as process:
                 self._process = process
                 if self._launch is None:  # it was not waited for while this one started
                     end_group(process)
-                if self._nothing_more:
-                    self._write_end(process)
                 for line in process.stderr or ():
-                    self._notes.append(one_line(line.decode(errors="replace").rstrip("\n")))
-                    has_said_why = True
+                    self._said.append(one_line(line.decode(errors="replace").rstrip("\n")))
         except Exception as error:  # it must not end training
-            return describe(error)
+            self._said.append(describe(error))
+            return
         finally:
             self._process = None  # its id may soon be another process's
         status = process.returncode
-        if status == 0 or status == TOLD and has_said_why:
-            return ""
-        return f"ended with status {status}" if status > 0 else (
-            f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
-
-    def _write_end(self, process: subprocess.Popen[Any]) -> None:
-        with suppress(OSError, ValueError):  # it has ended
-            process.stdin.write(b"end\n")  # type: ignore[union-attr]
+        if status < 0:
+            self._said.append(
+                f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
+        elif status and not (status == TOLD and self._said):
+            self._said.append(f"ended with status {status}")
 
 
 def start_module(module: str, run_dir: Path) -> subprocess.Popen[bytes]:
@@ -145,8 +127,8 @@ def start_module(module: str, run_dir: Path) -> subprocess.Popen[bytes]:
     """
     return subprocess.Popen(
         [*LOWEST, sys.executable, "-m", module, str(run_dir.absolute()), str(os.getpid())],
-        cwd=PROJECT_DIR, env=environment() | FEW_RESOURCES, process_group=0, bufsize=0,
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        cwd=PROJECT_DIR, env=environment() | FEW_RESOURCES, process_group=0,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def environment() -> dict[str, str]:

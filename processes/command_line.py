@@ -42,6 +42,9 @@ class Options:
 
     def check(self) -> None:
         """Refuse options that contradict each other. Raises: UserError."""
+        def given(*names: str) -> list[str]:
+            return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+
         if self.fresh and self.checkpoint:
             raise UserError(f"--fresh starts over and CHECKPOINT {self.checkpoint} resumes;"
                             " use one of the two")
@@ -49,20 +52,13 @@ class Options:
                               ("--when-done", self.when_done)):
             if command is not None and not command.strip():
                 raise UserError(f"{name} is empty; name a command, or leave it out")
-
-        def given(**options: Any) -> list[str]:
-            return [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
-
-        instead = given(  # of training
-            find_max_microbatch=self.find_max_microbatch,
-            find_learning_rate=self.find_learning_rate, prefetch=self.prefetch)
-        of_training = [*["CHECKPOINT"] * bool(self.checkpoint), *given(
-            max_steps=self.max_steps, fresh=self.fresh, after_checkpoint=self.after_checkpoint,
-            when_done=self.when_done)]
-        of_search = given(save=self.save, memory_limit_gib=self.memory_limit_gib)
+        instead = given("find_max_microbatch", "find_learning_rate", "prefetch")  # of training
+        of_training = ["CHECKPOINT"] * bool(self.checkpoint) + given(
+            "max_steps", "fresh", "after_checkpoint", "when_done")
+        of_search = given("save", "memory_limit_gib")
         if of_search and not self.find_max_microbatch:
             raise UserError(f"{of_search[0]} needs --find-max-microbatch; see --help")
-        if instead and (others := [*of_training, *instead[1:]]):
+        if instead and (others := of_training + instead[1:]):
             raise UserError(f"{others[0]} cannot be used with {instead[0]}; see --help")
         if self.prefetch and "RANK" in os.environ and "DDP_TRAIN_TRIAL" not in os.environ:
             raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
@@ -73,9 +69,8 @@ class Options:
         Args:
             began_at: the step at which the launch began to train; None if it had not.
         """
-        if began_at is None:
-            return self
-        return replace(self, fresh=False, checkpoint=None, began_at=began_at)
+        return self if began_at is None else replace(
+            self, fresh=False, checkpoint=None, began_at=began_at)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -119,18 +114,19 @@ def command_line(*, run: str, places: tuple[str, ...], datasets_dir: Path | None
     name of a checkpoint directory. Without torchrun, the script starts torchrun itself.
     DATASETS_DIR is the same as --datasets-dir.
     """
-    rest = list(places)
-    if rest and os.path.isdir(rest[0]) and not _names_checkpoint(Path(rest[0]).name):
-        if datasets_dir is not None:
-            raise UserError(f"DATASETS_DIR is {rest[0][:60]!r} and --datasets-dir is"
-                            f" {str(datasets_dir)[:60]!r}; name one")
-        datasets_dir = Path(rest.pop(0))
-    if len(rest) > 1 or not all(map(_names_checkpoint, rest)):
-        wrong = next((word for word in rest if not _names_checkpoint(word)), rest[-1])
-        raise UserError(f"{wrong[:60]!r}: no directory of datasets and no checkpoint; wanted"
-                        f" latest, best or the name of a directory in runs/{run[:60]}/checkpoints")
-    return Options(run=run, checkpoint=rest[0] if rest else None,
-                   datasets_dir=datasets_dir or Path("datasets"), **options)
+    checkpoint = None
+    for place in places:
+        if checkpoint is None and _names_checkpoint(place):
+            checkpoint = place
+        elif datasets_dir is None and os.path.isdir(place) and (
+                not _names_checkpoint(Path(place).name)):
+            datasets_dir = Path(place)
+        else:
+            raise UserError(f"{place[:60]!r}: no directory of datasets and no checkpoint, or a"
+                            " second one; wanted latest, best or the name of a directory in"
+                            f" runs/{run[:60]}/checkpoints")
+    return Options(run=run, checkpoint=checkpoint, datasets_dir=datasets_dir or Path("datasets"),
+                   **options)
 
 
 def _names_checkpoint(word: str) -> bool:

@@ -18,14 +18,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from basics.errors import STOP_SIGNALS, UserError, print_error, print_line
+from basics.errors import STOP_SIGNALS, UserError, print_error
 from basics.machine import cuda_problem, num_cpu_cores
 from processes.signals import stop_signals
 from run_config import Precision, TrainConfig
 
 # The others wait for rank 0 while it validates and saves, however long that takes.
 CONTROL_TIMEOUT = timedelta(days=2)
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable
 NCCL_MARGIN_SECONDS = 120.0  # between the hang timeout and NCCL's
 
 
@@ -49,11 +48,7 @@ class Process:
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs of this machine.
-
-    Raises:
-        UserError: it has GPUs, but PyTorch cannot use them.
-    """
+    """Return the number of GPUs of this machine. Raises: UserError: PyTorch cannot use them."""
     cause, remedy = cuda_problem()
     if cause:
         raise UserError(f"this machine has GPUs, but PyTorch {torch.__version__} cannot use them:"
@@ -105,21 +100,15 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int,
 def this_process() -> Process:
     """Return this process, from the environment variables that torchrun sets.
 
-    Raises:
-        UserError: the machine has GPUs, but fewer than processes.
+    Raises: UserError: the machine has GPUs, but fewer than processes.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    found = num_gpus()
+    local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), num_gpus()
     if found and local_rank >= found:
         raise UserError(f"--nproc_per_node: local rank {local_rank} has no GPU of its own;"
                         f" this machine has {found}: set --nproc_per_node to that")
-    return Process(
-        rank=int(os.environ["RANK"]),
-        local_rank=local_rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        device=torch.device("cuda", local_rank) if found else torch.device("cpu"),
-        torchrun_pid=os.getppid(),
-    )
+    return Process(int(os.environ["RANK"]), local_rank, int(os.environ["WORLD_SIZE"]),
+                   device=torch.device("cuda", local_rank) if found else torch.device("cpu"),
+                   torchrun_pid=os.getppid())
 
 
 def spans_nodes() -> bool:
@@ -152,10 +141,6 @@ def process_group(process: Process, store: dist.Store,
     if process.device.type == "cuda":  # NCCL ends the process without a word: the watchdog is first
         seconds = max(seconds, train.hang_timeout_seconds) + NCCL_MARGIN_SECONDS
     join_process_group(process, store, timeout=timedelta(seconds=seconds))
-    if process.is_main and process.world_size > 1 and process.device.type == "cuda":
-        backend = dist.group.WORLD._get_backend(process.device)  # type: ignore[union-attr]
-        print_line(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, PyTorch's"
-                   f" {type(backend).__name__}")
     yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # type: ignore[misc]
     # Not after an error: destroying the group waits for the others, which wait for this process.
     gc.unfreeze()
@@ -187,8 +172,7 @@ def join_process_group(process: Process, store: dist.Store, *, timeout: timedelt
         torch.cuda.set_device(process.device)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, timeout=timeout, rank=process.rank,
-        world_size=process.world_size, device_id=process.device if on_gpu else None,
-    )
+        world_size=process.world_size, device_id=process.device if on_gpu else None)
 
 
 def _choose_interface(process: Process, store: dist.Store, timeout: timedelta) -> None:
@@ -205,7 +189,7 @@ def _choose_interface(process: Process, store: dist.Store, timeout: timedelta) -
     own = other and _own_address(other)
     for name, found in psutil.net_if_addrs().items():
         if own in [each.address for each in found]:
-            os.environ.setdefault(GLOO_INTERFACE, name)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _own_address(target: str) -> str:
@@ -232,15 +216,14 @@ def machine_facts(process: Process, precision: Precision | None) -> dict[str, An
 
     That is the peak of its tensors on a GPU, and of its resident memory on a CPU.
     """
-    on_gpu = process.device.type == "cuda"
-    peak_gib = (torch.cuda.max_memory_allocated(process.device) / 2**30 if on_gpu
+    peak_gib = (torch.cuda.max_memory_allocated(process.device) / 2**30
+                if process.device.type == "cuda"
                 else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
     return {
         "device": device_name(process), "device_type": process.device.type,
         "processes": process.world_size, "cpu_cores": num_cpu_cores(), "precision": precision,
         "torch": torch.__version__, "python": platform.python_version(),
-        "platform": platform.platform(), "peak_memory_gib": peak_gib,
-    }
+        "platform": platform.platform(), "peak_memory_gib": peak_gib}
 
 
 def device_name(process: Process) -> str:

@@ -1,20 +1,14 @@
 """One launch at a time trains a run: its lock and its heartbeat file. Needs no torch.
 
 The kernel releases a lock when the process that has the locked directory open ends, however it
-ends. A launch takes an exclusive lock on the run directory and turns it into a shared one, which
-rank 0, its child, takes too and keeps to its own end: after a kill of torchrun it may still save
-for some seconds. So a launch waits where the parent of the process with the heartbeat is gone, or
-nothing is known of it yet.
-
-Rank 0's watchdog writes the heartbeat file from the compilation on. It says what all launches have
-taken until then, so that the next one counts the time of one that was killed. Where the file system
-has no locks, or each machine its own, a launch is also refused while the heartbeat of another
-process changes. That does not hold two launches that start at the same time, or see each other's
-files late: so a line says that there is no lock.
+ends. A launch takes an exclusive lock on the run directory and shares it with rank 0, its child,
+which keeps it to its own end: after a kill of torchrun it may still save for some seconds. So a
+launch waits where the parent of the process with the heartbeat is gone, or nothing is known of it
+yet. Where the file system has no locks, or each machine its own, a launch is also refused while the
+heartbeat of another process changes; two that start at the same time are not held then.
 """
 
 import errno
-import fcntl
 import os
 import socket
 import time
@@ -24,13 +18,13 @@ from typing import Any
 
 import psutil
 
-from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError, print_line
-from basics.files import NoLocksError, lock_directory, write_atomically
+from basics.errors import UserError, print_line, status_of_place
+from basics.files import UNSUPPORTED, lock_directory, share_lock, write_atomically
 from basics.json_files import found_object, to_json
 from processes.signals import Deadlines
 
 HEARTBEAT = "heartbeat.json"
-POLL_SECONDS = 0.1  # between two tries to lock, and two looks at a heartbeat
+POLL_SECONDS = 0.1  # between two tries to lock
 TOLD_AFTER_SECONDS = 0.5  # a process that has just been killed keeps its files for a moment
 MISSED = 3  # heartbeats that a living process may miss
 RECENT_SECONDS = 120.0  # an older heartbeat is that of a process that was killed
@@ -60,14 +54,14 @@ def lock_run(run_dir: Path) -> None:
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         _wait_for_lock(run_dir, is_child=is_child)
-    except NoLocksError:
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise LockedError(
+                f"{error.filename or run_dir}: cannot be written to ({error.strerror}); a run"
+                " writes its checkpoints and charts there", status_of_place(error)) from None
         has_lock = False
         print_line(f"warning: {run_dir}: its file system has no locks; only the heartbeat tells"
                    " whether another launch trains this run")
-    except OSError as error:
-        raise LockedError(f"{error.filename or run_dir}: cannot be written to ({error.strerror});"
-                          " a run writes its checkpoints and charts there",
-                          FAILED if error.errno in TRANSIENT else BAD_INPUT) from None
     if not is_child:  # else its parent has watched it
         _watch_heartbeat(run_dir, has_lock=has_lock)
     os.environ[LAUNCH] = str(os.getpid())
@@ -78,18 +72,11 @@ def _wait_for_lock(run_dir: Path, *, is_child: bool) -> None:
     began, has_told = time.monotonic(), False
     while True:
         with suppress(BlockingIOError):
-            descriptor = lock_directory(run_dir, is_shared=is_child)
-            try:
-                # Rank 0 is to have it too. Another launch may come in between: it has the run then.
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                os.close(descriptor)
-                raise
-            _locks.append(descriptor)
+            # Rank 0 is to have it too. Another launch may come in between: it has the run then.
+            _locks.append(share_lock(lock_directory(run_dir, is_shared=is_child)))
             return
         waited, beat = time.monotonic() - began, read_heartbeat(run_dir)
-        is_healthy = beat.get("host") == socket.gethostname() and (
-            _is_running(beat["pid"]) and _is_running(beat.get("parent")))
+        is_healthy = _is_running_here(beat, "pid") and _is_running_here(beat, "parent")
         if waited > Deadlines.read().orphans or is_healthy:
             raise _locked(run_dir, beat)
         if waited > TOLD_AFTER_SECONDS and not has_told:
@@ -113,12 +100,10 @@ def _watch_heartbeat(run_dir: Path, *, has_lock: bool) -> None:
     seconds = MISSED * Deadlines.read().heartbeat
     print_line(f"{run_dir}: waiting {seconds:g} s whether the heartbeat of process {first['pid']}"
                f" on {first['host']} goes on")
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if (beat := read_heartbeat(run_dir)) and beat != first:  # empty while it is written
-            release_run()
-            raise _locked(run_dir, beat)
-        time.sleep(POLL_SECONDS)
+    time.sleep(seconds)
+    if (beat := read_heartbeat(run_dir)) not in ({}, first):
+        release_run()
+        raise _locked(run_dir, beat)
 
 
 def _locked(run_dir: Path, beat: dict[str, Any]) -> LockedError:
@@ -127,16 +112,15 @@ def _locked(run_dir: Path, beat: dict[str, Any]) -> LockedError:
 
 
 def _name(beat: dict[str, Any]) -> str:
-    """Name the process of a heartbeat, unless it is known to have ended."""
-    if beat and (beat["host"] != socket.gethostname() or _is_running(beat["pid"])):
+    if beat and (beat["host"] != socket.gethostname() or _is_running_here(beat, "pid")):
         return f": process {beat['pid']} on {beat['host']}, last heartbeat {beat['time']}"
     return " (without a heartbeat: it begins or ends)"
 
 
-def _is_running(pid: Any) -> bool:
-    if type(pid) is int:
+def _is_running_here(beat: dict[str, Any], key: str) -> bool:
+    if beat.get("host") == socket.gethostname() and type(beat.get(key)) is int:
         with suppress(ValueError, OverflowError, psutil.Error):
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            return psutil.Process(beat[key]).status() != psutil.STATUS_ZOMBIE
     return False
 
 
@@ -151,8 +135,7 @@ def release_run() -> None:
 def trained_by(run_dir: Path) -> int | None:
     """Return the process of this machine that trains a run, by its heartbeat; None without one."""
     beat = read_heartbeat(run_dir)
-    is_here = beat.get("host") == socket.gethostname() and _is_running(beat["pid"])
-    return beat["pid"] if is_here else None
+    return beat["pid"] if _is_running_here(beat, "pid") else None
 
 
 def write_heartbeat(path: Path, *, phase: str, step: int | None, seconds: float,
@@ -172,8 +155,7 @@ def write_heartbeat(path: Path, *, phase: str, step: int | None, seconds: float,
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:
     """Return the last heartbeat; empty if there is none that can be read."""
     beat = found_object(run_dir / HEARTBEAT)
-    keys = ("pid", "host", "time")
-    return beat if all(type(beat.get(key)) in (str, int) for key in keys) else {}
+    return beat if all(type(beat.get(key)) in (str, int) for key in ("pid", "host", "time")) else {}
 
 
 def seconds_before(run_dir: Path) -> float:

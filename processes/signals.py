@@ -8,9 +8,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,11 @@ import psutil
 
 from basics.errors import STOP_SIGNALS, is_out_of_memory
 from basics.failpoints import failpoint
-from basics.machine import process_namespace
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from processes.launch import Process
 
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 ASK_SECONDS = 2.0  # for torchrun's store to answer
@@ -99,21 +99,24 @@ def stop_signals() -> list[int]:
 class Peers:
     """The store, and the other processes of the run by what they have published there. Any thread.
 
+    The facts: `pid`; `heartbeat`, whose change shows that the machine can be reached; `silent`,
+    without progress for too long; `progress`, the step and the heartbeats in it, empty where the
+    process waits for the others; `done`, it exits because it is done, or after a signal.
+
     Attributes:
         is_up: whether the store has answered every request in time so far. Once it has not, no more
             are sent: keys read as missing, and what is set is dropped.
     """
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store, *,
-                 timeout_seconds: float) -> None:
+    def __init__(self, process: Process, store: dist.Store, *, timeout_seconds: float) -> None:
         self.is_up = True
-        self._rank, self._world_size, self._store = rank, world_size, store
+        self._rank, self._ranks, self._store = process.rank, range(process.world_size), store
         self._timeout_seconds = timeout_seconds
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="peers")
-        self._own: dict[str, Any] = {}
-        self._lock = threading.Lock()  # of `_own`, which two threads change
-        self._local_pids: dict[int, int | None] = {rank: None}  # None: elsewhere, or known as dead
-        self._seen: dict[int, tuple[object, float]] = {}  # rank: its last status, and since when
+        first = process.rank - process.local_rank  # of those that this torchrun has started
+        self._local_ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._local_pids: dict[int, int] = {}
+        self._seen: dict[int, tuple[str, float]] = {}  # rank: its last heartbeat, and since when
 
     def set(self, key: str, text: str) -> None:
         self._ask(lambda: self._store.set(key, text))
@@ -133,81 +136,61 @@ class Peers:
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         """Return the store's answer, None if it is down: torchrun has ended, or its machine."""
-        if not self.is_up:
-            return None
-        try:
-            answer = self._thread.submit(request)
-            for timeout_seconds in (self._timeout_seconds, MOMENT_SECONDS):
-                try:
-                    return answer.result(timeout_seconds)
-                except TimeoutError:
-                    pass
-        except RuntimeError:
-            pass
-        self.is_up = False
+        if self.is_up:
+            try:
+                answer = self._thread.submit(request)
+                wait([answer], self._timeout_seconds)
+                return answer.result(MOMENT_SECONDS)
+            except (RuntimeError, TimeoutError):
+                self.is_up = False
         return None
 
-    def publish(self, **facts: Any) -> None:
-        """Publish facts of this process, beside the earlier ones.
-
-        Those that this class reads: `place` and `pid`; `is_done`, it exits because it is done;
-        `is_silent`, without a heartbeat for too long; `progress`, [step, heartbeats in it], None
-        where it waits for the others; any that changes shows that its machine can be reached.
-        """
-        with self._lock:
-            self._own |= facts
-            self.set(f"rank/{self._rank}", json.dumps(self._own))
-
-    def facts(self, rank: int) -> dict[str, Any]:
-        """Return what a process has published; empty if nothing, or if the store is down."""
-        return json.loads(self.get(f"rank/{rank}") or "{}")
+    def publish(self, fact: str, value: object = "yes") -> None:
+        self.set(f"{fact}/{self._rank}", str(value))
 
     def find_dead(self) -> list[int]:
-        """Return the ranks on this machine that have died since the last call."""
-        for rank in range(self._world_size):
-            if rank not in self._local_pids and (facts := self.facts(rank)):
-                is_here = facts["place"] == process_namespace()
-                self._local_pids[rank] = facts["pid"] if is_here else None
+        """Return the ranks of this node that have died, so far as the store answers."""
+        for rank in self._local_ranks:
+            if rank not in self._local_pids and (pid := self.get(f"pid/{rank}")):
+                self._local_pids[rank] = int(pid)
         dead = [rank for rank, pid in self._local_pids.items()
-                if pid and not psutil.pid_exists(pid) and "is_done" not in self.facts(rank)]
-        if not self.is_up:
-            return []  # which of them were done, and which have died, is not known
-        self._local_pids |= dict.fromkeys(dead)
-        return dead
+                if not psutil.pid_exists(pid) and not self.get(f"done/{rank}")]
+        return dead if self.is_up else []
 
     def find_lost(self, now: float, timeout_seconds: float) -> list[int]:
-        """Return the ranks whose facts stay the same: nothing else tells of a lost machine.
-
-        Each is found once.
+        """Return the ranks without a new heartbeat: nothing else tells of a lost machine.
 
         Args:
             now: as `time.monotonic()` counts.
         """
         lost = []
-        for rank in range(self._world_size):
-            facts, (seen, since) = self.facts(rank), self._seen.get(rank, (None, now))
-            if facts != seen:
-                self._seen[rank] = facts, now
-            elif now - since > timeout_seconds and "is_done" not in facts:
-                self._seen[rank] = facts, float("inf")
+        for rank in self._ranks:
+            heartbeat = self.get(f"heartbeat/{rank}")
+            seen, since = self._seen.get(rank, (None, now))
+            if heartbeat != seen:
+                self._seen[rank] = heartbeat, now
+            elif now - since > timeout_seconds and not self.get(f"done/{rank}"):
                 lost.append(rank)
         return lost if self.is_up else []
 
+    def having(self, fact: str) -> list[int]:
+        """Return the ranks that have published a fact."""
+        return [rank for rank in self._ranks if self.get(f"{fact}/{rank}")]
+
     def find_hung(self) -> list[int]:
         """Return the ranks with the least progress; all if every rank waits for others."""
-        found = {rank: self.facts(rank).get("progress") for rank in range(self._world_size)}
+        found = {rank: [*map(int, self.get(f"progress/{rank}").split())] for rank in self._ranks}
         least = min(filter(None, found.values()), default=None)
         return [rank for rank, progress in found.items() if progress == least or least is None]
 
-    def caused(self, error: BaseException) -> bool:
-        """Return whether a collective raised this because another process has died or hangs."""
-        kinds = {kind.__name__ for kind in type(error).__mro__}  # torch is not imported here
-        is_local = "AcceleratorError" in kinds or is_out_of_memory(error)
-        if self._world_size == 1 or is_local or not isinstance(error, RuntimeError):
-            return False
-        return "DistError" in kinds or any(
-            part in str(error).lower()
-            for part in ("connection", "timed out", "timeout", "gloo", "nccl"))
+
+def is_caused_by_others(error: BaseException) -> bool:
+    """Return whether a collective raised this because another process has died or hangs."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch is not imported here
+    is_local = "AcceleratorError" in kinds or is_out_of_memory(error)
+    return isinstance(error, RuntimeError) and not is_local and ("DistError" in kinds or any(
+        part in str(error).lower()
+        for part in ("connection", "timed out", "timeout", "gloo", "nccl")))
 
 
 def is_timeout(error: BaseException) -> bool:

@@ -38,7 +38,8 @@ class Agreement:
         self._rank, self._world_size = rank, world_size
         self._open_root = open_root or _open_torchrun_store
         try:
-            self.name = _agree_on_name(self._open_root(), rank, world_size)
+            self._root = self._open_root()
+            self._name = _agree_on_name(self._root, rank, world_size)
         except (dist.DistError, TimeoutError) as error:
             if "EADDRINUSE" in str(error):
                 raise UserError(f"MASTER_PORT {os.environ['MASTER_PORT']}: another program uses"
@@ -58,13 +59,12 @@ class Agreement:
 
         Each has a connection of its own: one that waits for a key does not block the others.
         """
-        return dist.PrefixStore(f"{self.name}/{part}", self._open_root())
+        return dist.PrefixStore(f"{self._name}/{part}", self._open_root())
 
     def run(self, step: str, work: Callable[[], T]) -> T:
         """Do this process's part of a step. Every rank.
 
-        Raises:
-            AgreedError: on every rank, the error of the lowest rank that has one.
+        Raises: AgreedError: on every rank, the error of the lowest rank that has one.
         """
         result: T | Any = None
         failure = ""  # a status and a reason
@@ -86,10 +86,9 @@ class Agreement:
         return self.gather(f"{step}/decision", text)[0]
 
     def require_same(self, step: str, value: object) -> None:
-        """Check that all processes have the same value. Every rank.
+        """Check that all processes have the same value, so train the same run. Every rank.
 
-        Raises:
-            AgreedError: one differs from rank 0, so that they would not train the same run.
+        Raises: AgreedError.
         """
         values = self.gather(step, repr(value))
         if other := next((rank for rank, each in enumerate(values) if each != values[0]), None):
@@ -103,29 +102,25 @@ class Agreement:
         self._store.wait(keys, STARTUP_TIMEOUT)
         return [self._store.get(key).decode() for key in keys]
 
+    def _publish(self, step: str, text: str) -> None:
+        # A path on the command line may hold bytes that are no UTF-8.
+        self._store.set(f"{step}/{self._rank}", text.encode(  # type: ignore[arg-type]
+            "utf-8", "backslashreplace"))
+
     def record_training_began(self, first_step: int) -> None:
         """Record the launch's first step for processes that torchrun may start later."""
         if self._rank == 0:
-            self._store_of_all_launches().compare_set(TRAINING_BEGAN, "", str(first_step))
+            self._root.compare_set(TRAINING_BEGAN, "", str(first_step))
 
     def step_before_restart(self) -> int | None:
         """Return where the launch began to train; None before that. Every rank.
 
         That is known in processes that torchrun has started after others, which had trained.
         """
-        def began_at() -> str:
-            store = self._store_of_all_launches()
-            return store.get(TRAINING_BEGAN).decode() if store.check([TRAINING_BEGAN]) else ""
-
-        found = self.from_rank_0("step before restart", began_at)
+        root = self._root
+        found = self.from_rank_0("step before restart", lambda: (
+            root.get(TRAINING_BEGAN).decode() if root.check([TRAINING_BEGAN]) else ""))
         return int(found) if found else None
-
-    def _store_of_all_launches(self) -> dist.Store:
-        """Return the store without the prefix that torchrun uses for one attempt."""
-        store = self._open_root()
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        return store
 
     def exit(self, error: UserError) -> NoReturn:
         """Exit; rank 0 prints the error, and the others wait for that. Every rank.
@@ -138,11 +133,6 @@ class Agreement:
         self._store.wait(["reported"], timedelta(seconds=Deadlines.read().store))
         leave(error.status)  # destroying the process group could wait for the other ranks
 
-    def _publish(self, step: str, text: str) -> None:
-        # A path on the command line may hold bytes that are no UTF-8.
-        self._store.set(f"{step}/{self._rank}", text.encode(  # type: ignore[arg-type]
-            "utf-8", "backslashreplace"))
-
 
 def open_store(name: str) -> dist.Store:
     """Return torchrun's store for the keys that begin with a name."""
@@ -150,8 +140,11 @@ def open_store(name: str) -> dist.Store:
 
 
 def _open_torchrun_store() -> dist.Store:
+    """Return the store that all processes of a launch share, also those of torchrun's restarts."""
     timeout = timedelta(seconds=Deadlines.read().store)  # either it answers, or torchrun is gone
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    while isinstance(store, dist.PrefixStore):  # of one attempt, in older versions of PyTorch
+        store = store.underlying_store
     store.set_timeout(STARTUP_TIMEOUT)
     return store
 
@@ -174,18 +167,16 @@ def _agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
             nonces = [store.get(f"nonce/{other}").decode() for other in others]  # waits for each
             name = hashlib.blake2b(" ".join([nonce, *nonces]).encode(), digest_size=12).hexdigest()
             store.set("echo", " ".join([name, *nonces]))
-            for _ in range(20):
-                if all(store.check([f"{name}/{other}"]) for other in others):
-                    store.set(f"{name}/agreed", "")
-                    return name
-                time.sleep(0.01)
+            if all(store.check([f"{name}/{other}"]) for other in others):
+                store.set(f"{name}/agreed", "")
+                return name
         else:
             name, *nonces = store.get("echo").decode().split()  # waits until rank 0 has set it
             if nonces[rank - 1 : rank] == [nonce]:
                 store.set(f"{name}/{rank}", "")
                 if store.check([f"{name}/agreed"]):
                     return name
-            time.sleep(0.01)
+        time.sleep(0.01)
     raise TimeoutError("not all processes began")
 
 

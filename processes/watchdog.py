@@ -30,10 +30,9 @@ from basics.errors import (
     print_traceback,
 )
 from basics.failpoints import failpoint
-from basics.machine import process_namespace
 from processes.launch import Process, end_torchrun, spans_nodes
 from processes.run_lock import write_heartbeat
-from processes.signals import Deadlines, Peers, is_timeout, stop_signals
+from processes.signals import Deadlines, Peers, is_caused_by_others, is_timeout, stop_signals
 from processes.startup_agreement import AgreedError
 
 NEVER = float("inf")
@@ -59,15 +58,13 @@ class Watchdog(AbstractContextManager):
         self.process, self.deadlines = process, Deadlines.read()
         self.stop_signal = 0
         self.before_exit: Callable[[str, str], None] = lambda status, reason: None
-        self._peers = Peers(process.rank, process.world_size, store,
-                            timeout_seconds=self.deadlines.store)
+        self._peers = Peers(process, store, timeout_seconds=self.deadlines.store)
         self._phase, self._seconds = phase, seconds
         self._heartbeat_path: Path | None = None
         self._step: int | None = None  # once it trains
         self._hang_seconds, self._lost_seconds = NEVER, self.deadlines.lost
         self._num_heartbeats, self._last_heartbeat = 0, time.monotonic()  # in this step
-        self._is_suspended = self._is_silent = self._has_hung_up = False
-        self._has_dumped = self._has_reported = False
+        self._is_suspended = self._has_hung_up = self._has_dumped = self._has_reported = False
         self._stopped_at, self.stop_by, self._fail_by, self._publish_at = -NEVER, NEVER, NEVER, 0.0
         self._exiting, self._done = threading.Lock(), threading.Event()
 
@@ -84,7 +81,7 @@ class Watchdog(AbstractContextManager):
         Python's handlers run in the main thread, and wait there for the end of what it does in C++.
         So the numbers of signals come through a socket.
         """
-        self._peers.publish(place=process_namespace(), pid=os.getpid())
+        self._peers.publish("pid", os.getpid())
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -101,17 +98,17 @@ class Watchdog(AbstractContextManager):
         self._lost_seconds, self._heartbeat_path = hang_timeout_seconds, heartbeat_path
         self._publish_at = 0.0
 
+    def start_hang_detection(self, timeout_seconds: float) -> None:
+        """Allow this long between heartbeats from now on: the first step is done."""
+        self.heartbeat()
+        self._hang_seconds = timeout_seconds
+
     def heartbeat(self, global_step: int | None = None) -> None:
         """Record that this process makes progress, in a new step if one is named."""
         self._num_heartbeats += 1
         self._last_heartbeat = time.monotonic()
         if global_step is not None:
             self._step, self._num_heartbeats = global_step, 0
-
-    def start_hang_detection(self, timeout_seconds: float) -> None:
-        """Allow this long between heartbeats from now on: the first step is done."""
-        self.heartbeat()
-        self._hang_seconds = timeout_seconds
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -123,9 +120,9 @@ class Watchdog(AbstractContextManager):
 
     def stop(self) -> None:
         """Stop watching: this process is done. Call it in the main thread."""
-        self._peers.publish(is_done=True)
-        while self.stop_signal and spans_nodes() and "is_done" not in self._peers.facts(0) and (
-                self._peers.is_up):
+        self._peers.publish("done")
+        while self.stop_signal and spans_nodes() and self._peers.is_up and (
+                not self._peers.get("done/0")):
             time.sleep(self.deadlines.tick)  # until rank 0 has saved, or the deadline
         self._done.set()
         self._writer.send(b"\0")  # the thread need not wait for its next tick
@@ -146,7 +143,7 @@ class Watchdog(AbstractContextManager):
 
     def fail(self, error: BaseException) -> NoReturn:
         """Exit because of an error; one rank prints one line for the whole run."""
-        if not self._peers.caused(error):
+        if self.process.world_size == 1 or not is_caused_by_others(error):
             # Others can have the same text: CUDA also allocates memory of the machine.
             if not isinstance(error, UserError | torch.OutOfMemoryError):
                 print_traceback(error)
@@ -158,27 +155,28 @@ class Watchdog(AbstractContextManager):
         for _ in range(40):  # for 8 ticks: the rank with the cause records it
             if self._peers.is_up and not self._peers.get("failure"):
                 time.sleep(self.deadlines.tick / 5)
-        if self.stop_signal and self._peers.is_up and not self._peers.get("failure"):
-            self._exit_for_signal()  # as the others have
+        # Where none has ended for it, the signal is of a torchrun that starts the processes again.
+        if self.stop_signal and self._peers.having("done") and not self._peers.get("failure"):
+            self._exit_for_signal()
         self._exit(FAILED, f"lost the others {self._position()}: {describe(error)}")
 
     def _exit(self, status: int, event: str) -> NoReturn:
         """End the process now, with the status and reason that the first failed rank recorded."""
-        self._exiting.acquire(timeout=self.deadlines.failure_grace)  # both threads may come here
-        try:
-            status, reason = self._record_failure(status, f"rank {self.process.rank} {event}")
-            self.before_exit("failed", reason)
-        finally:
-            os._exit(status)
+        status, reason = self._record_failure(status, f"rank {self.process.rank} {event}")
+        self._end(status, "failed", reason)
 
     def _exit_for_signal(self) -> NoReturn:
-        self._exiting.acquire(timeout=self.deadlines.failure_grace)
+        self._peers.publish("done")
+        self._end(128 + self.stop_signal, "stopped", STOP_SIGNALS[self.stop_signal])
+
+    def _end(self, status: int, outcome: str, reason: str) -> NoReturn:
+        self._exiting.acquire(timeout=self.deadlines.failure_grace)  # both threads may come here
         try:
-            self.before_exit("stopped", STOP_SIGNALS[self.stop_signal])
+            self.before_exit(outcome, reason)
         finally:
-            if self._hang_seconds < NEVER:  # in the start-up torchrun may restart the processes
-                end_torchrun(self.process)
-            os._exit(128 + self.stop_signal)
+            if outcome == "stopped" and self._hang_seconds < NEVER:
+                end_torchrun(self.process)  # in the start-up it may restart the processes
+            os._exit(status)
 
     def _record_failure(self, status: int, reason: str) -> tuple[int, str]:
         """Record and print why the run fails; the first recorded failure wins and is returned."""
@@ -240,7 +238,6 @@ class Watchdog(AbstractContextManager):
                 FAILED, f"rank {rank} is gone {self._position()}: killed, or crashed")
 
     def _check(self) -> None:
-        """Look for what the others have met, for deadlines and hangs; publish a heartbeat."""
         self._check_others()
         if self._peers.get("hang"):
             self._dump_stacks()
@@ -257,16 +254,15 @@ class Watchdog(AbstractContextManager):
         is_silent = silence > self._hang_seconds
         if is_silent and not self._is_suspended:
             self._diagnose_hang(f"no heartbeat for {silence:.0f} s")
-        if is_silent != self._is_silent:
-            self._is_silent = is_silent
-            self._peers.publish(is_silent=is_silent)
-        ranks = range(self.process.world_size)
-        if is_silent and all(self._peers.facts(rank).get("is_silent") for rank in ranks):
-            self._diagnose_hang(f"every rank has waited for the others for {silence:.0f} s")
-        if now < self._publish_at:
-            return
-        self._publish_at = now + self.deadlines.heartbeat
-        self._peers.publish(at=now)  # this machine can be reached
+        if now >= self._publish_at:
+            self._publish_at = now + self.deadlines.heartbeat
+            self._exchange_heartbeats(now, is_silent)
+            if is_silent and len(self._peers.having("silent")) == self.process.world_size:
+                self._diagnose_hang(f"every rank has waited for the others for {silence:.0f} s")
+
+    def _exchange_heartbeats(self, now: float, is_silent: bool) -> None:
+        self._peers.publish("heartbeat", now)
+        self._peers.publish("silent", "yes" if is_silent else "")
         timeout_seconds = max(self._lost_seconds, 3 * self.deadlines.heartbeat)
         for rank in self._peers.find_lost(now, timeout_seconds):
             self._record_failure(FAILED, f"rank {rank} is lost {self._position()}: its machine has"
@@ -286,14 +282,13 @@ class Watchdog(AbstractContextManager):
         self._exit(HANG, "hung")
 
     def _dump_stacks(self) -> None:
-        """Print the stacks of this process and publish its progress, once."""
         if not self._has_dumped:
             self._has_dumped = True
             with suppress(OSError):  # stderr may be a log on a full disk
                 print_stacks(f"rank {self.process.rank} {self._position()}, its stacks:\n")
             step = -1 if self._step is None else self._step  # before the first step
-            self._peers.publish(
-                progress=None if self._is_suspended else [step, self._num_heartbeats])
+            self._peers.publish("progress", "" if self._is_suspended else (
+                f"{step} {self._num_heartbeats}"))
 
     def _position(self) -> str:
         step = "" if self._step is None else f" at step {self._step + 1}"

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from basics.errors import describe
-from basics.gpu_readings import GIB, GpuReading, read_gpus
+from basics.gpu_readings import GIB, SLOWDOWNS, GpuReading, read_gpus
 from reporting.metrics_file import THROTTLING
 
 READING_SECONDS = 15.0  # between two readings
@@ -16,8 +16,6 @@ ANSWER_SECONDS = 2.0  # for a reading that was asked for
 JOULES_PER_KWH = 3.6e6
 GPU_FIELDS = {"gpu_memory_gib": "memory_used_gib", "gpu_use_percent": "use_percent",
               "gpu_temperature_c": "temperature_c", "gpu_power_w": "power_w"}
-# A power cap is none: a card has it at full load.
-SLOWDOWNS = ("hw thermal slowdown", "sw thermal slowdown", "hw power brake slowdown")
 
 
 class MachineMeter:

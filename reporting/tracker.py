@@ -11,8 +11,6 @@ import importlib.util
 import json
 import os
 import secrets
-import select
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -31,7 +29,7 @@ from reporting.summary import final_figures, read_summary
 from run_config import Run, load_run
 
 STATE_NAME = "tracker.json"  # in the run directory
-WAIT_SECONDS = 2.0  # between two looks for new records
+WAIT_SECONDS = 1.0  # between two looks for new records
 PROJECT = "ddp-train"  # where runs appear in wandb and Trackio
 MAX_NAME_LENGTH = 80  # of a run, in the names that trackers have for it
 REMOTE_TRACKIO = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")  # set by who wants it to use a network
@@ -284,11 +282,15 @@ def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> Online
 
 
 def track(run_dir: Path, say: Callable[[str], None]) -> None:
-    """Send all records until the trainer says that no more come."""
+    """Send all records until the summary says that the launch has ended."""
     failpoint("track")
     run = load_run(run_dir.parent, run_dir.name)
-    send_records(run, TrackedRun.load(run_dir), note=say,
-                 is_over=lambda: bool(select.select([sys.stdin], [], [], WAIT_SECONDS)[0]))
+
+    def is_over() -> bool:
+        time.sleep(WAIT_SECONDS)
+        return read_summary(run).get("status") != "running"
+
+    send_records(run, TrackedRun.load(run_dir), note=say, is_over=is_over)
 
 
 if __name__ == "__main__":

@@ -85,10 +85,8 @@ def test_only_a_torchrun_that_is_one_of_several_is_ended(monkeypatch, nodes, loc
 
 
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 60), ("cuda:0", 600 + 120)])
-def test_nccl_waits_longer_than_the_watchdog_and_is_named(monkeypatch, capsys, device, seconds):
+def test_nccl_waits_longer_than_the_watchdog(monkeypatch, device, seconds):
     """Its own timeout would end the process without a line that says which rank hung."""
-    world = SimpleNamespace(_get_backend=lambda _: type("ProcessGroupNCCL2", (), {})())
-    monkeypatch.setattr(launch.dist, "group", SimpleNamespace(WORLD=world))
     found: list[timedelta] = []
     monkeypatch.setattr(launch, "join_process_group",
                         lambda *_, timeout: found.append(timeout))
@@ -97,8 +95,6 @@ def test_nccl_waits_longer_than_the_watchdog_and_is_named(monkeypatch, capsys, d
     train = TrainConfig(**TINY_TRAIN, collective_timeout_seconds=60)
     with launch.process_group(Process(0, 0, 2, torch.device(device)), None, train):
         pass
-    said = r"NCCL \d+\.\d+\.\d+, PyTorch's ProcessGroupNCCL2\n" if device == "cuda:0" else ""
-    assert re.fullmatch(said, capsys.readouterr().out)
     assert found == [timedelta(seconds=seconds)]
 
 

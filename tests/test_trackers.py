@@ -176,7 +176,7 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine
     process = started(run)
     add_records(run, 2, 3)
     add_summary(run, 3)
-    assert bool(end(process)) == (kind == "wandb")  # the same note
+    assert bool(end(run, process)) == (kind == "wandb")  # the same note
     values = kept(run, tmp_path)
     undone = [] if kind == "tensorboard" else [(3, 8.0)]
     assert values["train/loss"] == [(1, 10.0), (2, 9.0), *undone, (3, 8.0), (4, 7.0)]
@@ -269,7 +269,7 @@ def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(
     process.start()  # as at the next checkpoint
     while not steps.read_text().endswith("1 2 3 "):
         time.sleep(0.05)
-    assert end(process) == "" and steps.read_text() == "1 2 1 2 3 "
+    assert end(run, process) == "" and steps.read_text() == "1 2 1 2 3 "
 
 
 def test_a_missing_package_is_one_line_that_says_how_to_install_it(run, monkeypatch):

@@ -1,7 +1,6 @@
 """How the processes of a run watch each other: agreement at the start, signals, hangs, failures."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -20,11 +19,10 @@ import torch.distributed as dist
 from basics.checkpoint_files import named_as_checkpoints
 from basics.errors import UserError, describe
 from basics.failpoints import MARKS, VARIABLE
-from basics.machine import process_namespace
 from processes import signals, startup_agreement
 from processes import watchdog as watchdog_module
 from processes.launch import Process
-from processes.signals import Deadlines, Peers, is_timeout, stop_signals
+from processes.signals import Deadlines, Peers, is_caused_by_others, is_timeout, stop_signals
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import SMALLER, Watchdog
 from tests.support.runs import (
@@ -142,10 +140,12 @@ class SlowStore:
 
 
 @pytest.fixture
-def peers():
-    """Six processes that know of each other."""
+def peers(monkeypatch):
+    """Six processes that know of each other; the first four are of one node."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     store = dist.HashStore()
-    peers = [Peers(rank, 6, store, timeout_seconds=20) for rank in range(6)]
+    peers = [Peers(Process(rank, rank % 4, 6, CPU), store, timeout_seconds=20)
+             for rank in range(6)]
     yield peers
     for each in peers:
         each.close()
@@ -156,7 +156,7 @@ def test_a_store_that_does_not_answer_counts_as_down(monkeypatch, answers_after,
     """Not if the answer is there, and Python had no time to read it."""
     monkeypatch.setattr(signals, "MOMENT_SECONDS", 20.0 if is_up else 0.05)
     store = SlowStore(answers_after)
-    peers = Peers(0, 2, store, timeout_seconds=0.05)
+    peers = Peers(Process(0, 0, 2, CPU), store, timeout_seconds=0.05)
     assert (peers.get("key") == "value") is peers.is_up is is_up
     if not is_up:
         assert peers.find_dead() == [] and peers.set_if_missing("key", "own") == "own"
@@ -164,40 +164,36 @@ def test_a_store_that_does_not_answer_counts_as_down(monkeypatch, answers_after,
     peers.close()
 
 
-def test_only_processes_of_this_process_table_are_found_dead(peers):
-    """Machines and containers may share a host name; they have other boots and namespaces."""
-    host, *rest = process_namespace().split("/")
+def test_only_processes_of_this_node_are_found_dead(peers):
+    """Process ids of another machine, or of another container, may be those of others here."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    here = process_namespace()
-    peers[1].publish(place="/".join([host, "another-boot", *rest[1:]]), pid=dead.pid)
-    peers[2].publish(place="/".join([host, *rest[:1], "pid:[1]"]), pid=dead.pid)
-    peers[3].publish(place=here, pid=dead.pid)
-    peers[4].publish(place=here, pid=os.getpid())  # alive
-    peers[5].publish(place=here, pid=dead.pid, is_done=True)
-    assert peers[0].find_dead() == [3]
-    assert peers[0].find_dead() == []
+    for rank in (2, 3, 4):
+        peers[rank].publish("pid", dead.pid)
+    peers[1].publish("pid", os.getpid())  # alive
+    peers[3].publish("done")
+    assert peers[0].find_dead() == [2] and peers[5].find_dead() == [4]
 
 
-def test_a_rank_without_heartbeats_is_lost_once(peers):
+def test_a_rank_without_heartbeats_is_lost(peers):
     for each in peers:
-        each.publish(at=0)
+        each.publish("heartbeat", 0)
     assert peers[0].find_lost(0.0, 10.0) == []
-    peers[2].publish(is_done=True)
+    peers[2].publish("done")
     assert peers[0].find_lost(1.0, 10.0) == []
-    for moment, found in ((12.0, [1]), (23.0, [])):
+    for moment, found in ((9.0, []), (12.0, [1]), (23.0, [1])):
         for rank in (0, 3, 4, 5):
-            peers[rank].publish(at=moment)
+            peers[rank].publish("heartbeat", moment)
         assert peers[0].find_lost(moment, 10.0) == found
 
 
 def test_the_rank_with_the_least_progress_hung(peers):
     assert peers[0].find_hung() == [0, 1, 2, 3, 4, 5]  # nothing is known
-    peers[0].publish(progress=None)  # waits for others
-    peers[1].publish(progress=[7, 2])
-    peers[2].publish(progress=[7, 10])
+    peers[0].publish("progress", "")  # waits for others
+    peers[1].publish("progress", "7 2")
+    peers[2].publish("progress", "7 10")
     assert peers[0].find_hung() == [1]
-    peers[3].publish(progress=[6, 9])
+    peers[3].publish("progress", "6 9")
     assert peers[0].find_hung() == [3]
 
 
@@ -211,20 +207,18 @@ NCCL2_ERRORS = ["error - timeout watchdog detected operation error",
                 "NCCL communicator was aborted after a previous error"]
 
 
-@pytest.mark.parametrize(("error", "world_size", "is_caused"), [
-    (LAUNCH, 1, False), (LAUNCH, 2, False), (CLOSED, 1, False), (CLOSED, 2, True),
-    (dist.DistBackendError("NCCL error: unhandled cuda error"), 2, True),
-    (RuntimeError("Timed out waiting 30000ms for recv operation to complete"), 2, True),
-    *((RuntimeError(text), 2, True) for text in NCCL2_TIMEOUTS + NCCL2_ERRORS),
-    (RuntimeError("NCCL error: out of memory"), 2, False), (OSError("Connection reset"), 2, False),
+@pytest.mark.parametrize(("error", "is_caused"), [
+    (LAUNCH, False), (CLOSED, True),
+    (dist.DistBackendError("NCCL error: unhandled cuda error"), True),
+    (RuntimeError("Timed out waiting 30000ms for recv operation to complete"), True),
+    *((RuntimeError(text), True) for text in NCCL2_TIMEOUTS + NCCL2_ERRORS),
+    (RuntimeError("NCCL error: out of memory"), False), (OSError("Connection reset"), False),
 ])
-def test_what_other_processes_have_caused(error, world_size, is_caused):
-    """A GPU's own error, and any error of the only process, is reported as it is."""
-    peers = Peers(0, world_size, dist.HashStore(), timeout_seconds=20)
-    assert peers.caused(error) is is_caused
+def test_what_other_processes_have_caused(error, is_caused):
+    """A GPU's own error is reported as it is."""
+    assert is_caused_by_others(error) is is_caused
     if str(error) in NCCL2_TIMEOUTS + NCCL2_ERRORS:
         assert is_timeout(error) is (str(error) in NCCL2_TIMEOUTS)
-    peers.close()
 
 
 # --- One process: rank 0 of two, without its thread, at a time that a test sets.
@@ -249,6 +243,7 @@ def alone(seconds, monkeypatch):
     def end(*arguments):
         raise Ended(*arguments)
 
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     watchdog = Watchdog(Process(0, 0, 2, CPU), dist.HashStore(), phase=lambda: "startup")
     monkeypatch.setattr(watchdog, "_exit", end)
     monkeypatch.setattr(watchdog_module, "end_torchrun", lambda _: end("end torchrun"))
@@ -272,6 +267,12 @@ def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(error, ad
     _, event = caught.value.args
     assert event.endswith(SMALLER) is advises and f": {describe(error)}" in event
     assert (str(error) in capsys.readouterr().err) == explains
+
+
+def test_an_error_of_the_only_process_is_its_own(monkeypatch, alone):
+    monkeypatch.setattr(alone, "process", Process(0, 0, 1, CPU))
+    with pytest.raises(Ended, match="failed in startup: RuntimeError: .*Connection closed"):
+        alone.fail(CLOSED)
 
 
 @pytest.mark.parametrize(("silence", "is_suspended", "hangs"), [
@@ -353,7 +354,7 @@ def test_a_signal_after_the_death_of_another_process_is_no_stop(alone, has_told)
     """Unless that one has told of a stop signal before: torchrun ends the others in both cases."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    alone._peers.set("rank/1", json.dumps({"place": process_namespace(), "pid": dead.pid}))
+    alone._peers.set("pid/1", str(dead.pid))
     if has_told:
         alone._peers.set("stop", str(int(signal.SIGTERM)))
     with pytest.raises(Ended, match="143" if has_told else "was stopped"):
@@ -373,6 +374,18 @@ def test_a_stop_that_the_others_tell_of_is_noted_once(alone, seconds):
     alone.expect_steps(600.0, None)
     with pytest.raises(Ended, match="end torchrun"):
         alone._check()
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_signal_of_a_torchrun_that_starts_its_processes_again_is_no_stop(alone, has_ended):
+    """It comes after the death of a process of another node, which nobody here has seen."""
+    alone.expect_steps(600.0, None)
+    alone.heartbeat(3)
+    alone._receive(signal.SIGTERM)
+    if has_ended:  # another process, for the signal
+        alone._peers.set("done/1", "yes")
+    with pytest.raises(Ended, match="end torchrun" if has_ended else "lost the others in startup"):
+        alone.fail(CLOSED)
 
 
 @pytest.fixture

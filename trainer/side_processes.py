@@ -98,7 +98,6 @@ class SideProcesses:
             only a warning.
         """
         watchdog, deadlines = self._watchdog, self._watchdog.deadlines
-        self.tracker.tell_end()
         tracker_until = self._until(deadlines.tracker)
         command_until = self._until(deadlines.after_checkpoint, least=LEAST_COMMAND_SECONDS)
         self.after_checkpoint.start()

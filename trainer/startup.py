@@ -23,7 +23,6 @@ from basics.checkpoint_files import (
 )
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
-from basics.files import check_inside
 from basics.text import counted
 from checkpointing import (
     Checkpoint,
@@ -144,7 +143,6 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     failpoint("prepare")
     step("tracker", lambda: check_tracker(run) if process.is_main else None)
     dataset_dir = options.datasets_dir / run.train.dataset
-    step("place", lambda: check_inside(dataset_dir, options.datasets_dir, "--datasets-dir"))
     with clock.phase(DOWNLOAD):
         step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
              if process.is_main_of_node else None)

@@ -7,10 +7,10 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from basics.checkpoint_files import named_as_checkpoints
+from basics.checkpoint_files import SNAPSHOT_BLOCK_BYTES, named_as_checkpoints
 from basics.errors import UserError
 from basics.json_files import set_number
-from basics.text import SNAPSHOT_BLOCK_BYTES, counted
+from basics.text import counted
 from lab.plan.memory import Setting, largest_microbatch, num_parameters
 from lab.plan.speed_sources import ExpectedSpeed, Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run

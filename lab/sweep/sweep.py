@@ -56,7 +56,7 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
     from lab.sweep.execution import Execution
     from lab.sweep.plan import Plan, Sweep, open_sweep, parse_change, parse_range
     from lab.sweep.report import document_of, entries_of, with_stack
-    from run_config import RUN_NAME, check_inside, load_run
+    from run_config import RUN_NAME, load_run
 
     wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
     loaded = load_run(options["runs_dir"], base)
@@ -64,7 +64,6 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
     if not RUN_NAME.fullmatch(name):
         raise UserError(f"--name {name[:60]!r} is not a plain name; wanted a directory inside"
                         f" {sweeps_dir}, of letters, digits, '.', '_' and '-', at most 128")
-    check_inside(sweeps_dir / name, sweeps_dir, "--sweeps-dir")
     execution = Execution(
         options["datasets_dir"], options["nproc_per_node"],
         options["usd_per_hour"] or loaded.train.usd_per_hour, options["budget_hours"],

@@ -126,9 +126,7 @@ def test_when_a_node_dies_the_other_ends_and_the_run_resumes(cluster, undisturbe
     results = cluster.end()
     assert all(result.returncode != 0 for result in results)
     line = next(line for line in results[1 - node].stderr.splitlines() if "Error: rank " in line)
-    # torchrun's store dies with the first node.
-    beginning = "Error: rank 1 is gone in" if node == 1 else "Error: rank 1 lost the others in"
-    assert line.startswith(beginning) and " at step " in line
+    assert line.startswith(f"Error: rank {1 - node} lost the others in") and " at step " in line
     for result in cluster.train():
         succeeded(result)
     assert_is_complete(cluster, undisturbed)
@@ -156,14 +154,15 @@ def test_a_signal_to_one_node_stops_both_with_a_checkpoint(cluster, undisturbed,
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_node_that_ends_while_the_run_is_prepared_ends_the_other(cluster, number):
     marks = cluster.runs.root / "marks"
-    cluster.start(environment={VARIABLE: "prepare:slow:rank=1:seconds=300", MARKS: str(marks)})
+    cluster.start(environment={VARIABLE: "prepare:slow:rank=1:seconds=300", MARKS: str(marks)}
+                  | with_deadlines(heartbeat=1, lost=8))
     slow = struck_by(marks)
     node = next(node for node in (0, 1) if slow in cluster.pids(node))
     os.kill(cluster.pids(node)[number == signal.SIGKILL], number)  # torchrun, or its process
     results = cluster.end()
     assert results[1 - node].returncode == 1, results[1 - node].stderr  # it was not killed
     if number == signal.SIGKILL:
-        assert "Error: rank 1 is gone in startup" in results[1 - node].stderr
+        assert "Error: rank 1 is lost in startup" in results[1 - node].stderr
     assert not (cluster.runs.runs_dir / "tiny/checkpoints").exists()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from basics.json_files import to_json
 from processes.beside import Beside
+from reporting.summary import read_summary
 from reporting.tracker import begin_tracking, tracker_process
 from run_config import Run, load_run
 from tests.support.workplace import Workplace
@@ -38,6 +39,7 @@ def add_summary(run: Run, global_step: int) -> None:
 
 def started(run: Run, *, starts_over: bool = False) -> Beside:
     """Start the process of a run's tracker, as at the start of a launch."""
+    run.summary_path.write_text('{"status": "running"}')
     begin_tracking(run, starts_over=starts_over)
     process = tracker_process(run)
     process.start()
@@ -47,11 +49,12 @@ def started(run: Run, *, starts_over: bool = False) -> Beside:
 
 def track(run: Run, *, starts_over: bool = False) -> str:
     """Have a process send what there is, as at the end of a launch; return its failure."""
-    return end(started(run, starts_over=starts_over))
+    return end(run, started(run, starts_over=starts_over))
 
 
-def end(process: Beside) -> str:
-    process.tell_end()
+def end(run: Run, process: Beside) -> str:
+    if read_summary(run)["status"] == "running":
+        run.summary_path.unlink()
     until = time.monotonic() + 150
     return process.finish(lambda: until)
 
