@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -24,6 +25,10 @@ from basics.errors import (
 from basics.json_files import to_json
 
 MAX_USD_PER_HOUR = 1e6
+PLACE = click.Path(path_type=Path)
+RUNS_DIR = click.option("--runs-dir", type=PLACE, default=Path("runs"), show_default=True)
+DATASETS_DIR = click.option("--datasets-dir", type=PLACE, default=Path("datasets"),
+                            show_default=True)
 
 
 class FiniteRange(click.FloatRange):

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.cli import print_json, stdout_to_stderr
+from basics.cli import DATASETS_DIR, RUNS_DIR, print_json, stdout_to_stderr
 from basics.errors import UserError, print_error, visible
 from lab.evaluate.tasks import TASKS, read_quiz
+from lab.runs import Record
+from lab.table import Column, Table
+from reporting.charts import draw_by_hand
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CHART = "evaluations-chart.png"
+ABOUT = ("target", "checkpoint", "global_step", "trained_tokens")  # of what a record is
+DECIMALS = {"loss": 6, "accuracy": 4, "normalised_accuracy": 4, "perplexity": 3,
+            "bits_per_byte": 6}  # of figures, in the order of a table
 
 
 @click.command()
@@ -32,10 +46,8 @@ from lab.evaluate.tasks import TASKS, read_quiz
                    " owner/name on the hub.  [default: the task's dataset on the hub]")
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON document instead, for scripts.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
-@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
-              show_default=True)
+@RUNS_DIR
+@DATASETS_DIR
 def command(
     targets: tuple[str, ...], checkpoints: str, dataset: str | None, split: str,
     start_token: int | None, num_tokens: int | None, microbatch_size: int,
@@ -50,33 +62,121 @@ def command(
     """
     # Imported here so that --help does not wait for torch.
     from lab.evaluate.measure import choose_models, datasets_of, measure_all, open_slices
-    from lab.evaluate.results import Result, draw_over_tokens, table
 
-    results: list[Result] = []
-    failed: UserError | None = None
+    records, failed = [], None
     with stdout_to_stderr(as_json):
         models = choose_models(targets, checkpoints, runs_dir)
         quizzes = [read_quiz(*text.partition("=")[::2]) for text in tasks]
         slices = {} if quizzes else open_slices(
             datasets_of(models, dataset, runs_dir), datasets_dir, split, start_token, num_tokens)
         try:
-            for result in measure_all(models, slices, quizzes, runs_dir, microbatch_size):
-                results.append(result)
+            for record in measure_all(models, slices, quizzes, runs_dir, microbatch_size):
+                records.append(record)
         except UserError as error:  # loses no result of an earlier model
             failed = error
-    if results:
+    if records:
         if as_json:
-            print_json({"schema": "evaluate/1", "models": [
-                {"name": one.name, "checkpoint": one.checkpoint,
-                 "trained_tokens": one.trained_tokens,
-                 "loss": None if tasks else one.records[0],
-                 "tasks": one.records if tasks else []} for one in results]})
+            print_json(as_document(records))
         else:
-            click.echo(visible(table(results).terminal()))
+            click.echo(visible(table(records).terminal()))
         try:
-            for path in draw_over_tokens(results):
+            for path in draw_over_tokens(records, runs_dir):
                 print_error(f"chart: {path}")
         except OSError as error:
             print_error(f"warning: no chart: {error}")
     if failed is not None:
         raise failed
+
+
+def table(records: list[Record]) -> Table:
+    """Return the table of losses, the lowest first, or of tasks in their order, the best first.
+
+    Losses of several datasets do not compare: then the fewest bits per byte come first.
+    """
+    tasks = list(dict.fromkeys(record.get("benchmark") for record in records))
+    by_bits = len({record.get("dataset") for record in records}) > 1
+
+    def rank(record: Record) -> tuple[int, bool, float]:
+        value = record["bits_per_byte" if by_bits else _main_key(record)]
+        value = math.nan if value is None else value
+        return (tasks.index(record.get("benchmark")), math.isnan(value),  # NaN comes last
+                value if "loss" in record else -value)
+
+    before, after = {}, {"tokens": "{num_tokens:,}", "start token": "{start_token:,}",
+                         "dataset": "{dataset} {split}"}
+    if tasks != [None]:
+        before, after = {"task": "{benchmark}"}, {"questions": "{questions:,}"}
+    keys = [key for key in DECIMALS if any(key in record for record in records)]
+    heads = [*before, *(f"{key.replace('_', ' ')} [95%]" for key in keys), *after]
+    return Table([Column("model", "left"), *map(Column, heads)], [
+        [f"{record['target']} ({record['checkpoint']})" if record["checkpoint"]
+         else record["target"],
+         *(text.format(**record) for text in before.values()),
+         *(_cell(record, key) for key in keys),
+         *(text.format(**record) for text in after.values())]
+        for record in sorted(records, key=rank)])
+
+
+def _cell(record: Record, key: str) -> str:
+    if record.get(key) is None:
+        return "-"
+    value, decimals = f"{record[key]:.{DECIMALS[key]}f}", min(DECIMALS[key], 4)
+    if record[f"{key}_interval"] is None:
+        return value
+    low, high = (f"{bound:.{decimals}f}" for bound in record[f"{key}_interval"])
+    return f"{value} [{low}, {high}]"
+
+
+def _main_key(record: Record) -> str:
+    """Return the name of the figure by which models are sorted, and that is drawn."""
+    return next(key for key in ("normalised_accuracy", "accuracy", "loss") if key in record)
+
+
+def as_document(records: list[Record]) -> dict[str, Any]:
+    """Return the document of --json: the models in the order in which they were measured."""
+    models: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for record in records:
+        figures = {key: value for key, value in record.items() if key not in ABOUT}
+        model = models.setdefault((record["target"], record["checkpoint"]), {
+            "name": record["target"], "checkpoint": record["checkpoint"],
+            "trained_tokens": record["trained_tokens"], "loss": None, "tasks": []})
+        if "loss" in record:
+            model["loss"] = figures
+        else:
+            model["tasks"].append(figures)
+    return {"schema": "evaluate/1", "models": [*models.values()]}
+
+
+def draw_over_tokens(records: list[Record], runs_dir: Path) -> list[Path]:
+    """Draw a chart in the directory of each run with several checkpoints. Raises: OSError."""
+    of_runs: dict[str, list[Record]] = {}
+    for record in records:
+        if record["checkpoint"] is not None:
+            of_runs.setdefault(record["target"], []).append(record)
+    return [draw_by_hand(runs_dir / run / CHART, partial(_plot, records=found))
+            for run, found in of_runs.items()
+            if len({record["trained_tokens"] for record in found}) > 1]
+
+
+def _plot(chart: Figure, records: list[Record]) -> None:
+    """Plot the main figure of each task, or the loss, and its intervals as vertical lines."""
+    from matplotlib.ticker import EngFormatter
+
+    axes = chart.subplots()
+    for place, task in enumerate(dict.fromkeys(record.get("benchmark") for record in records)):
+        found = sorted((record for record in records if record.get("benchmark") == task),
+                       key=lambda record: record["trained_tokens"])
+        key, tokens = _main_key(found[0]), [record["trained_tokens"] for record in found]
+        color = "tab:red" if key == "loss" else f"C{place}"
+        label = (task or "held-out loss, 95% intervals") + ", by length" * (
+            key == "normalised_accuracy")
+        axes.plot(tokens, [record[key] for record in found], color=color, marker="o",
+                  markersize=5, label=label)
+        for x, record in zip(tokens, found, strict=True):
+            if (bounds := record[f"{key}_interval"]) is not None:
+                axes.plot([x, x], bounds, color=color, linewidth=1.5, path_effects=[])
+        axes.set_ylabel("loss (nats per token)" if key == "loss" else "accuracy")
+    chart.suptitle(records[0]["target"].replace("$", r"\$"))
+    axes.set_xlabel("tokens of training")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend(frameon=False, fontsize="small")

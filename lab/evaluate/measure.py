@@ -8,7 +8,6 @@ from typing import NamedTuple
 from basics.checkpoint_files import directory_of, named_as_checkpoints
 from basics.errors import UserError, one_line, print_error
 from checkpointing import find_checkpoint
-from lab.evaluate.results import Result
 from lab.evaluate.scoring import Slice, encode_questions, evaluate, score
 from lab.evaluate.tasks import Quiz
 from lab.runs import Record, append_evaluation
@@ -30,14 +29,12 @@ class Chosen(NamedTuple):
 
 
 def measure_all(models: list[Chosen], slices: dict[str, Slice], quizzes: list[Quiz],
-                runs_dir: Path, microbatch_size: int) -> Iterator[Result]:
-    """Measure every model, which is freed before the next one is loaded; record runs' results.
+                runs_dir: Path, microbatch_size: int) -> Iterator[Record]:
+    """Measure every model and yield a record of its loss, or of each task; add runs' records.
 
-    Args:
-        slices: by the model's name, whose loss is measured; empty if tasks are scored instead.
+    Args: slices: by the model's name; empty if tasks are scored instead.
 
-    Raises:
-        UserError: a model, the tokens or the questions cannot be used; earlier results are good.
+    Raises: UserError: a model, tokens or questions cannot be used; earlier records are good.
     """
     done: set[tuple[str, str | None]] = set()
     for model in models:
@@ -48,63 +45,66 @@ def measure_all(models: list[Chosen], slices: dict[str, Slice], quizzes: list[Qu
                 raise
             print_error(f"warning: left out: {one_line(str(error))}")
             continue
-        run, checkpoint = target.run, target.checkpoint
-        result = Result(target.name, checkpoint and checkpoint.name, run and run.run_dir,
-                        checkpoint and checkpoint.meta.tokens, [])
-        if (result.name, result.checkpoint) not in done:
-            done.add((result.name, result.checkpoint))
+        about: Record = {"target": target.name, "checkpoint": None, "trained_tokens": None}
+        if checkpoint := target.checkpoint:
+            about = {"target": target.name, "checkpoint": checkpoint.name,
+                     "global_step": checkpoint.meta.global_step,
+                     "trained_tokens": checkpoint.meta.tokens}
+        if (key := (target.name, about["checkpoint"])) not in done:
+            done.add(key)
             for record in _records(target, slices.get(model.name), quizzes, microbatch_size):
-                result.records.append(record)
-                if run and checkpoint:
-                    append_evaluation(run.evaluations_path, {
-                        "target": result.name, "checkpoint": checkpoint.name,
-                        "global_step": checkpoint.meta.global_step,
-                        "trained_tokens": checkpoint.meta.tokens} | record)
-            yield result
-        del target
+                if target.run:
+                    append_evaluation(target.run.evaluations_path, about | record)
+                yield about | record
+        del target  # before the next one is loaded
     if not done:
         raise UserError("no checkpoint could be read")
 
 
+def _records(target: LoadedModel, part: Slice | None, quizzes: list[Quiz],
+             microbatch_size: int) -> Iterator[Record]:
+    if part is not None:
+        yield evaluate(target, part, microbatch_size=microbatch_size)
+    # Errors of the questions come before any work.
+    texts = [encode_questions(target, quiz) for quiz in quizzes]
+    for quiz, encoded in zip(quizzes, texts, strict=True):
+        record = score(target, quiz, encoded, microbatch_size=microbatch_size)
+        if record["cut_texts"]:
+            print_error(f"warning: {quiz.name}: {record['cut_texts']:,} texts are longer than the"
+                        f" context of {target.name} and lost their beginning, as in lm-eval")
+        yield record
+
+
 def choose_models(targets: tuple[str, ...], checkpoints: str, runs_dir: Path) -> list[Chosen]:
-    """Return all models that are asked for.
+    """Return all models that are asked for. Raises: UserError: one does not exist, or is damaged.
 
-    Args:
-        targets: RUN@CHECKPOINT chooses this run's own checkpoints.
-        checkpoints: of runs: `all`, or names separated by commas.
-
-    Raises:
-        UserError: one does not exist, or is damaged.
+    Args: checkpoints: of runs without an @CHECKPOINT: `all`, or names separated by commas.
     """
     found: list[Chosen] = []
     for text in targets:
         name, _, own = text.partition("@")
-        if not own or is_run(text, runs_dir) or directory_of(Path(text)).is_dir():
+        if directory_of(Path(text)).is_dir():
             name, own = text, ""  # a directory may have an @ in its name
         check_name(name, runs_dir)
-        if not is_run(name, runs_dir):
-            if own:
-                raise UserError(f"{text}: {name} is no run, so it has no checkpoints; give {name}"
-                                " alone")
+        if is_run(name, runs_dir):
+            directory, wanted = load_run(runs_dir, name).checkpoints_dir, own or checkpoints
+            if wanted == "all":
+                names = [path.name for path in named_as_checkpoints(directory)]
+            else:
+                names = [each for each in wanted.split(",") if find_checkpoint(directory, each)]
+            if not names:
+                raise UserError(f"{directory}: no checkpoint yet; train the run first")
+            found += [Chosen(name, each, wanted == "all") for each in names]
+        elif own:
+            raise UserError(f"{text}: {name} is no run, so it has no checkpoints; give {name}"
+                            " alone")
+        else:
             found.append(Chosen(name))
-            continue
-        directory, wanted = load_run(runs_dir, name).checkpoints_dir, own or checkpoints
-        chosen = [Chosen(name, path.name, is_optional=True)
-                  for path in named_as_checkpoints(directory)] if wanted == "all" else [
-                      Chosen(name, each) for each in wanted.split(",")
-                      if find_checkpoint(directory, each)]
-        if not chosen:
-            raise UserError(f"{directory}: no checkpoint yet; train the run first")
-        found += chosen
     return found
 
 
 def datasets_of(models: list[Chosen], dataset: str | None, runs_dir: Path) -> dict[str, str]:
-    """Return the dataset of each model by its name: the given one, its run's, or the first run's.
-
-    Raises:
-        UserError: none is given, and no model is a run.
-    """
+    """Return each model's dataset by its name: the given one, its run's, or the first run's."""
     names = dict.fromkeys(model.name for model in models)
     own = {name: dataset or load_run(runs_dir, name).train.dataset for name in names
            if dataset or is_run(name, runs_dir)}
@@ -119,28 +119,23 @@ def open_slices(datasets: dict[str, str], datasets_dir: Path, split: str, start_
     """Open the datasets and choose the tokens of each model, by its name.
 
     Runs whose datasets are the same text in other tokens are measured on all of it, each on its
-    own dataset. What is missing is downloaded or prepared.
-
-    Raises:
-        UserError: a dataset is missing, too short, or of other text than another.
+    own dataset. What is missing is downloaded or prepared. Raises: UserError.
     """
-    files = {}
+    slices = {}
     for dataset in dict.fromkeys(datasets.values()):
         if not re.fullmatch(DATASET_NAME, dataset):
             raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")
         provide_dataset(datasets_dir / dataset, dataset, [split])
-        files[dataset] = TokenFile(datasets_dir / dataset / f"{split}.safetensors")
-    if len(files) == 1:
-        slices = {dataset: choose_slice(file, dataset, start_token, num_tokens)
-                  for dataset, file in files.items()}
-    else:
-        slices = {dataset: Slice(dataset, file, 0, file.num_tokens - 1)
-                  for dataset, file in files.items()}
+        file = TokenFile(datasets_dir / dataset / f"{split}.safetensors")
+        slices[dataset] = choose_slice(file, dataset, start_token, num_tokens)
+    if len(slices) > 1:
+        slices = {dataset: Slice(dataset, part.file, 0, part.file.num_tokens - 1)
+                  for dataset, part in slices.items()}
         texts = {part.text_identity() for part in slices.values()}
-        tokenizers = {file.metadata.get("tokenizer") for file in files.values()}
-        if None in texts or len(texts) > 1 or len(tokenizers) < len(files):
+        tokenizers = {part.file.metadata.get("tokenizer") for part in slices.values()}
+        if None in texts or len(texts) > 1 or len(tokenizers) < len(slices):
             raise UserError("--dataset: name the dataset to evaluate all targets on (the targets"
-                            f" were trained on different ones: {' and '.join(files)})")
+                            f" were trained on different ones: {' and '.join(slices)})")
         if start_token is not None or num_tokens is not None:
             raise UserError("--start-token and --tokens would choose different text in the datasets"
                             " of these runs; leave them out, or name one with --dataset")
@@ -149,11 +144,7 @@ def open_slices(datasets: dict[str, str], datasets_dir: Path, split: str, start_
 
 def choose_slice(file: TokenFile, dataset: str, start_token: int | None = None,
                  num_tokens: int | None = None) -> Slice:
-    """Choose the tokens that all models are evaluated on, whatever their context lengths.
-
-    Raises:
-        UserError: the file is too short.
-    """
+    """Choose the tokens that all models are evaluated on. Raises: UserError: they are too few."""
     if start_token is None:
         start_token = DEFAULT_START_TOKEN if file.num_tokens > DEFAULT_START_TOKEN else 0
     available = file.num_tokens - start_token - 1  # the last token is only a target
@@ -163,18 +154,3 @@ def choose_slice(file: TokenFile, dataset: str, start_token: int | None = None,
                         f" {start_token:,}, wanted {max(1, wanted):,}; change --start-token or"
                         " --tokens")
     return Slice(dataset, file, start_token, wanted)
-
-
-def _records(target: LoadedModel, part: Slice | None, quizzes: list[Quiz],
-             microbatch_size: int) -> Iterator[Record]:
-    """Measure the loss on a slice, or without one the tasks. Raises: UserError."""
-    if part is not None:
-        yield evaluate(target, part, microbatch_size=microbatch_size)
-    # Errors of the questions come before any work.
-    texts = [encode_questions(target, quiz) for quiz in quizzes]
-    for quiz, encoded in zip(quizzes, texts, strict=True):
-        record = score(target, quiz, encoded, microbatch_size=microbatch_size)
-        if record["cut_texts"]:
-            print_error(f"warning: {quiz.name}: {record['cut_texts']:,} texts are longer than the"
-                        f" context of {target.name} and lost their beginning, as in lm-eval")
-        yield record

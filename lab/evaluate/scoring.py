@@ -8,9 +8,9 @@ beginning.
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from basics.errors import UserError, one_line
 from gpt import GPTModel
-from lab.evaluate.results import exp, ratio, record_of, share
 from lab.evaluate.tasks import Quiz
 from lab.runs import Record
+from lab.stats import t_95
 from tokens.batches import byte_lengths, check_token_ids
 from tokens.token_file import TokenFile
 from tokens.tokenizer import file_beside, load_tokenizer, short_name
@@ -33,6 +33,65 @@ from trainer.models import LoadedModel
 BLOCK_TOKENS = 16_384
 TEXT_FACTS = ("source", "revision", "num_documents", "num_text_bytes")  # metadata of a text
 TOKENS_PER_CHUNK = 1024  # whose logits exist at a time: 0.2 GiB with a vocabulary of 50,257
+Z_95 = 1.959964  # of the normal distribution
+
+
+class Figure(NamedTuple):
+    """A result and its 95% interval, None if there is none: how far off it may be by sampling."""
+
+    value: float
+    interval: tuple[float, float] | None
+
+    def through(self, function: Callable[[float], float]) -> Self:
+        """Return a rising function of the figure and of both bounds."""
+        low, high = map(function, self.interval or (0.0, 0.0))
+        return self._replace(value=function(self.value),
+                             interval=self.interval and (low, high))
+
+
+def share(is_right: np.ndarray) -> Figure:
+    """Return the share of right questions, (N,) bool, with its interval. Source: Wilson 1927."""
+    found, num_questions, z2 = float(is_right.mean()), len(is_right), Z_95**2
+    scale = 1 + z2 / num_questions
+    middle = (found + z2 / (2 * num_questions)) / scale
+    half = Z_95 / scale * math.sqrt(found * (1 - found) / num_questions
+                                    + z2 / (4 * num_questions**2))
+    return Figure(found, (max(0.0, middle - half), min(1.0, middle + half)))
+
+
+def ratio(x: np.ndarray, y: np.ndarray) -> Figure:
+    """Return sum(x) / sum(y) with its interval; x and y, (N,), such as losses and tokens of blocks.
+
+    The interval is None with fewer than two pairs, or if an x is not finite. With equal y it is
+    mean +- t x standard error of x / y, with Student's t for N - 1 degrees of freedom.
+
+    Source: Cochran 1977, "Sampling Techniques", section 6.4 (the variance of a ratio).
+    """
+    n, total = len(x), float(y.sum())
+    found = float(x.sum()) / total
+    if n < 2 or not math.isfinite(found):
+        return Figure(found, None)
+    deviations = x - found * y
+    half = t_95(n - 1) * math.sqrt(n / (n - 1) * float((deviations**2).sum())) / total
+    return Figure(found, (found - half, found + half))
+
+
+def exp(exponent: float) -> float:
+    """Return e to a power, at most 1e304: the perplexity of a very large loss."""
+    return math.exp(min(exponent, 700.0))
+
+
+def record_of(facts: Record, figures: dict[str, Figure | None]) -> Record:
+    """Return facts and figures, None where one cannot be computed, as evaluations.jsonl has them.
+
+    Bounds have six decimals: more depend on the microbatch.
+    """
+    record = dict(facts)
+    for key, figure in figures.items():
+        bounds = figure and figure.interval
+        record[key] = figure and figure.value
+        record[f"{key}_interval"] = bounds and [round(bound, 6) for bound in bounds]
+    return record
 
 
 @dataclass(frozen=True)
@@ -65,13 +124,12 @@ class Text(NamedTuple):
 def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Record:
     """Measure a model's loss in nats per token, in sequences of its own context length.
 
-    The last sequence may be shorter. All is computed in float32 and summed in float64, so that the
+    All is computed in float32 and summed in float64, so that the
     microbatch size does not change the first six decimals. The intervals regard blocks of
     `BLOCK_TOKENS` as independent; there are none with a single block. Bits per byte are None if
     the tokenizer is not known.
 
-    Raises:
-        UserError: the tokens are of another tokenizer than the model's, or outside its vocabulary.
+    Raises: UserError: the tokens are of another tokenizer, or outside the model's vocabulary.
     """
     torch.set_float32_matmul_precision("highest")
     lengths, config = _token_lengths(target, part.file), target.model.config
@@ -84,9 +142,8 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
         tokens = part.file.read(first, part.start_token + min(place + stride, part.num_tokens) + 1)
         check_token_ids(tokens, part.file.path, first=first, vocab_size=config.vocab_size)
         losses = _losses(target.model, tokens)
-        sequences = (place + np.arange(len(losses))) // longest
         # A sequence belongs to the block in which it begins.
-        block = sequences * longest // BLOCK_TOKENS
+        block = (place + np.arange(len(losses))) // longest * longest // BLOCK_TOKENS
         num_bytes = np.zeros(len(losses)) if lengths is None else lengths[tokens[1:]]
         for row, values in zip(blocks, (losses, np.ones(len(losses)), num_bytes), strict=True):
             row += np.bincount(block, values, minlength=len(row))
@@ -102,13 +159,7 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
 
 
 def _token_lengths(target: LoadedModel, file: TokenFile) -> np.ndarray | None:
-    """Return the number of text bytes of each token id: (V,) int64; 0 for the end of text.
-
-    None if neither the file nor the model names a tokenizer.
-
-    Raises:
-        UserError: they name different ones.
-    """
+    """Return the text bytes of each token id, (V,) int64; None if no tokenizer is known."""
     made_with, own = file.metadata.get("tokenizer"), target.tokenizer_name
     if made_with and own and made_with != own:
         raise UserError(f"{file.path}: the tokenizer is {short_name(made_with)}, but that of"
@@ -127,29 +178,25 @@ def _losses(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
     # Padding follows the last, shorter sequence: causality hides it.
     inputs = F.pad(token_ids[:-1], (0, -num_tokens % longest)).view(-1, longest)  # (B, T)
     x = model.transform(model.embed(inputs)).flatten(0, 1)[:num_tokens]  # (N, C)
-    return torch.cat([losses for *_, losses in _head_losses(model, x, token_ids[1:])]).cpu().numpy()
+    return _head_losses(model, x, token_ids[1:])[:, 0].cpu().numpy()
 
 
-def _head_losses(model: GPTModel, x: Tensor,
-                 targets: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield logits (n, V), targets (n,) and cross-entropies (n,) float64 of chunks of tokens.
+def _head_losses(model: GPTModel, x: Tensor, targets: Tensor) -> Tensor:
+    """Return each token's cross-entropy, and 1 where another is likelier: (N, 2) float64.
 
-    Args:
-        x: (N, C), the output of the last layer.
-        targets: (N,) int64.
+    Args: x: (N, C), the output of the last layer; targets: (N,) int64.
     """
+    found = []
     for part, wanted in zip(model.final_norm(x).split(TOKENS_PER_CHUNK),
                             targets.split(TOKENS_PER_CHUNK), strict=True):
         logits = F.linear(part, model.head_weight)
-        yield logits, wanted, F.cross_entropy(logits, wanted, reduction="none").double()
+        losses = F.cross_entropy(logits, wanted, reduction="none")
+        found.append(torch.stack([losses.double(), (logits.argmax(1) != wanted).double()], 1))
+    return torch.cat(found)
 
 
 def encode_questions(target: LoadedModel, quiz: Quiz) -> list[list[Text]]:
-    """Turn questions into tokens: a text for each choice.
-
-    Raises:
-        UserError: a choice is longer than the model's context, or its tokenizer is not known.
-    """
+    """Turn questions into tokens, a text for each choice. Raises: UserError: one is too long."""
     tokenizer = target.load_tokenizer()
     longest = target.model.config.context_length + 1  # the last token is only a target
     found: list[list[Text]] = []
@@ -171,14 +218,10 @@ def encode_questions(target: LoadedModel, quiz: Quiz) -> list[list[Text]]:
 @torch.inference_mode()
 def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], *,
           microbatch_size: int) -> Record:
-    """Score a model on all questions of a task.
+    """Score a model on all questions of a task, whose texts are those of `encode_questions`.
 
-    A text is scored once: two equal choices must have exactly equal log probabilities.
-
-    Args:
-        texts: of `encode_questions`.
-        microbatch_size: sequences of the model's context length whose tokens go into one forward
-            pass; of shorter texts, as many more.
+    A text is scored once: two equal choices must have exactly equal log probabilities. A forward
+    pass has as many tokens as `microbatch_size` sequences of the model's context length.
     """
     torch.set_float32_matmul_precision("highest")
     unique = sorted(dict.fromkeys(text for of_one in texts for text in of_one),
@@ -215,10 +258,7 @@ def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], *,
 
 
 def _score(target: LoadedModel, texts: list[Text]) -> list[tuple[float, bool]]:
-    """Return the log probability of each choice after its context, summed in float64.
-
-    And whether each of its tokens is the likeliest of all.
-    """
+    """Return the log probability of each choice, and whether all its tokens are the likeliest."""
     tokens = torch.zeros(len(texts), len(texts[0].tokens), dtype=torch.int64)  # (B, T + 1)
     is_new = torch.zeros(tokens[:, 1:].shape, dtype=torch.bool)  # (B, T), of the targets
     for row, text in enumerate(texts):
@@ -228,9 +268,6 @@ def _score(target: LoadedModel, texts: list[Text]) -> list[tuple[float, bool]]:
     tokens, is_new = tokens.to(target.device), is_new.to(target.device)
     model = target.model
     x = model.transform(model.embed(tokens[:, :-1]))[is_new]  # (new tokens, C)
-    found = torch.cat([torch.stack([losses, (logits.argmax(1) != wanted).double()], 1)
-                       for logits, wanted, losses in _head_losses(
-                           model, x, tokens[:, 1:][is_new])])
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=target.device)
-    sums.index_add_(0, is_new.nonzero()[:, 0], found)  # of losses, of misses
+    sums.index_add_(0, is_new.nonzero()[:, 0], _head_losses(model, x, tokens[:, 1:][is_new]))
     return [(-loss, num_misses == 0) for loss, num_misses in sums.tolist()]

@@ -9,14 +9,13 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
 from basics.errors import UserError
 from basics.json_files import describe
 
-LONGEST_LINE = 2**20
 KINDS = (".jsonl", ".parquet")
 # After the name of a split: its file, the numbers of its files, or the files in its folder.
 FILE = r"(-[\dof-]*)?(/[^/]*)?\.(parquet|jsonl)$"
@@ -32,19 +31,12 @@ class Question(NamedTuple):
 
 
 class TaskRecord(BaseModel):
-    """A record of a task's dataset. A subclass has its columns, and the task's name.
+    """A record of a task's dataset. A subclass has its columns, and the task's name."""
 
-    Attributes:
-        hub_name: of the dataset that is asked for without a file.
-        hub_files: a pattern of the files with the questions in a dataset on the hub.
-        split: that the published figures are of.
-        figures: what is reported, of those that `score` computes.
-    """
-
-    hub_name: ClassVar[str]
-    hub_files: ClassVar[str]
-    split: ClassVar[str]
-    figures: ClassVar[tuple[str, ...]] = ("accuracy", "normalised_accuracy")
+    hub_name: ClassVar[str]  # the dataset that is asked for without a file
+    hub_files: ClassVar[str]  # a pattern of the files with the questions in a dataset on the hub
+    split: ClassVar[str]  # that the published figures are of
+    figures: ClassVar[tuple[str, ...]] = ("accuracy", "normalised_accuracy")  # of `score`
 
     @abstractmethod
     def as_question(self) -> Question:
@@ -138,29 +130,19 @@ TASKS: dict[str, type[TaskRecord]] = {
 
 
 class Quiz(NamedTuple):
-    """A task with its questions.
+    """A task with its questions."""
 
-    Attributes:
-        name: the task's; of minimal pairs that are all of one kind, `blimp_` and that kind.
-        source: the name of the file, of the directory or of the dataset on the hub.
-        split: of the task's own dataset; None of any other, whose split is not known.
-    """
-
-    name: str
+    name: str  # the task's; of minimal pairs that are all of one kind, `blimp_` and that kind
     figures: tuple[str, ...]
     questions: list[Question]
-    source: str
-    split: str | None
+    source: str  # the name of the file, of the directory or of the dataset on the hub
+    split: str | None  # of the task's own dataset; None of any other, whose split is not known
 
 
 def read_quiz(name: str, source: str = "") -> Quiz:
     """Read a local file (JSON lines or parquet), a directory of them, or a dataset on the hub.
 
-    Args:
-        source: the file, the directory or the dataset; empty for the task's own dataset.
-
-    Raises:
-        UserError: there is no such task or file, or it does not hold the task's questions.
+    If `source` is empty, it is the task's own dataset. Raises: UserError.
     """
     from trainer.models import HUB_NAME  # not for --help
 
@@ -168,29 +150,35 @@ def read_quiz(name: str, source: str = "") -> Quiz:
         raise UserError(f"--task {name[:60]}: is unknown; wanted {', '.join(TASKS)}, or one of"
                         " them with =FILE")
     task = TASKS[name]
-    source = source or task.hub_name
-    place, is_on_hub = Path(source), False
+    place, split = Path(source or task.hub_name), None
     if place.is_dir():
+        title = place.resolve().name
         paths = sorted(file for file in place.iterdir() if file.suffix in KINDS and file.is_file())
-    elif place.exists() or not HUB_NAME.fullmatch(source):
-        paths = [place]
+    elif place.exists() or not HUB_NAME.fullmatch(str(place)):
+        title, paths = place.resolve().name, [place]
     else:
-        paths, is_on_hub = _download(source, task), True
+        title, paths = str(place), _download(str(place), task)
+        split = task.split if title == task.hub_name else None
     questions = [question for path in paths for question in _questions(path, task)]
     if not questions:
-        raise UserError(f"{source}: has no questions; give a .jsonl or .parquet file with"
+        raise UserError(f"{place}: has no questions; give a .jsonl or .parquet file with"
                         f" {task.__name__}'s")
     kinds = {question.kind for question in questions}
-    kind = kinds.pop() if len(kinds) == 1 else ""
-    return Quiz(f"{name}_{kind}" if re.fullmatch(r"\w{1,80}", kind) else name, task.figures,
-                questions, source if is_on_hub else place.resolve().name,
-                task.split if is_on_hub and source == task.hub_name else None)
+    if len(kinds) == 1 and re.fullmatch(r"\w{1,80}", kind := kinds.pop()):
+        name = f"{name}_{kind}"
+    return Quiz(name, task.figures, questions, title, split)
 
 
 def _questions(path: Path, task: type[TaskRecord]) -> Iterator[Question]:
-    """Read the questions of a file. Raises: UserError: it does not hold the task's."""
     try:
-        for record in _records(path):
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            records = pyarrow.parquet.read_table(path).to_pylist()
+        else:
+            lines = path.read_text(encoding="utf-8").split("\n")
+            records = (json.loads(line) for line in lines if line.strip())
+        for record in records:
             question = task.model_validate(record).as_question()
             if not (0 <= question.right < len(question.choices) and all(question.choices)):
                 raise ValueError(f"choice {question.right} of {len(question.choices)} is right, or"
@@ -201,19 +189,6 @@ def _questions(path: Path, task: type[TaskRecord]) -> Iterator[Question]:
                   else getattr(error, "strerror", None) or str(error))
         raise UserError(f"{path}: not {task.__name__}'s questions ({reason[:80]}); each needs"
                         f" {', '.join(task.model_fields)}") from None
-
-
-def _records(path: Path) -> Iterator[Any]:
-    """Read the records of a file."""
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        yield from pyarrow.parquet.read_table(path).to_pylist()
-        return
-    with path.open(encoding="utf-8") as file:
-        while line := file.readline(LONGEST_LINE):
-            if line.strip():
-                yield json.loads(line)
 
 
 def _download(repository: str, task: type[TaskRecord]) -> list[Path]:
@@ -227,10 +202,10 @@ def _download(repository: str, task: type[TaskRecord]) -> list[Path]:
              if re.search(task.hub_files, file.rfilename)]
     check_names(repository, names)
     hide_progress_bars()
-    tables = [name for name in names if name.endswith(".parquet")]
     if not names:
         raise UserError(f"{repository} on the Hugging Face hub: has no file of {task.__name__}'s"
                         f" questions; give {task.hub_name} or a local file")
+    tables = [name for name in names if name.endswith(".parquet")]
     return [Path(ask_hub(repository, lambda name=name: hf_hub_download(
         repository, name, revision=info.sha, repo_type="dataset")))
         for name in sorted(tables or names)]

@@ -9,7 +9,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from basics.errors import UserError, cannot_be_written, first_line
 from basics.files import append_whole, write_atomically
@@ -25,13 +25,28 @@ HEAD = ("Below is an instruction that describes a task. Write a response that ap
         " completes the request.\n\n### Instruction:\n")
 INPUT = "\n\n### Input:\n"
 RESPONSE = "\n\n### Response:\n"
+# `Entry.prompt` as the Jinja template of a tokenizer, for one user message: its `content` is the
+# instruction, its `input` is optional. Answers, and further messages, follow as in training: each
+# answer ends with the end of text.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'user' -%}"
+    f"{{{{- {json.dumps(HEAD)} + message['content'] -}}}}"
+    "{%- if message['input'] -%}"
+    f"{{{{- {json.dumps(INPUT)} + message['input'] -}}}}"
+    "{%- endif -%}"
+    f"{{{{- {json.dumps(RESPONSE)} -}}}}"
+    "{%- elif message['role'] == 'assistant' -%}"
+    "{{- message['content'] + eos_token -}}"
+    "{%- else -%}"
+    "{{- raise_exception('this model knows user and assistant messages only') -}}"
+    "{%- endif -%}"
+    "{%- endfor -%}")
 T = TypeVar("T")
 
 
 class Entry(BaseModel):
     """One entry of an Alpaca-style file. Other keys are ignored."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
 
     instruction: str
     input: str = ""
@@ -52,45 +67,17 @@ class AnsweredEntry(Entry):
 class AnswersFile(BaseModel):
     """The parts of a file written by `lab tune` that `lab judge` needs."""
 
-    model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
-
     model: str = Field(min_length=1)
     checkpoint: str | None = None
     answers: list[AnsweredEntry] = Field(min_length=1)
 
 
-def chat_template() -> str:
-    """Return `Entry.prompt` as the Jinja template of a tokenizer, for one user message.
-
-    The message's `content` is the instruction; an `input` of its own is optional. Answers, and
-    further messages, follow as in training: each answer ends with the end of text.
-    """
-    head, input_part, response = map(json.dumps, (HEAD, INPUT, RESPONSE))
-    return ("{%- for message in messages -%}"
-            "{%- if message['role'] == 'user' -%}"
-            f"{{{{- {head} + message['content'] -}}}}"
-            "{%- if message['input'] -%}"
-            f"{{{{- {input_part} + message['input'] -}}}}"
-            "{%- endif -%}"
-            f"{{{{- {response} -}}}}"
-            "{%- elif message['role'] == 'assistant' -%}"
-            "{{- message['content'] + eos_token -}}"
-            "{%- else -%}"
-            "{{- raise_exception('this model knows user and assistant messages only') -}}"
-            "{%- endif -%}"
-            "{%- endfor -%}")
-
-
 @dataclass(frozen=True)
 class Data:
-    """The entries of a file in its order: 85% for training, 10% for the test, then validation.
-
-    Attributes:
-        sha256: of the bytes from which they were read.
-    """
+    """The entries of a file in its order: 85% for training, 10% for the test, then validation."""
 
     path: Path
-    sha256: str
+    sha256: str  # of the bytes from which they were read
     train: list[Entry]
     test: list[Entry]
     validation: list[Entry]
@@ -131,17 +118,6 @@ def load_answers(path: Path) -> AnswersFile:
     return _read(path, TypeAdapter(AnswersFile))[1]
 
 
-def check_writable(path: Path) -> None:
-    """Check that a file can be written, before the work for it. Raises: UserError."""
-    is_new = not os.path.lexists(path)  # do not delete a broken link of the user
-    try:
-        append_whole(path, "")
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
-
-
 def _read(path: Path, kind: TypeAdapter[T]) -> tuple[bytes, T]:
     try:
         content = path.read_bytes()
@@ -151,3 +127,14 @@ def _read(path: Path, kind: TypeAdapter[T]) -> tuple[bytes, T]:
                         " entries") from None
     except ValidationError as error:
         raise UserError(f"{path}: {describe(error)}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before the work for it. Raises: UserError."""
+    is_new = not os.path.lexists(path)  # do not delete a broken link of the user
+    try:
+        append_whole(path, "")
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise cannot_be_written(path, error) from None

@@ -2,8 +2,8 @@
 
 import json
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -14,15 +14,16 @@ from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.errors import UserError, cannot_be_written, one_line, visible
 from basics.files import append_whole
 from basics.text import counted
-from lab.evaluate.results import Figure
 from lab.instruct.instructions import AnswersFile, check_writable, load_answers
 from lab.instruct.judging import Comparison, Judge, UnusableReplyError, compare
-from lab.runs import append_evaluation
+from lab.runs import append_evaluation, parsed_object
 from lab.table import Column, Table
 
 LINE_START = b'{"key":"'  # of every line of a file of judgements
 NUM_RESAMPLES = 2_000
 INTERVAL_PERCENT = (2.5, 97.5)
+Judgements = dict[str, dict[str, float]]  # each model's score, by the key of the comparison
+Score = tuple[float, tuple[float, float] | None]  # the mean and its interval
 
 
 @click.command()
@@ -57,7 +58,7 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
     known, reason = read_judgements(path), ""
     if missing := {each.key: each for each in comparisons if each.key not in known}:
         check_writable(path)  # before any request is paid for
-        if path.exists() and not path.read_bytes().endswith(b"\n"):  # a kill has cut it short
+        if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):  # a kill has cut it short
             append_whole(path, "\n")
         reason = judge_all(Judge(base_url, model), [*missing.values()], path, known,
                            concurrency=concurrency)
@@ -66,52 +67,30 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
         raise UserError(f"none of {counted(len(comparisons), 'question')} was judged; the first"
                         f" failure: {reason}")
     found = {name: summarise([scores[name] for scores in judged], seed=seed) for name in judged[0]}
-    found = dict(sorted(found.items(), key=lambda item: (-item[1].value, item[0])))
-    rows = [[one_line(name), f"{mean:.2f}",
-             "{:.2f} to {:.2f}".format(*interval) if interval else "-"]
-            for name, (mean, interval) in found.items()]
-    table = Table([Column("model", "left"), Column("mean score"), Column("95% interval", "left")],
-                  rows)
-    click.echo(visible(table.terminal()))
+    found = dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
+    click.echo(visible(Table(
+        [Column("model", "left"), Column("mean score"), Column("95% interval", "left")],
+        [[one_line(name), f"{mean:.2f}", "{:.2f} to {:.2f}".format(*interval) if interval else "-"]
+         for name, (mean, interval) in found.items()]).terminal()))
     click.echo(visible(f"\n{len(judged)} of {len(comparisons)} questions judged by {model},"
                        f" {len(comparisons) - len(judged)} failed; judgements in {path}"))
     if reason:
         click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
-    for name, figure in found.items():
-        _record(figure, *by_name[name], judge_model=model, num_questions=len(judged))
-
-
-Judgements = dict[str, dict[str, float]]  # each model's score, by the key of the comparison
-
-
-def read_judgements(path: Path) -> Judgements:
-    """Return the judgements in a file, if it exists; skip a line that a kill has cut short.
-
-    Raises:
-        UserError: it cannot be read, or holds something else.
-    """
-    try:
-        content = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; name another file with"
-                        " --output") from None
-    if not LINE_START.startswith(content[:len(LINE_START)]):
-        raise UserError(f"{path}: line 1 is not a judgement; name another file with --output")
-    found = {}
-    for line in content.splitlines():
-        with suppress(ValueError, LookupError, TypeError):
-            judgement = json.loads(line)
-            found[judgement["key"]] = judgement["scores"]
-    return found
+    for name, (score, interval) in found.items():
+        where, answers = by_name[name]
+        run_dir, at = where.parent, CHECKPOINT_NAME.fullmatch(answers.checkpoint or "")
+        if run_dir.name == answers.model and (run_dir / "model.json").is_file():
+            step = {"global_step": int(at[1])} if at else {}  # a launch drops those of later steps
+            append_evaluation(run_dir / "evaluations.jsonl", step | {
+                "target": answers.model, "checkpoint": answers.checkpoint, "judge": model,
+                "score": score, "score_interval": interval and [*interval],
+                "questions": len(judged)})
 
 
 def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
     """Read all files, by model name; by path if several files are of the same model.
 
     However a path is typed, the file has the same name: it is part of the judgements' keys.
-
-    Raises:
-        UserError: a file cannot be read, or has other questions than the first one.
     """
     loaded = {path: load_answers(path)
               for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths)}
@@ -127,71 +106,68 @@ def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
             for path, answers in loaded.items()}
 
 
+def read_judgements(path: Path) -> Judgements:
+    """Return the judgements in a file; skip a line that a kill has cut short. Raises: UserError."""
+    try:
+        content = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; name another file with"
+                        " --output") from None
+    if not LINE_START.startswith(content[:len(LINE_START)]):
+        raise UserError(f"{path}: line 1 is not a judgement; name another file with --output")
+    lines = map(parsed_object, content.decode(errors="replace").split("\n"))
+    return {line["key"]: line["scores"] for line in lines if line.keys() >= {"key", "scores"}}
+
+
 def judge_all(judge: Judge, comparisons: list[Comparison], path: Path, known: Judgements, *,
               concurrency: int) -> str:
     """Judge all comparisons concurrently; return the reason of the first failure, or "".
 
-    Each judgement is added to `known` and to its file at once: no question is paid for twice.
-
-    Raises:
-        UserError: nothing more can be judged. Completed requests and those in flight are saved.
+    Each judgement is added to `known` and to its file at once, also of requests in flight when an
+    error or Ctrl-C ends the others: no question is paid for twice. Raises: UserError.
     """
-    def save(comparison: Comparison, scores: dict[str, float]) -> None:
+    one_writer, reason = threading.Lock(), ""
+
+    def work(comparison: Comparison) -> None:
+        scores = judge.score(comparison)
         line = {"key": comparison.key, "judge": judge.model,
                 "instruction": comparison.question.instruction,
                 "order": [*comparison.labels.values()], "scores": scores}
+        text = json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n"
         try:
-            append_whole(path, json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+            with one_writer:
+                append_whole(path, text)
         except OSError as error:
             raise cannot_be_written(path, error) from None
         known[comparison.key] = scores
 
-    reason = ""
     pool = ThreadPoolExecutor(concurrency)
-    asked = {pool.submit(judge.score, comparison): comparison for comparison in comparisons}
+    asked = [pool.submit(work, comparison) for comparison in comparisons]
     try:
         for future in tqdm(as_completed(asked), total=len(asked), unit="question",
                            desc="judging", disable=None, leave=False):
             try:
-                save(asked[future], future.result())
+                future.result()
             except UnusableReplyError as error:
                 reason = reason or str(error)
-            del asked[future]
-    finally:  # after an error or Ctrl-C, send no more requests, but save the replies that are paid
+    finally:  # send no more requests, but save the replies that are paid
         judge.stopped.set()
         pool.shutdown(wait=False, cancel_futures=True)
-        rest = [future for future in asked if not future.cancelled()]
-        if num_missing := sum(not future.done() for future in rest):
-            click.echo(f"waiting for {num_missing} requests in flight", err=True)
-        for future in as_completed(rest):
-            if future.exception() is None:
-                save(asked[future], future.result())
+        if num_left := sum(not future.done() for future in asked):
+            click.echo(f"waiting for {num_left} requests in flight", err=True)
+        pool.shutdown()
     return reason
 
 
-def _record(found: Figure, path: Path, answers: AnswersFile, *, judge_model: str,
-            num_questions: int) -> None:
-    """Add a score to its run's records, if the answers are in its directory."""
-    run_dir = path.parent
-    if run_dir.name != answers.model or not (run_dir / "model.json").is_file():
-        return
-    named = CHECKPOINT_NAME.fullmatch(answers.checkpoint or "")
-    step = {"global_step": int(named[1])} if named else {}  # a launch drops those of later steps
-    append_evaluation(run_dir / "evaluations.jsonl", step | {
-        "target": answers.model, "checkpoint": answers.checkpoint, "judge": judge_model,
-        "score": found.value, "score_interval": found.interval and [*found.interval],
-        "questions": num_questions})
-
-
-def summarise(scores: list[float], *, seed: int) -> Figure:
+def summarise(scores: list[float], *, seed: int) -> Score:
     """Return the mean and its 95% bootstrap interval; None of a single question.
 
     Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", section 13.3.
     """
     values, generator = np.asarray(scores), np.random.default_rng(seed)
     if len(scores) < 2:
-        return Figure(scores[0], None)
+        return scores[0], None
     # The same seed draws the same questions for every model.
     means = [generator.choice(values, len(values)).mean() for _ in range(NUM_RESAMPLES)]
     low, high = np.percentile(means, INTERVAL_PERCENT)
-    return Figure(float(values.mean()), (float(low), float(high)))
+    return float(values.mean()), (float(low), float(high))

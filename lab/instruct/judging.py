@@ -6,11 +6,11 @@ import os
 import random
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from operator import getitem
 
 import requests
 from pydantic import HttpUrl, ValidationError
@@ -19,6 +19,8 @@ from urllib3.exceptions import HTTPError
 from basics.errors import UserError
 from basics.machine import within
 from lab.instruct.instructions import Entry
+from lab.runs import parsed_object
+from reporting.metrics_file import is_number
 
 RULES = """\
 You are an examiner. You are given one task, a reference answer, and the answers of several \
@@ -34,19 +36,18 @@ of the answer, and a poor part.
 Reply with one JSON object and nothing else. It holds a whole number for each of these labels: \
 {labels}."""
 HIGHEST_SCORE = 100
-MAX_REPLY_CHARACTERS = 100_000  # the rest of a reply is ignored
-MAX_REPLY_BYTES = 2**22
+FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 
 OPENAI = "https://api.openai.com/v1"
 REPEATED = (408, 409, 429, *range(500, 600))  # statuses of errors that may pass
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 0.0)  # seconds after each request, unless the server asks for
-LONGEST_PAUSE = 60.0  # others, which are at most as long
+LONGEST_PAUSE = 60.0  # others, which are at most as long; none after the last request
 REQUEST_SECONDS = 300.0  # for one request
+MAX_REPLY_BYTES = 2**22  # the rest of a reply is ignored
 MAX_FAILED = 3  # replies to one question that cannot be used, or attempts to connect
 # Errors that every later request would get too: key, account, address or model name is wrong.
 FATAL_STATUSES = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)
 FATAL_CODE = "insufficient_quota"  # has status 429, like errors worth a repeat
-NOT_THERE = (ValueError, LookupError, TypeError, RecursionError)  # reading a part of a reply
 
 
 class UnusableReplyError(Exception):
@@ -55,18 +56,12 @@ class UnusableReplyError(Exception):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One question and all models' answers to it, as one judge sees them.
-
-    Attributes:
-        answers: by model.
-        key: identifies this comparison, including the judge and the order of the answers.
-        labels: the models, in shuffled order, by the labels that the judge sees instead of names.
-    """
+    """One question and all models' answers to it, as one judge sees them."""
 
     question: Entry
-    answers: dict[str, str]
-    key: str
-    labels: dict[str, str]
+    answers: dict[str, str]  # by model
+    key: str  # identifies this comparison, including the judge and the order of the answers
+    labels: dict[str, str]  # the models in shuffled order, by the labels that hide their names
 
     def messages(self, complaint: str) -> list[dict[str, str]]:
         """Return the chat messages: the rules with the last reply's error, then only data."""
@@ -88,8 +83,9 @@ class Comparison:
             UnusableReplyError: no JSON object has scores for exactly the labels, or several differ.
         """
         usable, problem = [], "it contains no JSON object"
-        for scores in _objects_in(reply[:MAX_REPLY_CHARACTERS]):
-            wrong = [label for label in self.labels if not _is_score(scores.get(label))]
+        for scores in filter(None, map(parsed_object, FLAT_OBJECT.findall(reply))):
+            wrong = [label for label in self.labels
+                     if not is_number(scores.get(label), 0, HIGHEST_SCORE)]
             if wrong:
                 problem = f"{wrong[0]} is not a number from 0 to {HIGHEST_SCORE}"
             elif len(scores) > len(self.labels):
@@ -116,32 +112,13 @@ def compare(question: Entry, answers: dict[str, str], *, judge_model: str,
         f"answer_{place}": model for place, model in enumerate(order, start=1)})
 
 
-def _objects_in(text: str) -> Iterator[dict[str, Any]]:
-    """Yield all JSON objects in a text, nested ones too."""
-    decoder, start = json.JSONDecoder(), text.find("{")
-    while start >= 0:
-        try:
-            yield decoder.raw_decode(text, start)[0]
-        except ValueError:
-            pass
-        except RecursionError:  # so deep; from each of the next starts it would take as long
-            return
-        start = text.find("{", start + 1)
-
-
-def _is_score(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value <= HIGHEST_SCORE
-
-
 class Judge:
     """A language model behind an OpenAI-compatible endpoint. Thread-safe.
 
     Args:
         base_url: the endpoint; None for OpenAI's, which needs the key in OPENAI_API_KEY.
 
-    Raises:
-        UserError: the key is missing, or key or address cannot be one.
+    Raises: UserError: the key is missing, or key or address cannot be one.
     """
 
     def __init__(self, base_url: str | None, model: str) -> None:
@@ -175,12 +152,14 @@ class Judge:
             try:
                 status, headers, body = within(REQUEST_SECONDS, ask)
                 if status == 200:
-                    return comparison.read_scores(_content(body))
+                    return comparison.read_scores(
+                        _text_in(body, "choices", 0, "message", "content"))
                 problem = self._refusal(status, headers, body)
                 if status not in REPEATED or isinstance(problem, UserError):
                     break
                 with suppress(TypeError, ValueError):  # a date, or no time: then the pauses grow
-                    pause = min(LONGEST_PAUSE, max(0.0, float(headers.get("Retry-After"))))
+                    wanted = max(0.0, float(headers.get("Retry-After")))
+                    pause = pause and min(LONGEST_PAUSE, wanted)
             except UnusableReplyError as error:
                 complaint, num_failed, pause = str(error), num_failed + 1, 0.0
                 problem = UnusableReplyError(f"the reply cannot be used: {complaint}")
@@ -198,44 +177,37 @@ class Judge:
 
     def _refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
         """Return the error of a status: of this request, or of every later one too."""
-        reason, code = _reason(body, headers.get("Location"), self.key)
-        if status in FATAL_STATUSES or code == FATAL_CODE:
+        reason = _reason(body, headers.get("Location"), self.key)
+        if status in FATAL_STATUSES or _text_in(body, "error", "code") == FATAL_CODE:
             return UserError(f"{self.address}: status {status} for model {self.model[:40]!r}"
                              f" ({reason}); check OPENAI_API_KEY, --model and --base-url")
         return UnusableReplyError(f"status {status}: {reason}")
 
     def _post(self, messages: list[dict[str, str]]) -> tuple[int, Mapping[str, str], bytes]:
-        """Send a request; return its status, its headers and at most `MAX_REPLY_BYTES`."""
         # Followed to another host, a redirect would take the questions and answers there.
         with requests.post(
                 f"{self.url}/chat/completions", json={"model": self.model, "messages": messages},
-                headers={"Accept-Encoding": "identity"},  # nothing is unpacked
-                auth=self._authorise,  # else a .netrc file could replace the key
+                headers={"Accept-Encoding": "identity",  # nothing is unpacked
+                         "Authorization": f"Bearer {self.key or 'none'}"},
+                auth=lambda request: request,  # else a .netrc file could replace the key
                 timeout=REQUEST_SECONDS, allow_redirects=False, stream=True) as response:
             body = b""
             with suppress(HTTPError):  # the connection was lost: the reply cannot be used
                 body = response.raw.read(MAX_REPLY_BYTES, decode_content=False)
             return response.status_code, response.headers, body
 
-    def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request.headers["Authorization"] = f"Bearer {self.key or 'none'}"
-        return request
 
-
-def _content(body: bytes) -> str:
-    """Return the text of a completion; empty if it has none: some servers send a list."""
-    with suppress(*NOT_THERE):
-        content = json.loads(body)["choices"][0]["message"]["content"]
-        return content if isinstance(content, str) else ""
+def _text_in(body: bytes, *path: str | int) -> str:
+    """Return a text in a JSON reply; empty if it has none: some servers send a list."""
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        found = reduce(getitem, path, json.loads(body))
+        return found if isinstance(found, str) else ""
     return ""
 
 
-def _reason(body: bytes, location: str | None, key: str) -> tuple[str, str | None]:
-    """Return the server's error message, without the key that some repeat, and its code."""
-    message, code = body.decode(errors="replace"), None
-    with suppress(*NOT_THERE):
-        error = json.loads(body)["error"]
-        message, code = str(error["message"]), error.get("code")
+def _reason(body: bytes, location: str | None, key: str) -> str:
+    """Return the server's error message, without the key that some repeat."""
+    message = _text_in(body, "error", "message") or body.decode(errors="replace")
     message = f"it redirects to {location}" if location else message
     message = message.replace(key, "***") if key else message
-    return " ".join(message.split())[:60], code
+    return " ".join(message.split())[:60]

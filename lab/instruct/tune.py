@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from basics.cli import ABOVE_0, FiniteRange
+from basics.cli import ABOVE_0, DATASETS_DIR, PLACE, RUNS_DIR, FiniteRange
 from basics.errors import UserError
 from lab.instruct.instructions import book_entries, check_writable, load_entries
 
@@ -14,7 +14,7 @@ from lab.instruct.instructions import book_entries, check_writable, load_entries
 @click.argument("target_name", metavar="RUN")
 @click.option("--checkpoint", default="best", show_default=True,
               help="latest, best or the name of a checkpoint directory.")
-@click.option("--data", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--data", type=PLACE, metavar="FILE",
               help="JSON: a list of objects with instruction, input and output.  [default: the"
                    " 1,100 of \"Build a Large Language Model (from Scratch)\", downloaded once]")
 @click.option("--loss-on", type=click.Choice(["response", "all"]), default="response",
@@ -30,16 +30,14 @@ from lab.instruct.instructions import book_entries, check_writable, load_entries
               help="Maximum length of an answer.")
 @click.option("--seed", type=click.IntRange(min=0, max=2**63 - 1), default=42, show_default=True,
               help="Seed of the order of the entries and of dropout.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--output", type=PLACE, metavar="FILE",
               help="Write the answers here.  [default: runs/RUN/instruction-answers.json; if RUN is"
                    " not a run, NAME-answers.json in the current directory]")
-@click.option("--model-output", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--model-output", type=PLACE, metavar="DIR",
               help="Write the tuned model to this directory.  [default: runs/RUN/tuned; if RUN is"
                    " not a run, NAME-tuned in the current directory]")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
-@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
-              show_default=True)
+@RUNS_DIR
+@DATASETS_DIR
 def command(target_name: str, checkpoint: str, data: Path | None, output: Path | None,
             model_output: Path | None, runs_dir: Path, datasets_dir: Path, **options: Any) -> None:
     """Fine-tune RUN's model on instructions, and write its answers to a file for `lab judge`.

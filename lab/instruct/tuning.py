@@ -17,65 +17,15 @@ from basics.files import write_atomically
 from basics.json_files import to_json
 from basics.text import code, escaped
 from gpt import GPTModel
-from lab.instruct.instructions import INPUT, Data, Entry, chat_template
+from lab.instruct.instructions import CHAT_TEMPLATE, INPUT, Data, Entry
 from lab.publish.export import Extras, write_export
-from lab.publish.model_card import MARK, public_name, table_rows
+from lab.publish.model_card import MARK, public_name, template
 from reporting.sampling import SamplingOptions, stream_texts
 from tokens.tokenizer import Tokenizer
 from trainer.models import HUB_NAME, LoadedModel
 from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy ignores
-CARD = """---
-{front_matter}
----
-
-# {title}
-
-A GPT-2-class language model of {num_parameters:,} parameters that answers instructions. It is
-{base}, fine-tuned.
-
-## How to load it
-
-```python
-from transformers import pipeline
-
-generator = pipeline("text-generation", model=".")
-messages = [{{"role": "user", "content": "Name the largest planet."}}]
-print(generator(messages, max_new_tokens=50)[0]["generated_text"][-1]["content"])
-```
-
-The architecture is standard GPT-2 (`GPT2LMHeadModel`) in float32; no custom code is needed. The
-tokenizer's chat template makes the prompt that the model was tuned on:
-
-```text
-{prompt}
-```
-
-A text that the instruction is about follows the instruction as `{input}`, or is the `input` of the
-message. The model was tuned on single questions: of a longer conversation it has seen none.
-
-## What it was tuned on
-
-| | |
-|---|---|
-{data}
-
-## How it was tuned
-
-| | |
-|---|---|
-{settings}
-
-Losses in nats per token. Epoch 0 is the model before tuning; the weights are those of epoch {best}.
-
-| epoch | training loss | validation loss |
-|---:|---:|---:|
-{epochs}
-"""
-SETTINGS = {"loss_on": "loss computed on", "learning_rate": "learning rate, constant (AdamW)",
-            "weight_decay": "weight decay", "batch_size": "batch size", "max_epochs": "most epochs",
-            "seed": "seed"}
 COMPUTED_ON = {"response": "the response only", "all": "prompt and response"}
 
 
@@ -141,12 +91,11 @@ def mean_loss(model: GPTModel, examples: list[Example], batch_size: int,
     model.train(optimizer is not None)
     total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
     for start in tqdm(range(0, len(examples), batch_size), unit="batch", disable=None, leave=False):
+        rows = examples[start : start + batch_size]
         # Padding is ignored as a target, and causal attention hides it from earlier tokens.
-        token_ids, targets = (  # (B, T) int64
-            pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True,
-                         padding_value=padding)
-            for rows, padding in zip(zip(*examples[start : start + batch_size], strict=True),
-                                     (0, IGNORED), strict=True))
+        token_ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True)
+        targets = pad_sequence([torch.tensor(row.targets) for row in rows], batch_first=True,
+                               padding_value=IGNORED)
         with (torch.set_grad_enabled(optimizer is not None),
               autocast("bf16" if has_bf16 else "fp32", device)):
             loss = model(token_ids.to(device), targets.to(device))
@@ -170,23 +119,22 @@ def tune(model: GPTModel, train: list[Example], validation: list[Example],
                       weight_decay=options.weight_decay, fused=True)
     epochs: list[Epoch] = []
     best, best_weights, train_loss = None, {}, None
-    while True:
-        epoch = Epoch(len(epochs), train_loss, mean_loss(model, validation, options.batch_size))
+    for number in range(options.max_epochs + 1):
+        if number:
+            # Order and dropout depend on the seed and the epoch's number only.
+            chance = random.Random(f"{options.seed}/{number}")
+            shuffled = chance.sample(train, len(train))
+            torch.manual_seed(chance.getrandbits(63))
+            train_loss = mean_loss(model, shuffled, options.batch_size, optimizer)
+        epoch = Epoch(number, train_loss, mean_loss(model, validation, options.batch_size))
         epochs.append(epoch)
-        head = f"epoch {epoch.number}: " + (
-            "before training" if train_loss is None else f"train loss {train_loss:.4f}")
-        click.echo(f"{head}, validation loss {epoch.validation_loss:.4f} nats per token")
+        head = "before training" if train_loss is None else f"train loss {train_loss:.4f}"
+        click.echo(f"epoch {number}: {head}, validation loss {epoch.validation_loss:.4f} nats per"
+                   " token")
         if best and not epoch.validation_loss < best.validation_loss:
             break
         best, best_weights = epoch, {name: tensor.to("cpu", copy=True)
                                      for name, tensor in model.state_dict().items()}
-        if epoch.number == options.max_epochs:
-            break
-        # Order and dropout depend on the seed and the epoch's number only.
-        chance = random.Random(f"{options.seed}/{len(epochs)}")
-        shuffled = chance.sample(train, len(train))
-        torch.manual_seed(chance.getrandbits(63))
-        train_loss = mean_loss(model, shuffled, options.batch_size, optimizer)
     model.load_state_dict(best_weights)
     model.eval()
     return epochs, best
@@ -196,8 +144,7 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
         model_output: Path) -> None:
     """Fine-tune, write the tuned model completely or not at all, then its answers.
 
-    Raises:
-        UserError: no entry can be used, or a file cannot be written.
+    Raises: UserError: no entry can be used, or a file cannot be written.
     """
     tokenizer, length = target.load_tokenizer(), target.model.config.context_length
     (train, num_cut), (validation, more_cut) = (
@@ -224,7 +171,7 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
         "data": {"file": str(data.path), **counts}, "options": asdict(options),
         "epochs": [asdict(epoch) for epoch in epochs], "best_epoch": best.number}
     write_export(target, model_output, tuned_card(target, data, record),
-                 Extras(chat_template=chat_template()))
+                 Extras(chat_template=CHAT_TEMPLATE))
     click.echo(visible(f"tuned model in {model_output}"))
     record["answers"] = _answer(target, data.test, options.max_new_tokens)
     try:
@@ -261,22 +208,14 @@ def tuned_card(target: LoadedModel, data: Data, record: dict[str, Any]) -> str:
         tags=["gpt2", MARK, "instruction-tuning"]).to_yaml()
     trained = "" if checkpoint is None else (
         f" after {checkpoint.meta.tokens:,} tokens (checkpoint `{checkpoint.name}`)")
-    counts = record["data"]
-    facts = {
-        "file": data.path.name, "SHA-256": data.sha256,
-        "entries": f"{len(data.train) + len(data.test) + len(data.validation):,}",
-        "for training, validation, the test": "{train:,}, {validation:,}, {test:,}".format(
-            **counts),
-        "cut to the context": f"{counts['cut']:,}",
-        "left out: the prompt is too long": f"{counts['skipped']:,}"}
-    settings = record["options"] | {"loss_on": COMPUTED_ON[record["options"]["loss_on"]]}
-    return CARD.format(
+    losses = [(epoch["number"], *("-" if epoch[key] is None else f"{epoch[key]:.6f}"
+                                  for key in ("train_loss", "validation_loss")))
+              for epoch in record["epochs"]]
+    return template("tuned_model.md").format(
         front_matter=front_matter, title=escaped(title), base=code(base) + trained,
         num_parameters=target.model.num_parameters(),
         prompt=Entry(instruction="Name the largest planet.", output="").prompt().rstrip("\n"),
-        input=INPUT.replace("\n", "\\n"), data=table_rows(facts),
-        settings=table_rows({words: str(settings[key]) for key, words in SETTINGS.items()}),
-        best=record["best_epoch"], epochs="\n".join(
-            "| {number} | {train} | {validation_loss:.6f} |".format(
-                **epoch, train="-" if (loss := epoch["train_loss"]) is None else f"{loss:.6f}")
-            for epoch in record["epochs"]))
+        input=INPUT.replace("\n", "\\n"), file=escaped(one_line(data.path.name)),
+        sha256=data.sha256, num_entries=len(data.train) + len(data.test) + len(data.validation),
+        loss_on=COMPUTED_ON[record["options"]["loss_on"]],
+        losses="\n".join("| {} | {} | {} |".format(*row) for row in losses), **record)

@@ -2,8 +2,9 @@
 upload that, or a dataset, to the hub."""
 
 import json
+import os
 import shutil
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,17 +16,10 @@ from safetensors import SafetensorError
 
 from basics.errors import UserError, as_os_error, cannot_be_written, visible
 from basics.failpoints import failpoint
-from basics.files import fsync, locked, read_regular_file
+from basics.files import fsync, read_regular_file
 from basics.json_files import found_object, read_json_object
 from basics.tensors import write_tensors
-from lab.publish.formats import (
-    GGUF_FILES,
-    check_gguf,
-    write_gguf_files,
-    write_json,
-    write_own_tokenizer,
-    write_tokenizer_files,
-)
+from lab.publish import formats
 from lab.publish.model_card import CHARTS, MARK, Request, changed_card, model_card
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
@@ -37,8 +31,9 @@ from trainer.weight_formats import gpt2_config, to_gpt2
 
 FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
          "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
-         "merges.txt", *CHARTS, *GGUF_FILES}
+         "merges.txt", *CHARTS, *formats.GGUF_FILES}
 TOKEN_FILES = ("train.safetensors", "validation.safetensors")
+ASIDE, EARLIER = ".ddp-train-", "earlier"  # ends of the names of directories aside of an export
 
 
 @dataclass(frozen=True)
@@ -50,47 +45,43 @@ class Extras:
     with_gguf: bool = False
 
 
-NONE = Extras()
-
-
 def write_export(target: LoadedModel, output_dir: Path, card: str,
-                 extras: Extras = NONE) -> Path:
+                 extras: Extras | None = None) -> Path:
     """Write a model's directory completely or not at all, replacing an earlier export.
 
-    A power loss leaves the earlier one or the new one whole.
-
-    Raises:
-        UserError: GPT-2 does not support the model, the directory cannot be written, or it holds
-            something else; or a chart is a link.
+    A power loss leaves the earlier one or the new one whole. Raises: UserError: the directory
+    cannot be written or holds something else, or a chart is a link.
     """
     check_output(output_dir)
+    extras = extras or Extras()
     if extras.with_gguf:
-        check_gguf(target)
-    new_dir, old_dir = (_work_dir(output_dir) / name for name in ("new", "old"))
-    with _locked(output_dir):
-        try:
-            for leftover in (new_dir, old_dir):
+        formats.check_gguf(target)
+    aside = f".{output_dir.name}{ASIDE}"
+    new_dir, old_dir = (output_dir.with_name(aside + end) for end in (str(os.getpid()), EARLIER))
+    try:
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in output_dir.parent.iterdir():  # of a kill
+            if leftover.name.startswith(aside):
                 shutil.rmtree(leftover, ignore_errors=True)
-            new_dir.mkdir()
-            (new_dir / "README.md").write_text(card, encoding="utf-8")
-            _write_files(target, new_dir, extras)
-            for path in (*new_dir.iterdir(), new_dir):
-                fsync(path)
-            if output_dir.exists():
-                output_dir.rename(old_dir)
-                failpoint("export.rename")
-            new_dir.rename(output_dir)
-            fsync(output_dir.parent)
-            shutil.rmtree(old_dir, ignore_errors=True)
-        except (OSError, SafetensorError) as error:
-            raise cannot_be_written(output_dir, as_os_error(error)) from None
-        finally:
-            shutil.rmtree(new_dir, ignore_errors=True)
+        new_dir.mkdir()
+        (new_dir / "README.md").write_text(card, encoding="utf-8")
+        _write_files(target, new_dir, extras)
+        for path in (*new_dir.iterdir(), new_dir):
+            fsync(path)
+        if output_dir.exists():
+            output_dir.rename(old_dir)
+            failpoint("export.rename")
+        new_dir.rename(output_dir)
+        fsync(output_dir.parent)
+    except (OSError, SafetensorError) as error:
+        raise cannot_be_written(output_dir, as_os_error(error)) from None
+    finally:
+        shutil.rmtree(new_dir, ignore_errors=True)
+    shutil.rmtree(old_dir, ignore_errors=True)
     return output_dir
 
 
 def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
-    """Write configs, weights, tokenizer and extras beside a card."""
     model = target.model
     end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
     config = gpt2_config(model.config, end_of_text)
@@ -103,38 +94,24 @@ def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
     length = model.config.context_length
     if target.tokenizer_path is not None:
         content = read_named_tokenizer(target.tokenizer_path, target.tokenizer_name)
-        write_own_tokenizer(directory, content, context_length=length)
+        formats.write_own_tokenizer(directory, content, context_length=length)
     elif target.tokenizer_name is not None:
-        write_tokenizer_files(directory, target.tokenizer_name, context_length=length)
+        formats.write_tokenizer_files(directory, target.tokenizer_name, context_length=length)
     if extras.chat_template is not None:
         path = directory / "tokenizer_config.json"
-        write_json(path, read_json_object(path) | {"chat_template": extras.chat_template})
+        formats.write_json(path, read_json_object(path) | {"chat_template": extras.chat_template})
     if extras.with_gguf:
-        write_gguf_files(target, directory)
+        formats.write_gguf_files(target, directory)
     for path in (extras.charts_dir / name for name in CHARTS if extras.charts_dir):
         if is_own_file(path):
             shutil.copyfile(path, directory / path.name)
 
 
-def _work_dir(output_dir: Path) -> Path:
-    return output_dir.with_name(f".{output_dir.name}.ddp-train-export")
-
-
-def _locked(output_dir: Path) -> AbstractContextManager[None]:
-    """Let one command at a time write an export."""
-    return locked(_work_dir(output_dir), is_temporary=True, busy=(
-        f"{output_dir}: another lab publish or lab tune is writing it; wait for its end"))
-
-
 def put_back(output_dir: Path) -> None:
-    """Put back an earlier export that a kill left under another name while it was replaced.
-
-    Raises: UserError: another command replaces it at this moment.
-    """
-    old_dir = _work_dir(output_dir) / "old"
-    if is_export(old_dir) and not output_dir.exists():
-        with _locked(output_dir), suppress(OSError):  # nothing is lost: it keeps its other name
-            old_dir.rename(output_dir)
+    """Put back an earlier export that a kill left under another name while it was replaced."""
+    if not output_dir.exists():
+        with suppress(OSError):  # there is none
+            output_dir.with_name(f".{output_dir.name}{ASIDE}{EARLIER}").rename(output_dir)
 
 
 def check_output(output_dir: Path, *, option: str = "--output") -> None:
@@ -176,11 +153,7 @@ class Upload(NamedTuple):
 def find_dataset(request: Request) -> Upload | None:
     """Return the upload of a dataset directory; None if the source is not one.
 
-    Only the token files, their tokenizer and README.md are uploaded, unchanged.
-
-    Raises:
-        UserError: the dataset is incomplete, an option applies only to models, or README.md or
-            the tokenizer is a link.
+    Only the token files, their tokenizer and README.md are uploaded, unchanged. Raises: UserError.
     """
     directory = Path(request.source)
     if not is_complete(directory):
@@ -204,9 +177,8 @@ def export_model(request: Request) -> Upload:
     of_run = is_run(request.source, request.runs_dir)
     if not of_run and not is_export(source):
         load_run(request.runs_dir, request.source)  # its error lists the runs
-    output_dir = request.output_dir or (
-        request.runs_dir / request.source / "export" if of_run else source)
-    output_dir = output_dir.absolute()
+    output_dir = (request.output_dir or (
+        request.runs_dir / request.source / "export" if of_run else source)).absolute()
     check_output(output_dir)
     target = load_model(request.source if of_run else str(source), runs_dir=request.runs_dir,
                         checkpoint_name=request.checkpoint, device=torch.device("cpu"))
@@ -220,10 +192,7 @@ def export_model(request: Request) -> Upload:
 
 
 def send(upload: Upload, repository: str, *, is_public: bool) -> None:
-    """Upload all files in one commit; files that an interrupted upload sent are not sent again.
-
-    The hub client retries by itself.
-    """
+    """Upload all files in one commit; what an interrupted upload has sent is not sent again."""
     if not get_token():
         raise UserError(f"{repository} on the Hugging Face hub: uploading needs a token; set"
                         " HF_TOKEN to one with write access, or run `uv run hf auth login`")

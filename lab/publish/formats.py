@@ -35,15 +35,12 @@ GGUF_FILES = {"model-F16.gguf": "F16", "model-Q8_0.gguf": "Q8_0"}  # by name, th
 TRANSPOSED = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2 keeps (in, out), GGUF (out, in)
 LARGEST_F16 = 65504.0
 NO_MERGES = "<|endoftext|> <|endoftext|>"  # llama.cpp wants at least one; text never has these two
+# Of a tokenizer's model: what llama.cpp would do differently.
+NOT_IN_GGUF = ("ignore_merges", "byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_length: int) -> None:
-    """Write a tokenizer for `AutoTokenizer` and for the `tokenizers` library.
-
-    Args:
-        tokenizer_name: `gpt2` or `bytes`.
-        context_length: in tokens, of the model.
-    """
+    """Write `gpt2` or `bytes` for `AutoTokenizer` and for the `tokenizers` library."""
     splits_words = tokenizer_name == "gpt2"
     if splits_words:
         vocabulary = json.loads(gpt2_file("encoder.json"))
@@ -74,15 +71,12 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
 
 def write_own_tokenizer(directory: Path, content: bytes, *,
                         context_length: int | None = None) -> None:
-    """Write a tokenizer that comes as a file, unchanged, with what `AutoTokenizer` needs beside it.
+    """Write a tokenizer.json unchanged, with what `AutoTokenizer` needs beside it.
 
-    Args:
-        content: of its tokenizer.json.
-        context_length: in tokens, of a model; None if there is none yet.
+    Args: context_length: in tokens, of a model; None if there is none yet.
     """
     (directory / TOKENIZER_FILE).write_bytes(content)
-    end_of_text = parse_tokenizer(content).eot_text
-    special = dict.fromkeys(("bos_token", "eos_token"), end_of_text)
+    special = dict.fromkeys(("bos_token", "eos_token"), parse_tokenizer(content).eot_text)
     write_json(directory / "special_tokens_map.json", special)
     length = {} if context_length is None else {"model_max_length": context_length}
     write_json(directory / "tokenizer_config.json", special | length | {
@@ -106,7 +100,12 @@ def check_gguf(target: LoadedModel) -> None:
     elif largest > LARGEST_F16:
         reason = f"it has numbers up to {largest:g}, too large for 16-bit floats"
     elif target.tokenizer_path is not None:
-        reason = _difference_from_gpt2(target.tokenizer_path.read_bytes())
+        content = target.tokenizer_path.read_bytes()
+        model = json.loads(content)["model"]
+        if (model.get("type", "BPE") != "BPE" or any(map(model.get, NOT_IN_GGUF))
+                or set(BYTE_LETTERS) - model["vocab"].keys()
+                or not parse_tokenizer(content).splits_like_gpt2):
+            reason = "its tokenizer is not a byte-level BPE that works as GPT-2's"
     if reason:
         raise UserError(f"{target.name}: {reason}, which GGUF cannot hold; leave out --gguf")
 
@@ -188,18 +187,3 @@ def _tensors(target: LoadedModel, kind: GGMLQuantizationType,
         if matrix.shape[-1] % GGML_QUANT_SIZES[stored_as][0]:
             stored_as = GGMLQuantizationType.F16
         yield name, quantize(matrix, stored_as), stored_as
-
-
-def _difference_from_gpt2(content: bytes) -> str:
-    """Say what in a tokenizer's file llama.cpp would do differently; empty if nothing."""
-    model: dict[str, Any] = json.loads(content)["model"]
-    if model.get("type", "BPE") != "BPE":
-        return f"its tokenizer is a {model['type']}, not a byte-level BPE"
-    if not parse_tokenizer(content).splits_like_gpt2:
-        return "its tokenizer does not split text as GPT-2's"
-    for option in ("ignore_merges", "byte_fallback", "continuing_subword_prefix",
-                   "end_of_word_suffix"):
-        if model.get(option):
-            return f"its tokenizer has {option}"
-    missing = set(BYTE_LETTERS) - model["vocab"].keys()
-    return f"its tokenizer has no entry for {len(missing)} of the 256 bytes" if missing else ""

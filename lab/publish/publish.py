@@ -1,17 +1,17 @@
 """`lab publish`: export a run's model, and upload models and datasets to the hub."""
 
-from pathlib import Path
 from typing import Any
 
 import click
 
+from basics.cli import DATASETS_DIR, PLACE, RUNS_DIR
 from basics.errors import visible
 
 
 @click.command()
 @click.argument("source")
 @click.argument("repository", required=False)
-@click.option("--output", "output_dir", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--output", "output_dir", type=PLACE, metavar="DIR",
               help="Write the model to this directory.  [default: runs/<run>/export; SOURCE itself"
                    " if it is an exported or tuned model]")
 @click.option("--checkpoint", default="best", show_default=True,
@@ -29,10 +29,8 @@ from basics.errors import visible
 @click.option("--language", "languages", multiple=True, metavar="CODE",
               help="For the model card, such as en; may be repeated.  [default: as the"
                    " dataset's card says, or en of FineWeb]")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
-@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
-              show_default=True, help="Where the card of the run's dataset is.")
+@RUNS_DIR
+@DATASETS_DIR
 def command(**options: Any) -> None:
     """Export a run's model in the format of transformers, and upload it.
 

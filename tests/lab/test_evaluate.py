@@ -16,10 +16,9 @@ from matplotlib.figure import Figure
 
 from basics.errors import UserError
 from checkpointing import list_checkpoints
-from lab.evaluate import measure, results, scoring
+from lab.evaluate import measure, scoring
 from lab.evaluate.measure import choose_slice
-from lab.evaluate.results import ratio, share
-from lab.evaluate.scoring import encode_questions, evaluate, score
+from lab.evaluate.scoring import encode_questions, evaluate, ratio, score, share
 from lab.evaluate.tasks import TASKS, Question, Quiz, read_quiz
 from lab.publish.export import write_export
 from tests.support.hub_server import Hub, serving, used_in_this_process
@@ -176,7 +175,7 @@ def test_only_the_split_that_is_measured_is_downloaded(trained, tmp_path):
 def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(trained, is_task, monkeypatch):
     drawn: list[Figure] = []
     monkeypatch.setattr(scoring, "BLOCK_TOKENS", 64)
-    monkeypatch.setattr(results, "draw_by_hand", lambda path, plot: drawn.append(
+    monkeypatch.setattr("lab.evaluate.evaluate.draw_by_hand", lambda path, plot: drawn.append(
         figure := Figure()) or plot(figure) or path)
     write_records(trained.root / "pairs.jsonl", [
         {"sentence_good": "abcd"[:n], "sentence_bad": "wxyz"[-n:]} for n in (1, 2, 3, 4)])

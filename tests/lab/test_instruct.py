@@ -381,7 +381,7 @@ def test_the_interval_is_the_bootstrap_interval():
     assert mean == 50
     assert interval == pytest.approx((40.2, 59.8), abs=1.5)  # 1.96 standard errors of 5
     assert found == summarise([0.0, 100.0] * 50, seed=1)
-    assert summarise([7.0, 7.0], seed=1).interval == (7, 7)
+    assert summarise([7.0, 7.0], seed=1) == (7, (7, 7))
     assert summarise([50.0], seed=1) == (50, None)
 
 
