@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -28,13 +28,13 @@ from basics.checkpoint_files import (
     LATEST,
     MANIFEST,
     SNAPSHOT_BLOCK_BYTES,
+    Identity,
     IdentityName,
     find_damage,
     named_as_checkpoints,
     read_identity,
     read_manifest,
     replace_link,
-    step_of,
     write_manifest,
 )
 from basics.errors import UserError, as_os_error, first_line
@@ -115,9 +115,9 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """Reused host buffers for snapshots: each snapshot overwrites the last one.
+    """Reused host buffers for snapshots, each of which overwrites the last one.
 
-    They are parts of large blocks: PyTorch rounds pinned memory up to the next power of two.
+    They are parts of blocks: PyTorch rounds pinned memory up to the next power of two.
     """
 
     def __init__(self) -> None:
@@ -163,16 +163,13 @@ class Checkpoint:
         """The loss that decides which checkpoint is `best`."""
         return (self.validation or self.meta).loss
 
-    def facts(self) -> dict[str, Any]:
-        """Return what `summary.json` records of it."""
-        return {"checkpoint": self.name, "global_step": self.meta.global_step, "loss": self.loss}
+    def is_of(self, identity: Identity | None) -> bool:
+        """Return whether it belongs to a run; any does if the run has no identity."""
+        return identity is None or identity.includes(self.meta.identity, self.meta.global_step)
 
 
 def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointMeta) -> Checkpoint:
-    """Write a checkpoint: its files, fsync, the manifest last. Rank 0.
-
-    Raises: OSError: it could not be written; nothing of it is left.
-    """
+    """Write a checkpoint: its files, fsync, the manifest last. Raises: OSError: nothing is left."""
     if not checkpoints_dir.is_dir():
         checkpoints_dir.mkdir(parents=True)
         fsync(checkpoints_dir.parent)
@@ -203,40 +200,30 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
 
 
 def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint:
-    """Add a validation to a saved checkpoint. Rank 0.
-
-    Raises: OSError: it could not be written; the checkpoint is whole, and not validated.
-    """
+    """Add a validation to a saved checkpoint. Raises: OSError: that is whole, and not validated."""
     failpoint("save.validation")
     text = validation.model_dump_json() + "\n"
     write_atomically(checkpoint.path / VALIDATION, text, durable=True)
     return replace(checkpoint, validation=validation)
 
 
-def list_checkpoints(checkpoints_dir: Path, *, foreign: bool = False) -> list[Checkpoint]:
+def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
     """Return the run's checkpoints whose sizes are right, by global step, not by their times.
 
-    Args:
-        foreign: instead those that the run has left, or that are another run's.
-
-    Raises: UserError: the run's identity cannot be read.
+    Not those that it has left, or that are another run's. Raises: UserError.
     """
     found, identity = [], read_identity(checkpoints_dir.parent)
     for path in named_as_checkpoints(checkpoints_dir):
         with suppress(UserError):
-            checkpoint = open_checkpoint(path)
-            meta = checkpoint.meta
-            belongs = identity is None or identity.includes(meta.identity, meta.global_step)
-            if belongs != foreign:
+            if (checkpoint := open_checkpoint(path)).is_of(identity):
                 found.append(checkpoint)
     return sorted(found, key=lambda checkpoint: (checkpoint.meta.global_step, checkpoint.name))
 
 
 def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
-    """Read a checkpoint's JSON files. Raises: UserError: it is damaged.
+    """Read a checkpoint's JSON files; if `thoroughly`, compare digests, about a second a GB.
 
-    Args:
-        thoroughly: read every byte and compare digests, about a second a GB.
+    Raises: UserError: it is damaged.
     """
     damage = find_damage(path, thoroughly=thoroughly)
     if not damage:
@@ -259,13 +246,13 @@ def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     Raises: UserError: there are some, but none is whole: starting over would lose the run.
     """
     damaged: list[str] = []
-    foreign = {found.name for found in list_checkpoints(checkpoints_dir, foreign=True)}
+    identity = read_identity(checkpoints_dir.parent)
     for path in reversed(named_as_checkpoints(checkpoints_dir)):
-        if path.name not in foreign:
-            try:
+        try:
+            if open_checkpoint(path).is_of(identity):
                 return open_checkpoint(path, thoroughly=True), damaged
-            except UserError as error:
-                damaged.append(str(error))
+        except UserError as error:
+            damaged.append(str(error))
     if damaged:
         raise UserError(f"{damaged[0]}; and no other checkpoint is whole: restore one, or start"
                         " over with --fresh")
@@ -299,10 +286,7 @@ def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def renew_links(checkpoints_dir: Path) -> None:
-    """Let `latest` and `best` name the right checkpoints; no launch reads them. Rank 0.
-
-    Raises: OSError, UserError: they could not be renewed.
-    """
+    """Let `latest` and `best` name the right checkpoints; no launch reads them. Rank 0."""
     failpoint("save.links")
     if checkpoints := list_checkpoints(checkpoints_dir):
         replace_link(checkpoints_dir / LATEST, checkpoints[-1].name)
@@ -332,7 +316,7 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
 
 
 def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
-    """Load only the model's weights, in place. Raises: UserError: as `load_checkpoint`."""
+    """Load only the weights, in place. Raises: UserError: as `load_checkpoint`."""
     weights = _read(checkpoint, WEIGHTS, {
         name: ("F32", list(tensor.shape)) for name, tensor in model.state_dict().items()})
     model.load_state_dict(weights)
@@ -377,19 +361,18 @@ def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> No
 def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
     """Leave a launch whole checkpoints of earlier steps, and links to them. Rank 0.
 
-    What a kill left of a checkpoint is removed. Those from `from_step` on, damaged ones too, and
-    those of another run move to a directory that is returned, with a copy of the records; None if
-    there are none.
+    What a kill left of a checkpoint is removed. Those from `from_step` on, damaged ones and those
+    of another run move to a directory that is returned, with a copy of the records; None if there
+    are none.
     """
     checkpoints_dir, aside_dir = run_dir / "checkpoints", None
     for path in named_as_checkpoints(checkpoints_dir, partial=True):
         if _is_partly_saved(path):
             with suppress(OSError):
                 remove_checkpoint(path)
-    foreign = {found.name for found in list_checkpoints(checkpoints_dir, foreign=True)}
-    chosen = [path for path in named_as_checkpoints(checkpoints_dir)
-              if step_of(path) >= from_step or path.name in foreign]
-    if chosen:
+    kept = {checkpoint.path for checkpoint in list_checkpoints(checkpoints_dir)
+            if checkpoint.meta.global_step < from_step}
+    if chosen := [path for path in named_as_checkpoints(checkpoints_dir) if path not in kept]:
         now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
         aside_dir = next(place for number in count() if not (
             place := run_dir / "set-aside" / (f"{now}-{number}" if number else now)).exists())

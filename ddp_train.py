@@ -38,9 +38,9 @@ from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver
-from trainer.diagnostics import NO_PROBE, Probe
+from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
 from trainer.launcher import launch
-from trainer.learning_rate_search import range_test, report_range_test, run_range_test
+from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
 from trainer.losses import Losses, validate
 from trainer.microbatch_search import check_search, search
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
@@ -80,11 +80,11 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
         return search(__file__, options, process.world_size) if process.is_main else None
     if process.device.type == "cpu":
         keep_freed_memory()
-    if options.find_learning_rate:
-        return find_learning_rate(options, process, agreement)
     options = options.after_restart(agreement.step_before_restart())
     watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
                         seconds=clock.total_seconds)
+    if options.find_learning_rate:
+        return find_learning_rate(options, watchdog, agreement)
     with watchdog.start():  # a node may be lost while another one downloads
         prepared = prepare_run(options, process, clock, agreement)
         agreement.require_same("run", prepared.agreed_values())
@@ -100,44 +100,48 @@ def train_run(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
     process = watchdog.process
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
     state = agreement.run("state", lambda: build_state(prepared, process))
-    watchdog.expect_steps(prepared.run.train.hang_timeout_seconds, prepared.run.heartbeat_path)
-    with process_group(process, agreement.connect("group"), prepared.run.train) as group:
+    watchdog.expect_steps(prepared.config.hang_timeout_seconds, prepared.run.heartbeat_path)
+    with process_group(process, agreement.connect("group"), prepared.config) as group:
         trainer = Trainer(prepared, state, watchdog, clock=clock, group=group)
         global_step = trainer.train(agreement)
     if process.is_main:
         trainer.end(global_step)
 
 
-def find_learning_rate(options: Options, process: Process, agreement: Agreement) -> None:
+def find_learning_rate(options: Options, watchdog: Watchdog, agreement: Agreement) -> None:
     """Train from the initial weights with growing rates, and suggest one. Every rank."""
-    with range_test(options, process, agreement) as (prepared, state, watchdog):
-        step = TrainingStep(state, prepared.train, process)
-        microbatches = read_microbatches(prepared, watchdog, PhaseClock())
-        num_microbatches = prepared.plan.gradient_accumulation_steps
-        losses = run_range_test(lambda rate: step.take(
-            microbatches, num_microbatches=num_microbatches, learning_rate=rate)[0],
-            watchdog, prepared.train.hang_timeout_seconds)
-        microbatches.close()
-        del step.parallel_loss  # its threads must be gone before its process group
+    process = watchdog.process
+    with watchdog.start():
+        prepared = prepare_range_test(options, watchdog, agreement)
+        state = agreement.run("state", lambda: build_state(prepared, process))
+        with process_group(process, agreement.connect("group"), prepared.config):
+            step = TrainingStep(state, prepared.config, process)
+            microbatches = read_microbatches(prepared, watchdog, PhaseClock())
+            num_microbatches = prepared.plan.gradient_accumulation_steps
+            losses = run_range_test(lambda rate: step.take(
+                microbatches, num_microbatches=num_microbatches, learning_rate=rate)[0],
+                watchdog, prepared.config.hang_timeout_seconds)
+            microbatches.close()
+            del step.parallel_loss  # its threads must be gone before its process group
     report_range_test(prepared.run, losses, process)
 
 
 def measure_microbatch(trial: MicrobatchTrial) -> None:
     """Take a few steps on random tokens, with one size of the microbatch. Every rank."""
-    with trial.measuring() as (state, train, microbatches):
-        step = TrainingStep(state, train, trial.process)
-        trial.time_steps(lambda: step.take(microbatches, learning_rate=train.learning_rate,
+    with trial.measuring() as (state, config, microbatches):
+        step = TrainingStep(state, config, trial.process)
+        trial.time_steps(lambda: step.take(microbatches, learning_rate=config.learning_rate,
                                            num_microbatches=trial.num_microbatches))
 
 
-def wrap_in_ddp(loss: nn.Module, process: Process, train: TrainConfig) -> Any:
+def wrap_in_ddp(loss: nn.Module, process: Process, config: TrainConfig) -> Any:
     """Wrap the training loss so that DDP averages its gradients over the processes. Every rank."""
     if process.world_size == 1:
         return loss  # there is nothing to average, and DDP would cost time
     parallel_loss = DistributedDataParallel(  # the model has no buffers to broadcast
         loss, device_ids=[process.device] if process.device.type == "cuda" else None,
         gradient_as_bucket_view=True)
-    if train.all_reduce_dtype == "bf16":
+    if config.all_reduce_dtype == "bf16":
         parallel_loss.register_comm_hook(None, bf16_compress_hook)
     return parallel_loss
 
@@ -173,22 +177,18 @@ def read_microbatches(prepared: PreparedRun, watchdog: Watchdog,
 
 
 class TrainingStep:
-    """Takes the global steps of one process. Building one compiles the model. Every rank.
+    """Takes the global steps of one process. Building one compiles the model. Every rank."""
 
-    Args:
-        train: after `resolve_for_device`.
-
-    Raises: UserError: it cannot be compiled.
-    """
-
-    def __init__(self, state: TrainingState, train: TrainConfig, process: Process) -> None:
-        self.state, self.train, self.process = state, train, process
+    def __init__(self, state: TrainingState, config: TrainConfig, process: Process,
+                 diagnostics: Diagnostics = NO_DIAGNOSTICS) -> None:
+        self.state, self.config = state, config
+        self.process, self.diagnostics = process, diagnostics
         self._parameters = list(state.model.parameters())  # finding them takes 1 ms of each step
-        self.losses = Losses(state.model, train, process)
-        self.parallel_loss = wrap_in_ddp(self.losses.training, process, train)
+        self.losses = Losses(state.model, config, process)
+        self.parallel_loss = wrap_in_ddp(self.losses.training, process, config)
 
     def take(self, microbatches: Iterator[Microbatch], *, num_microbatches: int,
-             learning_rate: float, probe: Probe = NO_PROBE) -> tuple[Tensor, Tensor]:
+             learning_rate: float) -> tuple[Tensor, Tensor]:
         """Take one global step. Every rank; nothing here waits for the device.
 
         Args:
@@ -203,30 +203,28 @@ class TrainingStep:
         step_loss = torch.zeros((), device=self.process.device)
         accumulates = self.process.world_size > 1 and num_microbatches > 1
         for accumulation_step in range(num_microbatches):
-            microbatch = next(microbatches)
-            probe.see(microbatch)
-            index, token_ids, targets = microbatch
+            index, token_ids, targets = next(microbatches)
             if model.config.drop_rate:  # nothing else draws random numbers
-                torch.manual_seed(dropout_seed(self.train.random_seed, index))
+                torch.manual_seed(dropout_seed(self.config.random_seed, index))
             is_last = accumulation_step == num_microbatches - 1
             # DDP reads require_backward_grad_sync in the forward pass, so forward and backward
             # must both be inside no_sync().
             with nullcontext() if is_last or not accumulates else self.parallel_loss.no_sync():
-                with autocast(self.train.precision, self.process.device):
+                with autocast(self.config.precision, self.process.device):
                     loss = self.parallel_loss(token_ids, targets) / num_microbatches
                 if failpoint("gradient"):
                     loss = loss * torch.nan
                 scaler.scale(loss).backward()
             step_loss += loss.detach()
-        del loss, microbatch, token_ids, targets  # the update can use their memory
         scaler.unscale_(optimizer)
-        probe.before_update(model)
-        grad_norm = clip_gradients(self._parameters, self.train.clipping_max_norm)
+        self.diagnostics.before_update(model, token_ids, targets)
+        del loss, token_ids, targets  # the update can use their memory
+        grad_norm = clip_gradients(self._parameters, self.config.clipping_max_norm)
         # If it is 1, the fused kernels change neither weights nor moments nor their step count.
         optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
         scaler.step(optimizer)
         scaler.update()
-        probe.after_update(model)
+        self.diagnostics.after_update(model)
         # Where DDP accumulates, the gradients stay: they are views of its buckets, and would be
         # allocated twice. With one microbatch it is cheaper to copy new ones into the buckets.
         optimizer.zero_grad(set_to_none=not accumulates)
@@ -238,7 +236,7 @@ class Trainer:
 
     def __init__(self, prepared: PreparedRun, state: TrainingState, watchdog: Watchdog, *,
                  clock: PhaseClock, group: dist.ProcessGroup) -> None:
-        self.prepared, self.config, self.data = prepared, prepared.train, prepared.data
+        self.prepared, self.config, self.data = prepared, prepared.config, prepared.data
         self.plan, self.state, self.clock, self.group = prepared.plan, state, clock, group
         self.watchdog, self.process = watchdog, watchdog.process
         self.saver = BackgroundSaver(
@@ -257,9 +255,10 @@ class Trainer:
         for global_step in range(self.prepared.first_step, self.stop.last_step + 1):
             self.watchdog.heartbeat(global_step)
             learning_rate = learning_rate_at(self.config, global_step, num_steps=num_steps)
+            self.step.diagnostics.begin_step(global_step)
             loss, grad_norm = self.step.take(
                 microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
-                learning_rate=learning_rate, probe=self.reports.diagnostics.probe(global_step))
+                learning_rate=learning_rate)
             losses.add(loss, grad_norm)
             self.reports.log.step()
             if global_step == self.prepared.first_step:
@@ -282,7 +281,8 @@ class Trainer:
         self.identity, aside_dir = open_run_dir(self.prepared, self.process, self.clock)
         self.reports.begin(aside_dir)
         agreement.record_training_began(self.prepared.first_step)
-        self.step = TrainingStep(self.state, self.config, self.process)
+        self.step = TrainingStep(self.state, self.config, self.process,
+                                 self.reports.diagnostics)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()
             self.validate(self.prepared.first_step - 1)
@@ -334,11 +334,8 @@ class Trainer:
 
     def validate(self, global_step: int) -> None:
         """Measure the validation loss, on rank 0 or, a collective, on all; rank 0 records it."""
-        on_all = self.config.validate_on == "all"
-        if not (self.process.is_main or on_all):
-            return
         with self.clock.phase(VALIDATION) as phase:
-            loss = validate(self.step.losses, self.data.validation, self.watchdog, shares=on_all)
+            loss = validate(self.step.losses, self.data.validation, self.watchdog)
         if loss is not None and self.process.is_main:
             self.reports.report_validation(global_step, loss, phase.seconds)
             self.saver.add_validation(Validation(

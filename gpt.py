@@ -27,23 +27,13 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How the forward pass is computed. The result differs by rounding only.
+    """How the forward pass is computed. The result differs by rounding only."""
 
-    Args:
-        residual_dtype: dtype of the residual stream, if not that of the embeddings; bfloat16 needs
-            bfloat16 autocast.
-        head_chunk_tokens: tokens per chunk of head and loss; None computes all at once.
-        activation_checkpointing: store only the inputs of layers, and run each layer again in the
-            backward pass.
-        head_multiple: pad the head with zeros to a multiple of this in its matrix product.
-        attention: one of `KERNELS`, "auto" to let PyTorch choose one, or "blocks".
-    """
-
-    residual_dtype: torch.dtype | None = None
-    head_chunk_tokens: int | None = None
-    activation_checkpointing: bool = False
-    head_multiple: int = 1
-    attention: str = "auto"
+    residual_dtype: torch.dtype | None = None  # if not the embeddings'; bfloat16 needs autocast
+    head_chunk_tokens: int | None = None  # per chunk of head and loss; None computes all at once
+    activation_checkpointing: bool = False  # run each layer again in the backward pass
+    head_multiple: int = 1  # the head is padded with zeros to a multiple in its matrix product
+    attention: str = "auto"  # one of `KERNELS`, "auto" to let PyTorch choose one, or "blocks"
 
 
 class CausalSelfAttention(nn.Module):

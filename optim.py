@@ -17,18 +17,15 @@ from torch.optim import AdamW, Optimizer
 
 from ops.orthogonalise import orthogonalise
 from processes.launch import Process
-from run_config import GROUPS, Group, ModelConfig, Schedule, TrainConfig
+from run_config import GROUPS, Group, ModelConfig, TrainConfig
 
 COSINE_FINAL_FRACTION = 0.1  # of the original system
 WSD_DECAY_PERCENT = 20.0
 RAISED = 1.1  # ratio of two learning rates that is worth a warning
 
 
-def build_optimizer(model: nn.Module, train: TrainConfig, process: Process) -> AdamW:
+def build_optimizer(model: nn.Module, config: TrainConfig, process: Process) -> AdamW:
     """Build the optimizer with a parameter group for the matrices, embeddings, head and vectors.
-
-    Args:
-        train: after `resolve_for_device`.
 
     Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, for
     AdamW.
@@ -38,15 +35,15 @@ def build_optimizer(model: nn.Module, train: TrainConfig, process: Process) -> A
         by_group.setdefault(group_of(name, parameter), []).append(parameter)
     groups = []
     for group, parameters in by_group.items():
-        decay = train.weight_decay if group != "vector" or train.decay_norms_and_biases else 0.0
-        peak = peak_learning_rate(group, train)
+        decay = config.weight_decay if group != "vector" or config.decay_norms_and_biases else 0.0
+        peak = peak_learning_rate(group, config)
         groups.append({
-            "params": parameters, "lr": peak, "peak_ratio": peak / train.learning_rate,
-            "betas": (train.beta1, train.beta2), "eps": train.epsilon, "weight_decay": decay,
-            "is_orthogonalised": group == "matrix" and train.optimizer == "muon",
-            "momentum": train.momentum})
-    if train.optimizer == "muon":
-        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+            "params": parameters, "lr": peak, "peak_ratio": peak / config.learning_rate,
+            "betas": (config.beta1, config.beta2), "eps": config.epsilon, "weight_decay": decay,
+            "is_orthogonalised": group == "matrix" and config.optimizer == "muon",
+            "momentum": config.momentum})
+    if config.optimizer == "muon":
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         return Muon(groups, dtype=dtype, rank=process.rank, world_size=process.world_size)
     return AdamW(groups, fused=True)
 
@@ -60,23 +57,16 @@ def group_of(name: str, parameter: Tensor) -> Group:
     return "head" if name.startswith("head.") else "matrix"
 
 
-def peak_learning_rate(group: Group, train: TrainConfig) -> float:
+def peak_learning_rate(group: Group, config: TrainConfig) -> float:
     """Return the highest learning rate of a group."""
-    own = getattr(train, f"{group}_learning_rate")
-    return train.learning_rate if own is None else own
+    own = getattr(config, f"{group}_learning_rate")
+    return config.learning_rate if own is None else own
 
 
-def rates_line(model: ModelConfig, train: TrainConfig) -> str:
-    """Name the peak rate of each group, and which are the defaults."""
-    rates = []
-    for group in GROUPS:
-        if group == "head" and model.tie_weights:
-            continue
-        key = f"{group}_learning_rate"
-        decides = "learning_rate" if getattr(train, key) is None else key
-        default = "" if decides in train.model_fields_set else " (default)"
-        rates.append(f"{group} {peak_learning_rate(group, train):g}{default}")
-    return ", ".join(rates)
+def rates_line(model: ModelConfig, config: TrainConfig) -> str:
+    """Name the peak rate of each group."""
+    return ", ".join(f"{group} {peak_learning_rate(group, config):g}" for group in GROUPS
+                     if group != "head" or not model.tie_weights)
 
 
 def set_rates(optimizer: Optimizer, learning_rate: float) -> None:
@@ -93,7 +83,7 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
     return norm
 
 
-def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) -> float:
+def learning_rate_at(config: TrainConfig, global_step: int, *, num_steps: int) -> float:
     """Return the learning rate of a global step; groups with a rate of their own keep their ratio.
 
     A linear warm-up over `warmup_period_percent` of the steps, then `learning_rate`, and over the
@@ -105,17 +95,17 @@ def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) ->
     Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
     Durations", section 3, for 1 - sqrt.
     """
-    peak, schedule = train.learning_rate, schedule_of(train)
-    warmup_steps = int(num_steps * train.warmup_period_percent / 100)
+    peak, schedule = config.learning_rate, config.resolved_schedule
+    warmup_steps = int(num_steps * config.warmup_period_percent / 100)
     if global_step < warmup_steps:
         return peak * (global_step + 1) / warmup_steps
-    percent = train.decay_period_percent or (WSD_DECAY_PERCENT if schedule == "wsd" else 100.0)
+    percent = config.decay_period_percent or (WSD_DECAY_PERCENT if schedule == "wsd" else 100.0)
     decay_start = max(warmup_steps, num_steps - math.ceil(num_steps * percent / 100))
     if schedule == "constant" or global_step < decay_start:
         return peak
     rest = num_steps - 1 - decay_start  # steps of the decay after its first one
     progress = (global_step - decay_start) / rest if rest else float(num_steps > 1)
-    fraction = train.final_learning_rate_fraction
+    fraction = config.final_learning_rate_fraction
     if fraction is None:
         fraction = COSINE_FINAL_FRACTION if schedule == "cosine" else 0.0
     floor = peak * fraction
@@ -124,40 +114,15 @@ def learning_rate_at(train: TrainConfig, global_step: int, *, num_steps: int) ->
     return floor + (peak - floor) * (1 - (progress if schedule == "linear" else progress**0.5))
 
 
-def unused_options(model: ModelConfig, train: TrainConfig) -> list[str]:
-    """Return a warning for options that are set but have no effect beside another one."""
-    unused = (
-        (train.init_from is not None, "init_from", {"init"}),
-        (train.optimizer == "adamw", 'optimizer "adamw"', {"momentum"}),
-        (schedule_of(train) == "constant", 'schedule "constant"',
-         {"decay_period_percent", "final_learning_rate_fraction"}),
-        (train.weight_decay == 0 and train.decay_norms_and_biases, "weight_decay 0",
-         {"decay_norms_and_biases"}),
-        (model.tie_weights, "tie_weights", {"head_learning_rate"}))
-    is_set = model.model_fields_set | train.model_fields_set
-    return [f"{', '.join(sorted(keys & is_set))}: no effect with {reason}"
-            for applies, reason, keys in unused if applies and keys & is_set]
-
-
-def schedule_warning(train: TrainConfig, step: int, rates: dict[int, float], *,
+def schedule_warning(config: TrainConfig, step: int, before: float | None, *,
                      num_steps: int) -> str:
-    """Return a warning if the schedule begins again after a step, as in a run that is made longer.
-
-    Args:
-        rates: the learning rates of earlier launches, by step, as far as they are known.
-    """
-    rate, next_rate = (learning_rate_at(train, each, num_steps=num_steps)
+    """Return a warning if a step had a lower rate, `before`, as when a run is made longer."""
+    rate, next_rate = (learning_rate_at(config, each, num_steps=num_steps)
                        for each in (step, step + 1))
-    before = rates.get(step, rate)
-    if step + 1 == num_steps or rate <= RAISED * before:
+    if before is None or step + 1 == num_steps or rate <= RAISED * before:
         return ""
-    return (f"the schedule ({schedule_of(train)}, now {num_steps:,} steps) raises the learning rate"
-            f" from {before:.2g} to {next_rate:.2g}; README.md says how to train on")
-
-
-def schedule_of(train: TrainConfig) -> Schedule:
-    """Return the schedule; `schedule_learning_rate` is the original's name of the cosine."""
-    return train.schedule or ("cosine" if train.schedule_learning_rate else "constant")
+    return (f"the schedule ({config.resolved_schedule}, now {num_steps:,} steps) raises the"
+            f" learning rate from {before:.2g} to {next_rate:.2g}; README.md says how to train on")
 
 
 @dataclass(frozen=True)
@@ -167,14 +132,14 @@ class _Part:
     parameter: Tensor
     rows: slice
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.of(self.parameter).shape)
-
     def of(self, tensor: Tensor) -> Tensor:
         """Return this part of a tensor of the parameter's shape, as a view; fewer rows first."""
         part = tensor[self.rows]
         return part.mT if part.shape[0] > part.shape[1] else part
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.of(self.parameter).shape)
 
     @property
     def scale(self) -> float:
@@ -190,9 +155,7 @@ class Muon(AdamW):
     for each shape, and the results are gathered, so that this work is done once.
 
     Args:
-        groups: parameter groups. The one with `is_orthogonalised` has a `momentum`.
         dtype: of the orthogonalisation.
-        rank, world_size: of this process.
 
     Attributes:
         found_inf: () float32, set before each step; if it is 1, the step changes nothing.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -26,27 +25,19 @@ MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SHIPPED_RUNS = Path(__file__).parent / "runs"
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
-RENAMED_KEYS = {"minibatch_size": "microbatch_size"}  # an older name in the original system
-GONE_KEYS = {"cross_entropy": "remove it; there is one form, and head_chunks saves memory",
-             "compile_mode": "remove it; PyTorch's default mode is the only one",
-             "cautious_weight_decay": "remove it; it was never measured here",
-             **{f"{group}_{key}": f"remove it; {key} is that of all groups"
-                for group in GROUPS for key in ("beta1", "beta2", "weight_decay")},
-             "momentum_warmup_percent": "remove it; no gain by it was measured",
-             "weight_average": "remove it; averaged weights were not better",
-             "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length beforehand"}
+OLD_NAME = "minibatch_size"  # of microbatch_size, in the original system
+GONE_KEYS = {
+    "cross_entropy": "remove it; there is one form, and head_chunks saves memory",
+    "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length beforehand",
+    **dict.fromkeys((f"{group}_{key}" for group in GROUPS for key in (
+        "beta1", "beta2", "weight_decay")), "remove it; all groups have the same"),
+    **dict.fromkeys(("compile_mode", "cautious_weight_decay", "momentum_warmup_percent",
+                     "weight_average"), "remove it; no gain by it was measured")}
 MUON_DEFAULTS: dict[str, Any] = {
     "matrix_learning_rate": 0.02, "learning_rate": 0.02, "embedding_learning_rate": 0.15,
     "vector_learning_rate": 0.01, "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95,
     "schedule": "linear"}
 WIDTH_DEPENDENT = {"learning_rate", "embedding_learning_rate", "vector_learning_rate"}
-# The keys of the original system's train.json, and what of ours makes a run the same as there.
-ORIGINAL_KEYS = set("""dataset microbatch_size minibatch_size gradient_accumulation_steps use_amp
-    min_train_tokens start_train_token start_val_token validation_interval validation_batches
-    checkpoint_interval clipping_max_norm learning_rate weight_decay schedule_learning_rate
-    warmup_period_percent random_seed""".split())
-DECAY = "decay_norms_and_biases"
-AS_ORIGINAL = {DECAY: True, "precision": "fp16", "residual_dtype": "fp32"}
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
 GroupRate = Annotated[float | None, Field(gt=0)]  # None stands for `learning_rate`
@@ -159,8 +150,6 @@ class TrainConfig(FrozenConfig):
              'attention "cudnn" is not deterministic: drop it, or deterministic'),
             (self.sample_prompts and not self.validates, "sample_prompts are continued at each"
              " validation, but there is none: set validation_interval, or drop them"),
-            (self.validate_on == "all" and not self.validates, 'validate_on is "all" but there is'
-             " no validation: set validation_interval, or drop it"),
         ):
             if is_wrong:
                 raise ValueError(message)
@@ -172,11 +161,14 @@ class TrainConfig(FrozenConfig):
         return self.validation_interval is not None
 
     @property
+    def resolved_schedule(self) -> Schedule:
+        """The schedule; `schedule_learning_rate` is the original's name of the cosine."""
+        return self.schedule or ("cosine" if self.schedule_learning_rate else "constant")
+
+    @property
     def num_validation_sequences(self) -> int:
         """Sequences in one validation, of all microbatches; 0 without validation."""
-        if self.validation_sequences:
-            return self.validation_sequences
-        return (self.validation_batches or 0) * self.microbatch_size
+        return self.validation_sequences or (self.validation_batches or 0) * self.microbatch_size
 
 
 def _inside(name: str) -> property:
@@ -192,7 +184,6 @@ class Run:
     run_dir: Path
     model: ModelConfig
     train: TrainConfig
-    warnings: tuple[str, ...] = ()
 
     checkpoints_dir = _inside("checkpoints")  # and the links `latest` and `best`
     metrics_path = _inside("metrics.jsonl")  # one line per report and per validation
@@ -204,10 +195,7 @@ class Run:
     search_path = _inside("microbatch-search.json")  # the speed that the last search has measured
 
     def priced(self, usd_per_hour: float | None) -> Run:
-        """Return this run with the price of the command line, of all machines, if that has one.
-
-        Raises: UserError: the run has a limit in dollars but no price.
-        """
+        """Return the run with the command line's price, if any. Raises: UserError: it needs one."""
         price = usd_per_hour or self.train.usd_per_hour
         if self.train.max_cost_usd and not price:
             raise UserError(f"{self.train_path}: max_cost_usd needs the machine's price; set"
@@ -236,23 +224,11 @@ def load_run(runs_dir: Path, name: str) -> Run:
         raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
     model, train = with_defaults(load_config(run_dir / "model.json", ModelConfig),
                                  load_config(run_dir / "train.json", TrainConfig))
-    keys, path = read_json_object(run_dir / "train.json").keys(), run_dir / "train.json"
-    warnings = [f"{path}: {key} is now called {RENAMED_KEYS[key]}"
-                for key in keys & RENAMED_KEYS.keys()]
-    if model.tie_weights and model.init == "torch" and train.init_from is None:
-        warnings.append(
-            f'{run_dir / "model.json"}: tie_weights with init "torch" starts at a loss near 480'
-            ' instead of ln(vocab_size), about 10.8 for GPT-2\'s vocabulary; use init "gpt2"')
-    if keys <= ORIGINAL_KEYS:
-        changes = json.dumps(AS_ORIGINAL if train.use_amp else {DECAY: True})[1:-1]
-        init = "" if model.init == "torch" else '; in model.json "init": "torch"'
-        warnings.append(f"{path}: has only keys of the original system, whose defaults differ; to"
-                        f" train as there set {changes}{init}")
-    return Run(name=name, run_dir=run_dir, model=model, train=train, warnings=tuple(warnings))
+    return Run(name, run_dir, model, train)
 
 
 def with_defaults(model: ModelConfig, train: TrainConfig) -> tuple[ModelConfig, TrainConfig]:
-    """Set the keys of `MUON_DEFAULTS` that are not set or null; they still count as not set.
+    """Set the keys of `MUON_DEFAULTS` that are not set, or null; they still count as not set.
 
     The rates are those of `runs/gpt2-small-muon`: at a width of 128 as below, and smaller by the
     square root of the width; that of matrices is the same at all widths. With `learning_rate` set,
@@ -265,9 +241,10 @@ def with_defaults(model: ModelConfig, train: TrainConfig) -> tuple[ModelConfig, 
     if train.schedule_learning_rate:
         missing.pop("schedule", None)
     for key in WIDTH_DEPENDENT & missing.keys():
-        missing[key] = float(f"{missing[key] * (128 / model.emb_dim) ** 0.5:.3g}")
-    if "learning_rate" in train.model_fields_set:
-        missing = {key: value for key, value in missing.items() if key not in WIDTH_DEPENDENT}
+        if "learning_rate" in train.model_fields_set:
+            del missing[key]
+        else:
+            missing[key] = float(f"{missing[key] * (128 / model.emb_dim) ** 0.5:.3g}")
     if train.init_from is None and "init" not in model.model_fields_set:
         model = _filled(model, {"init": "zero_projections"})
     return model, _filled(train, missing)
@@ -282,9 +259,8 @@ def _filled(config: Config, missing: dict[str, Any]) -> Config:
 def load_config(path: Path, config_type: type[Config]) -> Config:
     """Read one of the two files into its config. Raises: UserError, naming file, key and value."""
     values = read_json_object(path)
-    for old, new in RENAMED_KEYS.items():
-        if old in values and new in config_type.model_fields and new not in values:
-            values[new] = values.pop(old)
+    if OLD_NAME in values and config_type is TrainConfig and "microbatch_size" not in values:
+        values["microbatch_size"] = values.pop(OLD_NAME)
     for key in values:
         if key in GONE_KEYS:
             raise UserError(f'{path}: the key "{key}" has gone: {GONE_KEYS[key]}')

@@ -83,7 +83,7 @@ def profiled(model: ModelConfig, train: TrainConfig, process: Process) -> dict[s
             profiler.export_chrome_trace(f"{folder}/trace.json")
             times = kernels_of_trace(json.loads(Path(folder, "trace.json").read_text()))
     return {"step_ms": step_ms, "kernel_ms": sum(times.values()),
-            "attention_kernel": attention_kernel(step.state.model, step.train, process.device),
+            "attention_kernel": attention_kernel(step.state.model, step.config, process.device),
             "largest": dict(sorted(times.items(), key=lambda item: -item[1])[:NUM_KERNELS])}
 
 
@@ -140,9 +140,9 @@ def rank_of_eight(device: torch.device, optimizer: str) -> Line:
     del step.parallel_loss
     dist.destroy_process_group()
     return speed | {
-        "cpu_ms": statistics.median(cpu_seconds) * 1e3, "precision": step.train.precision,
+        "cpu_ms": statistics.median(cpu_seconds) * 1e3, "precision": step.config.precision,
         "microbatch_size": MICROBATCH_OF_EIGHT, "machine": machine_facts(
-            process, step.train.precision), "losses": [], "compile_seconds": None,
+            process, step.config.precision), "losses": [], "compile_seconds": None,
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None}
 
 

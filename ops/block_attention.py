@@ -15,17 +15,10 @@ from tokens.batch_plan import attention_blocks
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, *, drop_rate: float) -> Tensor:
-    """Compute `scaled_dot_product_attention(q, k, v, is_causal=True)`.
+    """Compute `scaled_dot_product_attention(q, k, v, is_causal=True)`, all (B, H, T, D).
 
     Attention weights are kept for the backward pass: up to T * T / 2 per head and sequence, too
-    many for a GPU's memory.
-
-    Args:
-        q, k, v: (B, H, T, D) each.
-        drop_rate: dropout rate of the attention weights.
-
-    Returns:
-        (B, H, T, D), in the dtype of `q`.
+    many for a GPU's memory. `drop_rate` is theirs.
     """
     v, outputs = v.flatten(0, 1), []
     for logits in causal_logits(q, k):

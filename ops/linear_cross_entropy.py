@@ -23,9 +23,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
     of the matrix product: bf16 has two significant digits.
 
     Args:
-        x: (N, C), after the final norm.
-        weight: (V, C), the output head.
-        targets: (N,) int64, each from 0 to V - 1.
+        x, weight, targets: (N, C) after the final norm; (V, C), the output head; (N,) int64.
         chunk_tokens: n, of every chunk but the last; None computes all tokens at once.
         multiple: pad the head with zeros to a multiple of this in its matrix products.
 

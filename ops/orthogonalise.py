@@ -23,14 +23,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     """Replace all singular values of each matrix by about 1, between 0.85 and 1.15.
 
     Only those below a thousandth of the matrix's Frobenius norm stay smaller. A matrix of zeros
-    stays zero.
-
-    Args:
-        matrices: (n, r, c) with r at most c, which makes the products smallest; of the dtype to
-            compute in (bfloat16 is enough).
-
-    Returns:
-        (n, r, c), in the same dtype.
+    stays zero. `matrices` are (n, r, c) with r at most c, which makes the products smallest, and of
+    the dtype to compute in (bfloat16 is enough), as is what is returned.
 
     Source: Jordan et al. 2024, "Muon", for the use of a Newton-Schulz iteration; Amsel et al. 2025,
     "The Polar Express", section 3 and algorithm 1, for the polynomials.

@@ -209,33 +209,40 @@ def test_it_is_told_the_facts_of_the_run(workplace):
     run_dir = workplace.add_run()
     best, newest = (save(run_dir / "checkpoints", step, loss) for step, loss in ((4, 1.0), (9, 2)))
     run = load_run(workplace.runs_dir, "tiny")
-    assert run_facts(run, ENDED) == {
+    run.summary_path.write_text(json.dumps(ENDED))
+    assert run_facts(run) == {
         "DDP_TRAIN_RUN": "tiny", "DDP_TRAIN_RUN_DIR": str(run_dir), "DDP_TRAIN_IDENTITY": "",
         "DDP_TRAIN_STATUS": "finished", "DDP_TRAIN_REASON": "", "DDP_TRAIN_STEP": "10",
         "DDP_TRAIN_NUM_STEPS": "10", "DDP_TRAIN_TOKENS": "640", "DDP_TRAIN_LOSS": "2.25",
         "DDP_TRAIN_CHECKPOINT": str(newest.path), "DDP_TRAIN_BEST": str(best.path),
         "DDP_TRAIN_SECONDS": "3.0", "DDP_TRAIN_USD": "0.75"}
-    unknown = run_facts(run, ENDED | {"validation_loss": None, "usd": None})
+    run.summary_path.write_text(json.dumps(ENDED | {"validation_loss": None, "usd": None}))
+    unknown = run_facts(run)
     assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
 
 
-def test_what_it_leaves_behind_is_not_waited_for_nor_what_takes_too_long():
-    assert run_command("sleep 60 & exit 7", {}) == (7, 0)
-    assert run_command("sleep 60 & kill -9 $$", {}) == (137, 0)
-    assert run_command("sleep 60", {}, limit_seconds=0.1) == (128 + signal.SIGTERM, 0)
+def test_what_it_leaves_behind_is_not_waited_for_nor_what_takes_too_long(saved):
+    statuses = []
+    for command, limit_seconds in (("sleep 60 & exit 7", math.inf),
+                                   ("sleep 60 & kill -9 $$", math.inf), ("sleep 60", 0.1)):
+        with pytest.raises(UserError, match="ended with status") as caught:
+            run_command("it", command, saved, record=statuses.append, limit_seconds=limit_seconds)
+        assert caught.value.status == 1
+    assert statuses == [7, 137, 128 + signal.SIGTERM]
 
 
 def test_a_stop_signal_ends_it(workplace, monkeypatch):
     monkeypatch.setattr(side_processes, "GRACE_SECONDS", 0.5)
     ignoring = "trap '' TERM; kill -TERM $PPID; sleep 60; sleep 60"  # its parent is this process
-    with pytest.raises(UserError, match="the run is finished, and --when-done was ended by SIGTERM"
+    with pytest.raises(UserError, match="the launch is over, and --when-done was ended by SIGTERM"
                        ) as caught:
         run_after(workplace, ENDED, ignoring)
     assert caught.value.status == 128 + signal.SIGTERM
     assert summary_of(workplace.runs_dir / "tiny")["when_done"]["status"] == 128 + signal.SIGKILL
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
     try:
-        assert run_command("kill -HUP $PPID; exit 3", {}) == (3, 0)
+        with pytest.raises(UserError, match="ended with status 3"):
+            run_command("it", "kill -HUP $PPID; exit 3", load_run(workplace.runs_dir, "tiny"))
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -279,8 +286,8 @@ def test_a_finished_run_repeats_after_checkpoint_before_when_done(workplace, tmp
                   after_checkpoint=after_checkpoint)
 
     for command, status, message in (
-        ("exit 1", 1, "--after-checkpoint: ended with status 1"),
-        ("kill -TERM $PPID; sleep 60", 143, "SIGTERM ended --after-checkpoint"),
+        ("exit 1", 1, "--after-checkpoint ended with status 1; run the same command again"),
+        ("kill -TERM $PPID; sleep 60", 143, "--after-checkpoint was ended by SIGTERM"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             launch(command)
@@ -298,7 +305,8 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace):
     result = workplace.ddp_train("tiny", *two_processes, "--when-done", command)
     assert result.returncode == 1, result.stderr
     assert last_line_of_ours(result) == (
-        "Error: the run is finished, and --when-done ended with status 3")
+        "Error: the launch is over, and --when-done ended with status 3; run the same command"
+        " again")
     facts = dict(line.split("=", 1) for line in said.read_text().splitlines() if "=" in line)
     assert facts["DDP_TRAIN_STATUS"] == "finished" and facts["DDP_TRAIN_STEP"] == "5"
     assert Path(facts["DDP_TRAIN_CHECKPOINT"]).name.endswith("-iteration-4")
@@ -319,7 +327,7 @@ def test_a_last_copy_that_fails_is_status_1_and_the_run_is_finished(workplace):
     result = workplace.ddp_train("tiny", "--nproc-per-node", "1", "--after-checkpoint", "exit 3",
                                  "--when-done", "exit 0")
     assert result.returncode == 1, result.stderr
-    assert "--after-checkpoint: ended with status 3; " in last_line_of_ours(result)
+    assert "--after-checkpoint ended with status 3; " in last_line_of_ours(result)
     summary = summary_of(run_dir)
     assert summary["status"] == "finished" and "when_done" not in summary
 

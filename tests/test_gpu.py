@@ -95,8 +95,8 @@ def losses_of(step, num_steps):
 
 def test_the_default_is_the_fast_path_and_learns_like_float32():
     fast, plain = step_of(), step_of(precision="fp32", compile=False, residual_dtype="fp32")
-    assert fast.train.compile and fast.train.precision == "bf16" and not plain.train.compile
-    kernel = attention_kernel(fast.state.model, fast.train, fast.process.device)
+    assert fast.config.compile and fast.config.precision == "bf16" and not plain.config.compile
+    kernel = attention_kernel(fast.state.model, fast.config, fast.process.device)
     assert kernel in ("flash", "cudnn")  # PyTorch chooses by the card
     assert plain.state.model.options.head_multiple == 1 < fast.state.model.options.head_multiple
     losses, expected = losses_of(fast, 20), losses_of(plain, 20)

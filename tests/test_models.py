@@ -170,7 +170,7 @@ def test_another_architecture_is_refused_in_one_line(changes, message, tmp_path)
     ("model.safetensors.index.json", b'{"weight_map": {"a": "../../x.safetensors"}}',
      "lists '../../x.safetensors'"),
     ("model.safetensors.index.json", b'{"weight_map": {}}', "has no weights wte.weight"),
-    ("model.safetensors.index.json", b'{"weight_map": [1]}', "has no weight_map"),
+    ("model.safetensors.index.json", b'{"weight_map": [1]}', "lists '', which is not a weight"),
 ])
 def test_a_damaged_directory_is_refused_in_one_line(file, content, message, tmp_path):
     export(random_model(), tmp_path)
@@ -239,7 +239,7 @@ def test_a_resumed_run_does_not_start_again(workplace):
 
 @pytest.mark.parametrize(("init_from", "message"), [
     ("nowhere", "init_from: run 'nowhere'|init_from: .*nowhere: no such run"),
-    ("tiny", "init_from is this run itself"),
+    ("tiny", "init_from: is this run itself"),
     ("wider", "init_from: .*no checkpoint yet"),
     ("published", r"init_from: .*published has emb_dim 24, model.json has 16; they must be equal"),
     ("other tokens", "published was trained with the tokenizer.*; prepare the dataset with its"),

@@ -28,10 +28,10 @@ import optim
 from basics.errors import UserError, one_line
 from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
-from optim import build_optimizer, rates_line, unused_options
+from optim import build_optimizer, rates_line
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
-from run_config import ModelConfig, TrainConfig, with_defaults
+from run_config import ModelConfig, TrainConfig
 from tests.support.models import ONE_PROCESS, microbatches, step_of
 from tests.support.runs import metrics_of, refused, summary_of, weights_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
@@ -48,36 +48,10 @@ def config(**changes):
     return TrainConfig(**TINY_TRAIN | changes)
 
 
-@pytest.mark.parametrize(("model", "train", "wanted"), [
-    ({}, {"momentum": 0.9}, ['momentum: no effect with optimizer "adamw"']),
-    ({}, {"optimizer": "muon", "momentum": 0.9, "schedule": "wsd"}, []),
-    ({}, {"final_learning_rate_fraction": 0.1},
-     ['final_learning_rate_fraction: no effect with schedule "constant"']),
-    ({}, {"final_learning_rate_fraction": 0.1, "schedule": "cosine"}, []),
-    ({}, {"decay_norms_and_biases": True, "weight_decay": 0.0},
-     ["decay_norms_and_biases: no effect with weight_decay 0"]),
-    ({"init": "gpt2"}, {"init_from": "demo"}, ["init: no effect with init_from"]),
-    ({"tie_weights": True}, {"head_learning_rate": 0.1},
-     ["head_learning_rate: no effect with tie_weights"]),
-])
-def test_options_without_effect_are_named(model, train, wanted):
-    assert unused_options(ModelConfig(**TINY_MODEL | model), config(**train)) == wanted
-
-
-@pytest.mark.parametrize(("model", "train", "wanted"), [
-    ({}, {}, "matrix 0.0004 (default), embedding 0.0004 (default), head 0.0004 (default),"
-             " vector 0.0004 (default)"),
-    ({"tie_weights": True}, {"learning_rate": 0.01, "embedding_learning_rate": 0.3},
-     "matrix 0.01, embedding 0.3, vector 0.01"),
-    ({"emb_dim": 32}, {"optimizer": "muon", "vector_learning_rate": 0.5},
-     "matrix 0.02 (default), embedding 0.3 (default), head 0.04 (default), vector 0.5"),
-    ({}, {"optimizer": "muon", "learning_rate": 0.01},
-     "matrix 0.02 (default), embedding 0.01, head 0.01, vector 0.01"),
-])
-def test_the_rates_are_named_and_which_are_defaults(model, train, wanted):
-    given = {key: value for key, value in TINY_TRAIN.items() if key != "learning_rate"} | train
-    assert rates_line(*with_defaults(
-        ModelConfig(**TINY_MODEL | model), TrainConfig(**given))) == wanted
+def test_the_rates_of_all_groups_are_named():
+    tied = ModelConfig(**TINY_MODEL | {"tie_weights": True})
+    assert rates_line(tied, config(learning_rate=0.01, embedding_learning_rate=0.3)) == (
+        "matrix 0.01, embedding 0.3, vector 0.01")
 
 
 def test_each_process_orthogonalises_its_share(monkeypatch):
@@ -251,7 +225,7 @@ def test_the_compiler_lets_the_watchdog_run_and_measures_no_kernels_if_determini
 
 
 def kernel_of(step):
-    return attention_kernel(step.state.model, step.train, step.process.device)
+    return attention_kernel(step.state.model, step.config, step.process.device)
 
 
 def train(step, first, stop):
@@ -301,7 +275,7 @@ def test_the_kernel_of_the_run_computes_attention(precision):
 @pytest.mark.parametrize("attention", ["flash", "cudnn"])
 def test_the_kernel_runs_on_a_gpu(attention, compiles):
     step = step_of(GPU, precision="bf16", attention=attention, compile=compiles, drop_rate=0.0)
-    assert step.train.compile == compiles and kernel_of(step) == attention
+    assert step.config.compile == compiles and kernel_of(step) == attention
     assert any(f"{attention}_attention_backward" in name for name in ops_of(step))
 
 
@@ -379,11 +353,11 @@ def measured_step(**changes):
 
 def take(step, batches, num_steps=1):
     """Take steps, all of them measured; return what was measured."""
-    measuring = Diagnostics(step.train, step.process)
+    step.diagnostics = Diagnostics(step.config.diagnostics_interval, step.config.precision)
     for global_step in range(num_steps):
-        step.take(batches, num_microbatches=2, learning_rate=0.01,
-                  probe=measuring.probe(global_step))
-    return [probe.numbers for probe in measuring.measured(up_to=10**6)]
+        step.diagnostics.begin_step(global_step)
+        step.take(batches, num_microbatches=2, learning_rate=0.01)
+    return [found.numbers for found in step.diagnostics.pop_measured(up_to=10**6)]
 
 
 def norm(tensors):

@@ -164,7 +164,7 @@ class Training:
         for split in ("train", "validation"):
             write_tokens(self.place.datasets_dir / "tiny" / f"{split}.safetensors", self.tokens)
         self.prepared = self.prepare()
-        self.config, self.plan = self.prepared.train, self.prepared.plan
+        self.config, self.plan = self.prepared.config, self.prepared.plan
 
     def prepare(self):
         """Read the run anew, and find its newest checkpoint."""
@@ -179,7 +179,7 @@ class Training:
         state = build_state(prepared, ONE_PROCESS)
         if state.scaler.is_enabled() and not prepared.first_step:
             state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": LOSS_SCALE})
-        return TrainingStep(state, prepared.train, ONE_PROCESS)
+        return TrainingStep(state, prepared.config, ONE_PROCESS)
 
     def train(self, step, *, first=0):
         """Take global steps as ddp_train.py does; yield each one, its loss and gradient norm."""

@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.numpy import save
 
 import ddp_train
-from basics.errors import BAD_INPUT, DISK_FULL, NON_FINITE, STOP_SIGNALS, UserError
+from basics.errors import DISK_FULL, STOP_SIGNALS, UserError
 from basics.failpoints import VARIABLE
 from basics.files import lock_directory
 from ddp_train import TrainingStep, measure_microbatch
@@ -33,6 +33,7 @@ from processes.launch import Process
 from processes.run_lock import lock_run, release_run
 from processes.signals import DEADLINES
 from processes.startup_agreement import AgreedError, Agreement
+from processes.watchdog import Watchdog
 from reporting import charts
 from run_config import ModelConfig, load_run
 from tests.support.hub_server import Hub, serving
@@ -357,7 +358,9 @@ def find(workplace, rates):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(learning_rate_search, "RATES", rates)
-            ddp_train.find_learning_rate(options, ONE_PROCESS, Agreement.in_one_process())
+            agreement = Agreement.in_one_process()
+            watchdog = Watchdog(ONE_PROCESS, agreement.connect("watchdog"), phase=lambda: "test")
+            ddp_train.find_learning_rate(options, watchdog, agreement)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -390,7 +393,7 @@ def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(tiny, 
     output = capsys.readouterr().out
     assert int(re.search(r"it diverged after (\d+) steps", output)[1]) < 150
     assert float(re.search(r'"learning_rate": ([\d.e-]+)$', output, re.MULTILINE)[1]) < 1
-    assert '"matrix_learning_rate": ' in output and "keep their ratio" in output
+    assert '"matrix_learning_rate": ' in output
     assert [index for index, _, _ in seen] == list(range(len(seen)))
     assert [rate for _, rate, _ in seen] == pytest.approx(rates[: len(seen)].tolist())
     train = resolve_for_device(tiny.train, ONE_PROCESS.device)
@@ -400,14 +403,11 @@ def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(tiny, 
 
 def test_a_test_without_a_result_writes_nothing(tiny, workplace, monkeypatch):
     before = contents(workplace.root)
-    for fault, status, message in (
-        ("gradient:nan", NON_FINITE, "the loss of the first step is not finite"),
-        ("no-place:nan", BAD_INPUT, "the loss fell at no learning rate"),
-    ):
+    for fault, num_losses in (("gradient:nan", 0), ("no-place:nan", 60)):
         monkeypatch.setenv(VARIABLE, fault)
-        with pytest.raises(AgreedError, match=message) as error:
+        with pytest.raises(AgreedError, match=f"in {num_losses} steps with a finite loss it fell"):
             find(workplace, np.geomspace(1e-12, 1e-11, 60))
-        assert error.value.status == status and contents(workplace.root) == before
+        assert contents(workplace.root) == before
 
 
 @pytest.mark.parametrize(("too_short", "message"), [
@@ -466,10 +466,10 @@ def test_all_that_is_there_is_verified_and_nothing_is_written(workplace):
     finally:
         os.close(descriptor)
     lines = result.stdout.splitlines()
-    assert re.fullmatch(rf"dataset: {dataset_dir}: found, [\d.]+ MB, 0 of 3 files compared with the"
+    assert re.fullmatch(rf"dataset: {dataset_dir}: [\d.]+ MB, 0 of 3 files compared with the"
                         r" hub's digests", lines[0])
     assert lines[1] == "token ids: all are in the vocabulary of 257"
-    assert lines[2].startswith(f"tokenizer: {dataset_dir / 'tokenizer.json'}, ")
+    assert lines[2] == f"tokenizer: {dataset_dir / 'tokenizer.json'}"
     assert lines[3].startswith(f"initial weights: {source}: ")
     assert lines[4] == "compiled code: none, the run is not compiled here"
     assert lines[5].endswith("all that a launch needs is on this machine") and len(lines) == 6
@@ -496,7 +496,7 @@ def test_what_is_downloaded_is_verified(workplace, hub):
     home = workplace.root / "home"
     workplace.add_run(train=SHORT | {"dataset": "someone/tiny", "init_from": "someone/tiny"})
     lines = succeeded(from_hub()).stdout.splitlines()
-    assert ": downloaded, " in lines[0] and ", 2 of 2 files compared" in lines[0]
+    assert ", 2 of 2 files compared" in lines[0]
     assert lines[3].startswith(f"initial weights: {home}/hub/models--someone--tiny/snapshots/")
     assert ", 1 of 1 files compared" in lines[3]
     path = workplace.datasets_dir / "someone/tiny/train.safetensors"

@@ -86,10 +86,7 @@ class BackgroundSaver:
             self.wait()
 
     def wait(self, timeout: float = math.inf) -> None:
-        """Wait until the last write has ended, well or not.
-
-        Heartbeats are sent as long as its files appear and grow, however long it takes.
-        """
+        """Wait until the last write has ended; send heartbeats while its files appear and grow."""
         write, until, seen = self._write, time.monotonic() + timeout, [-1]
         while write is not None and not write.done() and time.monotonic() < until:
             wait([write], timeout=POLL_SECONDS)
@@ -140,7 +137,7 @@ class BackgroundSaver:
         self.longest_write_seconds = max(self.longest_write_seconds, time.perf_counter() - began)
 
     def tidy(self) -> None:
-        """Remove the checkpoints that `keep_checkpoints` does not keep, and renew the links."""
+        """Renew the links; remove the checkpoints that `keep_checkpoints` does not keep."""
         work = {"latest and best could not be renewed": renew_links}
         if self._keep is not None:  # also where a full disk has refused the links
             work["older checkpoints could not be removed"] = partial(

@@ -4,7 +4,7 @@ Shapes as in `gpt.py`. Each statistic is () float32, or (n_layers,) if its name 
 """
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -14,101 +14,84 @@ from torch.nn.utils import get_total_norm
 from basics.tensors import Moment
 from gpt import GPTModel
 from ops.block_attention import causal_logits
-from processes.launch import Process
-from run_config import Precision, TrainConfig
+from run_config import Precision
 from tokens.batch_plan import CACHED_LOGITS
-from tokens.batches import Microbatch
 from trainer.precision import autocast
 
 Statistics = dict[str, Tensor]
-Numbers = dict[str, float | list[float]]
 
 DIGITS = 5  # significant ones in the records
 PERCENTILES = (1, 50, 99)
 MAX_SORTED = 2**20  # logits whose percentiles are computed: those of evenly spaced tokens
 
 
-class Probe:
-    """Measures one global step, and waits for the device; one without a step measures nothing.
+@dataclass
+class Measured:
+    """What was measured of a global step, and how long that took."""
 
-    It changes no number of the training.
+    global_step: int
+    numbers: dict[str, float | list[float]] = field(default_factory=dict)
+    seconds: float = 0.0
 
-    Attributes:
-        numbers: what it has measured.
-        seconds: what measuring took.
+
+class Diagnostics:
+    """Measures every `interval`-th step, and waits for the device in it. Rank 0.
+
+    That rank has the averaged gradients and the weights of all ranks; its own data is enough for
+    the rest, so that nothing is a collective. No number of the training changes.
     """
 
-    def __init__(self, global_step: int | Any = None, precision: Precision | None = None) -> None:
-        self.global_step, self._precision = global_step, precision
-        self.numbers: Numbers = {}
-        self.seconds = 0.0
+    def __init__(self, interval: int | None = None, precision: Precision | None = None) -> None:
+        self._interval, self._precision = interval, precision
+        self._is_due = False
+        self._measured: list[Measured] = []
 
-    def see(self, microbatch: Microbatch) -> None:
-        """Keep a microbatch of the step."""
-        if self.global_step is not None:
-            self._microbatch = microbatch
+    def begin_step(self, global_step: int) -> None:
+        """Measure this step if it is due."""
+        self._is_due = self._interval is not None and (global_step + 1) % self._interval == 0
+        if self._is_due:
+            self._measured.append(Measured(global_step))
 
-    def before_update(self, model: GPTModel) -> None:
-        """Measure the averaged gradients before they are clipped, and the weights."""
-        if self.global_step is None:
+    def before_update(self, model: GPTModel, token_ids: Tensor, targets: Tensor) -> None:
+        """Measure the weights on a microbatch, and the averaged gradients before clipping."""
+        if not self._is_due:
             return
-        _, token_ids, targets = self._microbatch
-        del self._microbatch
-        self._device = token_ids.device
-        began, parts = Moment(self._device), parts_of(model)
-        with autocast(self._precision, self._device):
+        began, parts = Moment(token_ids.device), parts_of(model)
+        with autocast(self._precision, token_ids.device):
             statistics = forward_statistics(model, token_ids[:1], targets[:1])
         self._before = [[weight.detach().clone() for weight in part] for part in parts]
         statistics |= _by_layer("grad_norm", [
             get_total_norm([weight.grad for weight in part])  # type: ignore[misc]
             for part in parts])
-        self._read(statistics, began)
+        self._read(statistics, began, token_ids.device)
 
     @torch.no_grad()
     def after_update(self, model: GPTModel) -> None:
         """Measure how the weights have changed."""
-        if self.global_step is None:
+        if not self._is_due:
             return
-        ratios, began = [], Moment(self._device)
+        device = model.token_embedding.weight.device
+        ratios, began = [], Moment(device)
         for before, after in zip(self._before, parts_of(model), strict=True):
             changes = [new - old for new, old in zip(after, before, strict=True)]
             ratios.append(get_total_norm(changes) / get_total_norm(before))
         del self._before
-        self._read(_by_layer("update_ratio", ratios), began)
+        self._read(_by_layer("update_ratio", ratios), began, device)
 
-    def _read(self, statistics: Statistics, began: Moment) -> None:
+    def _read(self, statistics: Statistics, began: Moment, device: torch.device) -> None:
+        measured = self._measured[-1]
         for name, value in statistics.items():
             values = [float(f"{number:.{DIGITS}g}") for number in value.flatten().tolist()]
-            self.numbers[name] = values if value.dim() else values[0]
-        self.seconds += Moment(self._device).seconds_since(began)
+            measured.numbers[name] = values if value.dim() else values[0]
+        measured.seconds += Moment(device).seconds_since(began)
+
+    def pop_measured(self, up_to: int) -> Iterator[Measured]:
+        """Yield what was measured since the last call, of steps up to `up_to`."""
+        while self._measured and self._measured[0].global_step <= up_to:
+            yield self._measured.pop(0)
 
 
-NO_PROBE = Probe()
-
-
-class Diagnostics:
-    """Measures every `diagnostics_interval`-th step on rank 0, and no step on other ranks.
-
-    Rank 0 has the averaged gradients and the weights of all ranks; its own data is enough for the
-    rest, so that nothing is a collective.
-    """
-
-    def __init__(self, train: TrainConfig, process: Process) -> None:
-        self._interval = train.diagnostics_interval if process.is_main else None
-        self._precision = train.precision
-        self._probes: list[Probe] = []
-
-    def probe(self, global_step: int) -> Probe:
-        """Return what measures this step, if one is due."""
-        if self._interval is None or (global_step + 1) % self._interval:
-            return NO_PROBE
-        self._probes.append(Probe(global_step, self._precision))
-        return self._probes[-1]
-
-    def measured(self, up_to: int) -> Iterator[Probe]:
-        """Yield what has measured steps since the last call, up to `up_to`."""
-        while self._probes and self._probes[0].global_step <= up_to:
-            yield self._probes.pop(0)
+NO_DIAGNOSTICS = Diagnostics()
 
 
 def parts_of(model: GPTModel) -> list[list[nn.Parameter]]:

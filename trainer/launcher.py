@@ -6,13 +6,12 @@ from pathlib import Path
 import torch
 
 from basics.errors import UserError, print_line
-from preparation.ensure_dataset import is_complete, verify_digests
+from preparation.ensure_dataset import verify_digests
 from processes.command_line import Options
 from processes.launch import Process, num_gpus, start_torchrun
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.summary import final_status
-from run_config import load_run
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.microbatch_search import search, try_microbatch
 from trainer.models import DOWNLOADED, model_directory
@@ -21,11 +20,7 @@ from trainer.startup import prepare_run
 
 
 def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreement) -> int:
-    """Check a run in this process, then train it under torchrun; return its exit status.
-
-    Raises: UserError: the run cannot be trained, and nothing was written; or it is finished, and
-        the command of --when-done failed.
-    """
+    """Check a run in this process, then train it under torchrun; return its exit status."""
     num_processes = options.nproc_per_node or max(1, num_gpus())
     if options.find_max_microbatch:
         search(script, options, num_processes)
@@ -51,38 +46,27 @@ def prefetch_run(script: str, options: Options, process: Process) -> None:
     """Fetch and verify a run's dataset, tokenizer, initial weights and compiled code.
 
     Nothing is written into the run directory, and it is not locked: the run may be training.
-
-    Args:
-        process: stands for all processes of the run.
-
-    Raises:
-        UserError: something is missing, damaged or cannot be fetched, or the run is not valid.
+    `process` stands for all processes of the run.
     """
-    dataset_dir = options.datasets_dir / load_run(options.runs_dir, options.run).train.dataset
-    was_complete = is_complete(dataset_dir)
     prepared = prepare_run(options, process, PhaseClock(), Agreement.in_one_process())
-    run, data = prepared.run, prepared.data
+    run, data, config = prepared.run, prepared.data, prepared.config
     for warning in prepared.warnings:
         print_line(f"warning: {warning}")
-    how = "found" if was_complete else "downloaded" if "/" in run.train.dataset else "made"
-    print_line(f"dataset: {dataset_dir}: {how}, " + _verified(
-        dataset_dir, ["train.safetensors", "validation.safetensors", TOKENIZER_FILE]))
+    _verify("dataset", options.datasets_dir / config.dataset,
+            ["train.safetensors", "validation.safetensors", TOKENIZER_FILE])
     for index in range(data.plan.num_tokens // data.plan.tokens_per_microbatch):
         data.train[index]  # checks its ids
     for _ in data.validation or ():
         pass
     print_line(f"token ids: all are in the vocabulary of {data.train.vocab_size:,}")
-    if data.tokenizer_name is None:
-        print_line("tokenizer: not known, so there will be no samples")
-    else:
-        vocabulary = load_tokenizer(data.tokenizer_name, data.tokenizer_path)
-        print_line(f"tokenizer: {data.tokenizer_path or data.tokenizer_name},"
-                   f" {vocabulary.n_vocab:,} ids")
-    if run.train.init_from and prepared.resume_from is None:
-        directory = model_directory(run.train.init_from, options.runs_dir)
-        print_line(f"initial weights: {directory}: {_verified(directory, DOWNLOADED)}")
-    compiles = num_gpus() > 0 if run.train.compile is None else run.train.compile
-    size = run.train.microbatch_size
+    if data.tokenizer_name is not None:
+        load_tokenizer(data.tokenizer_name, data.tokenizer_path)  # fetches GPT-2's vocabulary
+    print_line("tokenizer: " + str(data.tokenizer_path or data.tokenizer_name
+                                   or "not known, so there will be no samples"))
+    if config.init_from and prepared.resume_from is None:
+        _verify("initial weights", model_directory(config.init_from, options.runs_dir), DOWNLOADED)
+    size = config.microbatch_size
+    compiles = num_gpus() > 0 if config.compile is None else config.compile
     if compiles and not try_microbatch(script, size, process.world_size, prefetches=True).fits:
         raise UserError(f"{run.train_path}: microbatch_size {size} does not fit into the memory;"
                         " make it smaller, or set head_chunks 8 (--find-max-microbatch measures"
@@ -92,8 +76,8 @@ def prefetch_run(script: str, options: Options, process: Process) -> None:
     print_line(f"{run.name}: all that a launch needs is on this machine")
 
 
-def _verified(directory: Path, patterns: list[str]) -> str:
+def _verify(what: str, directory: Path, patterns: list[str]) -> None:
     files = sorted(path for pattern in patterns for path in directory.glob(pattern))
     size = sum(path.stat().st_size for path in files) / 1e6
-    return (f"{size:,.2f} MB, {verify_digests(files)} of {len(files)} files compared with the hub's"
-            " digests")
+    print_line(f"{what}: {directory}: {size:,.2f} MB, {verify_digests(files)} of {len(files)} files"
+               " compared with the hub's digests")

@@ -5,8 +5,7 @@ rate grows by a factor, not by a difference, so that one test covers six powers 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from basics.errors import NON_FINITE, cannot_be_written, print_line
-from checkpointing import TrainingState
+from basics.errors import cannot_be_written, print_line
 from processes.command_line import Options
-from processes.launch import Process, process_group
+from processes.launch import Process
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
 from reporting import charts
 from reporting.clock import PhaseClock
 from run_config import GROUPS, Run, TrainConfig
-from trainer.startup import PreparedRun, build_state, prepare_run
+from trainer.startup import PreparedRun, prepare_run
 
 RATES = np.geomspace(1e-6, 1, 300)  # `learning_rate` of each step
 BELL = np.exp(-0.5 * (np.arange(-24, 25) / 8) ** 2)  # weights of neighbouring losses
@@ -51,51 +49,37 @@ def suggest(losses: Sequence[float]) -> float | None:
     return FRACTION * float(RATES[best]) if smoothed[0] - smoothed[best] > scatter else None
 
 
-@contextmanager
-def range_test(options: Options, process: Process,
-               agreement: Agreement) -> Iterator[tuple[PreparedRun, TrainingState, Watchdog]]:
-    """Yield a run as it is before its first step, in its process group. Every rank.
+def prepare_range_test(options: Options, watchdog: Watchdog, agreement: Agreement) -> PreparedRun:
+    """Return a run as it is before its first step; it is not validated. Every rank.
 
-    It is not validated, and nothing is saved.
-
-    Raises:
-        UserError: it cannot be trained.
-        AgreedError: it has too few steps.
+    Raises: UserError: it cannot be trained, or has too few steps.
     """
-    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: "learning-rate test")
+    process = watchdog.process
     if process.is_main:  # a failure is reported by the watchdog
         watchdog.before_exit = lambda status, reason: print_line(
             f"learning-rate test stopped: {reason}") if status == "stopped" else None
-    with watchdog.start():
-        prepared = prepare_run(replace(options, fresh=True), process, PhaseClock(), agreement)
-        agreement.require_same("run", prepared.agreed_values())
-        run, num_steps = prepared.run, prepared.plan.num_steps
-        if num_steps < len(RATES):
-            raise AgreedError(f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps,"
-                              f" and the run has {num_steps}; raise min_train_tokens, use a larger"
-                              " dataset or lower the global batch")
-        prepared = agreement.run("device", lambda: prepared.for_device(process.device))
-        if process.is_main:
-            print_line(f"learning-rate test of {run.name}: up to {len(RATES)} steps from the"
-                       f" initial weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g};"
-                       " nothing is saved")
-        prepared = replace(prepared, train=prepared.train.model_copy(
-            update={"validation_interval": None}))
-        state = agreement.run("state", lambda: build_state(prepared, process))
-        watchdog.expect_steps(prepared.train.hang_timeout_seconds, heartbeat_path=None)
-        with process_group(process, agreement.connect("group"), prepared.train):
-            yield prepared, state, watchdog
+    prepared = prepare_run(replace(options, fresh=True), process, PhaseClock(), agreement)
+    agreement.require_same("run", prepared.agreed_values())
+    run, num_steps = prepared.run, prepared.plan.num_steps
+    if num_steps < len(RATES):
+        raise AgreedError(f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps,"
+                          f" and the run has {num_steps}; raise min_train_tokens, use a larger"
+                          " dataset or lower the global batch")
+    if process.is_main:
+        print_line(f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial"
+                   f" weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved")
+    prepared = agreement.run("device", lambda: prepared.for_device(process.device))
+    watchdog.expect_steps(run.train.hang_timeout_seconds, heartbeat_path=None)
+    return replace(prepared, config=prepared.config.model_copy(
+        update={"validation_interval": None}))
 
 
 def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog,
                    hang_timeout_seconds: float) -> list[float]:
     """Train with growing rates until the loss diverges or is not finite. Every rank.
 
-    Args:
-        take_step: takes one step with a rate, and returns this process's mean loss, ().
-
-    Returns:
-        The losses in nats per token, averaged over all processes, one for each step.
+    `take_step` takes one step with a rate, and returns this process's mean loss, (). Returned are
+    the losses in nats per token, averaged over all processes, one for each step.
     """
     found: list[float] = []
     bar = tqdm(RATES, unit="step", disable=None if watchdog.process.is_main else True, leave=False)
@@ -118,28 +102,21 @@ def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog,
 def report_range_test(run: Run, losses: list[float], process: Process) -> None:
     """Print a suggestion, and draw the chart into the run's directory. Every rank; rank 0 does it.
 
-    Raises:
-        AgreedError: on every rank, if there is nothing to suggest.
-        UserError: the chart cannot be written.
+    Raises: AgreedError: there is nothing to suggest; UserError: the chart cannot be written.
     """
-    if not losses:
-        raise AgreedError(f"{run.run_dir}: the loss of the first step is not finite, so there is no"
-                          " rate to suggest; set precision to bf16 or fp32", NON_FINITE)
-    suggestion = suggest(losses)
+    suggestion = suggest(losses) if losses else None
     if suggestion is None:
-        raise AgreedError(f"{run.run_dir}: the loss fell at no learning rate by more than it varies"
-                          " between steps, so there is none to suggest; raise the global batch")
+        raise AgreedError(f"{run.run_dir}: in {len(losses)} steps with a finite loss it fell at no"
+                          " learning rate by more than it varies between steps, so there is none to"
+                          " suggest; raise the global batch, or set precision to bf16 or fp32")
     if not process.is_main:
         return
     end = "" if len(losses) == len(RATES) else f"; it diverged after {len(losses)} steps"
     print_line(f"lowest smoothed loss {smooth(losses).min():.4f} at learning_rate"
                f" {suggestion / FRACTION:.2g}{end}")
     print_line(f"suggestion, half of that rate; set in {run.train_path}:")
-    rates = suggested_rates(run.train, suggestion)
-    for key, value in rates.items():
+    for key, value in suggested_rates(run.train, suggestion).items():
         print_line(f'    "{key}": {value:.2g}')
-    if len(rates) > 1:
-        print_line("all groups of parameters were tested together: their rates keep their ratio")
     path, tested, span = run.run_dir / CHART_NAME, RATES[: len(losses)], losses[0] - min(losses)
 
     def plot(figure: Any) -> None:
@@ -160,8 +137,11 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
     print_line(f"chart: {path}")
 
 
-def suggested_rates(train: TrainConfig, learning_rate: float) -> dict[str, float]:
-    """Return the keys to set: `learning_rate`, and those of the groups with their own rates."""
+def suggested_rates(config: TrainConfig, learning_rate: float) -> dict[str, float]:
+    """Return the keys to set: `learning_rate`, and those of the groups with their own rates.
+
+    All groups were tested together, so these keep their ratio.
+    """
     return {"learning_rate": learning_rate} | {
-        key: learning_rate * rate / train.learning_rate
-        for group in GROUPS if (rate := getattr(train, key := f"{group}_learning_rate"))}
+        key: learning_rate * rate / config.learning_rate
+        for group in GROUPS if (rate := getattr(config, key := f"{group}_learning_rate"))}

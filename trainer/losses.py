@@ -26,23 +26,18 @@ from trainer.precision import autocast, choose_forward_options
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def build_training_state(
-    model_config: ModelConfig, train: TrainConfig, process: Process
-) -> TrainingState:
-    """Build a model, the same on every rank, and its optimizer, as they are before step 0.
-
-    Args:
-        train: after `resolve_for_device`.
-    """
+def build_training_state(model_config: ModelConfig, config: TrainConfig,
+                         process: Process) -> TrainingState:
+    """Build a model, the same on every rank, and its optimizer, as they are before step 0."""
     # PyTorch's default is a temporary directory, which a reboot clears. torch._dynamo reads the
     # variable when it is imported, which building an optimizer does.
     with suppress(RuntimeError):  # the user has no home directory
         os.environ.setdefault(CACHE_VARIABLE, str(Path.home() / ".cache/ddp-train/inductor"))
     device = process.device
-    torch.manual_seed(train.random_seed)
-    model = GPTModel(model_config, choose_forward_options(model_config, train, device)).to(device)
-    scaler = GradScaler(device.type, enabled=train.precision == "fp16")
-    return TrainingState(model, build_optimizer(model, train, process), scaler)
+    torch.manual_seed(config.random_seed)
+    model = GPTModel(model_config, choose_forward_options(model_config, config, device)).to(device)
+    scaler = GradScaler(device.type, enabled=config.precision == "fp16")
+    return TrainingState(model, build_optimizer(model, config, process), scaler)
 
 
 def compiled(function: Callable, model: GPTModel) -> Callable:
@@ -79,12 +74,7 @@ class ByLayer(nn.Module):
 
 
 def compile_now(work: Callable[[], object]) -> None:
-    """Run something that compiles.
-
-    Raises:
-        UserError: it failed.
-        Exception: memory ran out, which is not a compile error.
-    """
+    """Run something that compiles. Raises: UserError: it failed, not for lack of memory."""
     try:
         work()
     # Dynamo, inductor, Triton, the C++ compiler and the cache raise errors of many types.
@@ -103,62 +93,51 @@ def compile_now(work: Callable[[], object]) -> None:
 class Losses:
     """A model's losses as a run computes them. Building it compiles them: every rank.
 
-    Args:
-        train: after `resolve_for_device`.
-
     Attributes:
         training: turns token ids and targets, (B, T) each, into the mean loss, (); not yet in DDP.
-
-    Raises: UserError: it cannot be compiled.
     """
 
-    def __init__(self, model: GPTModel, train: TrainConfig, process: Process) -> None:
+    def __init__(self, model: GPTModel, config: TrainConfig, process: Process) -> None:
         share_cpu_cores(process)
-        torch.set_float32_matmul_precision("highest" if train.precision == "fp32" else "high")
-        self.model, self.train, self.process = model, train, process
+        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
+        self.model, self.config, self.process = model, config, process
         self.training: nn.Module | Any = model
         self._compiled_validation: Callable[..., Tensor] | None = None
         with long_waits(process) as group:  # the ranks compile for different times
             failpoint("compile")  # every rank has begun, so rank 0 has said what it resumes from
-            if train.compile:
-                # Dynamo caches by code object: each of these functions has its own.
-                self.training = (ByLayer(model) if process.world_size > 1
-                                 else compiled(lambda *batch: model(*batch), model))
-                compile_now(self._run_training)
-                if train.validates and (process.is_main or train.validate_on == "all"):
-                    self._compiled_validation = compiled(lambda *batch: model(*batch), model)
-                    compile_now(self._run_validation)  # now: signals wait while it compiles
+            if config.compile:
+                compile_now(self._compile)
             if group is not None:
                 dist.barrier(group)
 
-    def _zeros(self) -> Tensor:
-        """Return the token ids and the targets of a microbatch, stacked."""
-        shape = 2, self.train.microbatch_size, self.model.config.context_length
-        return torch.zeros(shape, dtype=torch.int64, device=self.process.device)
-
-    def _run_training(self) -> None:
-        try:
-            with autocast(self.train.precision, self.process.device):
-                value = self.training(*self._zeros())
-            value.backward()
-        finally:
-            self.model.zero_grad()
-
-    @torch.inference_mode()
-    def _run_validation(self) -> None:
-        self.model.eval()
-        self.validation(*self._zeros())
-        self.model.train()
+    def _compile(self) -> None:
+        """Compile now, by computing losses of zeros: signals wait while it compiles."""
+        config, model = self.config, self.model
+        zeros = torch.zeros(2, config.microbatch_size, model.config.context_length,
+                            dtype=torch.int64, device=self.process.device)
+        # Dynamo caches by code object: each of these functions has its own.
+        self.training = (ByLayer(model) if self.process.world_size > 1
+                         else compiled(lambda *batch: model(*batch), model))
+        with autocast(config.precision, self.process.device):
+            loss = self.training(*zeros)
+        loss.backward()
+        model.zero_grad()
+        if config.validates and (self.process.is_main or config.validate_on == "all"):
+            self._compiled_validation = compiled(lambda *batch: model(*batch), model)
+            model.eval()
+            with torch.inference_mode():
+                self.validation(*zeros.clone())  # as made in a validation: in this mode
+            model.train()
 
     def validation(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of one microbatch, () float32; the last one may be smaller.
 
         Call it in evaluation mode, without gradients. Any rank.
         """
-        with autocast(self.train.precision, self.process.device):
+        with autocast(self.config.precision, self.process.device):
             if self._compiled_validation is None:
                 return self.model(token_ids, targets)
-            if len(token_ids) == self.train.microbatch_size:
+            if len(token_ids) == self.config.microbatch_size:
                 return self._compiled_validation(token_ids, targets)
             # Not compiled, which needs more memory: one sequence at a time.
             sequences = zip(token_ids.split(1), targets.split(1), strict=True)
@@ -166,21 +145,19 @@ class Losses:
 
 
 @torch.inference_mode()
-def validate(losses: Losses, data: Microbatches, watchdog: Watchdog, *,
-             shares: bool) -> float | None:
+def validate(losses: Losses, data: Microbatches, watchdog: Watchdog) -> float | None:
     """Return the mean loss over all of `data`, in nats per token; None after a stop signal.
 
-    The sum is in float64, so that neither the microbatch size nor the number of processes changes
-    the result beyond rounding.
-
-    Args:
-        shares: whether the processes share the microbatches. If so a collective: every rank.
+    With `validate_on` "all" it is a collective, for which the processes share the microbatches;
+    else None on ranks other than 0. The sum is in float64, so that neither the microbatch size nor
+    the number of processes changes the result beyond rounding.
     """
-    process = losses.process
+    process, shares = losses.process, losses.config.validate_on == "all"
+    if not (process.is_main or shares):
+        return None
     start, stride = (process.rank, process.world_size) if shares else (0, 1)
     indices = range(start, len(data), stride)
     total = torch.zeros(2, dtype=torch.float64, device=process.device)  # loss, sequences
-    num_sequences = 0
     losses.model.eval()
     for _, token_ids, targets in tqdm(
             read_ahead(data, indices, device=process.device), total=len(indices), unit="batch",
@@ -189,11 +166,10 @@ def validate(losses: Losses, data: Microbatches, watchdog: Watchdog, *,
         watchdog.heartbeat()
         failpoint("validate")
         total[0] += losses.validation(token_ids, targets) * len(token_ids)
-        num_sequences += len(token_ids)
+        total[1] += len(token_ids)
         if watchdog.stop_signal:
             break
     losses.model.train()
-    total[1] = num_sequences
     if shares:
         dist.all_reduce(total)
     loss_sum, num_sequences = total.tolist()

@@ -17,7 +17,7 @@ from basics.json_files import read_json_object, set_number, to_json
 from basics.text import gib
 from processes.command_line import Options
 from processes.launch import num_gpus, spans_nodes, start_torchrun
-from run_config import RENAMED_KEYS, Run, load_run
+from run_config import OLD_NAME, Run, load_run
 from tokens.batch_plan import nearest_divisors
 from trainer.microbatch_trial import TRIAL_VARIABLE, Trial
 
@@ -25,14 +25,11 @@ MAX_TRIALS = 8
 GROWTH = 4  # times the largest that fits: tried without a line, and trusted of its prediction
 SAFETY = 0.9  # share of a larger prediction that is tried: small microbatches may mislead
 MAX_GROWTH = 64  # times the largest that fits: never extrapolate further
-STEP_BACK = 0.03  # from a microbatch that did not fit; 4 times as much after each in a row
+ROUNDING = 1e-6  # of the prediction
 
 
 def search(script: str, options: Options, num_processes: int) -> None:
     """Find the largest microbatch of a run, and print it. One process; it starts the others.
-
-    Args:
-        script: ddp_train.py, which each trial runs under a torchrun of its own.
 
     Raises: UserError: not even a microbatch of 1 fits, or a trial failed for another reason.
     """
@@ -52,9 +49,7 @@ def search(script: str, options: Options, num_processes: int) -> None:
         raise UserError(f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
                         " context_length smaller, or use a larger card (see: lab plan)")
     largest = fitting[-1].microbatch_size
-    limit = "" if failure == largest + 1 else (
-        f" (larger ones were not tried: limit of {MAX_TRIALS} trials)" if failure is None else
-        f" ({failure:,} did not fit; none between was tried: limit of {MAX_TRIALS} trials)")
+    limit = "" if failure == largest + 1 else f" (limit of {MAX_TRIALS} trials: more may fit)"
     print_line(f"largest microbatch: {largest:,}{limit}")
     fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
     print_line(f"fastest microbatch: {fastest.microbatch_size:,}"
@@ -82,14 +77,12 @@ def check_search(options: Options, num_processes: int) -> Run:
 
 def try_microbatch(script: str, microbatch_size: int, num_processes: int, *,
                    on_gpu: bool = True, prefetches: bool = False) -> Trial:
-    """Train a few steps under torchrun; return what they took.
+    """Train a few steps under torchrun, by `ddp_train.py` with the arguments of this process.
 
     On a CPU libraries fail in many ways where the address space is at its limit, so each failure of
     a microbatch above 1 counts as one that does not fit.
 
     Args:
-        script: ddp_train.py, which gets the arguments of this process.
-        on_gpu: False where the address space has a limit.
         prefetches: compile the validation, too; not where another program uses the GPU.
 
     Raises: UserError: they failed for another reason than memory.
@@ -123,10 +116,7 @@ def find_max_microbatch(try_size: Callable[[int], Trial]) -> list[Trial]:
     """Try larger microbatches, then ones in between, until the largest that fits is known.
 
     A line through the memory of the two largest that fit predicts the next one to try. In smaller
-    ones the optimizer's step sets the peak, not the microbatch.
-
-    Returns:
-        The trials in order, at most `MAX_TRIALS`. The first has a microbatch of 1.
+    ones the optimizer's step sets the peak, not the microbatch. The first trial has a size of 1.
     """
     trials = [try_size(1)]
     while len(trials) < MAX_TRIALS:
@@ -137,21 +127,16 @@ def find_max_microbatch(try_size: Callable[[int], Trial]) -> list[Trial]:
         if len(fitting) > 1:
             slope, fixed = np.polyfit([trial.microbatch_size for trial in fitting[-2:]],
                                       [trial.demand_gib for trial in fitting[-2:]], 1)
-            predicted = (fitting[-1].capacity_gib - fixed) / slope if slope > 0 else math.inf
-        if failure is not None:
-            guess = predicted
-            if predicted >= failure:  # the line does not know the allocator's waste
-                in_a_row = next(i for i, trial in enumerate(reversed(trials)) if trial.fits)
-                back = STEP_BACK * 4 ** (in_a_row - 1)
-                guess = max(round(math.sqrt(low * failure)), failure * (1 - back))
-            guess = min(guess, failure - 1)
-        elif predicted == math.inf:
-            guess = low * GROWTH
+            if slope > 0:
+                predicted = (fitting[-1].capacity_gib - fixed) / slope * (1 - ROUNDING)
+        if predicted == math.inf:
+            predicted = low * GROWTH
         elif predicted > low * GROWTH:
-            guess = min(predicted * SAFETY, low * MAX_GROWTH)
-        else:
-            guess = max(predicted, low + 1 + low // 100)
-        trials.append(try_size(max(int(guess), low + 1)))
+            predicted = min(predicted * SAFETY, low * MAX_GROWTH)
+        size = max(int(predicted), low + 1 + low // 100)
+        if failure is not None and size >= failure:  # the line does not know the allocator's waste
+            size = (low + failure) // 2
+        trials.append(try_size(size))
     return trials
 
 
@@ -162,13 +147,9 @@ def by_size(trials: list[Trial]) -> tuple[list[Trial], int | None]:
 
 
 def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
-    """Write the largest microbatch that keeps `global_batch_size` into `train.json`.
+    """Write the largest microbatch that keeps `global_batch_size` into `train.json`; say so.
 
-    Without `global_batch_size`, the global batch changes with the microbatch. The trials go into
-    `microbatch-search.json`, for `lab plan` and `lab compare`.
-
-    Returns:
-        A line that says what was written.
+    The trials go into `microbatch-search.json`, for `lab plan` and `lab compare`.
     """
     fitting, _ = by_size(trials)
     size, batch = fitting[-1].microbatch_size, run.train.global_batch_size
@@ -176,9 +157,8 @@ def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
     if batch is not None:
         size, _ = nearest_divisors(batch // num_processes, size)
         accumulation = batch // num_processes // size
-    keys = read_json_object(run.train_path)
-    old_names = {new: old for old, new in RENAMED_KEYS.items() if old in keys}
-    set_number(run.train_path, old_names.get("microbatch_size", "microbatch_size"), size)
+    key = OLD_NAME if OLD_NAME in read_json_object(run.train_path) else "microbatch_size"
+    set_number(run.train_path, key, size)
     write_atomically(run.search_path, to_json({
         "tokens_per_second": np.interp(size, [trial.microbatch_size for trial in fitting],
                                        [trial.tokens_per_second for trial in fitting]),

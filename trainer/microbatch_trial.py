@@ -53,24 +53,20 @@ class Trial:
 
 
 class MicrobatchTrial:
-    """This process's part in a trial. Every rank.
-
-    Attributes:
-        num_microbatches: 2 if the run accumulates gradients, else 1: more take no more memory than
-            two. With a global batch it is 2 even for a microbatch that is the whole batch: so what
-            is smaller than a microbatch that fits, fits too.
-    """
+    """This process's part in a trial. Every rank."""
 
     def __init__(self, options: Options, process: Process, agreement: Agreement) -> None:
-        self.process, self._agreement, self._options = process, agreement, options
+        self.process, self._agreement = process, agreement
+        self._limit_gib = options.memory_limit_gib or math.inf
         self._task = json.loads(os.environ[TRIAL_VARIABLE])
         self._size, self._result_path = self._task["microbatch_size"], Path(self._task["path"])
         self._run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
-        train = self._run.train
-        steps = train.gradient_accumulation_steps
-        if train.global_batch_size is not None:
-            steps = train.global_batch_size // process.world_size
-        self.num_microbatches = min(steps, 2) or 1
+        # More than two accumulated microbatches take no more memory. With a global batch it is two
+        # even for a microbatch that is the whole batch: what is smaller than one that fits, fits.
+        config = self._run.train
+        accumulated = (config.gradient_accumulation_steps if config.global_batch_size is None
+                       else config.global_batch_size // process.world_size)
+        self.num_microbatches = min(accumulated, 2) or 1
 
     @contextmanager
     def measuring(self) -> Iterator[tuple[TrainingState, TrainConfig, Iterator[Microbatch]]]:
@@ -78,46 +74,44 @@ class MicrobatchTrial:
 
         Whatever fails inside ends this process, which says why in a file.
         """
-        device = self.process.device
+        device, model = self.process.device, self._run.model
         try:
             if device.type == "cpu":
                 map_every_tensor()  # before any other thread has allocated a heap
                 share_cpu_cores(self.process)  # starts threads, which a limit might not leave room
             join_process_group(self.process, self._agreement.connect("trial"),
                                timeout=TRIAL_TIMEOUT)
-            train = resolve_for_device(self._run.train, device)
+            config = resolve_for_device(self._run.train, device)
             if self._task["prefetches"]:
                 check_idle(device)
             else:  # the validation takes less memory than training, so it is not compiled
-                train = train.model_copy(
+                config = config.model_copy(
                     update={"microbatch_size": self._size, "validation_interval": None})
-            check_attention(self._run.model, train, device)
-            self._limit_memory(self._options.memory_limit_gib)
-            state = build_training_state(self._run.model, train, self.process)
+            check_attention(model, config, device)
+            self._limit_memory()
+            state = build_training_state(model, config, self.process)
             # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
             scaler = GradScaler(device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
-            yield replace(state, scaler=scaler), train, random_microbatches(
-                self._run.model, self._size, device)
+            yield (replace(state, scaler=scaler), config,
+                   random_microbatches(model, self._size, device))
         except Exception as error:  # whatever it is: to exit in order could wait for other ranks
-            lift_limit()
+            _limit_address_space(math.inf)
             cause = "out of memory: " if is_out_of_memory(error) else ""
             path = self._result_path.with_suffix(f".rank{self.process.rank}")
             path.write_text(f"{cause}{describe(error)}")
             leave(FAILED)
 
-    def _limit_memory(self, limit_gib: float | None) -> None:
+    def _limit_memory(self) -> None:
         """Limit what this process takes beside what it has; on a CPU its address space."""
         device = self.process.device
         if device.type == "cpu":
             torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads, whose stacks count
             self._mapped_before = _mapped_gib("VmSize")
-            if limit_gib is not None:
-                _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-                resource.setrlimit(resource.RLIMIT_AS, (
-                    int((self._mapped_before + limit_gib) * 2**30), hard_limit))
-        elif limit_gib is not None:
+            _limit_address_space(self._mapped_before + self._limit_gib)
+        else:
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, self._limit_gib * 2**30 / total), device)
 
     def time_steps(self, take_step: Callable[[], object]) -> None:
         """Measure steps that follow one another, and record the result. Every rank.
@@ -135,12 +129,12 @@ class MicrobatchTrial:
         tokens = (self.num_microbatches * self._size * self._run.model.context_length
                   * self.process.world_size)
         demand, capacity = self._peak_memory()
-        lift_limit()
-        # The most memory, the least capacity and speed of the processes.
+        _limit_address_space(math.inf)
+        # The most memory, the least capacity and speed of the processes. Every rank reads them:
+        # one that ended before would leave the others in the collective.
         worst = torch.tensor([demand, -capacity, -tokens / seconds], dtype=torch.float64,
                              device=self.process.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        # Every rank waits for it: one that ended before would leave the others in the collective.
         demand, capacity, speed = worst.tolist()
         if self.process.is_main:
             self._result_path.write_text(json.dumps(asdict(Trial(
@@ -148,14 +142,15 @@ class MicrobatchTrial:
 
     def _peak_memory(self) -> tuple[float, float]:
         """Return the peak of the memory that the trial has taken, and how much there is, in GiB."""
-        device, limit = self.process.device, self._options.memory_limit_gib or math.inf
+        device = self.process.device
         if device.type == "cpu":
-            return _mapped_gib("VmPeak") - self._mapped_before, limit
+            return _mapped_gib("VmPeak") - self._mapped_before, self._limit_gib
         torch.cuda.synchronize(device)
         free, _ = torch.cuda.mem_get_info(device)
         available = (free + torch.cuda.memory_reserved(device)) / 2**30
         # Before it fails, the allocator frees what is only reserved: allocated memory decides.
-        return torch.cuda.max_memory_allocated(device) / 2**30, min(limit, available)
+        peak = torch.cuda.max_memory_allocated(device) / 2**30
+        return peak, min(self._limit_gib, available)
 
 
 def random_microbatches(model: ModelConfig, size: int, device: torch.device
@@ -175,10 +170,10 @@ def check_idle(device: torch.device) -> None:
                             f" {total / 2**30:.1f} GiB are free; all but the code is here")
 
 
-def lift_limit() -> None:
-    """Undo the limit of the address space."""
+def _limit_address_space(gib: float) -> None:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (hard_limit, hard_limit))
+    limit = hard_limit if gib == math.inf else int(gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
 
 
 def _mapped_gib(name: str) -> float:

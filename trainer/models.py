@@ -37,23 +37,16 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-
 DOWNLOADED = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
               TOKENIZER_FILE]
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that do not change the shape
-TRIES = 10  # to read a checkpoint of a run that saves and removes checkpoints meanwhile
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights, float32, on its device and in eval mode.
+    """A model with its weights, float32, on its device and in eval mode."""
 
-    Attributes:
-        name: as given on the command line.
-        tokenizer_name: None if neither a checkpoint nor the vocabulary size determines it.
-        run: set only if the name is that of a run; likewise its checkpoint.
-    """
-
-    name: str
+    name: str  # as given on the command line
     model: GPTModel
-    tokenizer_name: str | None
-    run: Run | None = None
+    tokenizer_name: str | None  # None if neither checkpoint nor vocabulary size determines it
+    run: Run | None = None  # set only if the name is that of a run; likewise its checkpoint
     checkpoint: Checkpoint | None = None
     tokenizer_path: Path | None = None  # of its file, if it has one
 
@@ -86,14 +79,11 @@ def load_model(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
         place = directory_of(Path(name))
         try:
             loaded = _of_directory(name, place if place.is_dir() else _download(name))
-        except KeyError as error:
-            raise UserError(f"{name}: has no weights {error.args[0]}; give a GPT-2 whose tensors"
-                            " are named as in transformers") from None
-        except ValidationError as error:  # a trained model cannot be changed
-            advice = describe(error).removesuffix("; change it")
-            raise UserError(f"{name}: not a GPT-2: {advice}") from None
         except DAMAGE as error:
-            raise UserError(f"{name}: not a GPT-2: {first_line(error)}") from None
+            reason = (f"it has no weights {error.args[0]}" if isinstance(error, KeyError) else
+                      describe(error).removesuffix("; change it")  # a trained model is as it is
+                      if isinstance(error, ValidationError) else first_line(error))
+            raise UserError(f"{name}: not a GPT-2: {reason}") from None
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loaded.model.to(device).eval()
     with torch.inference_mode():
@@ -106,29 +96,26 @@ def load_model(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
 def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GPTModel:
     """Load the model that `init_from` names, float32, on the CPU. May download it.
 
-    Args:
-        tokenizer_name: of the run's dataset; None if it is not known.
-
     Raises: UserError: there is no such model, or it has another shape than the run's, or it was
-        trained with another tokenizer.
+        trained with another tokenizer than the dataset's.
     """
     source: str | Any = run.train.init_from
-    if source == run.name:
-        raise UserError(f"{run.train_path}: init_from is this run itself; name another one")
     try:
+        if source == run.name:
+            raise UserError("is this run itself; name another one")
         loaded = load_model(source, runs_dir=runs_dir, device=torch.device("cpu"))
+        for key, wanted in run.model.model_dump(exclude=FREE_TO_CHANGE).items():
+            found = getattr(loaded.model.config, key)
+            if found != wanted:
+                raise UserError(f"{source} has {key} {found}, model.json has {wanted}; they must be"
+                                " equal")
+        theirs = loaded.tokenizer_name
+        if theirs and tokenizer_name and theirs != tokenizer_name:
+            raise UserError(f"{source} was trained with the tokenizer {short_name(theirs)}, the"
+                            f" dataset was made with {short_name(tokenizer_name)}; prepare the"
+                            " dataset with its tokenizer")
     except UserError as error:
         raise UserError(f"{run.train_path}: init_from: {error}") from None
-    for key, wanted in run.model.model_dump(exclude=FREE_TO_CHANGE).items():
-        found = getattr(loaded.model.config, key)
-        if found != wanted:
-            raise UserError(f"{run.train_path}: init_from: {source} has {key} {found}, model.json"
-                            f" has {wanted}; they must be equal")
-    theirs = loaded.tokenizer_name
-    if theirs and tokenizer_name and theirs != tokenizer_name:
-        raise UserError(f"{run.train_path}: init_from: {source} was trained with the tokenizer"
-                        f" {short_name(theirs)}, the dataset was made with"
-                        f" {short_name(tokenizer_name)}; prepare the dataset with its tokenizer")
     return loaded.model
 
 
@@ -156,7 +143,7 @@ def model_directory(name: str, runs_dir: Path) -> Path:
 
 
 def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
-    run, tries_left = load_run(runs_dir, name), TRIES
+    run = load_run(runs_dir, name)
     while True:
         before = named_as_checkpoints(run.checkpoints_dir)
         try:
@@ -164,10 +151,9 @@ def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
             if checkpoint is None:
                 raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
             return _of_checkpoint(name, checkpoint, run.model, run)
-        except UserError:  # the run may train, and have removed what was being read
-            tries_left -= 1
-            if not tries_left or named_as_checkpoints(run.checkpoints_dir) == before:
-                raise
+        except UserError:
+            if named_as_checkpoints(run.checkpoints_dir) == before:
+                raise  # else the run trains, and has removed what was being read
 
 
 def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
@@ -176,7 +162,7 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
     load_weights(checkpoint, model)
     tokenizer = checkpoint.meta.tokenizer
     return LoadedModel(name, model, tokenizer, run, checkpoint,
-                       tokenizer_path=file_beside(checkpoint.path, tokenizer))
+                       file_beside(checkpoint.path, tokenizer))
 
 
 def _of_directory(name: str, directory: Path) -> LoadedModel:
@@ -206,8 +192,8 @@ def _of_directory(name: str, directory: Path) -> LoadedModel:
         raise UserError(f"{directory}: {broken} holds a number that is not finite in float32;"
                         " download or export it again")
     model.load_state_dict(ours, assign=True)
-    tokenizer_name, path = _tokenizer_of(directory, config, end_of_text)
-    return LoadedModel(name, model, tokenizer_name, tokenizer_path=path)
+    tokenizer_name, tokenizer_path = _tokenizer_of(directory, config, end_of_text)
+    return LoadedModel(name, model, tokenizer_name, tokenizer_path=tokenizer_path)
 
 
 def _on_meta(place: Path, config: ModelConfig) -> GPTModel:
@@ -226,9 +212,7 @@ def _map_weights(directory: Path) -> Weights:
     index_path, names = directory / "model.safetensors.index.json", ["model.safetensors"]
     if index_path.exists():
         weight_map = _json(index_path).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f"{index_path}: has no weight_map; download the directory again")
-        names = sorted(set(map(str, weight_map.values())))
+        names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else [""]
     weights: Weights = {}
     for name in names:
         path = directory / name

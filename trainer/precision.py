@@ -1,4 +1,7 @@
-"""The number format, attention kernel and form of the forward pass, decided before building."""
+"""The number format, attention kernel and form of the forward pass, decided before building.
+
+Every config here and in what is built later, but the first one, is after `resolve_for_device`.
+"""
 
 import os
 import warnings
@@ -17,57 +20,52 @@ CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # any of these makes bf16 fast
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 
 
-def resolve_for_device(train: TrainConfig, device: torch.device) -> TrainConfig:
+def resolve_for_device(config: TrainConfig, device: torch.device) -> TrainConfig:
     """Return the config with the keys decided whose default depends on the device.
 
-    The only place that decides them. Everything that is built later reads the returned config.
-    A deterministic run gets its kernels here, since CUDA must not have been initialised before.
+    The only place that decides them. A deterministic run gets its kernels here, since CUDA must not
+    have been initialised before.
 
     Raises: UserError: a bfloat16 residual stream in another precision than bf16.
     """
-    if train.deterministic:  # where a kernel is missing PyTorch raises
+    if config.deterministic:  # where a kernel is missing PyTorch raises
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
         # It finds errors, and is slow.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    on_gpu, precision = device.type == "cuda", train.precision
-    if precision is None and train.use_amp:  # the fastest one that is safe on the device
+    on_gpu, precision = device.type == "cuda", config.precision
+    if precision is None and config.use_amp:  # the fastest one that is safe on the device
         if on_gpu:
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
             has_bf16 = any(map(torch.cpu.get_capabilities().get, CPU_BF16))
         precision = "bf16" if has_bf16 else "fp16" if on_gpu else "fp32"
     precision = precision or "fp32"
-    residual_dtype = train.residual_dtype or (
+    residual_dtype = config.residual_dtype or (
         "bf16" if on_gpu and precision == "bf16" else "fp32")
     if residual_dtype == "bf16" and precision != "bf16":
         raise UserError(f'residual_dtype is "bf16", but the precision here is {precision}; remove'
                         " it from train.json, or use a device that has bf16")
-    attention = train.attention
-    if train.deterministic and on_gpu and attention == "auto":  # flash has 16 bits only
+    attention = config.attention
+    if config.deterministic and on_gpu and attention == "auto":  # flash has 16 bits only
         attention = "flash" if precision in ("bf16", "fp16") else "math"
-    return train.model_copy(update={
+    return config.model_copy(update={
         "precision": precision, "attention": attention, "residual_dtype": residual_dtype,
-        "compile": on_gpu if train.compile is None else train.compile})
+        "compile": on_gpu if config.compile is None else config.compile})
 
 
-def choose_forward_options(model: ModelConfig, train: TrainConfig,
+def choose_forward_options(model: ModelConfig, config: TrainConfig,
                            device: torch.device) -> ForwardOptions:
-    """Return how the forward pass is computed on a device.
-
-    Args:
-        train: after `resolve_for_device`.
-    """
-    on_gpu, in_16_bits = device.type == "cuda", train.precision in ("bf16", "fp16")
-    is_eager_on_cpu = not on_gpu and not train.compile
+    """Return how the forward pass is computed on a device."""
+    on_gpu, in_16_bits = device.type == "cuda", config.precision in ("bf16", "fp16")
+    is_eager_on_cpu = not on_gpu and not config.compile
     return ForwardOptions(
-        residual_dtype=torch.bfloat16 if train.residual_dtype == "bf16" else None,
-        head_chunk_tokens=head_chunk_tokens(model, train, is_eager_on_cpu=is_eager_on_cpu),
-        activation_checkpointing=train.activation_checkpointing,
+        residual_dtype=torch.bfloat16 if config.residual_dtype == "bf16" else None,
+        head_chunk_tokens=head_chunk_tokens(model, config, is_eager_on_cpu=is_eager_on_cpu),
+        activation_checkpointing=config.activation_checkpointing,
         head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
-        attention=("blocks" if is_eager_on_cpu and in_16_bits and train.attention == "auto"
-                   else train.attention),
-    )
+        attention=("blocks" if is_eager_on_cpu and in_16_bits and config.attention == "auto"
+                   else config.attention))
 
 
 def autocast(precision: Precision | None, device: torch.device) -> torch.autocast:
@@ -76,45 +74,38 @@ def autocast(precision: Precision | None, device: torch.device) -> torch.autocas
                           enabled=precision in DTYPES)
 
 
-def check_attention(model: ModelConfig, train: TrainConfig, device: torch.device) -> None:
-    """Refuse a kernel that cannot compute a model's attention on a device.
-
-    Args:
-        train: after `resolve_for_device`.
-
-    Raises: UserError: it failed on two sequences.
-    """
-    if train.attention not in KERNELS:
+def check_attention(model: ModelConfig, config: TrainConfig, device: torch.device) -> None:
+    """Compute attention with the kernel of the config. Raises: UserError: that failed."""
+    if config.attention not in KERNELS:
         return
     try:
         with warnings.catch_warnings(action="ignore"):  # lines on why each kernel cannot run
-            q, k, v = _attention_inputs(model, train, device)
-            attend(q, k, v, model.drop_rate, train.attention).sum().backward()
+            q, k, v = _attention_inputs(model, config, device)
+            attend(q, k, v, model.drop_rate, config.attention).sum().backward()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # a kernel's failure is reported later
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        head_size = model.emb_dim // model.n_heads
-        raise UserError(f'attention is "{train.attention}", which cannot run here with head size'
-                        f" {head_size}, precision {train.precision} and drop_rate"
-                        f" {model.drop_rate:g} ({first_line(error)}); set it to"
-                        f' "{"math" if train.deterministic else "auto"}" in train.json') from None
+        raise UserError(f'attention is "{config.attention}", which cannot run here with head size'
+                        f" {model.emb_dim // model.n_heads}, precision {config.precision} and"
+                        f" drop_rate {model.drop_rate:g} ({first_line(error)}); set it to"
+                        f' "{"math" if config.deterministic else "auto"}" in train.json') from None
 
 
-def attention_kernel(model: GPTModel, train: TrainConfig, device: torch.device) -> str:
+def attention_kernel(model: GPTModel, config: TrainConfig, device: torch.device) -> str:
     """Return the name of the kernel that computes a model's attention in training."""
     if model.options.attention != "auto":
         return model.options.attention
-    q, k, v = _attention_inputs(model.config, train, device)
+    q, k, v = _attention_inputs(model.config, config, device)
     chosen = torch._fused_sdp_choice(q, k, v, dropout_p=model.config.drop_rate, is_causal=True)
     return SDPBackend(chosen).name.split("_")[0].lower()
 
 
-def _attention_inputs(model: ModelConfig, train: TrainConfig, device: torch.device
-                      ) -> tuple[Tensor, ...]:
+def _attention_inputs(model: ModelConfig, config: TrainConfig,
+                      device: torch.device) -> tuple[Tensor, ...]:
     """Return queries, keys and values, (2, H, T, D), of a training step's dtype and strides."""
     shape = (2, model.context_length, 3, model.n_heads, model.emb_dim // model.n_heads)
-    qkv = torch.zeros(shape, dtype=DTYPES.get(train.precision, torch.float32), device=device,
+    qkv = torch.zeros(shape, dtype=DTYPES.get(config.precision, torch.float32), device=device,
                       requires_grad=True)
     return qkv.permute(2, 0, 3, 1, 4).unbind()

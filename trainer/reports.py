@@ -24,7 +24,7 @@ from reporting.summary import RunEnd, StopReason
 from trainer.background_saver import BackgroundSaver
 from trainer.diagnostics import Diagnostics
 from trainer.precision import attention_kernel, autocast
-from trainer.side_processes import SideProcesses, after_checkpoint_failed
+from trainer.side_processes import SideProcesses, command_failed
 from trainer.startup import PreparedRun
 
 
@@ -39,29 +39,25 @@ class Reports:
     def __init__(self, prepared: PreparedRun, model: GPTModel, *, clock: PhaseClock,
                  watchdog: Watchdog, saver: BackgroundSaver) -> None:
         self.prepared, self.run, self.plan = prepared, prepared.run, prepared.plan
-        self.model, self.train = model, prepared.train
+        self.model, self.config = model, prepared.config
         self.clock, self.watchdog, self.saver = clock, watchdog, saver
-        self.process = watchdog.process
-        self.log = RunLog(self.run, self.plan, clock=clock, is_active=self.process.is_main)
+        self.process, is_main = watchdog.process, watchdog.process.is_main
+        self.log = RunLog(self.run, self.plan, clock=clock, is_active=is_main)
         self.window = LossWindow(self.process.device)
-        self.diagnostics = Diagnostics(prepared.train, self.process)
-        gpus = gpu_uuids(self.process) if self.process.is_main else []
-        self.meter = MachineMeter(self.run.run_dir, gpus)
+        self.diagnostics = Diagnostics(self.config.diagnostics_interval if is_main else None,
+                                       self.config.precision)
+        self.meter = MachineMeter(self.run.run_dir, gpu_uuids(self.process) if is_main else [])
         self._gpu = find_gpu(device_name(self.process))
-        self._kernel = attention_kernel(model, self.train, self.process.device)
+        self._kernel = attention_kernel(model, self.config, self.process.device)
         self.beside = SideProcesses(prepared, log=self.log, clock=clock, watchdog=watchdog)
         saver.after_write = self.beside.after_checkpoint.start
         watchdog.before_exit = self._before_exit
         self._reports_speed = True
         self._has_ended = False  # the full summary is on disk
-        self.code = code_version() if self.process.is_main else ""
+        self.code = code_version() if is_main else ""
 
     def begin(self, aside_dir: Path | None) -> None:
-        """Print the settings, start the processes beside training.
-
-        Args:
-            aside_dir: where checkpoints are now that the run does not go on from.
-        """
+        """Print the settings, and where earlier checkpoints are now; start what runs beside."""
         resume_from, say = self.prepared.resume_from, self.log.say
         self.log.start(self.prepared.first_step)
         if aside_dir is not None:
@@ -69,15 +65,16 @@ class Reports:
             self.beside.after_checkpoint.start()  # the copy learns of it before it has more
         if resume_from is not None:
             say(f"resuming from {resume_from.path}")
-        for warning in (*self.run.warnings, *self.prepared.warnings):
-            say(f"warning: {warning}")
-        for line in batch_arithmetic(self.plan):
-            say(line)
         num_parameters = self.model.num_parameters()
-        ratio = self.plan.num_tokens / num_parameters
-        say(f"{num_parameters:,} parameters, {ratio:.1f} tokens per parameter;"
-            f" {self.train.precision} on {self.process.device.type}; attention: {self._kernel}")
-        say(f"learning rates: {rates_line(self.run.model, self.run.train)}")
+        for line in (
+            *(f"warning: {warning}" for warning in self.prepared.warnings),
+            *batch_arithmetic(self.plan),
+            f"{num_parameters:,} parameters, {self.plan.num_tokens / num_parameters:.1f} tokens per"
+            f" parameter; {self.config.precision} on {self.process.device.type}; attention:"
+            f" {self._kernel}",
+            f"learning rates: {rates_line(self.run.model, self.config)}",
+        ):
+            say(line)
         if self.process.is_main:
             self.meter.start(self.prepared.energy_kwh)
             self.beside.track()
@@ -90,25 +87,23 @@ class Reports:
         gc.freeze()  # exempt start-up objects from garbage collection; scanning them stalls steps
         self.clock.enter(TRAINING)
         self.window.restart_timing()
-        self.watchdog.start_hang_detection(self.run.train.hang_timeout_seconds)
+        self.watchdog.start_hang_detection(self.config.hang_timeout_seconds)
 
     def write(self, global_step: int, learning_rate: float, *, waits: bool) -> None:
         """Report the steps since the last report. A collective: every rank.
 
         Args:
             waits: report steps that the device may not have finished yet, too.
-
-        Raises: AgreedError: on every rank, if too many steps in a row were skipped.
         """
         num_measured = global_step - self.prepared.first_step  # all but the first one
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
         for window in self.window.close(global_step, learning_rate, self.clock,
                                         waits=waits or says_speed):
-            for probe in self.diagnostics.measured(up_to=window.global_step):
-                self.log.record(probe.global_step, probe.numbers, window)
-                self.clock.count_diagnostics(probe.seconds)
+            for measured in self.diagnostics.pop_measured(up_to=window.global_step):
+                self.log.record(measured.global_step, measured.numbers, window)
+                self.clock.count_diagnostics(measured.seconds)
             self.log.report_steps(window, self._machine(window))
-            if self.window.longest_skipped >= self.run.train.max_skipped_steps:
+            if self.window.longest_skipped >= self.config.max_skipped_steps:
                 self._end_skipping(window.global_step)
         gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         self.warn_of_failed_write()
@@ -129,13 +124,10 @@ class Reports:
 
     def _end_skipping(self, global_step: int) -> NoReturn:
         """End a run whose gradients stay non-finite. Raises: AgreedError: on every rank."""
-        advice = "with a lower learning_rate, or with precision bf16 or fp32"
-        if self._kernel == "cudnn":
-            advice = ('with attention "flash": cuDNN\'s backward pass has been reported to give'
-                      f" NaN at large batches; if that does not help, {advice}")
         reason = (f"{self.run.run_dir}: the gradients of {self.window.longest_skipped} steps in a"
                   f" row, up to step {global_step + 1:,}, were not finite; resume from an earlier"
-                  f" checkpoint {advice}")
+                  " checkpoint with a lower learning_rate, or with precision bf16 or fp32"
+                  + (', or with attention "flash"' if self._kernel == "cudnn" else ""))
         self.watchdog.before_exit("failed", reason)
         raise AgreedError(reason, status=NON_FINITE)
 
@@ -154,32 +146,24 @@ class Reports:
             tokens_per_second=num_steps * self.plan.tokens_per_step / seconds,
             num_processes=self.process.world_size,
             flops_per_token=flops_per_token(self.run.model),
-            device_name=device_name(self.process),
-            precision=self.train.precision,
-            attention_kernel=self._kernel,
-            is_compiled=self.train.compile,
+            device_name=device_name(self.process), precision=self.config.precision,
+            attention_kernel=self._kernel, is_compiled=self.config.compile,
             waiting_share=spent[WAITING] / seconds,
             microbatch_tokens=self.plan.tokens_per_microbatch,
-            throttling=self.meter.throttling(),
-            drop_rate=self.run.model.drop_rate,
-        ).line())
+            throttling=self.meter.throttling(), drop_rate=self.run.model.drop_rate).line())
 
     def report_validation(self, global_step: int, loss: float, seconds: float) -> None:
         """Record a validation, and continue the run's `sample_prompts` with the model. Rank 0."""
         self.log.report_validation(global_step, loss, seconds,
                                    bytes_per_token=self.prepared.data.bytes_per_token)
-        if prompts := self.run.train.sample_prompts:
+        if prompts := self.config.sample_prompts:
             with (self.clock.phase(VALIDATION),
-                  autocast(self.train.precision, self.process.device)):
-                failure = self._sampler().try_to_write(
-                    self.run.samples_path, prompts, global_step)
+                  autocast(self.config.precision, self.process.device)):
+                failure = self._sampler().try_to_write(self.run.samples_path, prompts, global_step)
             self.log.warn("no samples", failure)
 
     def draw_charts(self) -> None:
-        """Start to draw the run's charts, the last thing before training goes on. Rank 0.
-
-        A failure is only a warning.
-        """
+        """Start to draw the run's charts, the last thing before training goes on. Rank 0."""
         self.beside.draw_charts()
         self.beside.warn()
         self.window.restart_timing()
@@ -192,8 +176,7 @@ class Reports:
         ranks would wait for this one, and after the last write of a checkpoint.
 
         Raises: UserError: the last validation loss is not finite; the last checkpoint or the
-            records could not be written, or the last --after-checkpoint failed; then the run keeps
-            its status.
+            records could not be written, or the last --after-checkpoint failed.
         """
         if not self.watchdog.stop_signal:
             self.beside.finish_charts()
@@ -203,19 +186,19 @@ class Reports:
         failure = "the last validation loss is not finite" if (
             is_last and last and last.loss is None) else ""
         unwritten = self.log.finish(RunEnd(
-            first_step=self.prepared.first_step,
-            global_step=global_step, stop_reason=stop_reason, lacks_validation=lacks_validation,
-            failure=failure, facts={
+            first_step=self.prepared.first_step, global_step=global_step, failure=failure,
+            stop_reason=stop_reason, lacks_validation=lacks_validation, facts={
                 "num_parameters": self.model.num_parameters(),
                 "tokenizer": self.prepared.data.tokenizer_name,
-                "best": best.facts() if best else None,
+                "best": best and {"checkpoint": best.name, "global_step": best.meta.global_step,
+                                  "loss": best.loss},
                 "checkpoints": {"saved": self.saver.num_checkpoints,
                                 "longest_write_seconds": self.saver.longest_write_seconds,
                                 "stalled_seconds": self.clock.read_this_launch()[CHECKPOINT]},
                 "energy_kwh": self.meter.energy_kwh,
-                "machine": machine_facts(self.process, self.train.precision)
-                | {"compiled": self.train.compile, "attention": self._kernel,
-                   "deterministic": self.train.deterministic, "up_seconds": machine_up_seconds(),
+                "machine": machine_facts(self.process, self.config.precision)
+                | {"compiled": self.config.compile, "attention": self._kernel,
+                   "deterministic": self.config.deterministic, "up_seconds": machine_up_seconds(),
                    "head_chunk_tokens": self.model.options.head_chunk_tokens},
                 "code": self.code,
             }))
@@ -233,7 +216,7 @@ class Reports:
         if not self.watchdog.stop_signal:  # the notice of a preemption may be 30 s long
             self._print_sample()
         if command_failure:
-            raise after_checkpoint_failed(command_failure)
+            raise command_failed("--after-checkpoint", command_failure)
 
     def _before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""
@@ -251,7 +234,7 @@ class Reports:
         if self.prepared.data.tokenizer_name is None:
             return
         try:
-            with autocast(self.train.precision, self.process.device):
+            with autocast(self.config.precision, self.process.device):
                 self.log.say(f"sample:\n{self._sampler().text()}")
         except Exception as error:
             self.log.say(f"warning: no sample: {describe(error)}")

@@ -92,10 +92,7 @@ class SideProcesses:
         """Wait for all, once the summary is written, whose figures are the tracker's last ones.
 
         After a stop signal all share the time that is left until the exit; the command is first.
-
-        Returns:
-            What failed in --after-checkpoint; empty if nothing, or after a stop signal: then it is
-            only a warning.
+        Returned is what failed in --after-checkpoint; after a stop signal that is only a warning.
         """
         watchdog, deadlines = self._watchdog, self._watchdog.deadlines
         tracker_until = self._until(deadlines.tracker)
@@ -126,17 +123,15 @@ def after_checkpoint(command: str | None, run: Run) -> Beside:
     """Return what runs the command of --after-checkpoint, if there is one."""
     def launch() -> subprocess.Popen[bytes]:
         with (run.run_dir / LOG).open("w") as output:
-            return start_command(command or "", run_facts(run, read_summary(run)), output,
-                                 priority=LOWEST)
+            return start_command(command or "", run_facts(run), output, priority=LOWEST)
 
     return Beside("after-checkpoint", launch if command else None,
                   advice=f"; {run.run_dir / LOG} has its output")
 
 
-def after_checkpoint_failed(failure: str) -> UserError:
-    """Describe a launch that ends well, but whose last --after-checkpoint did not."""
-    return UserError(f"--after-checkpoint: {failure}; the checkpoints are whole: run the same"
-                     " command again", FAILED)
+def command_failed(name: str, how: str, status: int = FAILED) -> UserError:
+    """Describe a command that failed at the end of a launch."""
+    return UserError(f"the launch is over, and {name} {how}; run the same command again", status)
 
 
 def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) -> None:
@@ -146,26 +141,17 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     one may have failed. Nothing else is left to do here: checkpoint, records and summary are on
     disk, and the process group is gone. The machine may be shut down under this process.
 
-    Args:
-        stop_signal: the signal that a process of this launch has received, or 0.
-
     Raises: UserError: a command failed, or a signal ended it.
     """
     if not process.is_main:
         return
-    command, run, copy = prepared.options.when_done, prepared.run, prepared.options.after_checkpoint
-    summary = read_summary(run)
-    if prepared.is_finished and copy is not None:
-        status, stopped_by = run_command(copy, run_facts(run, summary),
-                                         Deadlines.read().after_checkpoint)
-        if stopped_by:
-            raise UserError(f"{STOP_SIGNALS[stopped_by]} ended --after-checkpoint",
-                            128 + stopped_by)
-        if status:
-            raise after_checkpoint_failed(f"ended with status {status}")
-    if command is None:
+    options, run = prepared.options, prepared.run
+    if prepared.is_finished and options.after_checkpoint:
+        run_command("--after-checkpoint", options.after_checkpoint, run,
+                    limit_seconds=Deadlines.read().after_checkpoint)
+    if options.when_done is None:
         return
-    if reason := _why_not(summary, stop_signal, has_trained=not prepared.is_finished):
+    if reason := _why_not(read_summary(run), stop_signal, has_trained=not prepared.is_finished):
         return print_line(f"when-done: not run: {reason}")
     gc.collect()
     torch.cuda.empty_cache()  # the command may need the GPU
@@ -173,17 +159,12 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
         fsync_records(run.run_dir)
     record_when_done(run, None)
     failpoint("when-done")
-    print_line(f"when-done: running {one_line(command)}")
+    print_line(f"when-done: running {one_line(options.when_done)}")
     drop_unwritable_output()  # else the command fails where it prints
     began = time.monotonic()
-    status, stopped_by = run_command(command, run_facts(run, summary))
-    record_when_done(run, status)
-    print_line(f"when-done: ended with status {status} after {duration(time.monotonic() - began)}")
-    if stopped_by or status:
-        how = (f"was ended by {STOP_SIGNALS[stopped_by]}" if stopped_by
-               else f"ended with status {status}")
-        raise UserError(f"the run is {summary['status']}, and --when-done {how}",
-                        128 + stopped_by if stopped_by else FAILED)
+    run_command("--when-done", options.when_done, run,
+                record=lambda status: record_when_done(run, status))
+    print_line(f"when-done: ended with status 0 after {duration(time.monotonic() - began)}")
 
 
 def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) -> str:
@@ -202,9 +183,9 @@ def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) ->
     return f"{reason} ended the launch" if reason else "the run has not ended"
 
 
-def run_facts(run: Run, summary: dict[str, Any]) -> dict[str, str]:
+def run_facts(run: Run) -> dict[str, str]:
     """Return what a command learns of a run, as environment variables; unknown ones are empty."""
-    checkpoints = list_checkpoints(run.checkpoints_dir)
+    summary, checkpoints = read_summary(run), list_checkpoints(run.checkpoints_dir)
     best, newest = best_of(checkpoints), checkpoints[-1] if checkpoints else None
     if newest and "global_step" not in summary:  # it trains
         summary = summary | newest.meta.model_dump(include={"global_step", "tokens", "train_loss"})
@@ -242,18 +223,19 @@ def start_command(command: str, facts: dict[str, str], output: IO[str] | None = 
         stderr=output, env=kept | facts, start_new_session=True)
 
 
-def run_command(command: str, facts: dict[str, str],
-                limit_seconds: float = math.inf) -> tuple[int, int]:
+def run_command(name: str, command: str, run: Run, *, limit_seconds: float = math.inf,
+                record: Callable[[int], None] = lambda status: None) -> None:
     """Run a command; a stop signal ends it. What it prints goes where this process prints.
 
-    Returns:
-        Its exit status, 128 + n if signal n ended it; the stop signal that came meanwhile, or 0.
+    `record` is called with its exit status, 128 + n if signal n ended it.
+
+    Raises: UserError: it failed, or a stop signal came.
     """
     received: list[int] = []
     before = {number: signal.signal(number, lambda number, _: received.append(number))
               for number in stop_signals()}
     try:
-        process = start_command(command, facts, priority=[])
+        process = start_command(command, run_facts(run), priority=[])
         until = time.monotonic() + limit_seconds
         while process.poll() is None and not received and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
@@ -263,4 +245,9 @@ def run_command(command: str, facts: dict[str, str],
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return status if status >= 0 else 128 - status, received[0] if received else 0
+    status = status if status >= 0 else 128 - status
+    record(status)
+    if received:
+        raise command_failed(name, f"was ended by {STOP_SIGNALS[received[0]]}", 128 + received[0])
+    if status:
+        raise command_failed(name, f"ended with status {status}")

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 
 from basics.checkpoint_files import (
-    BEST,
-    IDENTITY,
     LATEST,
     Identity,
     named_as_checkpoints,
@@ -23,19 +21,17 @@ from basics.checkpoint_files import (
 )
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
-from basics.text import counted
 from checkpointing import (
     Checkpoint,
     TrainingState,
     clean_up,
     find_checkpoint,
-    list_checkpoints,
     load_checkpoint,
     newest_whole,
     open_checkpoint,
 )
 from gpt import num_parameters
-from optim import schedule_warning, unused_options
+from optim import schedule_warning
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
 from processes.launch import Process, unused_gpus
@@ -59,19 +55,19 @@ class PreparedRun:
     """A run that has been checked and is ready to train."""
 
     run: Run
-    train: TrainConfig  # the run's; `for_device` decides what the run leaves open
+    config: TrainConfig  # the run's; `for_device` decides what the run leaves open
     data: RunData
     resume_from: Checkpoint | None
     options: Options
-    summary_says_finished: bool  # summary.json says so
+    summary_says_finished: bool = False
     warnings: tuple[str, ...] = ()
     energy_kwh: float = 0.0  # of earlier launches
 
     def for_device(self, device: torch.device) -> PreparedRun:
         """Return the run with its precision decided; initialise CUDA. Raises: UserError."""
-        train = resolve_for_device(self.run.train, device)
-        check_attention(self.run.model, train, device)
-        return replace(self, train=train, warnings=(*self.warnings, *unused_gpus()))
+        config = resolve_for_device(self.run.train, device)
+        check_attention(self.run.model, config, device)
+        return replace(self, config=config, warnings=(*self.warnings, *unused_gpus()))
 
     @property
     def plan(self) -> BatchPlan:
@@ -84,10 +80,10 @@ class PreparedRun:
     @property
     def lacks_validation(self) -> bool:
         """Whether the checkpoint's validation was due, and an earlier launch ended before it."""
-        if self.resume_from is None or not self.train.validates:
+        if self.resume_from is None or not self.config.validates:
             return False
         return self.resume_from.validation is None and is_due(
-            self.first_step - 1, self.train.validation_interval, num_steps=self.plan.num_steps)
+            self.first_step - 1, self.config.validation_interval, num_steps=self.plan.num_steps)
 
     @property
     def is_trained(self) -> bool:
@@ -116,7 +112,7 @@ class PreparedRun:
         """Return the values that must be equal on all processes."""
         found = self.resume_from
         checkpoint = found and (found.name, found.validation, read_manifest(found.path))
-        return self.run.model, self.train, self.plan, self.data.fingerprints, checkpoint
+        return self.run.model, self.config, self.plan, self.data.fingerprints, checkpoint
 
     def say_if_finished(self, process: Process) -> None:
         """Say that nothing is left to train, if so. Rank 0; others return."""
@@ -133,10 +129,7 @@ def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:
 
 def prepare_run(options: Options, process: Process, clock: PhaseClock,
                 agreement: Agreement) -> PreparedRun:
-    """Check everything that can be checked before the first collective. Every rank.
-
-    Raises: UserError: on every rank, whichever found it.
-    """
+    """Check everything that can be checked before the first collective. Every rank."""
     step = agreement.run
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
@@ -147,33 +140,34 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
              if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
-    summary_says_finished, name, *warnings = json.loads(agreement.from_rank_0(
+    says_finished, name, *warnings = json.loads(agreement.from_rank_0(
         "checkpoint", lambda: json.dumps([read_summary(run).get("status") == FINISHED,
                                           *choose_checkpoint(run, options)])))
     is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
     resume_from = step("resuming", lambda: check_resume_point(
         run, name, data, thoroughly=is_first_reader) if name else None)
-    if resume_from is not None:
-        latest = resume_from.validation or resume_from.meta
-        clock.resume(latest.seconds, latest.usd)
     if run.train.init_from and resume_from is None:  # later the other processes find it here too
         step("initial weights", lambda: process.is_main_of_node and initial_model(
             run, options.runs_dir, tokenizer_name=data.tokenizer_name))
+    if resume_from is not None:
+        latest = resume_from.validation or resume_from.meta
+        clock.resume(latest.seconds, latest.usd)
     records: list[dict[str, Any]] = []
     energy_kwh = 0.0
     if not options.fresh:
         records = step("records", lambda: read_metrics(run.metrics_path))
         *spent, energy_kwh = step("spent", lambda: spent_before(records, run.summary_path))
         clock.count_lost(*spent)
-    warnings += [*unused_options(run.model, run.train), clock.set_price(run.train.usd_per_hour)]
+    warnings.append(clock.set_price(run.train.usd_per_hour))
     if not options.fresh:
         clock.count_lost(seconds_before(run.run_dir))  # of launches that were killed
     if resume_from is not None:
         rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
                  if "train_loss" in record}
-        warnings.append(schedule_warning(run.train, resume_from.meta.global_step, rates,
+        last_step = resume_from.meta.global_step
+        warnings.append(schedule_warning(run.train, last_step, rates.get(last_step),
                                          num_steps=data.plan.num_steps))
-    prepared = PreparedRun(run, run.train, data, resume_from, options, summary_says_finished,
+    prepared = PreparedRun(run, run.train, data, resume_from, options, says_finished,
                            tuple(filter(None, warnings)), energy_kwh)
     goes_on = not prepared.is_trained  # each node by its own train.json: all take both steps
     step("room", lambda: check_room(run, clock, process) if goes_on else None)
@@ -181,22 +175,10 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
 
 
 def choose_checkpoint(run: Run, options: Options) -> list[str]:
-    """Return the name of the checkpoint to resume from, or "", then warnings of others. Rank 0.
-
-    Raises: UserError: there is none, or it is not known which ones belong to the run.
-    """
+    """Return the name of the checkpoint to resume from, or "", then warnings of others. Rank 0."""
     if options.fresh:
         return [""]
     warnings = []
-    if options.checkpoint in (None, LATEST, BEST):
-        if foreign := list_checkpoints(run.checkpoints_dir, foreign=True):
-            others = counted(len(foreign), "checkpoint is", "checkpoints are")
-            warnings.append(f"{foreign[-1].path}: {others} not of the present run ({IDENTITY}):"
-                            " ignored, and moved to set-aside/")
-        names = {each.meta.identity for each in list_checkpoints(run.checkpoints_dir)}
-        if len(names) > 1 and read_identity(run.run_dir) is None:
-            raise UserError(f"{run.checkpoints_dir}: has checkpoints of {len(names)} runs; restore"
-                            f" {IDENTITY} in {run.run_dir}, or name a checkpoint")
     if options.checkpoint in (None, LATEST):
         checkpoint, damaged = newest_whole(run.checkpoints_dir)
         warnings += [f"{line}; {checkpoint and checkpoint.name} is used instead"
@@ -213,8 +195,7 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
 def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:
     """Open a checkpoint that rank 0 has found whole, and check that it belongs to the run.
 
-    Args:
-        thoroughly: read every byte, as one process of each machine does: it may have its own copy.
+    One process of each machine reads every byte of it: the machine may have its own copy.
     """
     try:
         checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly)
@@ -236,13 +217,13 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
 
 def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
     """Refuse to resume with another model, seed or data; data as in `RunData.fingerprints`."""
-    meta, train, model_path = checkpoint.meta, run.train, run.run_dir / "model.json"
+    meta, model_path = checkpoint.meta, run.run_dir / "model.json"
     was = meta.model.model_dump(exclude=FREE_TO_CHANGE)
     compared = [(model_path, key, getattr(run.model, key), was[key]) for key in was]
-    compared += [(run.train_path, "optimizer", train.optimizer, meta.optimizer),
-                 (run.train_path, "random_seed", train.random_seed, meta.random_seed)]
+    compared += [(run.train_path, "optimizer", run.train.optimizer, meta.optimizer),
+                 (run.train_path, "random_seed", run.train.random_seed, meta.random_seed)]
     # Another start would read data twice. A file may be used for the first time.
-    files = {split: f"the {split} file of {train.dataset}" for split in ("train", "validation")}
+    files = {split: f"the {split} file of {run.train.dataset}" for split in ("train", "validation")}
     compared += [(run.train_path, files.get(key, key), data[key], meta.data[key])
                  for key in sorted(data.keys() & meta.data.keys() - {"validation_sequences"})]
     for path, key, found, before in compared:
@@ -256,10 +237,7 @@ def open_run_dir(prepared: PreparedRun, process: Process,
     """Remove from a run directory what this launch does not go on from, once all agree. Rank 0.
 
     In this order, so that a kill leaves no other run's records or checkpoints to go on from.
-
-    Returns:
-        The identity of what is saved from now on, and where checkpoints are now that the run does
-        not go on from.
+    Returned are the identity of what is saved from now on, and where others' checkpoints are now.
     """
     if not process.is_main:
         return Identity(), None  # they save nothing
@@ -274,7 +252,7 @@ def open_run_dir(prepared: PreparedRun, process: Process,
 def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
     """Build the model and its optimizer; load what the run resumes from, or starts from."""
     run = prepared.run
-    state = build_training_state(run.model, prepared.train, process)
+    state = build_training_state(run.model, prepared.config, process)
     if prepared.resume_from is not None:
         load_checkpoint(prepared.resume_from, state)
     elif run.train.init_from:
@@ -290,9 +268,8 @@ def check_room(run: Run, clock: PhaseClock, process: Process) -> None:
     if seconds_left <= 0:
         raise UserError(f"{run.train_path}: {spent}; raise it to go on")
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
-    disk = shutil.disk_usage(place)
+    free_bytes = shutil.disk_usage(place).free
     needed = checkpoint_bytes(run.model, run.train, num_parameters(run.model))
-    is_known = disk.total > 0  # a mount of an object store may have no size
-    if process.is_main and is_known and disk.free < needed:
+    if process.is_main and free_bytes < needed:
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
-                        f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
+                        f" disk has {free_bytes / 1e9:,.2f} GB free; free some, or set --runs-dir")

@@ -51,11 +51,7 @@ class Stop:
         return self.is_asked(is_spent=is_spent) or global_step >= self.last_step
 
     def is_asked(self, *, is_spent: bool = False) -> bool:
-        """Return whether a signal to any process, or rank 0's budget, ends the launch here.
-
-        Args:
-            is_spent: whether the budget is, on rank 0.
-        """
+        """Return whether a signal to any process, or rank 0's budget, ends the launch here."""
         shared = torch.tensor([self._watchdog.stop_signal, int(is_spent)])
         with self._watchdog.suspended():
             dist.all_reduce(shared, dist.ReduceOp.MAX, self._group)

@@ -17,19 +17,15 @@ from run_config import MAX_VOCAB_SIZE, ModelConfig
 Weights = dict[str, Tensor]
 
 # Our names, GPT-2's names, and the original system's names.
-OUTER = {
-    "token_embedding": ("wte", "tok_emb"),
-    "position_embedding": ("wpe", "pos_emb"),
-    "final_norm": ("ln_f", "final_norm"),
-}
+OUTER = {"token_embedding": ("wte", "tok_emb"), "position_embedding": ("wpe", "pos_emb"),
+         "final_norm": ("ln_f", "final_norm")}
 INNER = {
     "attention_norm": ("ln_1", "norm1"),
     "attention.output": ("attn.c_proj", "att.out_proj"),
     "mlp_norm": ("ln_2", "norm2"),
     "mlp.up": ("mlp.c_fc", "ff.layers.0"),
     "mlp.output": ("mlp.c_proj", "ff.layers.2"),
-    "attention.qkv": ("attn.c_attn", "att.W_qkv"),  # the original has three: query, key, value
-}
+    "attention.qkv": ("attn.c_attn", "att.W_qkv")}  # the original has three: query, key, value
 NORM_PARTS = {"weight": "scale", "bias": "shift"}  # in the original system
 
 
@@ -55,25 +51,17 @@ class Gpt2Config(BaseModel):
     eos_token_id: int | None = 50256
 
     def as_model_config(self) -> ModelConfig:
-        """Return this project's config; one dropout rate stands for GPT-2's three.
-
-        Raises: ValueError: no GPT-2 has these sizes.
-        """
+        """Return this project's config; one dropout rate stands for GPT-2's three."""
         if self.n_inner not in (None, 4 * self.n_embd):
             raise ValueError(f"n_inner is {self.n_inner}; wanted 4 x n_embd = {4 * self.n_embd}")
         return ModelConfig(
             vocab_size=self.vocab_size, context_length=self.n_positions, emb_dim=self.n_embd,
             n_heads=self.n_head, n_layers=self.n_layer, drop_rate=self.resid_pdrop,
-            qkv_bias=True, tie_weights=self.tie_word_embeddings,
-        )
+            qkv_bias=True, tie_weights=self.tie_word_embeddings)
 
 
 def gpt2_config(model: ModelConfig, end_of_text: int | None) -> dict[str, Any]:
-    """Return `config.json` for `transformers`.
-
-    Args:
-        end_of_text: the id of the tokenizer's end-of-text token, None if it is not known.
-    """
+    """Return `config.json` for `transformers`, with the id of the end-of-text token, if known."""
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
         "vocab_size": model.vocab_size, "n_positions": model.context_length,

@@ -47,14 +47,11 @@ def check_configs(subject: Subject) -> Finding | None:
         raise UserError(subject.config_error)
     if subject.run is None:
         return None
-    lines = list(subject.run.warnings)
     try:
         subject.run.priced(None)
     except UserError as error:
-        lines.append(str(error))
-    if not lines:
-        return ok(f"model.json and train.json of {subject.run.run_dir} can be used")
-    return warning("; ".join(lines), OTHER_CONFIG)
+        return warning(str(error), OTHER_CONFIG)
+    return ok(f"model.json and train.json of {subject.run.run_dir} can be used")
 
 
 def check_dataset(subject: Subject) -> Finding:

@@ -557,8 +557,7 @@ WRONG = {  # train.json: the check, its verdict, and a part of the text
     "too short": ({"min_train_tokens": 10**6}, "batch", PROBLEM, "wanted 1000"),
     "uneven": ({"global_batch_size": 7, "gradient_accumulation_steps": None}, "batch", PROBLEM,
                "is not divisible"),
-    "old key, no price": ({"microbatch_size": None, "minibatch_size": 2, "max_cost_usd": 5.0},
-                          "configs", WARNING, "is now called.*needs the machine's price"),
+    "no price": ({"max_cost_usd": 5.0}, "configs", WARNING, "needs the machine's price"),
 }
 
 
