@@ -16,7 +16,7 @@ from basics.errors import visible
 @click.option("--prompt", default="", help="Text to continue.  [default: start a new document]")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option("--samples", "num_samples", type=click.IntRange(1, 1024), default=1,
-              show_default=True, help="Number of texts, drawn in one batch.")
+              show_default=True, help="Number of texts.")
 @click.option("--stop", "stops", multiple=True, metavar="TEXT",
               help="End before this text; may be repeated.")
 @click.option("--temperature", type=FiniteRange(0, 1e6), default=0.8, show_default=True,
@@ -27,29 +27,25 @@ from basics.errors import visible
               help="Seed of the first text; each further text adds 1.")
 @click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
               show_default=True)
-def command(target: str, checkpoint: str, prompt: str, stops: tuple[str, ...], runs_dir: Path,
-            **sampling: Any) -> None:
+def command(target: str, checkpoint: str, prompt: str, num_samples: int, stops: tuple[str, ...],
+            seed: int, runs_dir: Path, **sampling: Any) -> None:
     """Generate text from a model.
 
     TARGET is a run, a directory of GPT-2 weights, or a model on the Hugging Face hub
-    (owner/name). A single text is printed while it is generated, several when all are complete. A
-    text ends at the end-of-text token, or before a --stop. When the context is full, its older
-    half is dropped.
+    (owner/name). A text is printed while it is generated, and ends at the end-of-text token, or
+    before a --stop. When the context is full, its older half is dropped.
     """
     # Imported here so that --help does not wait for torch.
-    from reporting.sampling import SamplingOptions, stream_texts
+    from reporting.sampling import SamplingOptions, stream_text
     from trainer.models import load_model
 
     loaded = load_model(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
     tokenizer = loaded.load_tokenizer()
-    options = SamplingOptions(**sampling, stop_token=tokenizer.eot_token)
-    pieces = stream_texts(loaded.model, tokenizer, prompt, options, stops=stops)
-    if options.num_samples == 1:
+    for number in range(num_samples):
+        if num_samples > 1:
+            click.echo(visible(f"--- {number + 1} of {num_samples}, seed {seed + number}"))
         click.echo(visible(prompt), nl=False)
-        for piece, in pieces:
+        for piece in stream_text(loaded.model, tokenizer, prompt,
+                                 SamplingOptions(**sampling, seed=seed + number), stops=stops):
             click.echo(visible(piece), nl=False)
         click.echo()
-        return
-    for number, parts in enumerate(zip(*pieces, strict=True)):
-        head = f"--- {number + 1} of {options.num_samples}, seed {options.seed + number}"
-        click.echo(visible(f"{head}\n{prompt}{''.join(parts)}"))

@@ -1,11 +1,9 @@
 """Text generation, one token at a time."""
 
 import codecs
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +20,12 @@ SAMPLE_TOKENS = 64  # per prompt at a validation: one or two seconds on a GPU
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are sampled: `temperature` 0 is greedy, `top_k` 0 keeps all tokens.
-
-    Sample i uses the random stream of `seed` + i, so that it does not depend on `num_samples`. A
-    sample ends at `stop_token`.
-    """
+    """How tokens are sampled: `temperature` 0 is greedy, `top_k` 0 keeps all tokens."""
 
     max_new_tokens: int = 200
     temperature: float = 0.8
     top_k: int = 40
     seed: int = 42
-    num_samples: int = 1
-    stop_token: int | None = None
 
 
 LONG_SAMPLE = SamplingOptions(max_new_tokens=400)  # at the end of a run
@@ -89,87 +81,79 @@ class KeyValueCache:
 
 
 @torch.inference_mode()
-def stream_tokens(model: GPTModel, prompt: list[int],
-                  options: SamplingOptions) -> Iterator[list[int | Any]]:
-    """Continue a prompt of at least one token id; yield the next id of each sample.
+def stream_tokens(model: GPTModel, prompt: list[int], options: SamplingOptions,
+                  stop_token: int | None = None) -> Iterator[int]:
+    """Continue a prompt of at least one token id; yield the next ones, up to `stop_token`.
 
-    None means that a sample has ended. The global random state does not change. The model is left
-    in eval mode.
+    The global random state does not change. The model is left in eval mode.
     """
     device = model.token_embedding.weight.device
-    generators = [torch.Generator(device).manual_seed(options.seed + number)
-                  for number in range(options.num_samples)]
-    token_ids = torch.tensor([prompt] * options.num_samples, device=device)  # (B, T)
-    has_ended = [False] * options.num_samples
+    generator = torch.Generator(device).manual_seed(options.seed)
+    token_ids = torch.tensor([prompt], device=device)  # (1, T)
     model.eval()
     cache = KeyValueCache(model, num_tokens=len(prompt) + options.max_new_tokens)
     for _ in range(options.max_new_tokens):
-        logits = cache.next_logits(token_ids)  # (B, V)
-        token_ids = torch.stack([_sample(sample_logits, options, generator=generator)
-                                 for sample_logits, generator
-                                 in zip(logits, generators, strict=True)])  # (B, 1)
-        next_ids = token_ids[:, 0].tolist()
-        has_ended = [ended or token == options.stop_token
-                     for ended, token in zip(has_ended, next_ids, strict=True)]
-        if all(has_ended):
+        logits = cache.next_logits(token_ids)[0]  # (V,)
+        if options.temperature == 0:
+            token_ids = logits.argmax()[None, None]  # (1, 1)
+        else:
+            if 0 < options.top_k < logits.numel():
+                smallest_kept = logits.topk(options.top_k).values[-1]
+                logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
+            # The largest becomes 0, so that a tiny temperature cannot overflow it.
+            probabilities = ((logits - logits.max()) / options.temperature).softmax(dim=-1)
+            token_ids = torch.multinomial(probabilities, 1, generator=generator)[None]
+        token_id = int(token_ids)
+        if token_id == stop_token:
             return
-        yield [None if ended else token for ended, token in zip(has_ended, next_ids, strict=True)]
+        yield token_id
 
 
-def stream_texts(model: GPTModel, tokenizer: Tokenizer, prompt: str, options: SamplingOptions, *,
-                 stops: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    """Continue a prompt: yield, token by token, the new text of each sample, which may be empty.
+def stream_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, options: SamplingOptions, *,
+                stops: tuple[str, ...] = ()) -> Iterator[str]:
+    """Continue a prompt: yield, token by token, the new text, which may be empty.
 
-    An empty prompt starts a new document. A text ends before the first of `stops`. The beginning
-    of a possible stop, and an incomplete character, are held back.
+    An empty prompt starts a new document. The text ends with the document, or before a stop.
     """
     prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    texts = [StreamedText(stops) for _ in range(options.num_samples)]
-    for token_ids in stream_tokens(model, prompt_ids, options):
-        yield [text.add(tokenizer.decode_single_token_bytes(token_id))
-               if token_id is not None and token_id < tokenizer.n_vocab else ""
-               for text, token_id in zip(texts, token_ids, strict=True)]
-        if all(text.is_stopped for text in texts):
+    return decoded((tokenizer.decode_single_token_bytes(token_id)
+                    if token_id < tokenizer.n_vocab else b""
+                    for token_id in stream_tokens(model, prompt_ids, options, tokenizer.eot_token)),
+                   stops)
+
+
+def decoded(pieces: Iterable[bytes], stops: tuple[str, ...] = ()) -> Iterator[str]:
+    """Decode text that arrives in pieces, up to the first of `stops`; yield what can be shown.
+
+    The beginning of a possible stop, and an incomplete character, are held back.
+    """
+    decoder, held = codecs.getincrementaldecoder("utf-8")("replace"), ""
+    stops = tuple(filter(None, stops))
+    for piece in pieces:
+        held += decoder.decode(piece)
+        if found := [place for stop in stops if (place := held.find(stop)) >= 0]:
+            yield held[: min(found)]
             return
-    yield [text.add(b"", is_last=True) for text in texts]
+        keep = max((length for stop in stops for length in range(1, len(stop))
+                    if held.endswith(stop[:length])), default=0)
+        yield held[: len(held) - keep]
+        held = held[len(held) - keep:]
+    yield held + decoder.decode(b"", True)
 
 
-class StreamedText:
-    """Text that arrives as bytes and ends before the first of its stops."""
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = [stop for stop in stops if stop]
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
-        self.is_stopped = False
-
-    def add(self, new: bytes, *, is_last: bool = False) -> str:
-        """Add bytes; return the text that can be shown now, all of it after the last bytes."""
-        if self.is_stopped:
-            return ""
-        text = self._held + self._decoder.decode(new, is_last)
-        if found := [place for place in map(text.find, self._stops) if place >= 0]:
-            self.is_stopped = True
-            return text[: min(found)]
-        keep = 0 if is_last else max(
-            (length for stop in self._stops for length in range(1, len(stop))
-             if text.endswith(stop[:length])), default=0)
-        self._held = text[len(text) - keep:]
-        return text[: len(text) - keep]
-
-
+@dataclass(frozen=True)
 class Sampler:
     """Generates text during training, with a heartbeat for each token. Rank 0.
 
-    Args:
+    Attributes:
         tokenizer_name: None if the tokenizer of the data is not known.
         tokenizer_path: of its file, if it has one.
     """
 
-    def __init__(self, model: GPTModel, tokenizer_name: str | None, *,
-                 heartbeat: Callable[[], None], tokenizer_path: Path | None = None) -> None:
-        self._model, self._heartbeat = model, heartbeat
-        self._load_tokenizer = partial(load_tokenizer, tokenizer_name or "", tokenizer_path)
+    model: GPTModel
+    tokenizer_name: str | None
+    heartbeat: Callable[[], None]
+    tokenizer_path: Path | None = None
 
     def try_to_write(self, path: Path, prompts: Sequence[str], global_step: int) -> str:
         """Append a JSON line with the continuation of each prompt; return any error as text.
@@ -177,33 +161,21 @@ class Sampler:
         Errors must not stop training. The model is left in training mode.
         """
         try:
-            options = SamplingOptions(max_new_tokens=SAMPLE_TOKENS,
-                                      stop_token=self._load_tokenizer().eot_token)
             append_whole(path, "".join(to_json({
                 "global_step": global_step, "prompt": prompt,
-                "text": self.text(prompt, options)}) + "\n" for prompt in prompts))
+                "text": self.text(prompt, SamplingOptions(SAMPLE_TOKENS))}) + "\n"
+                for prompt in prompts))
         except Exception as error:
             return describe(error)
         finally:
-            self._model.train()
+            self.model.train()
         return ""
 
     def text(self, prompt: str = "", options: SamplingOptions = LONG_SAMPLE) -> str:
         """Generate text that continues a prompt."""
+        tokenizer = load_tokenizer(self.tokenizer_name or "", self.tokenizer_path)
         text = ""
-        for piece, in stream_texts(self._model, self._load_tokenizer(), prompt, options):
-            self._heartbeat()
+        for piece in stream_text(self.model, tokenizer, prompt, options):
+            self.heartbeat()
             text += piece
         return text
-
-
-def _sample(logits: Tensor, options: SamplingOptions, *, generator: torch.Generator) -> Tensor:
-    """Sample one token, (1,), from logits (V,)."""
-    if options.temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    if 0 < options.top_k < logits.numel():
-        smallest_kept = logits.topk(options.top_k).values[-1]
-        logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
-    # The largest becomes 0, so that a tiny temperature cannot overflow it.
-    probabilities = ((logits - logits.max()) / options.temperature).softmax(dim=-1)
-    return torch.multinomial(probabilities, num_samples=1, generator=generator)

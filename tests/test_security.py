@@ -135,8 +135,7 @@ def test_the_traceback_of_a_command_is_inert(tmp_path, monkeypatch, capsys):
 def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch):
     monkeypatch.setattr("trainer.models.load_model", Mock())
     monkeypatch.setattr(
-        "reporting.sampling.stream_texts",
-        lambda *given, **_: iter([[f"{HOSTILE}\n\tx"] * given[-1].num_samples]))
+        "reporting.sampling.stream_text", lambda *_, **__: iter([f"{HOSTILE}\n\tx"]))
     for arguments in (("--samples", "2"), ("--prompt", HOSTILE.replace("\0", ""))):
         result = succeeded(run_lab("generate", "x", *arguments))
         assert is_inert(result.output) and "\n\tx" in result.output

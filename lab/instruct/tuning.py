@@ -20,7 +20,7 @@ from gpt import GPTModel
 from lab.instruct.instructions import CHAT_TEMPLATE, INPUT, Data, Entry
 from lab.publish.export import Extras, write_export
 from lab.publish.model_card import MARK, public_name, template
-from reporting.sampling import SamplingOptions, stream_texts
+from reporting.sampling import SamplingOptions, stream_text
 from tokens.tokenizer import Tokenizer
 from trainer.models import HUB_NAME, LoadedModel
 from trainer.precision import autocast
@@ -184,13 +184,12 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
 def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list[dict[str, str]]:
     """Return the entries with the model's answers: greedy, up to the end of text."""
     model, tokenizer = target.model, target.load_tokenizer()
-    greedy = SamplingOptions(max_new_tokens=max_new_tokens, temperature=0, top_k=0,
-                             stop_token=tokenizer.eot_token)
+    greedy = SamplingOptions(max_new_tokens, temperature=0, top_k=0)
     answers, num_long = [], 0
     for entry in tqdm(test, desc="answering", unit="question", disable=None, leave=False):
         prompt = entry.prompt()
         num_long += len(tokenizer.encode_ordinary(prompt)) > model.config.context_length
-        answer = "".join(piece for piece, in stream_texts(model, tokenizer, prompt, greedy))
+        answer = "".join(stream_text(model, tokenizer, prompt, greedy))
         answers.append(entry.model_dump() | {"answer": answer.strip()})
     if num_long:
         click.echo(f"{num_long} questions are longer than the context: the model saw only their"
