@@ -33,7 +33,7 @@ def command(name: str, tracker: str, starts_over: bool, runs_dir: Path) -> None:
     run = replace(run, train=run.train.model_copy(update={"tracker": tracker}))
     if not run.metrics_path.is_file():
         raise UserError(f"{run.metrics_path}: no such file; train the run first")
-    check_tracker(run, asked_by=f"--to {tracker}")
+    check_tracker(tracker)
     lock_run(run.run_dir)  # training would send the same records
     tracked = TrackedRun.load(run.run_dir, starts_over=starts_over)
     try:

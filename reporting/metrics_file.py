@@ -1,7 +1,4 @@
-"""`metrics.jsonl`: one JSON record per line, read without trusting it. Needs no torch.
-
-A metric is declared here, in `METRICS`: its key, and the name that trackers show.
-"""
+"""`metrics.jsonl`: one JSON record per line, read without trusting it. Needs no torch."""
 
 import json
 from contextlib import suppress
@@ -17,64 +14,39 @@ MAX_STEP = 2**40
 BOUND = 1e100  # of the numbers of a record
 LARGEST = 1e15  # the largest number that a run could have measured
 THROTTLING = "gpu_throttling"
-STEP = "step"  # the x axis of trackers that have no steps of their own
-# The keys of a record, and the names that trackers show. {layer} and {gpu} stand for the place in
-# a list, counted from 1 and, as nvidia-smi does, from 0.
-METRICS = {
-    "train_loss": "train/loss",
-    "train_loss_min": "train/loss_min",
-    "train_loss_max": "train/loss_max",
-    "learning_rate": "train/learning_rate",
-    "grad_norm": "train/grad_norm",
-    "grad_norm_max": "train/grad_norm_max",
-    "skipped_steps": "train/skipped_steps",
-    "tokens_per_second": "train/tokens_per_second",
-    "mfu": "train/mfu",
-    "slowest_step": "train/slowest_step",
-    "slowest_step_seconds": "train/slowest_step_seconds",
-    "validation_loss": "validation/loss",
-    "validation_bits_per_byte": "validation/bits_per_byte",
-    "validation_seconds": "validation/seconds",
-    "tokens": "progress/tokens",
-    "seconds": "progress/seconds",
-    "usd": "progress/usd",
-    "layer_grad_norm": "layers/{layer}/grad_norm",
-    "layer_update_ratio": "layers/{layer}/update_ratio",
-    "layer_activation_norm": "layers/{layer}/activation_norm",
-    "layer_max_attention_logit": "layers/{layer}/max_attention_logit",
-    "layer_attention_entropy": "layers/{layer}/attention_entropy",
-    "embedding_grad_norm": "layers/embedding/grad_norm",
-    "embedding_update_ratio": "layers/embedding/update_ratio",
-    "embedding_activation_norm": "layers/embedding/activation_norm",
-    "head_grad_norm": "layers/head/grad_norm",
-    "head_update_ratio": "layers/head/update_ratio",
-    "logit_p1": "logits/p1",
-    "logit_p50": "logits/p50",
-    "logit_p99": "logits/p99",
-    "logit_max": "logits/max",
-    "token_loss_p1": "token_losses/p1",
-    "token_loss_p50": "token_losses/p50",
-    "token_loss_p99": "token_losses/p99",
-    "token_loss_max": "token_losses/max",
-    "host_ram_gib": "machine/host_ram_gib",
-    "host_load": "machine/host_load",
-    "disk_free_gib": "machine/disk_free_gib",
-    "energy_kwh": "machine/energy_kwh",
-    "gpu_memory_gib": "machine/gpu_{gpu}/memory_gib",
-    "gpu_use_percent": "machine/gpu_{gpu}/use_percent",
-    "gpu_temperature_c": "machine/gpu_{gpu}/temperature_c",
-    "gpu_power_w": "machine/gpu_{gpu}/power_w",
-    THROTTLING: "machine/gpu_{gpu}/is_throttled",  # texts, "" for no: 1 or 0
+# Where trackers show the keys of a record, and the beginning of a key that they leave out. {layer}
+# and {gpu} are the place in a list, counted from 1 and, as nvidia-smi does, from 0.
+SECTIONS = {
+    ("train", "train_"): (
+        "train_loss", "train_loss_min", "train_loss_max", "learning_rate", "grad_norm",
+        "grad_norm_max", "skipped_steps", "tokens_per_second", "mfu", "slowest_step",
+        "slowest_step_seconds"),
+    ("validation", "validation_"): (
+        "validation_loss", "validation_bits_per_byte", "validation_seconds"),
+    ("progress", ""): ("tokens", "seconds", "usd"),
+    ("layers/{layer}", "layer_"): (
+        "layer_grad_norm", "layer_update_ratio", "layer_activation_norm",
+        "layer_max_attention_logit", "layer_attention_entropy"),
+    ("layers/embedding", "embedding_"): (
+        "embedding_grad_norm", "embedding_update_ratio", "embedding_activation_norm"),
+    ("layers/head", "head_"): ("head_grad_norm", "head_update_ratio"),
+    ("logits", "logit_"): ("logit_p1", "logit_p50", "logit_p99", "logit_max"),
+    ("token_losses", "token_loss_"): (
+        "token_loss_p1", "token_loss_p50", "token_loss_p99", "token_loss_max"),
+    ("machine", ""): ("host_ram_gib", "host_load", "disk_free_gib", "energy_kwh"),
+    ("machine/gpu_{gpu}", "gpu_"): (
+        "gpu_memory_gib", "gpu_use_percent", "gpu_temperature_c", "gpu_power_w"),
 }
+# By key the name that trackers show: all metrics. `gpu_throttling` has texts, "" for no.
+METRICS = {key: f"{section}/{key.removeprefix(prefix)}"
+           for (section, prefix), keys in SECTIONS.items() for key in keys}
+METRICS[THROTTLING] = "machine/gpu_{gpu}/is_throttled"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the valid records of a `metrics.jsonl`; none if there is no such file.
+    """Return the valid records of a `metrics.jsonl`; none without such a file. Raises: UserError.
 
     Lines cut short by a kill are left out, and records with numbers that are out of bounds.
-
-    Raises:
-        UserError: it cannot be read.
     """
     return valid_records(read_records(path))
 
@@ -89,6 +61,17 @@ def read_records(path: Path, *, max_bytes: int = MAX_RECORDS_BYTES) -> str:
         advice, status = ("start again", FAILED) if error.errno in TRANSIENT else (
             "make it readable, or move it away", BAD_INPUT)
         raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}", status) from None
+
+
+def whole_lines(path: Path, offset: int) -> bytes:
+    """Return the lines from a place in a file on, but one that is being written."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            content = file.read()
+    except FileNotFoundError:  # none yet, or removed meanwhile
+        return b""
+    return content[:content.rfind(b"\n") + 1]
 
 
 def valid_records(text: str) -> list[dict[str, Any]]:
@@ -141,8 +124,7 @@ def metrics_of(record: dict[str, Any]) -> dict[str, float]:
 def spent_before(records: list[dict[str, Any]], summary_path: Path) -> tuple[float, float, float]:
     """Return the seconds, dollars and kWh that a run has used, by its records and its summary.
 
-    Raises:
-        UserError: the summary cannot be read.
+    Raises: UserError: the summary cannot be read.
     """
     known: dict[str, Any] = {}
     with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError,
@@ -163,12 +145,11 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
     Args:
         lacks_validation: drop the validation and samples before that step too: they are repeated.
     """
-    if not path.exists():
-        return
-    kept = [record for record in read_metrics(path) if record["global_step"] < first_step
-            and not (lacks_validation and record["global_step"] == first_step - 1
-                     and record.keys() & {"validation_loss", "prompt"})]
-    write_atomically(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
+    if path.exists():
+        kept = [record for record in read_metrics(path) if record["global_step"] < first_step
+                and not (lacks_validation and record["global_step"] == first_step - 1
+                         and record.keys() & {"validation_loss", "prompt"})]
+        write_atomically(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
 
 
 def fsync_records(run_dir: Path) -> None:

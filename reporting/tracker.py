@@ -14,6 +14,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,19 @@ from basics.failpoints import failpoint
 from basics.files import read_regular_file, write_atomically
 from processes import beside
 from processes.beside import Beside, serve
-from reporting.metrics_file import STEP, metrics_of, read_metrics, valid_records
+from reporting.metrics_file import metrics_of, read_metrics, valid_records, whole_lines
 from reporting.summary import final_figures, read_summary
 from run_config import Run, load_run
 
 STATE_NAME = "tracker.json"  # in the run directory
 WAIT_SECONDS = 1.0  # between two looks for new records
 PROJECT = "ddp-train"  # where runs appear in wandb and Trackio
+STEP = "step"  # the x axis of wandb, whose own steps cannot go back
 MAX_NAME_LENGTH = 80  # of a run, in the names that trackers have for it
-REMOTE_TRACKIO = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")  # set by who wants it to use a network
 NO_REPORTS = {"WANDB_ERROR_REPORTING": "false", "GRADIO_ANALYTICS_ENABLED": "False",
               "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+Points = list[tuple[int, dict[str, Any]]]  # steps, counted from 1, and metrics by name
 
 
 class TrackedRun(BaseModel):
@@ -48,26 +51,20 @@ class TrackedRun(BaseModel):
     @classmethod
     def load(cls, run_dir: Path, *, starts_over: bool = False) -> TrackedRun:
         """Return the tracked run of a run directory; a new one if there is none to go on with."""
-        try:
+        with suppress(OSError, ValidationError):  # none yet, or damaged
             if not starts_over:
                 return cls.model_validate_json(read_regular_file(run_dir / STATE_NAME))
-        except (OSError, ValidationError):
-            pass  # none yet, or damaged
         began = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         return cls(id=f"{began}-{secrets.token_hex(2)}")
 
     def save(self, run_dir: Path) -> None:
-        """Raises: OSError."""
         write_atomically(run_dir / STATE_NAME, self.model_dump_json() + "\n")
 
 
 def begin_tracking(run: Run, *, starts_over: bool) -> None:
-    """Note how many of the records that are left trackers have. Rank 0, before it adds any.
+    """Note how many of the records that are left trackers have; `starts_over`: none of them.
 
-    Args:
-        starts_over: begin a new tracked run.
-
-    Raises: OSError: that cannot be written.
+    Rank 0, before it adds any. Raises: OSError.
     """
     tracked = TrackedRun.load(run.run_dir, starts_over=starts_over)
     left = len(read_metrics(run.metrics_path))
@@ -83,21 +80,12 @@ def tracker_process(run: Run) -> Beside:
         f"; `lab export-metrics {run.name} --to {run.train.tracker}` adds what is missing"))
 
 
-def check_tracker(run: Run, *, asked_by: str | None = None) -> None:
-    """Check, without importing it, that a run's tracker can be used.
-
-    Args:
-        asked_by: what names the tracker, if it is not the run's `train.json`.
-
-    Raises:
-        UserError: its package is missing.
-    """
-    kind = run.train.tracker
+def check_tracker(kind: str) -> None:
+    """Check, without importing it, that a tracker can be used. Raises: UserError."""
     found = None if kind == "none" else importlib.util.find_spec(kind)
     if kind != "none" and (found is None or found.origin is None):  # a directory is no package
-        what = asked_by or f'{run.train_path}: tracker "{kind}"'
-        raise UserError(f"{what} needs the package {kind}: run `uv sync --extra {kind}` (or pip"
-                        f" install {kind})")
+        raise UserError(f'tracker "{kind}" needs the package {kind}: run `uv sync --extra {kind}`'
+                        f" (or pip install {kind})")
 
 
 def send_records(run: Run, tracked: TrackedRun, *, note: Callable[[str], None],
@@ -110,8 +98,8 @@ def send_records(run: Run, tracked: TrackedRun, *, note: Callable[[str], None],
         note: called with a line for the user.
         is_over: waits a while; returns whether no more records come.
     """
-    kind, path = run.train.tracker, run.metrics_path
-    records, offset = _read_from(path, 0)
+    kind, lines = run.train.tracker, whole_lines(run.metrics_path, 0)
+    records, offset = valid_records(lines.decode(errors="replace")), len(lines)
     num_before = num_sent = min(len(records), tracked.sent.get(kind, 0))
     last_step = records[num_sent - 1]["global_step"] + 1 if num_sent else 0
 
@@ -124,161 +112,129 @@ def send_records(run: Run, tracked: TrackedRun, *, note: Callable[[str], None],
     new, ends = records[num_sent:], False
     while not ends:
         ends = is_over()
-        more, offset = _read_from(path, offset)
-        new += more
+        lines = whole_lines(run.metrics_path, offset)
+        offset += len(lines)
+        new += valid_records(lines.decode(errors="replace"))
         if new:
             # What came before these has arrived a while ago: after a kill, a tracker rather gets
             # records twice than not at all.
             save()
-            for record in new:
-                tracker.log(record["global_step"] + 1, metrics_of(record))
-            tracker.flush()
+            tracker.send([(record["global_step"] + 1, metrics_of(record)) for record in new])
+            last_step = new[-1]["global_step"] + 1
             num_sent, new = num_sent + len(new), []
     summary = read_summary(run)
-    tracker.finish(visible(str(summary.get("status")))[:20], final_figures(summary))
+    figures: dict[str, Any] = final_figures(summary)
+    if figures:
+        figures["final/status"] = visible(str(summary.get("status")))[:20]
+    tracker.finish(last_step, figures)
     save()
     return num_sent - num_before
 
 
-def _read_from(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the records from an offset on, and the offset of the next one."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            text = file.read()
-    except FileNotFoundError:
-        return [], offset
-    whole = text[:text.rfind(b"\n") + 1]  # without a line that is being written
-    return valid_records(whole.decode(errors="replace")), offset + len(whole)
-
-
 def open_tracker(run: Run, id: str, last_step: int,
-                 note: Callable[[str], None]) -> TensorBoard | Online:
-    """Return the tracker of a run, ready to take records.
+                 note: Callable[[str], None]) -> TensorBoard | Trackio | Wandb:
+    """Return the tracker of a run, which knows it by this id.
 
-    Args:
-        id: of the tracked run.
-        last_step: the last one that it has; what it shows of later ones is taken back.
-        note: called with a line that the user should see.
+    What it shows of steps after `last_step` is taken back, if it can do that.
     """
-    os.environ.update({key: os.environ.get(key, value) for key, value in NO_REPORTS.items()})
+    for variable, value in NO_REPORTS.items():
+        os.environ.setdefault(variable, value)
     config = {"model": run.model.model_dump(), "train": run.train.model_dump()}
+    name = f"{run.name[:MAX_NAME_LENGTH]}-{id}"  # no other tracked run has it
     if run.train.tracker == "tensorboard":
         return TensorBoard(run.run_dir / "tensorboard" / id, config, last_step)
-    name = f"{run.name[:MAX_NAME_LENGTH]}-{id}"  # no other tracked run has it
-    if run.train.tracker == "trackio":
-        return _open_trackio(name, config)
-    place = os.environ.get("WANDB_DIR") or run.run_dir
-    return _open_wandb({"id": name, "name": run.name, "config": config, "dir": place}, note)
+    return Trackio(name, config) if run.train.tracker == "trackio" else Wandb(
+        run, name, config, note)
 
 
 class TensorBoard:
-    """Event files in a directory, by TensorBoard's own writer: PyTorch's needs 540 MiB more."""
+    """Event files in a directory."""
 
     def __init__(self, place: Path, config: dict[str, Any], last_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.summary_v2 import text_pb
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._event, self._summary, self._text = Event, Summary, text_pb
-        self._writer, self._last_step = EventFileWriter(str(place)), last_step
-        # At a start, TensorBoard forgets what it has read of this step and later ones.
-        self._add(last_step + 1, session_log=SessionLog(status=SessionLog.START))
+        # TensorBoard forgets what it has read of the step of a purge and later ones.
+        self._writer = SummaryWriter(str(place), purge_step=last_step + 1)
         text = json.dumps(config, indent=2).replace("\n", "\n    ")  # Markdown's code
-        self._add(0, summary=text_pb("config", f"    {text}"))
+        self._writer.add_text("config", f"    {text}")
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._last_step = step
-        self._add(step, summary=self._summary(value=[
-            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]))
-
-    def flush(self) -> None:
+    def send(self, points: Points) -> None:
+        for step, metrics in points:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def finish(self, status: str, figures: dict[str, float]) -> None:
-        """Take the figures of the end, if there are any; write all."""
+    def finish(self, step: int, figures: dict[str, Any]) -> None:
         if figures:
-            self._add(self._last_step, summary=self._text("final/status", status))
-            self.log(self._last_step, figures)
+            self._writer.add_text("final/status", figures.pop("final/status"), step)
+            self.send([(step, figures)])
         self._writer.close()
 
-    def _add(self, step: int, **content: Any) -> None:
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
+
+class Trackio:
+    """A run of Trackio. Where steps come again, as after a kill, both values are kept."""
+
+    def __init__(self, name: str, config: dict[str, Any]) -> None:
+        self._problems: list[str] = []
+        warnings.simplefilter("always", UserWarning)  # its errors are only warnings
+        warnings.showwarning = lambda message, *_, **__: self._problems.append(str(message))
+        if not os.environ.get("TRACKIO_SPACE_ID") and not os.environ.get("TRACKIO_SERVER_URL"):
+            os.environ["HF_HUB_OFFLINE"] = "1"  # else it asks whose the token is, if there is one
+        import trackio
+
+        self._run = trackio.init(project=PROJECT, name=name, config=config, resume="allow",
+                                 embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        self._finish = trackio.finish  # the run's own would be called again, and print, at the exit
+
+    def send(self, points: Points) -> None:
+        """Pass them to its threads, which send them at once; raise what was only a warning."""
+        for step, metrics in points:
+            if metrics:
+                self._run.log(metrics, step=step)
+        if found := [text for text in self._problems if "trackio" in text.lower()]:
+            raise RuntimeError(found[0])
+
+    def finish(self, step: int, figures: dict[str, Any]) -> None:
+        self.send([(step, figures)])
+        self._finish()
+        self.send([])
 
 
-class Online:
-    """A run of wandb or Trackio. Where steps come again, as after a kill, both values are kept.
+class Wandb:
+    """A run of wandb: records and configs, no code, no git state, no facts of the machine.
 
-    Args:
-        problems: what the package has only warned of is put there.
+    Where steps come again, as after a kill, both values are kept.
     """
 
-    def __init__(self, package: Any, run: Any, problems: list[str]) -> None:
-        self._package, self._run, self._problems = package, run, problems
-        self._takes_step = package.__name__ == "trackio"
-        self._last_step = 0
+    def __init__(self, run: Run, name: str, config: dict[str, Any],
+                 note: Callable[[str], None]) -> None:
+        os.environ["WANDB_SILENT"] = "true"  # else, without a key, it asks for one in a terminal
+        import wandb
 
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
-        self._last_step = step
-        if metrics and self._takes_step:
-            self._run.log(metrics, step=step)
-        elif metrics:  # wandb refuses steps that go back: they are a metric there
-            self._run.log(metrics | {STEP: step})
+        options: dict[str, Any] = {
+            "id": name, "name": run.name, "config": config, "resume": "allow",
+            "dir": os.environ.get("WANDB_DIR") or run.run_dir, "allow_val_change": True,
+            "project": os.environ.get("WANDB_PROJECT") or PROJECT, "settings": wandb.Settings(
+                silent=True, console="off", disable_git=True, disable_code=True, save_code=False,
+                disable_job_creation=True, label_disable=True, x_disable_meta=True,
+                x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False)}
+        try:
+            self._run = wandb.init(**options)
+        except wandb.Error as error:  # no network, no key, or one that is not accepted
+            note(f"wandb cannot be used online, so it records offline: {describe(error)}")
+            wandb.teardown()  # its own process still has a run of this id
+            self._run = wandb.init(mode="offline", **options)
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
 
-    def flush(self) -> None:
-        """Raise what was only a warning. Its own threads or processes send all at once."""
-        if self._problems:
-            raise RuntimeError(self._problems[0])
+    def send(self, points: Points) -> None:
+        for step, metrics in points:
+            if metrics:
+                self._run.log(metrics | {STEP: step})
 
-    def finish(self, status: str, figures: dict[str, float]) -> None:
-        """Take the figures of the end, if there are any; wait until all has been sent."""
-        if figures and self._takes_step:
-            self.log(self._last_step, figures | {"final/status": status})
-        elif figures:
-            self._run.summary.update(figures | {"final/status": status})
-        self._package.finish()  # the run's own would be called again, and print, at the exit
-        self.flush()
-
-
-def _open_trackio(name: str, config: dict[str, Any]) -> Online:
-    problems: list[str] = []
-
-    def keep(message: Warning | str, *_: Any, **__: Any) -> None:
-        if "trackio" in str(message).lower():
-            problems.append(str(message))
-
-    warnings.simplefilter("always", UserWarning)  # its errors are only warnings
-    warnings.showwarning = keep
-    if not any(map(os.environ.get, REMOTE_TRACKIO)):
-        os.environ["HF_HUB_OFFLINE"] = "1"  # else it asks whose the token is, if there is one
-    import trackio
-
-    run = trackio.init(project=PROJECT, name=name, config=config, resume="allow", embed=False,
-                       auto_log_gpu=False, auto_log_cpu=False)
-    return Online(trackio, run, problems)
-
-
-def _open_wandb(settings: dict[str, Any], note: Callable[[str], None]) -> Online:
-    """Nothing is sent beside the records and configs: no code, no git state, no machine."""
-    os.environ["WANDB_SILENT"] = "true"  # else, without a key, it asks for one in a terminal
-    import wandb
-
-    settings |= {
-        "project": os.environ.get("WANDB_PROJECT") or PROJECT, "resume": "allow",
-        "allow_val_change": True, "settings": wandb.Settings(
-            silent=True, console="off", disable_git=True, disable_code=True, save_code=False,
-            disable_job_creation=True, label_disable=True, x_disable_meta=True,
-            x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False)}
-    try:
-        run = wandb.init(**settings)
-    except wandb.Error as error:  # no network, no key, or one that is not accepted
-        note(f"wandb cannot be used online, so it records offline: {describe(error)}")
-        wandb.teardown()  # its own process still has a run of this id
-        run = wandb.init(mode="offline", **settings)
-    run.define_metric(STEP)
-    run.define_metric("*", step_metric=STEP)
-    return Online(wandb, run, problems=[])
+    def finish(self, step: int, figures: dict[str, Any]) -> None:
+        self._run.summary.update(figures)
+        self._run.finish()
 
 
 def track(run_dir: Path, say: Callable[[str], None]) -> None:

@@ -51,21 +51,18 @@ class Launches:
         self.last_steps.append(last_step)
         return self
 
-    def log(self, step, metrics):
-        self.steps.append(step)
+    def send(self, points):
+        self.steps += [step for step, _ in points]
 
-    def flush(self):
-        pass
-
-    def finish(self, status, figures):
-        self.status = status
+    def finish(self, step, figures):
+        self.status = figures.get("final/status", "")
 
     def resume(self, first_step):
         """Begin a launch, whose tracker does not come as far as to its first record."""
         remove_metrics_from(self.run.metrics_path, first_step)
         begin_tracking(self.run, starts_over=False)
 
-    def send(self, *steps):
+    def work(self, *steps):
         """Have the tracker work while this happens, one thing after another."""
         left = list(steps)
 
@@ -102,17 +99,17 @@ def test_each_record_is_passed_on_once_as_it_comes(launches):
 
     add_summary(launches.run, 2)
     with launches.run.metrics_path.open("a") as file:
-        assert launches.send(launches.add(0, 1), begin_a_record, end_it) == 3
+        assert launches.work(launches.add(0, 1), begin_a_record, end_it) == 3
     assert launches.steps == [1, 2, 3] and launches.status == "finished"
     assert launches.sent == {"trackio": 3}
 
 
 def test_steps_that_a_kill_has_undone_are_passed_on_again(launches):
-    launches.send(launches.add(0, 1, 2, 3))
+    launches.work(launches.add(0, 1, 2, 3))
     launches.resume(2)  # the checkpoint holds the state after step 1; this tracker fails at once
     add_records(launches.run, 2, 3, 4)
     launches.resume(4)
-    launches.send(launches.add(4, 5))
+    launches.work(launches.add(4, 5))
     assert launches.steps == [1, 2, 3, 4, 3, 4, 5, 6]
     assert launches.last_steps == [0, 2] and launches.sent == {"trackio": 6}
 
@@ -122,9 +119,9 @@ def test_a_kill_of_the_tracker_repeats_its_last_records_and_loses_nothing(launch
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        launches.send(*(launches.add(step) for step in range(3)), kill)
+        launches.work(*(launches.add(step) for step in range(3)), kill)
     assert launches.sent == {"trackio": 2}  # has the third one arrived?
-    launches.send(launches.add(3))
+    launches.work(launches.add(3))
     assert launches.steps == [1, 2, 3, 3, 4]
 
 
@@ -276,12 +273,12 @@ def test_a_missing_package_is_one_line_that_says_how_to_install_it(run, monkeypa
     for spec in (None, ModuleSpec("trackio", None)):  # none, and a directory of that name
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
         with pytest.raises(UserError) as caught:
-            check_tracker(run)
+            check_tracker("trackio")
         assert str(caught.value) == (
-            f'{run.train_path}: tracker "trackio" needs the package trackio: run `uv sync --extra'
-            " trackio` (or pip install trackio)")
+            'tracker "trackio" needs the package trackio: run `uv sync --extra trackio` (or pip'
+            " install trackio)")
     run = replace(run, train=run.train.model_copy(update={"tracker": "none"}))
-    check_tracker(run)
+    check_tracker("none")
     assert track(run) == ""
 
 

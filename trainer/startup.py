@@ -134,7 +134,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
     failpoint("prepare")
-    step("tracker", lambda: check_tracker(run) if process.is_main else None)
+    step("tracker", lambda: check_tracker(run.train.tracker) if process.is_main else None)
     dataset_dir = options.datasets_dir / run.train.dataset
     with clock.phase(DOWNLOAD):
         step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)

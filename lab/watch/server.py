@@ -1,8 +1,10 @@
 """The server of the page: read-only, for who started it only, and nothing but what it needs."""
 
 import gzip
+import json
 import re
 import secrets
+import time
 from contextlib import suppress
 from email.message import Message
 from http import HTTPStatus
@@ -11,12 +13,11 @@ from pathlib import Path
 from urllib.parse import parse_qsl
 
 from basics.errors import UserError
-from basics.json_files import to_json
 from lab.watch.answers import AXES, Answer, Watched
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript",
-         ".svg": "image/svg+xml"}
+         ".svg": "image/svg+xml", ".json": "application/json"}
 FILES = {"/": "page.html"} | {f"/{name}": name for name in (
     "page.css", "charts.js", "page.js", "uPlot.min.css", "uPlot.iife.min.js", "icon.svg")}
 HEADERS = {
@@ -25,15 +26,17 @@ HEADERS = {
         " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
         " require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 # `ssh -L` may use any port; another name would be another site that points to this machine.
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 TOKEN_HEADER = "X-Token"
 MIN_COMPRESSED = 1000  # bytes; shorter answers are sent as they are
+# In an exported page: what is loaded; what would end a script or a comment in it, or a line of
+# JavaScript, is written as \uXXXX.
+LOADED = re.compile(r'<link rel="stylesheet" href="([\w.]+)">|<script src="([\w.]+)"></script>')
+ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
 
 class Server(ThreadingHTTPServer):
@@ -81,23 +84,22 @@ class Handler(BaseHTTPRequestHandler):
         elif (answer := _answer(self.server.watched, path, query)) is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
-            self._send(HTTPStatus.OK, to_json(answer, separators=(",", ":")).encode(),
-                       "application/json")
+            self._send(HTTPStatus.OK, json.dumps(answer, separators=(",", ":")).encode(),
+                       TYPES[".json"])
 
     def _send(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
-        with suppress(ConnectionError, TimeoutError):  # the browser has gone away
-            self.send_response(status)
-            for name, value in HEADERS.items():
-                self.send_header(name, value)
-            self.send_header("Content-Type", f"{content_type}; charset=utf-8")
-            if len(body) >= MIN_COMPRESSED and "gzip" in self.headers.get("Accept-Encoding", ""):
-                body = gzip.compress(body, compresslevel=4, mtime=0)
-                self.send_header("Content-Encoding", "gzip")
-            self.send_header("Content-Length", str(len(body)))
-            if self.close_connection:
-                self.send_header("Connection", "close")
-            self.end_headers()
-            self.wfile.write(body)
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{content_type}; charset=utf-8")
+        if len(body) >= MIN_COMPRESSED and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, compresslevel=4, mtime=0)
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer with the status alone, and close: nothing of the request is repeated."""
@@ -112,15 +114,35 @@ class Handler(BaseHTTPRequestHandler):
 
 def _answer(watched: Watched, path: str, query: str) -> Answer | None:
     """Return the answer to a question of the page, or None if it is no such question."""
-    try:
+    with suppress(KeyError, ValueError):
         asked = dict(parse_qsl(query, max_num_fields=8))
         if path == "/runs":
             return watched.runs()
-        if path != "/run" or not watched.has(asked["run"]):
-            return None
-        if "x" not in asked:
-            return watched.run(asked["run"])
-        within = asked["x"], float(asked["from"]), float(asked["to"])
-        return watched.run(asked["run"], within) if within[0] in AXES else None
-    except (KeyError, ValueError):
-        return None
+        if path == "/run" and watched.has(asked["run"]):
+            within = None if "x" not in asked else (
+                asked["x"], float(asked["from"]), float(asked["to"]))
+            return watched.run(asked["run"], within) if not within or within[0] in AXES else None
+    return None
+
+
+def exported_page(watched: Watched) -> str:
+    """Return an HTML page with all that it needs inside, which may ask for nothing else."""
+    nonce, runs = secrets.token_urlsafe(16), watched.runs()["runs"]
+
+    def content(found: re.Match[str]) -> str:
+        name, tag = found[1] or found[2], "style" if found[1] else "script"
+        return f'<{tag} nonce="{nonce}">{(STATIC / name).read_text(encoding="utf-8")}</{tag}>'
+
+    policy = (f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}';"
+              " img-src data:; base-uri 'none'; form-action 'none'")
+    data = json.dumps({
+        "runs": runs, "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "run": {run["name"]: watched.run(run["name"]) for run in runs},
+    }, separators=(",", ":")).translate(ESCAPED)
+    page = LOADED.sub(content, (STATIC / "page.html").read_text(encoding="utf-8"))
+    for place, new in (
+            ('<link rel="icon" href="icon.svg">', '<link rel="icon" href="data:,">'),
+            ("<title>", f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>'),
+            ("</main>", f'</main>\n<script type="application/json" id="data">{data}</script>')):
+        page = page.replace(place, new, 1)
+    return page

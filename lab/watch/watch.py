@@ -1,29 +1,13 @@
 """`lab watch`: a page of training runs that follows them while they train, also as one file."""
 
-import base64
-import hashlib
-import re
-import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from basics.errors import cannot_be_written, visible
 from basics.files import write_atomically
-from basics.json_files import to_json
 from lab.runs import chosen_runs
-
-if TYPE_CHECKING:
-    from lab.watch.answers import Watched
-
-ICON = '<link rel="icon" href="icon.svg">'
-STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
-SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
-# What would end a script or a comment in it, or a line of JavaScript, is written as \uXXXX.
-ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
 
 @click.command()
@@ -45,7 +29,7 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text:
     """
     # Imported here so that --help is fast.
     from lab.watch.answers import Watched
-    from lab.watch.server import Server
+    from lab.watch.server import Server, exported_page
     from lab.watch.text import watch_text
 
     chosen_runs(runs_dir, runs)
@@ -65,34 +49,3 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text:
             f"from another machine: ssh -N -L {number}:127.0.0.1:{number} HOST"))
         with suppress(KeyboardInterrupt):
             server.serve_forever()
-
-
-def exported_page(watched: "Watched") -> str:
-    """Return an HTML page with all that it needs inside, which may ask for nothing else."""
-    from lab.watch.server import STATIC
-
-    def content(name: str) -> str:
-        return (STATIC / name).read_text(encoding="utf-8")
-
-    page = content("page.html")
-    policy = (f"default-src 'none'; script-src {_hashes(map(content, SCRIPT.findall(page)))};"
-              f" style-src {_hashes(map(content, STYLE.findall(page)))};"
-              " img-src data:; base-uri 'none'; form-action 'none'")
-    runs = watched.runs()["runs"]
-    data = to_json({
-        "runs": runs, "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "run": {run["name"]: watched.run(run["name"]) for run in runs},
-    }, separators=(",", ":")).translate(ESCAPED)
-    page = page.replace(ICON, '<link rel="icon" href="data:,">')
-    page = page.replace('<meta charset="utf-8">', '<meta charset="utf-8">\n<meta http-equiv="'
-                        f'Content-Security-Policy" content="{policy}">')
-    page = STYLE.sub(lambda found: f"<style>{content(found[1])}</style>", page)
-    page = SCRIPT.sub(lambda found: f"<script>{content(found[1])}</script>", page)
-    return page.replace("</main>", '</main>\n<script type="application/json" id="data">'
-                        f"{data}</script>", 1)
-
-
-def _hashes(contents: Iterable[str]) -> str:
-    """Return what a policy calls these scripts or styles."""
-    digests = (hashlib.sha256(content.encode()).digest() for content in contents)
-    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

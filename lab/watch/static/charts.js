@@ -160,16 +160,13 @@ class Chart {
     if (low == null) return [0.1, 1];
     if (this.isLog) return uPlot.rangeLog(low, high, 10, false);
     if ("zero" in this.spec) return [0, high > 0 ? high * 1.08 : 1];
-    if ("falls" in this.spec && !this.view.isZoomed && !this.view.whole) [low, high] = this.lateRange();
+    if ("falls" in this.spec && !this.view.isZoomed && !this.view.whole) { // after the first tenth of each run
+      [low, high] = extremes(this.series.filter(({ isEdge }) => !isEdge).flatMap(({ x, y }) => {
+        const first = x[0] + (x[x.length - 1] - x[0]) / 10;
+        return y.filter((value, index) => value != null && x[index] >= first);
+      }));
+    }
     const room = (high - low || Math.abs(high) || 1) * 0.06;
     return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
-  }
-
-  // Smallest and largest value after the first tenth of each run.
-  lateRange() {
-    return extremes(this.series.filter(({ isEdge }) => !isEdge).flatMap(({ x, y }) => {
-      const first = x[0] + (x[x.length - 1] - x[0]) / 10;
-      return y.filter((value, index) => value != null && x[index] >= first);
-    }));
   }
 }

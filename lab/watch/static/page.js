@@ -163,13 +163,12 @@
   }
 
   function refresh() {
-    updates = updates.then(update).then(() => {
-      byId("news").textContent = exported ? `as of ${exported.exported}` : `updated ${new Date().toLocaleTimeString("en-GB")}`;
-      byId("news").className = "";
-    }, (error) => { // a TypeError: fetch has no connection
-      byId("news").textContent = error instanceof TypeError ? "no answer from lab watch; trying again" : error.message;
-      byId("news").className = "lost";
-    }).then(() => {
+    updates = updates.then(update).then(() => ({
+      textContent: exported ? `as of ${exported.exported}` : `updated ${new Date().toLocaleTimeString("en-GB")}`, className: "",
+    }), (error) => ({ // a TypeError: fetch has no connection
+      textContent: error instanceof TypeError ? "no answer from lab watch; trying again" : error.message, className: "lost",
+    })).then((news) => {
+      Object.assign(byId("news"), news);
       clearTimeout(timer);
       if (!exported) timer = setTimeout(refresh, POLL_MS);
     });
