@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
 USD_TICKS = 5
 MAX_POINTS, MAX_LAYER_POINTS = 400, 60  # more records are averaged down to as many points
 MAX_SECONDS = 900  # of a drawing; on a machine without spare cores it may take minutes
@@ -53,38 +52,31 @@ Records = list[dict[str, Any]]
 
 
 def draw_charts(run_dir: Path, records: Records) -> None:
-    """Draw a run's charts into its directory.
+    """Draw the charts of a run into its directory: those for which there are records."""
+    title = run_dir.resolve().name
 
-    Args:
-        records: the lines of `metrics.jsonl`.
-    """
-    def draw(name: str, ylabel: str, plot: Callable[[Axes], object]) -> None:
+    def draw(name: str, plot: Callable[..., object], shown: Records, *others: Records) -> None:
         def lay_out(figure: Figure) -> None:
             axes = figure.subplots()
-            axes.set_title(run_dir.resolve().name)
+            axes.set_title(title)
             _label_steps(axes)
-            axes.set_ylabel(ylabel)
-            plot(axes)
+            plot(axes, shown, *others)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(frameon=False)
 
-        draw_by_hand(run_dir / name, lay_out)
+        if shown:
+            draw_by_hand(run_dir / name, lay_out)
 
     steps = [record for record in records if record.get("train_loss") is not None]
-    validations = [record for record in records if record.get("validation_loss") is not None]
-    timed = [record for record in steps if None not in (
-        record.get("slowest_step"), record.get("slowest_step_seconds"))]
+    draw("loss-chart.png", plot_losses, steps,
+         [record for record in records if record.get("validation_loss") is not None])
+    draw("grad-norm-chart.png", _plot_grad_norms, steps)
+    draw("learning-rate-chart.png", _plot_rates, steps)
+    draw("step-time-chart.png", plot_step_times, [record for record in steps if None not in (
+        record.get("slowest_step"), record.get("slowest_step_seconds"))])
     if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(run_dir / "layers-chart.png",
-                     lambda figure: plot_layers(figure, measured, run_dir.resolve().name))
-    if steps:
-        draw("loss-chart.png", "loss (nats per token)",
-             lambda axes: plot_losses(axes, steps, validations))
-        draw("grad-norm-chart.png", "gradient norm", lambda axes: _plot_grad_norms(axes, steps))
-        draw("learning-rate-chart.png", "learning rate",
-             lambda axes: axes.plot(*_columns(steps, "learning_rate"), color="tab:green"))
-    if timed:
-        draw("step-time-chart.png", "seconds", lambda axes: plot_step_times(axes, timed))
+                     lambda figure: plot_layers(figure, measured, title))
 
 
 def _label_steps(axes: Axes) -> None:
@@ -99,11 +91,9 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
     # What imports this module need not draw, and importing matplotlib takes a second.
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
-    from matplotlib.font_manager import get_font_names
 
-    installed = set(get_font_names())  # naming others would be a warning
-    fonts = [*filter(installed.__contains__, HAND_DRAWN_FONTS), "DejaVu Sans"]
-    with plt.xkcd(), plt.rc_context({"font.family": fonts}):
+    # Without the fonts of that style, which few machines have: each would be a warning.
+    with plt.xkcd(), plt.rc_context({"font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(10, 5.6), layout="constrained")  # plt.figure needs a display
         plot(figure)
         for axes in figure.axes:
@@ -115,6 +105,7 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
 
 def plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
     """Plot the training loss with its range, the validation loss and the best one; and dollars."""
+    axes.set_ylabel("loss (nats per token)")
     x, mean = _columns(steps, "train_loss")
     _, low = _columns(steps, "train_loss_min", pool=np.ma.min)
     _, high = _columns(steps, "train_loss_max", pool=np.ma.max)
@@ -122,8 +113,8 @@ def plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
     axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
                       label="smallest to largest step between them")
     if validations:
-        x, mean = _columns(validations, "validation_loss")
-        axes.plot(x, mean, color="tab:red", marker="o", markersize=4, label="validation")
+        axes.plot(*_columns(validations, "validation_loss"), color="tab:red", marker="o",
+                  markersize=4, label="validation")
         best = min(validations, key=lambda record: record["validation_loss"])
         axes.plot(best["global_step"] + 1, best["validation_loss"], color="black", marker="*",
                   markersize=14, linestyle="none",
@@ -152,6 +143,7 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
 
 
 def _plot_grad_norms(axes: Axes, steps: Records) -> None:
+    axes.set_ylabel("gradient norm")
     if skipped := sum(record.get("skipped_steps") or 0 for record in steps):
         axes.plot([], [], linestyle="none", label=f"skipped steps (gradient not finite): {skipped}")
     x, mean = _columns(steps, "grad_norm")
@@ -161,8 +153,14 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
                       label="up to the largest step between them")
 
 
+def _plot_rates(axes: Axes, steps: Records) -> None:
+    axes.set_ylabel("learning rate")
+    axes.plot(*_columns(steps, "learning_rate"), color="tab:green")
+
+
 def plot_step_times(axes: Axes, timed: Records) -> None:
     """Plot the slowest step of each report, and name the slowest one of all."""
+    axes.set_ylabel("seconds")
     axes.plot(*_columns(timed, "slowest_step_seconds", pool=np.ma.max), color="tab:purple",
               label="slowest step between two points")
     worst = max(timed, key=lambda record: record["slowest_step_seconds"])

@@ -13,18 +13,10 @@ from basics.machine import seconds_since_process_start
 from basics.text import dollars
 from run_config import TrainConfig
 
-STARTUP, DOWNLOAD, COMPILE, TRAINING = "startup", "download", "compile", "training"
-WAITING, VALIDATION, CHECKPOINT, CHART = "waiting", "validation", "checkpoint", "chart"
-DIAGNOSTICS = "diagnostics"
-LOST = "lost"  # spent after the checkpoint that a later launch resumed from
-PHASES = (STARTUP, DOWNLOAD, COMPILE, TRAINING, DIAGNOSTICS, WAITING, VALIDATION, CHECKPOINT, CHART,
-          LOST)
-SHOWN_PHASES = {  # as text, but for CHART, which is shown with CHECKPOINT
-    TRAINING: "training", WAITING: "waiting", VALIDATION: "validation",
-    DIAGNOSTICS: "diagnostics", CHECKPOINT: "checkpoints and charts",
-    COMPILE: "compiling and first steps", DOWNLOAD: "dataset", STARTUP: "start-up",
-    LOST: "after the checkpoint resumed from",
-}
+PHASES = ("startup", "download", "compile", "training", "diagnostics", "waiting", "validation",
+          "checkpoint", "chart", "lost")  # after the checkpoint that a later launch resumed from
+(STARTUP, DOWNLOAD, COMPILE, TRAINING, DIAGNOSTICS, WAITING, VALIDATION, CHECKPOINT, CHART,
+ LOST) = PHASES
 SPENT_VARIABLE = "DDP_TRAIN_SPENT_SECONDS"  # from the process that starts torchrun to its workers
 
 
@@ -44,14 +36,13 @@ class PhaseClock:
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._earlier_seconds = dict.fromkeys(PHASES, 0.0)
         self._earlier_usd: dict[str, float] = {}
-        self.current, self._since = STARTUP, self._now() if since is None else since
-        self._began = self._since
+        self._began = self._since = self._now() if since is None else since
+        self.current = STARTUP
         self.usd_per_hour: float | None = None
         self.longest = dict.fromkeys(PHASES, 0.0)
 
     @classmethod
     def since_process_start(cls) -> Self:
-        """Return a clock that has run since the operating system started this process."""
         return cls(since=time.perf_counter() - seconds_since_process_start())
 
     def resume(self, seconds: dict[str, float], usd: dict[str, float]) -> None:
@@ -76,8 +67,7 @@ class PhaseClock:
     def set_price(self, usd_per_hour: float | None) -> str:
         """Set this launch's price; where it or that of earlier launches is missing, use the other.
 
-        Returns:
-            A line that says so, or "".
+        Returns: a line that says so, or "".
         """
         hours, usd = sum(self._earlier_seconds.values()) / 3600, sum(self._earlier_usd.values())
         self.usd_per_hour = usd_per_hour or (usd / hours if usd and hours else None)
@@ -100,8 +90,7 @@ class PhaseClock:
 
     def count_diagnostics(self, seconds: float) -> None:
         """Book some of the seconds of training to diagnostics: the device has worked for both."""
-        self.enter(self.current)
-        seconds = min(seconds, self._spent[TRAINING])
+        seconds = min(seconds, self.read_this_launch()[TRAINING])
         self._spent[TRAINING] -= seconds
         self._spent[DIAGNOSTICS] += seconds
 
@@ -123,11 +112,10 @@ class PhaseClock:
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase, over all launches."""
-        spent = self.read_this_launch()
-        return {phase: self._earlier_seconds[phase] + spent[phase] for phase in PHASES}
+        return {phase: self._earlier_seconds[phase] + seconds
+                for phase, seconds in self.read_this_launch().items()}
 
     def read_this_launch(self) -> dict[str, float]:
-        """Return the seconds of each phase in this launch."""
         self.enter(self.current)
         return dict(self._spent)
 
@@ -162,7 +150,7 @@ def nearest_limit(train: TrainConfig, clock: PhaseClock) -> tuple[float, str]:
                        f"max_hours is {train.max_hours:g}, and the run has taken {hours:.3g}"))
     if train.max_cost_usd is not None:
         spent = sum(clock.usd().values())
-        limits.append(((train.max_cost_usd - spent) * 3600 / clock.usd_per_hour,  # type: ignore[operator]
-                       f"max_cost_usd is {train.max_cost_usd:g}, and the run has spent"
-                       f" {spent:.3g}"))
+        limits.append((
+            (train.max_cost_usd - spent) * 3600 / clock.usd_per_hour,  # type: ignore[operator]
+            f"max_cost_usd is {train.max_cost_usd:g}, and the run has spent {spent:.3g}"))
     return min(limits)

@@ -17,15 +17,13 @@ from reporting.clock import PhaseClock
 
 REPORT_INTERVAL = 10  # global steps between two reports of the losses
 LAG = {"cuda": 1, "cpu": 0}  # closed windows that stay unread until `close` is told to wait
-AVERAGES = ("train_loss", "train_loss_min", "train_loss_max", "grad_norm", "grad_norm_max")
 
 
 @dataclass
 class Window:
-    """The steps since the last report.
+    """The steps since the last report; `global_step` is the last one.
 
     Attributes:
-        global_step: the last one.
         seconds, usd: what the run had spent when the window was closed, by phase.
         numbers: keys of a record, set when the window is read. Averages are over all processes
             and tokens, without skipped steps; NaN if all were skipped.
@@ -50,8 +48,7 @@ class LossWindow:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lag = device, LAG[device.type]
-        self._values = torch.zeros(2, REPORT_INTERVAL, device=device)
-        self._filled = 0
+        self._values, self._filled = torch.zeros(2, REPORT_INTERVAL, device=device), 0
         # Each with its values on their way to the host, the start of the first timed step and the
         # end of each, and the moment when the values have arrived.
         self._closed: list[tuple[Window, Tensor, list[Moment], Moment]] = []
@@ -72,21 +69,14 @@ class LossWindow:
 
     @property
     def is_full(self) -> bool:
-        """Whether a report is due."""
         return self._filled == REPORT_INTERVAL
 
     def close(self, global_step: int, learning_rate: float, clock: PhaseClock, *,
               waits: bool) -> list[Window]:
         """Average the losses over all processes, send them to the host, and empty the window.
 
-        A collective: every rank.
-
-        Args:
-            global_step: the last one in the window.
-            waits: also read windows that the device may not have finished yet.
-
-        Returns:
-            The windows that are read now, the oldest first.
+        A collective: every rank. Returns the windows that are read now, the oldest first; with
+        `waits` those too that the device may not have finished yet.
         """
         values = self._values[:, : self._filled].clone()
         dist.all_reduce(values[0])  # gloo cannot average
@@ -96,14 +86,13 @@ class LossWindow:
         window = Window(global_step, learning_rate, clock.read(), clock.usd())
         self._closed.append((window, on_host, self._moments, ended))
         self._moments, self._filled = [ended], 0
-        num_read = len(self._closed) - (0 if waits else self._lag)
-        read, self._closed = self._closed[:num_read], self._closed[num_read:]
-        self.longest_skipped = 0
-        for unread in read:
-            self._read(*unread)
-        return [window for window, *_ in read]
+        self.longest_skipped, read = 0, []
+        while len(self._closed) > (0 if waits else self._lag):
+            read.append(self._read(*self._closed.pop(0)))
+        return read
 
-    def _read(self, window: Window, values: Tensor, moments: list[Moment], ended: Moment) -> None:
+    def _read(self, window: Window, values: Tensor, moments: list[Moment],
+              ended: Moment) -> Window:
         """Wait for the values of a window, losses and gradient norms, (2, n), and average them."""
         ended.wait()
         losses, grad_norms = values
@@ -111,23 +100,23 @@ class LossWindow:
         for is_finite in taken.tolist():
             self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
             self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
-        num_skipped = len(losses) - int(taken.sum())
         losses, grad_norms = losses[taken], grad_norms[taken]
-        averages = [math.nan] * len(AVERAGES)
-        if len(losses):
-            self._loss_sum_since_checkpoint += losses.sum().item()
-            self._steps_since_checkpoint += len(losses)
-            averages = torch.stack([losses.mean(), losses.min(), losses.max(),
-                                    grad_norms.mean(), grad_norms.max()]).tolist()
+        self._loss_sum_since_checkpoint += losses.sum().item()
+        self._steps_since_checkpoint += len(losses)
+        if not len(losses):
+            losses = grad_norms = torch.tensor([math.nan])
         num_timed = len(moments) - 1
-        first = window.global_step - num_timed + 1
-        slowest = max(((end.seconds_since(start), step) for step, (start, end)
-                       in enumerate(pairwise(moments), first)), default=(None, None))
-        window.numbers = dict(zip(AVERAGES, averages, strict=True)) | {
-            "skipped_steps": num_skipped, "slowest_step": slowest[1],
-            "slowest_step_seconds": slowest[0], "learning_rate": window.learning_rate}
+        slowest = max(((end.seconds_since(start), step) for step, (start, end) in enumerate(
+            pairwise(moments), window.global_step - num_timed + 1)), default=(None, None))
+        window.numbers = {
+            "train_loss": losses.mean().item(), "train_loss_min": losses.min().item(),
+            "train_loss_max": losses.max().item(), "grad_norm": grad_norms.mean().item(),
+            "grad_norm_max": grad_norms.max().item(), "skipped_steps": int((~taken).sum()),
+            "slowest_step": slowest[1], "slowest_step_seconds": slowest[0],
+            "learning_rate": window.learning_rate}
         if num_timed:
             window.steps_per_second = num_timed / ended.seconds_since(moments[0])
+        return window
 
     def pop_loss_since_checkpoint(self) -> float:
         """Return the mean loss of the steps reported since the last call, NaN if none. Rank 0."""

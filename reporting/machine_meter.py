@@ -12,7 +12,7 @@ from basics.gpu_readings import GIB, SLOWDOWNS, GpuReading, read_gpus
 from reporting.metrics_file import THROTTLING
 
 READING_SECONDS = 15.0  # between two readings
-ANSWER_SECONDS = 2.0  # for a reading that was asked for
+LAST_SECONDS = 2.0  # for the last one
 JOULES_PER_KWH = 3.6e6
 GPU_FIELDS = {"gpu_memory_gib": "memory_used_gib", "gpu_use_percent": "use_percent",
               "gpu_temperature_c": "temperature_c", "gpu_power_w": "power_w"}
@@ -21,10 +21,9 @@ GPU_FIELDS = {"gpu_memory_gib": "memory_used_gib", "gpu_use_percent": "use_perce
 class MachineMeter:
     """Reads the machine every 15 s while a run trains. Rank 0 starts it.
 
-    In a thread of its own: a driver or a disk in trouble answers late or never. The watchdog's
-    thread would then miss signals and hangs, and the training thread would stand still. While
-    this thread waits, there are only no new readings. It writes nothing: the training thread puts
-    the last reading into its next record, so `metrics.jsonl` has one writer.
+    In a thread of its own: a driver or a disk in trouble answers late or never. While it waits,
+    there are only no new readings. It writes nothing: the training thread puts the last reading
+    into its next record, so `metrics.jsonl` has one writer.
 
     Args:
         gpu_uuids: the GPUs that this run uses on this machine, in the order of the lists.
@@ -39,16 +38,17 @@ class MachineMeter:
         self.energy_kwh: float | None = None
         self._gpus: list[GpuReading] = []
         self._reading: dict[str, Any] = {}  # that no record has yet
-        self._failure, self._has_failed = "", False  # of the first reading that failed
-        self._is_asked, self._has_answered = threading.Event(), threading.Event()
-        self._joules, self._ends = 0.0, False
+        self._failure: str | None = None  # of the first reading that failed; "" when it was told
+        self._ends = threading.Event()
+        # A daemon: at the end nobody waits for a driver that does not answer.
+        self._thread = threading.Thread(target=self._work, name="machine meter", daemon=True)
+        self._joules = 0.0
         self._counters: list[float] = []  # of the last reading, in joules
 
     def start(self, earlier_kwh: float = 0.0) -> None:
         """Start to read, with the energy that earlier launches have used."""
         self._joules = earlier_kwh * JOULES_PER_KWH
-        # A daemon: at the end nobody waits for a driver that does not answer.
-        threading.Thread(target=self._work, name="machine meter", daemon=True).start()
+        self._thread.start()
 
     def pop_reading(self) -> dict[str, Any]:
         """Return the last reading as keys of a record, once; empty if there is no new one."""
@@ -57,38 +57,30 @@ class MachineMeter:
 
     def pop_failure(self) -> str:
         """Return why a reading failed, once, the first time; else ""."""
-        failure, self._failure = self._failure, ""
+        failure, self._failure = self._failure or "", self._failure and ""
         return failure
 
-    def renew(self) -> None:
-        """Read now, or go on without a new reading if that takes long."""
-        self._has_answered.clear()
-        self._is_asked.set()
-        self._has_answered.wait(ANSWER_SECONDS)
-
     def stop(self) -> None:
-        """Read a last time and end."""
-        self._ends = True
-        self.renew()
+        """Read a last time and end, or end without that if it takes long."""
+        self._ends.set()
+        self._thread.join(LAST_SECONDS)
 
     def throttling(self) -> str | None:
-        """Return which of `SLOWDOWNS` a GPU had at the last reading; None for none, or unknown."""
+        """Return which of `SLOWDOWNS` GPUs had at the last reading; None for none, or unknown."""
         found = {reason for gpu in self._gpus for reason in gpu.throttle_reasons or ()}
-        return next((reason for reason in SLOWDOWNS if reason in found), None)
+        return ", ".join(reason for reason in SLOWDOWNS if reason in found) or None
 
     def _work(self) -> None:
-        ends = False
-        while not ends:
-            ends = self._ends
+        is_last = False
+        while not is_last:
+            is_last = self._ends.is_set()
             try:
                 self._reading = self._read()
             except Exception as error:  # whatever it is, training needs no readings
-                if not self._has_failed:
-                    self._failure, self._has_failed = describe(error), True
-            self._has_answered.set()
-            if not ends:
-                self._is_asked.wait(self._seconds)
-                self._is_asked.clear()
+                if self._failure is None:
+                    self._failure = describe(error)
+            if not is_last:
+                self._ends.wait(self._seconds)
 
     def _read(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()  # of the machine, not of a container's share of it

@@ -70,28 +70,27 @@ class RunLog:
         """
         if not self.is_active:
             return
-        loss, global_step = window.numbers["train_loss"], window.global_step
-        seconds = window.seconds
+        global_step, num_steps, spent = window.global_step, self.plan.num_steps, window.seconds
         speed = None if window.steps_per_second is None else (
             window.steps_per_second * self.plan.tokens_per_step)
         self.record(global_step, window.numbers | {"tokens_per_second": speed} | machine, window)
-        share = seconds[VALIDATION] / sum(seconds.values())
-        said = f"{speed or 0:,.0f} tok/s | {share:.0%} in validation"
-        recurring = sum(seconds.values()) - sum(seconds[phase] for phase in ONE_TIME_PHASES)
-        num_left = self.plan.num_steps - 1 - global_step
-        seconds_left = num_left * recurring / (global_step + 1)
+        recurring = sum(spent.values()) - sum(spent[phase] for phase in ONE_TIME_PHASES)
+        seconds_left = (num_steps - 1 - global_step) * recurring / (global_step + 1)
+        said = (f"loss {window.numbers['train_loss']:.4f}"
+                f" | grad norm {window.numbers['grad_norm']:.2f} | lr {window.learning_rate:.2e}"
+                f" | {speed or 0:,.0f} tok/s"
+                f" | {spent[VALIDATION] / sum(spent.values()):.0%} in validation")
         if self.clock.usd_per_hour is not None:
             usd = sum(window.usd.values())
             at_end = usd + seconds_left / 3600 * self.clock.usd_per_hour
             said += f" | ${dollars(usd)} of ${dollars(at_end)}"
         with suppress(OSError):
-            self._bar.set_postfix_str(f"loss {loss:.4f} | {said}")
+            self._bar.set_postfix_str(said)
         plain = self._bar.disable or not sys.stdout.isatty()  # a log file gets lines
         if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
             self._last_plain_line = time.monotonic()
-            self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | loss {loss:.4f}"
-                     f" | grad norm {window.numbers['grad_norm']:.2f}"
-                     f" | lr {window.learning_rate:.2e} | {said} | {duration(seconds_left)} left")
+            self.say(f"step {global_step + 1:,}/{num_steps:,} | {said}"
+                     f" | {duration(seconds_left)} left")
 
     def report_validation(self, global_step: int, loss: float, seconds: float, *,
                           bytes_per_token: float | None = None) -> None:

@@ -40,10 +40,8 @@ class Gpu:
     `low_mfu` is what the original system measured (eager, fp16). `high_mfu` is the best public
     figure for plain PyTorch, `public_mfu` the best one on two, four or eight such GPUs.
 
-    Source: NVIDIA's and AMD's data sheets for the peaks; public logs of modded-nanogpt (its third
-    track and its Adam baseline), and for the RTX 3090 the original's notes, for the MFUs, from
-    their tokens a second and `flops_per_token`:
-    "Public figures that `lab plan` uses" in `benchmarks/README.md`.
+    Source: NVIDIA's and AMD's data sheets for the peaks; "Public figures that `lab plan` uses" in
+    `benchmarks/README.md` for the MFUs, from tokens a second and `flops_per_token`.
     """
 
     name: str
@@ -173,9 +171,6 @@ class Speed:
         flops = self.tokens_per_second * self.flops_per_token / self.num_processes
         line = (f"speed: {self.tokens_per_second:,.0f} tokens/s,"
                 f" {flops / 1e12:,.3g} TFLOP/s per process")
-        if self.is_compiled and self.drop_rate:
-            line += (f", at dropout {self.drop_rate:g}, whose masks are drawn in kernels of their"
-                     " own (fallback_random)")
         gpu = find_gpu(self.device_name)
         if gpu is None:
             return f"{line} (no MFU: the peak speed of {self.device_name} is not known)"
@@ -193,6 +188,8 @@ class Speed:
             f"a small microbatch of {self.microbatch_tokens:,} tokens":
                 self.microbatch_tokens < SMALL_MICROBATCH_TOKENS,
             "the model is not compiled": not self.is_compiled,
+            f"dropout {self.drop_rate:g}, whose masks have kernels of their own":
+                self.drop_rate > 0,
         }
         found = ", ".join(reason for reason, applies in reasons.items() if applies)
         return f"{line}; likely reason: {found or 'none found'}"

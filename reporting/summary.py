@@ -9,7 +9,7 @@ from basics.errors import STOP_SIGNALS
 from basics.files import write_atomically
 from basics.json_files import found_object, to_json
 from basics.text import dollars
-from reporting.clock import CHART, CHECKPOINT, COMPILE, SHOWN_PHASES, TRAINING, WAITING, PhaseClock
+from reporting.clock import COMPILE, PHASES, TRAINING, WAITING, PhaseClock
 from reporting.metrics_file import LARGEST, is_number, read_metrics
 from run_config import Run
 from tokens.batch_plan import BatchPlan
@@ -44,8 +44,10 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     tokens = (end.global_step + 1) * plan.tokens_per_step
     is_finished = end.global_step == plan.num_steps - 1 and not end.lacks_validation
     reason = None if is_finished else end.stop_reason
-    seconds, usd, this_launch = clock.read(), clock.usd(), clock.read_this_launch()
+    seconds, this_launch = clock.read(), clock.read_this_launch()
     num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
+    last = {key: next((record[key] for record in reversed(records) if key in record), None)
+            for key in ("train_loss", "validation_loss", "validation_bits_per_byte")}
     return {
         "run": run.name,
         "status": "failed" if end.failure else FINISHED if is_finished else "stopped",
@@ -54,11 +56,9 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "global_step": end.global_step,
         "num_steps": plan.num_steps,
         "tokens": tokens,
-        "train_loss": _last(records, "train_loss"),
-        "validation_loss": _last(records, "validation_loss"),
-        "validation_bits_per_byte": _last(records, "validation_bits_per_byte"),
+        **last,
         "skipped_steps": sum(record.get("skipped_steps") or 0 for record in records),
-        **_spent(seconds, usd),
+        **_spent(clock),
         "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
         "tokens_per_second_overall": tokens / sum(seconds.values()),
         "this_launch": {"steps": num_measured, "tokens": num_measured * plan.tokens_per_step,
@@ -70,12 +70,26 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     }
 
 
+def step_seconds(seconds: dict[str, float]) -> float:
+    """Return the seconds of all global steps, with waiting for data and other processes."""
+    return seconds[TRAINING] + seconds[WAITING]
+
+
+def _spent(clock: PhaseClock) -> dict[str, Any]:
+    usd = clock.usd()
+    return {"seconds": clock.read(), "usd": usd | {"total": sum(usd.values())} if usd else None}
+
+
 def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None,
                  num_steps: int) -> None:
     """Write a `summary.json` with a run's status, its reason, its length and what it has spent."""
-    state = {"run": run.name, "status": status, "reason": reason, "num_steps": num_steps,
-             **_spent(clock.read(), clock.usd())}
-    _write(run, state)
+    _write(run, {"run": run.name, "status": status, "reason": reason, "num_steps": num_steps,
+                 **_spent(clock)})
+
+
+def _write(run: Run, summary: dict[str, Any], *, durable: bool = False) -> None:
+    with suppress(OSError):  # a full disk ends neither the run nor what follows it
+        write_atomically(run.summary_path, to_json(summary, indent=2) + "\n", durable=durable)
 
 
 def read_summary(run: Run) -> dict[str, Any]:
@@ -96,23 +110,12 @@ def final_figures(summary: dict[str, Any]) -> dict[str, float]:
     """Return what trackers show of a complete `summary.json`; empty if the run has not ended."""
     if "global_step" not in summary:  # only a status: it was not the end
         return {}
-    figures = dict(summary)
-    with suppress(TypeError, KeyError, AttributeError):  # damaged, or without a price
-        figures["steps"] = figures.pop("global_step") + 1
-        figures["seconds"] = sum(summary["seconds"].values())
-        figures["best_loss"] = summary["best"]["loss"]
-        figures["usd"] = summary["usd"]["total"]
+    figures = summary | {
+        "steps": summary["global_step"] + 1, "seconds": sum(summary["seconds"].values()),
+        "best_loss": (summary["best"] or {}).get("loss"),
+        "usd": (summary["usd"] or {}).get("total")}
     return {f"final/{key}": float(value) for key, value in figures.items()
             if is_number(value, -LARGEST, LARGEST)}
-
-
-def _write(run: Run, summary: dict[str, Any], *, durable: bool = False) -> None:
-    with suppress(OSError):  # a full disk ends neither the run nor what follows it
-        write_atomically(run.summary_path, to_json(summary, indent=2) + "\n", durable=durable)
-
-
-def _spent(seconds: dict[str, float], usd: dict[str, float]) -> dict[str, Any]:
-    return {"seconds": seconds, "usd": usd | {"total": sum(usd.values())} if usd else None}
 
 
 def final_status(run: Run, status: int) -> int:
@@ -140,22 +143,25 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     if summary["validation_loss"] is not None:
         losses += f", validation loss {_loss(summary['validation_loss'])}"
     because = f" ({summary['reason']})" if summary["reason"] else ""
-    return [
+    lines = [
         f"{run.name} {summary['status']} at step {summary['global_step'] + 1:,} of"
         f" {summary['num_steps']:,}{because}: {losses} (nats per token)",
-        _split("time", summary["seconds"], duration),
-        *([_split("cost", summary["usd"], lambda usd: f"${dollars(usd)}")]
-          if summary["usd"] else []),
-        *([f"machine up {duration(up)}, US${dollars(up / 3600 * price)}"] if price else []),
-        *([f"energy: {summary['energy_kwh']:,.3f} kWh, of the GPUs of rank 0's machine"]
-          if summary["energy_kwh"] is not None else []),
+        _split("time", summary["seconds"], duration)]
+    if summary["usd"]:
+        lines.append(_split("cost", summary["usd"], lambda usd: f"${dollars(usd)}"))
+    if price:
+        lines.append(f"machine up {duration(up)}, US${dollars(up / 3600 * price)}")
+    if summary["energy_kwh"] is not None:
+        lines.append(f"energy: {summary['energy_kwh']:,.3f} kWh, of the GPUs of rank 0's machine")
+    if summary["skipped_steps"]:
+        lines.append(f"steps skipped because of a non-finite gradient: {summary['skipped_steps']}")
+    return [
+        *lines,
         f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} per second while"
         f" training, {summary['tokens_per_second_overall']:,.0f} over all the time",
         f"checkpoints: {saved['saved']} in this launch; they stalled training for"
         f" {saved['stalled_seconds']:.2f} s; the longest write in the background took"
         f" {saved['longest_write_seconds']:.2f} s",
-        *([f"steps skipped because of a non-finite gradient: {summary['skipped_steps']}"]
-          if summary["skipped_steps"] else []),
         f"best checkpoint: {run.checkpoints_dir / best['checkpoint']}"
         f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})"
         if best else "no checkpoint could be written",
@@ -164,21 +170,10 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
 
 def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:
     """Return what was spent as text, in all and by phase."""
-    parts = {phase: spent[phase] for phase in SHOWN_PHASES}
-    parts[CHECKPOINT] += spent[CHART]
-    total = sum(parts.values())
-    named = [f"{show(value)} {SHOWN_PHASES[phase]}" for phase, value in parts.items()
+    parts = {TRAINING: spent[TRAINING]} | {phase: spent[phase] for phase in PHASES}
+    named = [f"{show(value)} {phase}" for phase, value in parts.items()
              if phase == TRAINING or show(value) != show(0.0)]
-    return f"{name}: {show(total)} = {', '.join(named)}"
-
-
-def step_seconds(seconds: dict[str, float]) -> float:
-    """Return the seconds of all global steps, with waiting for data and other processes."""
-    return seconds[TRAINING] + seconds[WAITING]
-
-
-def _last(records: list[dict[str, Any]], key: str) -> float | None:
-    return next((record[key] for record in reversed(records) if key in record), None)
+    return f"{name}: {show(sum(parts.values()))} = {', '.join(named)}"
 
 
 def _loss(loss: float | None) -> str:

@@ -84,7 +84,8 @@ def test_of_an_nccl_error_the_reason_is_kept():
 
 
 @pytest.mark.parametrize(("number", "advice"), [
-    (errno.ENOSPC, "; make room"), (errno.EIO, "; look at the disk"), (errno.EACCES, "")])
+    (errno.ENOSPC, "; make room"), (errno.EIO, "; look at the disk"), (errno.EACCES, ""),
+    (errno.EROFS, "")])
 def test_only_a_full_disk_wants_room(number, advice):
     assert why_not_written(OSError(number, os.strerror(number))) == os.strerror(number) + advice
     for text in (f"I/O error: x (os error {number})", f"IoError(Os {{ code: {number}, kind: K }})"):

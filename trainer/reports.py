@@ -141,7 +141,6 @@ class Reports:
         """Print the speed of this launch's last `num_steps`, and what may explain it."""
         spent = self.clock.read_this_launch()
         seconds = spent[TRAINING] + spent[WAITING]
-        self.meter.renew()
         self.log.say(Speed(
             tokens_per_second=num_steps * self.plan.tokens_per_step / seconds,
             num_processes=self.process.world_size,
