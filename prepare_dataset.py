@@ -25,7 +25,7 @@ from basics.machine import num_cpu_cores
 from preparation.choosing import SourceOptions, find_source, source_options
 
 if TYPE_CHECKING:
-    from preparation.journal import Progress
+    from preparation.card import Prepared
 
 MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of memory
 
@@ -78,10 +78,10 @@ def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
         # Imported here, and below, so that --help does not wait for it.
         if is_join:
             check_options("--join", "is_join", "skip_bad_shards")
-            from preparation.parts import join_parts
+            from preparation.pipeline import join_parts
 
-            progress = join_parts([Path(part) for part in sources], output,
-                                  skip_bad_shards=skip_bad_shards)
+            dataset = join_parts([Path(part) for part in sources], output,
+                                 skip_bad_shards=skip_bad_shards)
         elif len(sources) > 1:
             raise UserError(f"{sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
                             " around a pattern of files, or join parts with --join")
@@ -89,20 +89,16 @@ def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
             check_options("--import", "is_import", "tokenizer")
             from preparation.import_bin import import_tokens
 
-            progress = import_tokens(Path(sources[0]), output, tokenizer)
+            dataset = import_tokens(Path(sources[0]), output, tokenizer)
         else:
-            progress = prepare(sources[0], output, part=part, tokenizer=tokenizer,
-                               skip_bad_shards=skip_bad_shards, **options)
-        from preparation.card import summary
-
-        print_line(summary(output, progress))
+            dataset = prepare(sources[0], output, part=part, tokenizer=tokenizer,
+                              skip_bad_shards=skip_bad_shards, **options)
+        print_line(dataset.summary(output))
     except OSError as error:  # while reading the source or examining the output directory
         place = error.filename or sources[0]
         raise UserError(f"{place}: {error.strerror or error}") from None
     except KeyboardInterrupt:
-        advice = ("no files were left behind" if is_import or is_join
-                  else "run the same command again to continue")
-        print_error(f"\n{INTERRUPTED}; {advice}")
+        print_error(f"\n{INTERRUPTED}; run the same command again to continue")
         sys.exit(128 + signal.SIGINT)
 
 
@@ -127,7 +123,7 @@ def check_options(mode: str, *accepted: str) -> None:
                             " SOURCE")
 
 
-def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> Progress:
+def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> Prepared:
     """Find the documents and tokenise them. Raises: UserError."""
     start_fork_server(options["tokenizer"])
     from preparation.journal import Journal, check_output_dir
@@ -140,8 +136,8 @@ def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -
     journal = Journal(check_output_dir(output))
     journal.read()
     documents = find_source(named, raw_dir=journal.raw_dir, unfinished=journal.request)
-    if preparation.part and documents.revision != named.revision:
-        print_line(f"use --revision {documents.revision} on the other machines")
+    if preparation.part and documents.request.revision != named.revision:
+        print_line(f"use --revision {documents.request.revision} on the other machines")
     return prepare_dataset(documents, output, preparation)
 
 

@@ -50,9 +50,9 @@ def command(source: str, output: Path, **options: Any) -> None:
         content, num_entries = train_tokenizer(texts, vocab_size=vocab_size)
         if num_entries < vocab_size:
             more = "a larger --max-megabytes" if num_bytes >= max_bytes else "more text"
-            raise UserError(f"{found.name}: {num_bytes:,} bytes of text give {num_entries:,}"
-                            f" entries, not {vocab_size:,}; give {more}, or a --vocab-size of at"
-                            f" most {num_entries:,}")
+            raise UserError(f"{found.request.source}: {num_bytes:,} bytes of text give"
+                            f" {num_entries:,} entries, not {vocab_size:,}; give {more}, or a"
+                            f" --vocab-size of at most {num_entries:,}")
         (partial_dir / "tokenizer").mkdir(parents=True)
         write_own_tokenizer(partial_dir / "tokenizer", content)
         (partial_dir / "tokenizer").rename(output_dir)  # replaces an empty directory

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -12,39 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.errors import FAILED, UserError, one_line, print_error
+from basics.errors import UserError, one_line, print_error
+from basics.text import counted
 
 if TYPE_CHECKING:
     from preparation.journal import Request
     from preparation.sources import Source
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # all but .txt only if named or matched by a pattern
+SUFFIXES = (".parquet", *JSON_SUFFIXES, ".txt")
 SPLIT_WORDS = {  # in names of files and directories, as Hugging Face's datasets reads them
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }
 SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
-MAX_LISTED = 5  # names in an error line
-Patterns = Sequence[tuple[str, str, str]]  # of a dataset's card: config, split, pattern of files
-
-OPTIONS = [
-    click.option("--subset", default="", metavar="PATTERN",
-                 help="The directories, or the configs of a hub dataset, that hold the documents:"
-                      " sample/10BT or 'data/CC-MAIN-2013-*'."),
-    click.option("--split", default="", metavar="train|test|PATTERN",
-                 help="The split, or the names of the files.  [default: files named train if there"
-                      " are any]"),
-    click.option("--revision", default="", metavar="COMMIT",
-                 help="The commit, branch or tag of a hub dataset.  [default: the newest commit]"),
-    click.option("--text-column", default="text", show_default=True,
-                 help="The parquet column or JSON key that holds the text."),
-]
+MAX_LISTED = 9  # names in an error line
+Patterns = list[tuple[str, str, str]]  # of a dataset's card: config, split, pattern of files
 
 
 def source_options(command: Callable) -> Callable:
     """Add `--subset`, `--split`, `--revision` and `--text-column` to a command."""
-    for option in reversed(OPTIONS):
+    for option in (
+        click.option("--text-column", default="text", show_default=True,
+                     help="The parquet column or JSON key that holds the text."),
+        click.option("--revision", default="", metavar="COMMIT",
+                     help="The commit, branch or tag of a hub dataset.  [default: the newest"
+                          " commit]"),
+        click.option("--split", default="", metavar="train|test|PATTERN",
+                     help="The split, or the names of the files.  [default: files named train if"
+                          " there are any]"),
+        click.option("--subset", default="", metavar="PATTERN",
+                     help="The directories, or the configs of a hub dataset, that hold the"
+                          " documents: sample/10BT or 'data/CC-MAIN-2013-*'."),
+    ):
         command = option(command)
     return command
 
@@ -75,7 +77,7 @@ def find_source(options: SourceOptions, *, raw_dir: Path,
         unfinished: of an earlier launch, which continues with the same commit of a hub dataset.
     """
     # Imported here, so that --help does not wait for it.
-    from preparation.sources import find_documents, kind_of, python_stdlib
+    from preparation.sources import find_documents, python_stdlib
 
     source, options = options.source, replace(options, subset=options.subset.strip("/"))
     if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
@@ -85,25 +87,48 @@ def find_source(options: SourceOptions, *, raw_dir: Path,
         if unfinished is not None and unfinished.source == options.label() and (
                 asked in ("", unfinished.asked_revision)):  # a branch may have got new commits
             asked, revision = unfinished.asked_revision, unfinished.revision
-        try:
-            found = hub_source(replace(options, revision=revision), raw_dir=raw_dir)
-            return replace(found, asked_revision=asked)
-        except UserError as error:
-            if error.status == FAILED:  # the hub does not answer, and may have it
-                raise
-            raise UserError(f"{error} (and there is no file {source} here)") from None
+        found = hub_source(replace(options, revision=revision), raw_dir=raw_dir)
+        return replace(found, request=found.request.changed(asked_revision=asked))
     if options.keep_raw or options.revision:
         raise UserError(f"{source}: --keep-raw and --revision need a dataset on the hub, given as"
                         " owner/name")
-    if source == "python-stdlib":
-        if options.label() != source:
-            raise UserError(f"{source}: has no --subset and no --split")
-        return python_stdlib()
-    return find_documents(options)
+    if source != "python-stdlib":
+        return find_documents(options)
+    if options.label() != source:
+        raise UserError(f"{source}: has no --subset and no --split")
+    return python_stdlib()
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a document file by its name; empty if it is not one."""
+    name = name.lower()
+    if name.endswith(".parquet"):
+        return "parquet"
+    if name.endswith(JSON_SUFFIXES):
+        return "JSON lines"
+    return "text" if name.endswith(TEXT_SUFFIXES) else ""
+
+
+def files_of_one_kind(names: Iterable[str], options: SourceOptions, place: str,
+                      patterns: Patterns) -> tuple[str, dict[str, str]]:
+    """Return the kind of the documents in `--subset`, and their files; see `subset_of`.
+
+    Raises:
+        UserError: there are none, or of several kinds.
+    """
+    inside = subset_of(names, options, place, patterns)
+    kinds = {kind_of(name) for name in inside}
+    if len(kinds) > 1:  # the README.md next to parquet files is no document
+        kinds.discard("text")
+    if len(kinds) != 1:
+        raise UserError(f"{place}: contains {' and '.join(sorted(kinds)) or 'no documents'}; wanted"
+                        f" a directory (--subset) of one kind: {', '.join(SUFFIXES)}")
+    (kind,) = kinds
+    return kind, {name: path for name, path in inside.items() if kind_of(name) == kind}
 
 
 def subset_of(names: Iterable[str], options: SourceOptions, place: str,
-              patterns: Patterns = ()) -> dict[str, str]:
+              patterns: Patterns) -> dict[str, str]:
     """Return the files of `--subset`: their names, each with its path inside the subset.
 
     The pattern is compared with directories at any depth, then with the names of configs.
@@ -111,33 +136,31 @@ def subset_of(names: Iterable[str], options: SourceOptions, place: str,
     Raises:
         UserError: none matches; lists what there is.
     """
-    names, configs = list(names), sorted({config for config, _, _ in patterns})
+    names, configs = list(names), {config for config, _, _ in patterns}
     if not options.subset:
         if len(configs) > 1:
             print_error(one_line(f"{place}: taking all of its configs, {listed(configs)};"
                                  " --subset chooses some"))
         return {name: name for name in names}
     inside: dict[str, str] = {}
-    folders: set[str] = set()
+    folders = set(configs)
     for name in names:
         above = list(PurePosixPath(name).parents)[-2::-1]  # the outermost first, without the root
         folders.update(str(folder) for folder in above if not folder.name.startswith("."))
         for folder in above:
-            if _matches(str(folder), options.subset):
+            if matches(str(folder), options.subset):
                 inside[name] = str(PurePosixPath(name).relative_to(folder))
                 break
+    inside = inside or {name: name for name in names for config, _, pattern in patterns
+                        if matches(config, options.subset) and matches(name, pattern)}
     if not inside:
-        chosen = [pattern for config, _, pattern in patterns if _matches(config, options.subset)]
-        inside = {name: name for name in names if any(_matches(name, each) for each in chosen)}
-    if not inside:
-        there_are = sorted(folders.union(configs))
         raise UserError(f"{place}: --subset {options.subset} matches no directory; there are"
-                        f" {listed(there_are, like=options.subset)}")
+                        f" {listed(folders)}")
     return inside
 
 
 def split_of_files(paths: Mapping[str, str], options: SourceOptions, place: str,
-                   patterns: Patterns = ()) -> list[str]:
+                   patterns: Patterns) -> list[str]:
     """Return the files of `--split`; without it those named train if there are any.
 
     A file whose name says no split is of the one that the dataset's card gives it, if any.
@@ -149,28 +172,31 @@ def split_of_files(paths: Mapping[str, str], options: SourceOptions, place: str,
         UserError: no file matches, or none is named train but several splits are.
     """
     # --subset may name a directory, and no config.
-    patterns = [row for row in patterns if _matches(row[0], options.subset)] or patterns
+    patterns = [row for row in patterns if matches(row[0], options.subset)] or patterns
     splits: dict[str, list[str]] = {}
     for name, path in paths.items():
         split = split_of(path) or next(
-            (split for _, split, pattern in patterns if _matches(name, pattern)), "")
+            (split for _, split, pattern in patterns if matches(name, pattern)), "")
         splits.setdefault(split, []).append(name)
+    counts = {split: f"{split or 'other'} ({counted(len(names), 'file')})"
+              for split, names in sorted(splits.items(), reverse=True)}
     if options.split:
         chosen = splits.get(SPLIT_WORDS.get(options.split, options.split)) or [
-            name for name, path in paths.items() if _matches(path, options.split)
-            or _matches(PurePosixPath(path).name, options.split)]
+            name for name, path in paths.items() if matches(path, options.split)
+            or matches(PurePosixPath(path).name, options.split)]
         if not chosen:
             raise UserError(f"{place}: --split {options.split} matches no file; there are"
-                            f" {_counts(splits)}")
+                            f" {', '.join(counts.values())}")
         return chosen
     taken = next(split for split in ("train", "", *splits) if split in splits)
-    left_out = {split: names for split, names in splits.items() if split != taken}
-    if taken not in ("train", "") and left_out:
+    if taken not in ("train", "") and len(splits) > 1:
         raise UserError(f"{place}: has files of {' and '.join(sorted(splits))}, none of train;"
                         " choose some with --split")
-    if left_out or taken not in ("train", ""):
-        rest = f", leaving out {_counts(left_out)}; --split chooses others" * bool(left_out)
-        print_error(one_line(f"{place}: taking {_counts({taken: splits[taken]})}{rest}"))
+    line = f"{place}: taking {counts.pop(taken)}"
+    if counts:
+        line += f", leaving out {', '.join(counts.values())}; --split chooses others"
+    if counts or taken not in ("train", ""):
+        print_error(one_line(line))
     return splits[taken]
 
 
@@ -183,8 +209,8 @@ def split_of(path: str) -> str:
     return ""
 
 
-def config_patterns(card_data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the `Patterns` in the front matter of a dataset card."""
+def config_patterns(card_data: Mapping[str, Any]) -> Patterns:
+    """Return the patterns in the front matter of a dataset card, which may hold anything."""
     found = []
     configs = card_data.get("configs")
     for config in configs if isinstance(configs, list) else []:
@@ -209,18 +235,12 @@ def _files_of(value: Any, split: str = "") -> Iterator[tuple[str, str]]:
             yield from _files_of(item, split)
 
 
-def listed(names: Sequence[str], *, like: str = "") -> str:
-    """Join names for an error line; of many, those that are most similar to `like`."""
-    if len(names) > MAX_LISTED:
-        similar = difflib.get_close_matches(like, names, MAX_LISTED, cutoff=0)
-        return f"{', '.join(similar)} and {len(names) - MAX_LISTED} more"
-    return ", ".join(names) or "none"
+def listed(names: Iterable[str]) -> str:
+    """Join names for an error line, the first ones of many."""
+    first, more = sorted(names)[:MAX_LISTED], max(0, len(set(names)) - MAX_LISTED)
+    return ", ".join(first) + f" and {more} more" * bool(more) if first else "none"
 
 
-def _counts(splits: Mapping[str, list[str]]) -> str:
-    return ", ".join(f"{split or 'other'} ({len(names):,} file{'s' * (len(names) > 1)})"
-                     for split, names in sorted(splits.items(), reverse=True)) or "none"
-
-
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a name is the pattern, or matches it."""
     return name == pattern or fnmatchcase(name, pattern)

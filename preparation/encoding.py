@@ -1,7 +1,5 @@
 """Tokenise on all cores: tasks are sent to worker processes, tokens come back in order."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
@@ -23,6 +21,7 @@ from basics.errors import UserError
 from preparation.cutting import BadShard, Cuts, Piece, joined
 from preparation.reading import BadFile, Task, grouped
 from preparation.sources import Shard
+from preparation.token_stream import Counts, counts_of
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
@@ -38,38 +37,40 @@ class Encoded:
     """The result of a task: tokens, with an end-of-text token after each document."""
 
     tokens: np.ndarray  # (num_tokens,) uint16
-    ends: np.ndarray  # (num_documents, 3) int64: tokens, bytes, characters until its end
-    sizes: np.ndarray  # (3,) int64: the same for the whole task
+    counts: Counts  # a document counts where it ends
+    num_empty: int  # documents without text
     bad_files: list[BadFile]
 
-    def first_documents(self, num_documents: int) -> Encoded:
-        """Return the part up to the end of the given number of documents."""
-        sizes = self.ends[num_documents - 1]
-        return Encoded(self.tokens[:sizes[0]], self.ends[:num_documents], sizes, self.bad_files)
+    def first_documents(self, num_documents: int, tokenizer: Tokenizer) -> "Encoded":
+        """Return no more than so many documents."""
+        if self.counts.num_documents < num_documents:
+            return self
+        ends = np.flatnonzero(self.tokens == tokenizer.eot_token)[:num_documents]
+        tokens = self.tokens[:ends[-1] + 1]
+        num_empty = int(np.count_nonzero(np.diff(ends, prepend=-1) == 1))
+        return Encoded(tokens, counts_of(tokens, tokenizer), num_empty, self.bad_files)
 
 
 def encode_task(task: Task, load: LoadTokenizer) -> Encoded | BadShard:
     """Tokenise a task; return the error if it cannot be read."""
     tokenizer = load()
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
-    pieces: list[np.ndarray] = [np.empty(0, dtype=np.uint16)]
-    ends: list[tuple[int, int, int]] = []
+    tokens: list[np.ndarray] = [end_of_text[:0]]
     bad_files: list[BadFile] = []
-    num_tokens = num_bytes = num_characters = 0
+    num_documents = num_bytes = num_empty = bytes_before = 0
     try:
         for (text, ends_document, _), ids in encoded_pieces(task.read(bad_files), tokenizer):
-            pieces.append(ids)
-            num_tokens += len(ids)
+            tokens.append(ids)
             num_bytes += len(text) if text.isascii() else len(text.encode())
-            num_characters += len(text)
             if ends_document:
-                pieces.append(end_of_text)
-                num_tokens += 1
-                ends.append((num_tokens, num_bytes, num_characters))
+                tokens.append(end_of_text)
+                num_documents += 1
+                num_empty += num_bytes == bytes_before
+                bytes_before = num_bytes
     except BadShard as error:
         return error
-    return Encoded(np.concatenate(pieces), np.array(ends, dtype=np.int64).reshape(-1, 3),
-                   np.array([num_tokens, num_bytes, num_characters]), bad_files)
+    together = np.concatenate(tokens)
+    return Encoded(together, Counts(num_documents, together.size, num_bytes), num_empty, bad_files)
 
 
 def cuts_of(tokenizer: Tokenizer) -> Cuts:
@@ -106,33 +107,27 @@ def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.
     return [ids[start + 1:end] for start, end in zip([-1, *ends], [*ends, len(ids)], strict=True)]
 
 
-Item = Task | BadShard | Shard  # an error: the tasks could not be read; a shard: it ends here
+# An error: the tasks could not be read; a shard: it ends here.
+Item = Task | Encoded | BadShard | Shard
 Result = Encoded | BadShard | Shard
 
 
 @contextmanager
 def worker_pool(load: LoadTokenizer, num_workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Start worker processes; none for one worker, whose tasks this process does.
-
-    Ctrl-C waits until they have started: before, they would print tracebacks.
-    """
+    """Start worker processes; none for one worker, whose tasks this process does."""
     if num_workers == 1:
         yield None
         return
     pool = ProcessPoolExecutor(
         num_workers, initializer=_start_worker, initargs=(load,),
         mp_context=multiprocessing.get_context("forkserver"))  # workers share imported modules
-    interrupts: list[int] = []
-    previous_handler = signal.getsignal(signal.SIGINT)
-    if previous_handler is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
+        # Ctrl-C waits until they have started: before, they would print tracebacks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             futures.wait([pool.submit(os.getpid) for _ in range(num_workers)])
         finally:
-            signal.signal(signal.SIGINT, previous_handler)
-        if interrupts:
-            raise KeyboardInterrupt
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)

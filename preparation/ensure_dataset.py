@@ -26,35 +26,35 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
     """
     if is_complete(dataset_dir, splits):
         return
+    if "/" not in name and name != STDLIB_DATASET:
+        raise UserError(f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
+                        f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json")
+    lock_path = dataset_dir.with_name(f".{dataset_dir.name}.lock")
+    try:
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock_path):  # nodes may share the directory: one fetches, the others wait
+            if not is_complete(dataset_dir, splits):
+                _make_or_fetch(dataset_dir, name, splits)
+            lock_path.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_be_written(dataset_dir, error) from None
+
+
+def _make_or_fetch(dataset_dir: Path, name: str, splits: Sequence[str]) -> None:
     if name == STDLIB_DATASET:
-        _prepare_stdlib(dataset_dir)
-    elif "/" in name:
+        from preparation.pipeline import PrepareOptions, prepare_dataset
+        from preparation.sources import python_stdlib
+
+        prepare_dataset(python_stdlib(), dataset_dir, PrepareOptions(tokenizer="bytes"))
+    else:
         from preparation.hub import fetch_dataset
 
         fetch_dataset(dataset_dir, name, splits)
-    else:
-        raise UserError(f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
-                        f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json")
 
 
 def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:
     """Return whether token files exist under their final names."""
     return all((dataset_dir / f"{split}.safetensors").is_file() for split in splits)
-
-
-def _prepare_stdlib(dataset_dir: Path) -> None:
-    from preparation.pipeline import PrepareOptions, prepare_dataset
-    from preparation.sources import python_stdlib
-
-    lock_path = dataset_dir.parent / f".{dataset_dir.name}.lock"
-    try:
-        lock_path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock_path):  # nodes may share the directory: one prepares, the others wait
-            if not is_complete(dataset_dir):
-                prepare_dataset(python_stdlib(), dataset_dir, PrepareOptions(tokenizer="bytes"))
-            lock_path.unlink(missing_ok=True)
-    except OSError as error:
-        raise cannot_be_written(dataset_dir, error) from None
 
 
 def verify_digests(paths: Iterable[Path]) -> int:

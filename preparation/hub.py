@@ -9,56 +9,52 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock
-from huggingface_hub import HfApi, get_token, hf_hub_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HTTPError,  # the base of its HTTP library's errors
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, errors, get_token, hf_hub_download
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, logging
 from tqdm import tqdm
 
-from basics.errors import FAILED, UserError, as_os_error, cannot_be_written, first_line, one_line
-from preparation.choosing import SourceOptions, config_patterns, split_of_files, subset_of
-from preparation.journal import Origin
-from preparation.sources import Shard, Source, file_tasks, kind_of
+from basics.errors import FAILED, UserError, as_os_error, first_line, one_line
+from preparation.choosing import (
+    SourceOptions,
+    config_patterns,
+    files_of_one_kind,
+    kind_of,
+    split_of_files,
+)
+from preparation.journal import Request
+from preparation.sources import Shard, Source, file_tasks
 from tokens.tokenizer import TOKENIZER_FILE
 
-QUERY_PAUSES = (1, 5)  # seconds before each further attempt
-DOWNLOAD_PAUSES = (1, 5, 20, 60)  # in addition to the attempts of huggingface_hub itself
+PAUSES = (1, 5, 20)  # seconds before each further attempt, beside those of the client
 TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses
 LEFTOVER_SECONDS = 600  # a partial file that was not written for so long is abandoned
+NO_REPOSITORY = ("there is no such repository, or it is private: check the name, or set HF_TOKEN to"
+                 " a token that may read it (`uv run hf auth login` stores one)")
+REASONS: tuple[tuple[type[Exception], str], ...] = (  # the first that fits; empty: it may pass
+    (errors.GatedRepoError,
+     "you must accept its conditions on its web page first, then set HF_TOKEN"),
+    (errors.RepositoryNotFoundError, NO_REPOSITORY),
+    (errors.RevisionNotFoundError, "there is no such revision"),
+    (errors.LocalEntryNotFoundError, ""),  # the hub does not answer
+    (errors.EntryNotFoundError, "there is no such file"))
 T = TypeVar("T")
 
 
 def fetch_dataset(dataset_dir: Path, repository: str, splits: Sequence[str]) -> None:
-    """Download splits of a token dataset. One process of each node; nodes may share the directory.
+    """Download splits of a token dataset. One process of all that share the directory.
 
     Files get their final names when complete; complete files are not downloaded again.
 
     Raises:
-        UserError: the hub cannot be reached or has no such dataset for this user, or the disk is
-            full.
+        UserError: the hub cannot be reached or has no such dataset for this user.
+        OSError: the disk is full.
     """
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
-    # huggingface_hub looks for a finished file before it waits for another process's download of
-    # it, and would then download it again.
-    lock = FileLock(dataset_dir / ".cache" / "fetching.lock")
-    try:
-        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-        with lock:
-            present = {file.rfilename for file in info.siblings or ()}
-            # The tokenizer first: a dataset with all token files counts as complete.
-            for name in (*{TOKENIZER_FILE} & present, *(f"{s}.safetensors" for s in splits)):
-                _download(repository, name, revision=info.sha, local_dir=dataset_dir)
-    except OSError as error:
-        raise cannot_be_written(dataset_dir, error) from None
+    present = {file.rfilename for file in info.siblings or ()}
+    # The tokenizer first: a dataset with all token files counts as complete.
+    for name in (*{TOKENIZER_FILE} & present, *(f"{split}.safetensors" for split in splits)):
+        _download(repository, name, revision=info.sha, local_dir=dataset_dir)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,26 +96,23 @@ def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
         repository, revision=options.revision or None))
     entries = ask_hub(repository, lambda: _files(repository, options.subset, info.sha))
     check_names(repository, [entry.path for entry in entries])
-    files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
+    files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)
+             if kind_of(entry.path) in ("parquet", "JSON lines")}
     place, card = f"{repository} on the hub", info.card_data
     patterns = config_patterns(card.to_dict() if card else {})
-    inside = {path: rest for path, rest in subset_of(files, options, place, patterns).items()
-              if kind_of(path) in ("parquet", "JSON lines")}
-    kinds = {kind_of(path) for path in inside}
-    if len(kinds) != 1:
-        raise UserError(f"{place}: {options.subset or 'its root'} contains"
-                        f" {' and '.join(sorted(kinds)) or 'no parquet or JSON lines files'};"
-                        " name a directory of documents with --subset")
+    kind, inside = files_of_one_kind(files, options, place, patterns)
     shards = [HubShard(
         name=path, identity=files[path].lfs.sha256 if files[path].lfs else files[path].blob_id,
         num_bytes=files[path].size, tasks=file_tasks(raw_dir / path, options.text_column),
         repository=repository, revision=info.sha, raw_dir=raw_dir, is_kept=is_kept)
         for path in split_of_files(inside, options, place, patterns)]
     licences = _names(card and card.license, "unknown")
-    origin = Origin(title=repository, licence=licences if len(licences) > 1 else licences[0],
-                    languages=_names(card and card.language, "en"), hub_name=repository)
-    return Source(options.label(), shards, origin, kinds.pop(), options.text_column,
-                  revision=info.sha, raw_dir=raw_dir, keeps_raw=is_kept)
+    request = Request(
+        source=options.label(), revision=info.sha, text_column=options.text_column,
+        title=repository, licence=licences if len(licences) > 1 else licences[0],
+        languages=_names(card and card.language, "en"), hub_name=repository)
+    return Source(request, shards, kind, raw_dir=raw_dir, keeps_raw=is_kept,
+                  max_bad_files=len(shards) // 100)
 
 
 def _names(listed: Any, default: str) -> list[str]:
@@ -136,13 +129,12 @@ def _files(repository: str, subset: str, revision: str) -> list[RepoFile]:
         return [entry for entry in tree if isinstance(entry, RepoFile)]
 
     if subset and not set("*?[") & set(subset):
-        with contextlib.suppress(EntryNotFoundError):
+        with contextlib.suppress(errors.EntryNotFoundError):
             return files_in(subset)
     return files_in(None)
 
 
-def ask_hub(subject: str, action: Callable[[], T], *,
-            pauses: Sequence[float] = QUERY_PAUSES) -> T:
+def ask_hub(subject: str, action: Callable[[], T], *, pauses: Sequence[float] = PAUSES) -> T:
     """Do something with the hub; after errors that may be transient, pause and try again.
 
     Raises:
@@ -150,42 +142,35 @@ def ask_hub(subject: str, action: Callable[[], T], *,
         OSError: the disk is full.
     """
     logging.set_verbosity_error()  # the client prints its retries, and what servers warn of, raw
+    subject += " on the Hugging Face hub"
     for pause in (*pauses, None):
         try:
             return action()
-        except (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError) as error:
+        except (errors.HTTPError, errors.EntryNotFoundError, OSError, ValueError,
+                RuntimeError) as error:
             on_disk = as_os_error(error) if isinstance(error, RuntimeError) else error  # of hf_xet
             if getattr(on_disk, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
                 raise on_disk from None
-            reason = _permanent_reason(error)
-            if reason:
-                raise UserError(f"{subject} on the Hugging Face hub: {reason}") from None
+            if reason := _permanent_reason(error):
+                raise UserError(f"{subject}: {reason}") from None
             if pause is None:
                 advice = ("set HF_TOKEN, whose limits are higher, or wait some minutes"
                           if _status(error) == 429 else "check the network")
-                raise UserError(f"{subject} on the Hugging Face hub: {_said(error)}; {advice}, then"
-                                " run the same command again", FAILED) from None
+                raise UserError(f"{subject}: {_said(error)}; {advice}, then run the same command"
+                                " again", FAILED) from None
         time.sleep(pause)
     raise AssertionError
 
 
 def _permanent_reason(error: Exception) -> str:
     """Return why another attempt cannot help; empty if it may."""
+    if found := [reason for kind, reason in REASONS if isinstance(error, kind)]:
+        return found[0]
     status = _status(error)
-    if isinstance(error, GatedRepoError):
-        return "you must accept its conditions on its web page first, then set HF_TOKEN"
-    if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
-        return ("there is no such repository, or it is private: check the name, or set HF_TOKEN to"
-                " a token that may read it (`uv run hf auth login` stores one)")
-    if isinstance(error, RevisionNotFoundError):
-        return f"there is no such revision: {_said(error)}"
-    if isinstance(error, LocalEntryNotFoundError):  # raised if the hub does not answer
-        return ""
-    if isinstance(error, EntryNotFoundError):
-        return f"there is no such file: {_said(error)}"
-    if isinstance(error, HfHubHTTPError):
-        return "" if status in TRANSIENT else _said(error)
-    return "" if isinstance(error, HTTPError | OSError | RuntimeError) else _said(error)
+    if status in (401, 403):
+        return NO_REPOSITORY
+    may_help = isinstance(error, errors.HTTPError | OSError | RuntimeError)
+    return "" if may_help and status in (None, *TRANSIENT) else _said(error)
 
 
 def _status(error: Exception) -> int | None:
@@ -220,5 +205,4 @@ def _download(repository: str, name: str, *, revision: str, local_dir: Path) -> 
             if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
                 path.unlink()
     ask_hub(f"{repository}: {name}", lambda: hf_hub_download(
-        repository, name, repo_type="dataset", revision=revision, local_dir=local_dir),
-        pauses=DOWNLOAD_PAUSES)
+        repository, name, repo_type="dataset", revision=revision, local_dir=local_dir))

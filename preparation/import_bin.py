@@ -1,25 +1,26 @@
 """Copy tokens from files of nanoGPT and llm.c."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from basics.errors import UserError, cannot_be_written
 from basics.files import write_atomically
-from preparation.card import write_card
-from preparation.journal import Journal, Origin, Progress, Request, SplitCount, check_output_dir
+from preparation.card import Prepared, write_card
+from preparation.journal import Journal, Request, check_disk_space, check_output_dir
 from preparation.sources import without_links_out
-from preparation.token_stream import TokenFileWriter, num_training_documents
-from tokens.tokenizer import Tokenizer, choose_tokenizer, file_beside
+from preparation.token_stream import Counts, TokenFileWriter, num_training_documents
+from tokens.token_file import check_token_ids
+from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, choose_tokenizer
 
 LLM_C_MAGIC, LLM_C_VERSION = 20240520, 1
 LLM_C_HEADER = 256  # int32 values: magic, version, number of tokens, zeros
 CHUNK_TOKENS = 2**24
 VALIDATION_FRACTION = 0.01  # of a single file
+Pieces = list[tuple[Path, int, int]]  # of files: the first token, and the end
 
 
-def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Progress:
+def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prepared:
     """Write both token files from the files named train and val, in the order of their names.
 
     nanoGPT's files contain nothing but uint16 tokens, llm.c's start with a header.
@@ -32,36 +33,35 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prog
             outside the tokenizer's vocabulary.
     """
     output_dir = check_output_dir(output_dir)
-    chosen = choose_tokenizer(tokenizer_choice)
-    tokenizer = chosen.load()
-    parts = _find(source)  # all are checked before anything is written
+    tokenizer, title = choose_tokenizer(tokenizer_choice), source.resolve().name
+    splits = _find(source)  # all are checked before anything is written
+    dataset = Prepared(Request(source=title, title=title, tokenizer=tokenizer.name), {})
     try:
         journal = Journal(output_dir)
         with journal.locked():  # an import is not resumed
-            journal.begin_anew(2 * sum(stop - first for files in parts.values()
-                                       for _, first, stop in files))
-            counts = {}
-            for split, files in parts.items():
+            sizes = [stop - first for pieces in splits.values() for _, first, stop in pieces]
+            check_disk_space(journal.dir, 2 * sum(sizes), "tokens")
+            journal.begin(dataset.request, [])
+            for split, pieces in splits.items():
                 writer = TokenFileWriter(journal.dataset_dir / f"{split}.safetensors")
-                counts[split] = _copy(files, writer, tokenizer, tokenizer_choice)
-                names = ", ".join(path.name for path, _, _ in files)
-                writer.finish(counts[split].metadata() | {
-                    "tokenizer": chosen.name, "source": names[:400]})
-            if path := file_beside(journal.dataset_dir, chosen.name):
-                write_atomically(path, chosen.content, durable=True)
-            progress, title = Progress(**counts), source.resolve().name
-            write_card(journal.dataset_dir, Origin(title=title),
-                       Request(source=title, tokenizer=chosen.name), progress)
+                dataset.splits[split], largest = _copy(pieces, writer, tokenizer, tokenizer_choice)
+                metadata = dataset.metadata(split, largest)
+                del metadata["revision"], metadata["num_text_bytes"]  # unknown
+                names = ", ".join(path.name for path, _, _ in pieces)
+                writer.finish(metadata | {"source": names[:400]})
+            if isinstance(tokenizer, FileTokenizer):
+                write_atomically(journal.dataset_dir / TOKENIZER_FILE, tokenizer.content,
+                                 durable=True)
+            write_card(journal.dataset_dir, dataset)
             journal.publish()
     except OSError as error:
         raise cannot_be_written(output_dir, error) from None
-    return progress
+    return dataset
 
 
-def _find(source: Path) -> dict[str, list[tuple[Path, int, int]]]:
-    """Return the files of each split, with the places of the first token and of the end.
-
-    They are named such as val.bin or fineweb_val_000000.bin. Raises: UserError.
+def _find(source: Path) -> dict[str, Pieces]:
+    """Return what each split is made of; files are named such as val.bin or
+    fineweb_val_000000.bin. Raises: UserError.
     """
     folder = source.parent if source.is_file() else source
     if (folder / "meta.pkl").exists():
@@ -78,21 +78,18 @@ def _find(source: Path) -> dict[str, list[tuple[Path, int, int]]]:
     for split, name in (("train", "train"), ("validation", "val")):
         named = (path for path in source.glob("*.bin")
                  if name in path.stem.replace("-", "_").split("_"))
-        paths = sorted(without_links_out(named, source))
-        if not paths:
+        found[split] = [(path, 0, _read(path).size)
+                        for path in sorted(without_links_out(named, source))]
+        if not found[split]:
             raise UserError(f"{source}: no {name}.bin or *_{name}_*.bin; wanted the token files of"
                             " nanoGPT or llm.c")
-        found[split] = [(path, 0, _read(path).size) for path in paths]
     return found
 
 
 def _read(path: Path) -> np.ndarray:
-    """Map the tokens of a file into memory. Raises: UserError."""
-    try:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=min(LLM_C_HEADER, size // 4))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    """Map the tokens of a file into memory. Raises: UserError, OSError."""
+    size = path.stat().st_size
+    header = np.fromfile(path, dtype="<i4", count=min(LLM_C_HEADER, size // 4))
     start, num_tokens = 0, size // 2
     if header.size == LLM_C_HEADER and header[0] == LLM_C_MAGIC:
         start, num_tokens = 4 * LLM_C_HEADER, int(header[2])
@@ -105,21 +102,18 @@ def _read(path: Path) -> np.ndarray:
     return np.memmap(path, dtype="<u2", mode="r", offset=start)
 
 
-def _copy(files: Sequence[tuple[Path, int, int]], writer: TokenFileWriter, tokenizer: Tokenizer,
-          choice: str) -> SplitCount:
-    count = SplitCount()
-    for path, first, stop in files:
+def _copy(pieces: Pieces, writer: TokenFileWriter, tokenizer: Tokenizer,
+          choice: str) -> tuple[Counts, int]:
+    """Write tokens; return how many there are, and the largest id. Raises: UserError."""
+    num_documents = num_tokens = largest = 0
+    for path, first, stop in pieces:
         mapped = _read(path)  # one at a time: each file that is mapped into memory is an open one
         for start in range(first, stop, CHUNK_TOKENS):
             tokens = mapped[start:min(start + CHUNK_TOKENS, stop)]
-            largest = int(tokens.max())
-            if largest >= tokenizer.n_vocab:
-                offset = int(np.argmax(tokens >= tokenizer.n_vocab))
-                raise UserError(f"{path}: token {start + offset} has id {tokens[offset]},"
-                                f" outside the vocabulary of --tokenizer {choice}"
-                                f" ({tokenizer.n_vocab}); name the right tokenizer")
+            check_token_ids(tokens, path, first=start, vocab_size=tokenizer.n_vocab,
+                            advice=f"name another tokenizer than --tokenizer {choice}")
             writer.add(tokens)
-            count += SplitCount(
-                num_documents=int(np.count_nonzero(tokens == tokenizer.eot_token)),
-                num_tokens=tokens.size, max_token_id=largest)
-    return count
+            num_documents += int(np.count_nonzero(tokens == tokenizer.eot_token))
+            num_tokens += tokens.size
+            largest = max(largest, int(tokens.max()))
+    return Counts(num_documents, num_tokens), largest

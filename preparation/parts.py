@@ -1,51 +1,42 @@
-"""A preparation that several machines share: its parts, and their join to one dataset."""
-
-from __future__ import annotations
+"""The parts of a preparation that several machines share, and their content as a source."""
 
 import bisect
 import hashlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from pydantic import ValidationError
+import numpy as np
+from pydantic import NonNegativeInt, ValidationError
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError
 from basics.files import read_regular_file, write_atomically
-from preparation.card import token_metadata, write_card
-from preparation.journal import (
-    PART_FILE,
-    TABLE,
-    TOKENS,
-    Journal,
-    Line,
-    Origin,
-    Progress,
-    Request,
-    check_output_dir,
-)
-from preparation.sources import Source
-from preparation.token_stream import (
-    TokenFileWriter,
-    TokenStream,
-    check_documents,
-    copy_documents,
-    num_training_documents,
-)
-from tokens.tokenizer import file_beside, read_named_tokenizer
+from preparation.card import Prepared
+from preparation.cutting import Cuts
+from preparation.encoding import Encoded
+from preparation.journal import TOKENS, Record, Request
+from preparation.reading import BadFile
+from preparation.sources import Shard, Source
+from preparation.token_stream import Counts, read_tokens
+from tokens.tokenizer import Tokenizer, file_beside, load_tokenizer
+
+PART_FILE = "part.json"
+MAX_PART_FILE = 2**26  # bytes
 
 
-class PartFile(Line):
-    """What a part's directory says about it, besides its tokens and the table of its documents."""
+class PartFile(Record):
+    """What a part's directory says about it, besides its tokens."""
 
     request: Request
-    progress: Progress
-    origin: Origin
-    listing: str  # digest of the names and sizes of all files of the source
+    counts: Counts
+    num_empty: NonNegativeInt
+    bad_files: list[str]
     max_bad_files: int  # of all parts together
-    digests: dict[str, str]  # SHA-256 of TOKENS and TABLE
+    digest: str  # SHA-256 of TOKENS
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -64,10 +55,10 @@ def share_of(source: Source, part: str) -> Source:
     """
     number, total = parse_part(part)
     if total > len(source.shards):
-        raise UserError(f"--part {part}: {source.name} has only {len(source.shards)} shards, which"
-                        " are files or groups of text files; use fewer parts")
+        raise UserError(f"--part {part}: {source.request.source} has only {len(source.shards)}"
+                        " shards, which are files or groups of text files; use fewer parts")
     cuts = part_cuts([shard.num_bytes for shard in source.shards], total)
-    return replace(source, shards=source.shards[cuts[number - 1]:cuts[number]], whole=source)
+    return replace(source, shards=source.shards[cuts[number - 1]:cuts[number]])
 
 
 def part_cuts(sizes: Sequence[int], num_parts: int) -> list[int]:
@@ -83,118 +74,74 @@ def part_cuts(sizes: Sequence[int], num_parts: int) -> list[int]:
     return [*cuts, len(sizes)]
 
 
-def write_part(part_dir: Path, source: Source, request: Request, progress: Progress) -> None:
+def names_and_sizes(source: Source) -> str:
+    """Return the digest of the names and sizes of all files, which must be the same for all parts.
+    """
+    files = [(shard.name, shard.num_bytes, shard.num_files) for shard in source.shards]
+    return hashlib.sha256(repr(files).encode()).hexdigest()
+
+
+def write_part(part_dir: Path, part: Prepared, max_bad_files: int) -> None:
     """Write part.json next to the tokens, which must be complete."""
-    assert source.whole is not None
-    files = [(shard.name, shard.num_bytes, shard.num_files) for shard in source.whole.shards]
-    content = PartFile(
-        request=request, progress=progress, origin=source.origin,
-        listing=hashlib.sha256(repr(files).encode()).hexdigest(),
-        max_bad_files=source.max_bad_files(), digests=_digests_of(part_dir))
+    content = PartFile(request=part.request, counts=part.total, num_empty=part.num_empty,
+                       bad_files=part.bad_files, max_bad_files=max_bad_files,
+                       digest=_digest_of(part_dir / TOKENS))
     write_atomically(part_dir / PART_FILE, content.model_dump_json(indent=1) + "\n", durable=True)
 
 
-def _digests_of(part_dir: Path) -> dict[str, str]:
-    """Read the files of a part; return their digests by name. Takes about a second per GB."""
-    found = {}
-    for name in (TOKENS, TABLE):
-        with (part_dir / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+def _digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, about a second per GB."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def join_parts(part_dirs: Sequence[Path], output_dir: Path, *,
-               skip_bad_shards: bool = False) -> Progress:
-    """Write the dataset of all parts; they are left as they are. May be repeated after a kill.
+def read_parts(part_dirs: Sequence[Path]) -> tuple[Source, Tokenizer]:
+    """Return the documents of all parts, and their tokenizer.
 
     Raises:
-        UserError: a part is missing, damaged, or of another preparation; `output_dir` is not
-            empty; the disk is full.
+        UserError: a part is missing, damaged, or of another preparation.
     """
-    output_dir = check_output_dir(output_dir)
-    parts = _read_parts(part_dirs)
-    first_dir, first = parts[0]
-    streams, progress = [], Progress()
-    for part_dir, part in parts:
-        streams.append(TokenStream(part_dir / TOKENS, part_dir / TABLE))
-        counts = part.progress
-        progress = progress.without(*counts.bad_files).changed(
-            num_bad_files=progress.num_bad_files + counts.num_bad_files,
-            num_characters=progress.num_characters + counts.num_characters,
-            num_empty=progress.num_empty + counts.num_empty)
-    if progress.num_bad_files > first.max_bad_files and not skip_bad_shards:
-        raise UserError(f"{progress.num_bad_files} files of all parts could not be read, more than"
-                        f" {first.max_bad_files}; replace them, or skip them with"
-                        " --skip-bad-shards")
-    request = first.request
-    num_documents = sum(stream.num_documents for stream in streams)
-    check_documents(progress, num_documents, request.source)
-    num_train = num_training_documents(num_documents, request.validation_fraction)
-    try:
-        journal = Journal(output_dir)
-        with journal.locked():  # a join is not resumed
-            journal.begin_anew(2 * sum(part.progress.total.num_tokens for _, part in parts))
-            dataset_dir = journal.dataset_dir
-            if path := file_beside(dataset_dir, request.tokenizer):
-                content = read_named_tokenizer(first_dir / path.name, request.tokenizer)
-                write_atomically(path, content, durable=True)
-            train, validation = (TokenFileWriter(dataset_dir / f"{split}.safetensors")
-                                 for split in ("train", "validation"))
-            progress = progress.changed(
-                train=copy_documents(streams, 0, num_train, train),
-                validation=copy_documents(streams, num_train, num_documents, validation))
-            metadata = token_metadata(request, progress)
-            train.finish(progress.train.metadata() | metadata)
-            validation.finish(progress.validation.metadata() | metadata)
-            write_card(dataset_dir, first.origin, request, progress)
-            journal.publish()
-    except OSError as error:
-        raise cannot_be_written(output_dir, error) from None
-    return progress
-
-
-def _read_parts(part_dirs: Sequence[Path]) -> list[tuple[Path, PartFile]]:
-    """Read all parts, in their order. Raises: UserError."""
-    found = {}
+    found: dict[int, tuple[Path, PartFile]] = {}
     for path in part_dirs:
         part = _read(path)
         number, total = parse_part(part.request.part)
-        for other_path, other in list(found.values())[:1]:
-            pair = f"{other_path} and {path} do not belong together"
-            own = part.request.model_copy(update={"part": "", "asked_revision": ""})
-            if changes := own.difference(other.request.model_copy(update={"part": ""})):
-                raise UserError(f"{pair}: {changes}")
-            if parse_part(other.request.part)[1] != total:
-                raise UserError(f"{pair}: they are parts {other.request.part} and"
-                                f" {part.request.part}")
-            if other.listing != part.listing:
-                raise UserError(f"{pair}: the names or sizes of the source's files differed")
+        first_path, first = next(iter(found.values()), (path, part))
+        own, theirs = (one.request.changed(part=f"of {parse_part(one.request.part)[1]}")
+                       for one in (part, first))
+        if changes := own.difference(theirs):
+            raise UserError(f"{first_path} and {path} do not belong together: {changes}")
         if number in found:
             raise UserError(f"{found[number][0]} and {path} are both part {part.request.part};"
                             " name each part once")
         found[number] = path, part
     missing = [str(number) for number in range(1, total + 1) if number not in found]
     if missing:
-        more = f" and {len(missing) - 5} more" * (len(missing) > 5)
-        raise UserError(f"part {', '.join(missing[:5])}{more} of {total} missing; prepare it with"
+        raise UserError(f"part {', '.join(missing)} of {total} missing; prepare it with"
                         f" --part {missing[0]}/{total}, or name its directory")
-    return [found[number] for number in sorted(found)]
+    shards = [Shard(name=str(path), identity=part.digest, num_bytes=2 * part.counts.num_tokens,
+                    tasks=partial(_stored, path, part))
+              for _, (path, part) in sorted(found.items())]
+    name = first.request.tokenizer
+    tokenizer = load_tokenizer(name, file_beside(first_path, name))
+    request = first.request.changed(part="", names_and_sizes="")
+    return Source(request, shards, max_bad_files=first.max_bad_files), tokenizer
 
 
 def _read(path: Path) -> PartFile:
-    try:
-        part = PartFile.model_validate_json(read_regular_file(path / PART_FILE))
+    with suppress(OSError, ValidationError, UserError):
+        part = PartFile.model_validate_json(
+            read_regular_file(path / PART_FILE, max_bytes=MAX_PART_FILE))
         parse_part(part.request.part)
-        is_whole = _digests_of(path) == part.digests
-    except FileNotFoundError as error:
-        if Path(error.filename).name != PART_FILE:
-            raise UserError(f"{error.filename}: is missing; copy or prepare the part again"
-                            ) from None
-        raise UserError(f"{path}: is not a part, or an unfinished one (it has no {PART_FILE}); name"
-                        " an OUTPUT of --part, or run its command again") from None
-    except (OSError, ValidationError, UserError):
-        raise UserError(f"{path / PART_FILE}: cannot be read, or is damaged; copy or prepare the"
-                        " part again") from None
-    if not is_whole:
-        raise UserError(f"{path}: {TOKENS} or {TABLE} is not whole; copy or prepare the part again")
-    return part
+        if _digest_of(path / TOKENS) == part.digest:
+            return part
+    raise UserError(f"{path}: is not a whole part: {PART_FILE} or {TOKENS} is missing or damaged;"
+                    " repeat its --part command, or copy it again")
+
+
+def _stored(path: Path, part: PartFile, _: Cuts) -> Iterator[Encoded]:
+    """Yield what there is besides tokens first: too many files may be missing."""
+    counts = replace(part.counts, num_tokens=0)
+    bad_files = [BadFile(name, f"{name} of {path}: could not be read") for name in part.bad_files]
+    yield Encoded(np.empty(0, dtype="<u2"), counts, part.num_empty, bad_files)
+    for tokens in read_tokens(path / TOKENS, 0, part.counts.num_tokens):
+        yield Encoded(tokens, Counts(num_tokens=tokens.size), 0, [])

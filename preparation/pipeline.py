@@ -1,50 +1,41 @@
 """Documents to a token dataset: two safetensors files that appear only when complete.
 
 All tokens go to one file, with a table of where the documents end; then the last ones are moved to
-the validation file.
+the validation file. A part keeps that file and that table; parts are joined by reading them.
 """
 
 import contextlib
-import errno
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
-from basics.errors import DISK_FULL, UserError, cannot_be_written, one_line, print_error
+from basics.errors import UserError, cannot_be_written, one_line, print_error
 from basics.files import write_atomically
-from preparation.card import ProgressDisplay, token_metadata, write_card
+from basics.text import counted
+from preparation.card import MAX_BAD_NAMES, Prepared, progress_bar, write_card
 from preparation.cutting import BadShard
 from preparation.encoding import Encoded, Item, Result, cuts_of, encode, worker_pool
-from preparation.journal import (
-    MAX_BAD_NAMES,
-    TOKENS,
-    Journal,
-    Progress,
-    Request,
-    SplitCount,
-    check_disk_space,
-    check_output_dir,
-)
-from preparation.parts import share_of, write_part
+from preparation.journal import TOKENS, Finished, Journal, check_disk_space, check_output_dir
+from preparation.parts import names_and_sizes, read_parts, share_of, write_part
 from preparation.reading import TASK_BYTES, Task
 from preparation.sources import Shard, Source
 from preparation.token_stream import (
-    DocumentTable,
+    Counts,
     TokenFileWriter,
-    TokenStream,
-    check_documents,
+    counts_of,
     num_training_documents,
+    read_tokens,
+    start_of_last,
 )
-from tokens.tokenizer import ChosenTokenizer, choose_tokenizer, file_beside, load_tokenizer
+from tokens.tokenizer import FileTokenizer, Tokenizer, choose_tokenizer, file_beside, load_tokenizer
 
-LEAST_TOKEN_BYTES = 0.2  # for each byte of the source; FineWeb has 0.7, plain text 0.4
+LEAST_TOKEN_BYTES = 0.2  # for each byte of text; plain text has 0.4
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class PrepareOptions:
     part: str = ""  # I/N: prepare only this part, for several machines
 
 
-def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -> Progress:
+def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -> Prepared:
     """Tokenise documents: the first ones for training, the last ones for validation.
 
     Everything is written next to `output_dir` and renamed to it when it is complete. After a kill
@@ -71,90 +62,99 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
     """
     output_dir = check_output_dir(output_dir)
     tokenizer = choose_tokenizer(options.tokenizer)
+    request = source.request.changed(
+        tokenizer=tokenizer.name, validation_fraction=options.validation_fraction,
+        max_documents=options.max_documents)
     if options.part:
         if options.max_documents is not None:
             raise UserError("--max-documents: is not for a part; leave it out, or prepare all on"
                             " one machine")
+        request = request.changed(part=options.part, names_and_sizes=names_and_sizes(source))
         source = share_of(source, options.part)
-    request = Request(
-        source=source.name, revision=source.revision, asked_revision=source.asked_revision,
-        text_column=source.text_column, tokenizer=tokenizer.name,
-        validation_fraction=options.validation_fraction, max_documents=options.max_documents,
-        part=options.part)
+    return _prepare(replace(source, request=request), output_dir, tokenizer, options)
+
+
+def join_parts(part_dirs: Sequence[Path], output_dir: Path, *,
+               skip_bad_shards: bool = False) -> Prepared:
+    """Write the dataset of all parts, as `prepare_dataset` does; they are left as they are.
+
+    Raises:
+        UserError: a part is missing, damaged, or of another preparation; or as there.
+    """
+    output_dir = check_output_dir(output_dir)
+    source, tokenizer = read_parts(part_dirs)
+    return _prepare(source, output_dir, tokenizer, PrepareOptions(skip_bad_shards=skip_bad_shards))
+
+
+def _prepare(source: Source, output_dir: Path, tokenizer: Tokenizer,
+             options: PrepareOptions) -> Prepared:
     journal = Journal(output_dir)
     try:
         with journal.locked():
-            _check_disk(source, options, journal)
-            journal.begin(request, source.shards)
-            progress = _Preparation(source, options, journal).run(tokenizer)
+            _check_disk(source, journal)
+            journal.begin(source.request, source.shards)
+            dataset = _Preparation(source, journal, options, tokenizer).run()
             journal.publish()
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise UserError(f"{journal.dir}: the disk is full; free some space, then run the same"
-                            f" command again: {journal.num_finished} shards are finished",
-                            DISK_FULL) from None
-        raise cannot_be_written(output_dir, error) from None
-    return progress
+        raise cannot_be_written(Path(error.filename or output_dir), error) from None
+    return dataset
 
 
-def _check_disk(source: Source, options: PrepareOptions, journal: Journal) -> None:
+def _check_disk(source: Source, journal: Journal) -> None:
     """Refuse a disk that has certainly too little space for tokens or downloads."""
-    shards = source.shards[journal.num_finished:]
-    num_bytes = LEAST_TOKEN_BYTES * sum(shard.num_bytes for shard in shards)
-    try:
-        check_disk_space(journal.dir, num_bytes * (options.max_documents is None), "tokens")
-    except UserError as error:
-        if source.kind in ("", "text"):  # other files may hold much besides the text
-            raise
-        print_error(one_line(f"warning: {error} (less if the files hold more than text)"))
+    shards, takes_all = source.shards[len(journal.shards):], source.request.max_documents is None
+    if takes_all and source.kind in ("", "text"):  # other files may hold much besides the text
+        num_bytes = sum(shard.num_bytes for shard in shards)
+        check_disk_space(journal.dir, LEAST_TOKEN_BYTES * num_bytes, "tokens")
     if source.raw_dir is not None:
-        try:
-            source.raw_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_be_written(source.raw_dir, error) from None
+        source.raw_dir.mkdir(parents=True, exist_ok=True)
         raw = sorted(shard.missing_bytes() for shard in shards)
-        keeps_all = source.keeps_raw and options.max_documents is None
-        # One is downloaded ahead.
-        check_disk_space(source.raw_dir, sum(raw if keeps_all else raw[-2:]), "files from the hub")
+        # Of files that are not kept, one is downloaded ahead.
+        check_disk_space(source.raw_dir, sum(raw if source.keeps_raw and takes_all else raw[-2:]),
+                         "files from the hub")
 
 
 class _Preparation:
     """A preparation in progress: splits shards into tasks, writes tokens and the journal."""
 
-    def __init__(self, source: Source, options: PrepareOptions, journal: Journal) -> None:
-        self._source, self._options, self._journal = source, options, journal
-        self._progress = journal.progress
-        self._is_bad = False  # the current shard
+    def __init__(self, source: Source, journal: Journal, options: PrepareOptions,
+                 tokenizer: Tokenizer) -> None:
+        self._source, self._request, self._journal = source, source.request, journal
+        self._limit = self._request.max_documents or sys.maxsize
+        self._max_bad_files = sys.maxsize if options.skip_bad_shards else source.max_bad_files
+        is_small = sum(shard.num_bytes for shard in source.shards) < 2 * TASK_BYTES
+        self._num_workers = 1 if is_small else options.num_workers
+        self._tokenizer = tokenizer
+        self._tokenizer_path = file_beside(journal.dataset_dir, tokenizer.name)
+        if self._tokenizer_path and isinstance(tokenizer, FileTokenizer):  # workers read the copy
+            write_atomically(self._tokenizer_path, tokenizer.content, durable=True)
         self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS,
-                                       num_rows=self._progress.train.num_tokens)
-        self._table = DocumentTable(journal.table_path,
-                                    num_rows=self._progress.train.num_documents)
+                                       num_tokens=journal.last.counts.num_tokens)
+        self._begin_shard()
 
-    def run(self, tokenizer: ChosenTokenizer) -> Progress:
+    def _begin_shard(self, *, is_bad: bool = False) -> None:
+        self._counts, self._num_empty = self._journal.last.counts, self._journal.last.num_empty
+        self._bad_files: list[str] = []  # of the shard
+        self._is_bad = is_bad
+
+    def run(self) -> Prepared:
         """Tokenise all remaining shards, then write the headers and the dataset card."""
-        num_bytes = sum(shard.num_bytes for shard in self._source.shards)
-        num_workers = 1 if num_bytes < 2 * TASK_BYTES else self._options.num_workers
-        path = file_beside(self._journal.dataset_dir, tokenizer.name)
+        load = partial(load_tokenizer, self._request.tokenizer, self._tokenizer_path)
         try:
-            if path is not None:  # the workers read the copy that belongs to the dataset
-                write_atomically(path, tokenizer.content, durable=True)
-            load = partial(load_tokenizer, tokenizer.name, path)
-            with worker_pool(load, num_workers) as pool:
-                self._encode_all(encode(self._items(tokenizer), load, pool, num_workers))
-            self._finish()
+            with worker_pool(load, self._num_workers) as pool:
+                self._encode_all(encode(self._items(), load, pool, self._num_workers))
+            return self._finish()
         finally:
             with contextlib.suppress(OSError):  # a full disk: reported already
                 self._tokens.close()
-                self._table.close()
-        return self._progress
 
-    def _items(self, tokenizer: ChosenTokenizer) -> Iterator[Item | None]:
+    def _items(self) -> Iterator[Item | None]:
         """Yield the tasks of all shards that are left, and their ends; see `encode`."""
-        shards, has_limit = self._source.shards, self._options.max_documents is not None
-        cuts = cuts_of(tokenizer.load())
+        shards, has_limit = self._source.shards, self._request.max_documents is not None
+        cuts = cuts_of(self._tokenizer)
         ahead: Future[None] | None = None
-        for number in range(self._journal.num_finished, len(shards)):
-            if has_limit and shards[number].missing_bytes():
+        for number in range(len(self._journal.shards), len(shards)):
+            if has_limit:
                 yield None  # with the results of all tasks, this shard may not be needed
             if self._has_all():
                 break
@@ -174,115 +174,117 @@ class _Preparation:
             yield shards[number]
 
     def _encode_all(self, results: Iterator[tuple[Item, Result]]) -> None:
-        limit, sizes = self._options.max_documents, [s.num_bytes for s in self._source.shards]
-        done = finished = sum(sizes[:self._journal.num_finished])  # bytes of the source
-        train = self._progress.train
+        limit, sizes = self._request.max_documents, [s.num_bytes for s in self._source.shards]
+        done = finished = sum(sizes[:len(self._journal.shards)])  # bytes of the source
         if finished:
-            print_error(f"continuing after document {train.num_documents:,}")
-        with contextlib.closing(ProgressDisplay(
-                limit or sum(sizes), train.num_documents if limit else finished,
-                train.num_tokens, unit=" documents" if limit else "B")) as display:
+            print_error(f"continuing after document {self._counts.num_documents:,}")
+        first = self._counts.num_documents if limit else finished
+        with progress_bar(limit or sum(sizes), first, " documents" if limit else "B") as bar:
             for item, result in results:
                 self._process(result)
                 if isinstance(item, Shard):
                     done = finished = finished + item.num_bytes
                 elif isinstance(item, Task):
                     done += item.source_bytes
-                train = self._progress.train
-                display.show(train.num_documents if limit else done, train.num_tokens)
+                bar.set_postfix_str(f"{self._counts.num_tokens / 1e6:,.0f} M tokens", refresh=False)
+                bar.update((self._counts.num_documents if limit else done) - bar.n)
 
-    def _has_all(self) -> bool:
-        limit = self._options.max_documents  # after the split, new files are too late
-        return self._journal.is_split or (
-            limit is not None and self._progress.train.num_documents >= limit)
+    def _has_all(self) -> bool:  # after the split, new files are too late
+        return self._journal.is_split or self._counts.num_documents >= self._limit
 
     def _process(self, result: Result) -> None:
         if isinstance(result, Shard):
-            self._is_bad = False
             self._tokens.sync()
-            self._table.sync()
-            self._journal.add(self._progress, result)
+            self._journal.add(Finished(
+                name=result.name, identity=result.identity, counts=self._counts,
+                num_empty=self._num_empty, bad_files=self._bad_files))
+            self._begin_shard()
             result.release()
         elif self._has_all() or self._is_bad:
             pass  # more documents were read ahead than are wanted
         elif isinstance(result, BadShard):  # remove the part of the shard that could be read
-            self._is_bad = True
-            self._progress = self._journal.progress
-            self._tokens.truncate(self._progress.train.num_tokens)
-            self._table.truncate(self._progress.train.num_documents)
-            self._leave_out(self._source.shards[self._journal.num_finished].name, str(result))
+            self._begin_shard(is_bad=True)
+            self._tokens.truncate(self._counts.num_tokens)
+            self._leave_out(self._source.shards[len(self._journal.shards)].name, str(result))
         else:
             self._write(result)
 
     def _write(self, encoded: Encoded) -> None:
-        progress, limit = self._progress, self._options.max_documents
-        train = progress.train
-        if limit is not None and len(encoded.ends) >= limit - train.num_documents:
-            encoded = encoded.first_documents(limit - train.num_documents)
-        totals = [train.num_tokens, train.num_text_bytes, progress.num_characters]
-        self._table.add(encoded.ends + np.array(totals, dtype=np.int64))
+        encoded = encoded.first_documents(self._limit - self._counts.num_documents,
+                                          self._tokenizer)
         self._tokens.add(encoded.tokens)
-        num_tokens, num_bytes, num_characters = encoded.sizes.tolist()
-        self._progress = progress.changed(
-            train=train + SplitCount(num_documents=len(encoded.ends), num_tokens=num_tokens,
-                                     num_text_bytes=num_bytes),
-            num_characters=progress.num_characters + num_characters)
+        self._counts += encoded.counts
+        self._num_empty += encoded.num_empty
         for file in encoded.bad_files:
             self._leave_out(file.name, file.reason)
 
     def _leave_out(self, name: str, reason: str) -> None:
         """Note a file that cannot be read. Raises: UserError, if there are too many."""
-        self._progress = self._progress.without(name)
-        count = self._progress.num_bad_files
-        if not self._options.skip_bad_shards and count > self._source.max_bad_files():
-            raise UserError(
-                f"{reason}; replace it, or skip it with --skip-bad-shards" if count == 1 else
-                f"{reason}; {count} files cannot be read: replace them, or skip them with"
-                " --skip-bad-shards")
+        self._bad_files.append(name)
+        count = len(self._journal.bad_files) + len(self._bad_files)
+        if count > self._max_bad_files:
+            raise UserError(f"{reason}; files that cannot be read so far: {count}; replace them, or"
+                            " skip them with --skip-bad-shards")
         if count <= MAX_BAD_NAMES:
             tqdm.write(one_line(f"left out: {reason}"), file=sys.stderr)
 
-    def _finish(self) -> None:
-        journal, request = self._journal, self._journal.request
-        assert request is not None
-        stream = TokenStream(self._tokens.path, self._table.path)
-        num_empty = stream.num_empty(stream.num_documents)
+    def _finish(self) -> Prepared:
+        journal, request = self._journal, self._request
         if request.part:
-            self._progress = self._progress.changed(
-                train=stream.copy(0, stream.num_documents), num_empty=num_empty)
-        elif not journal.is_split:
-            self._split(request, num_empty)
-        metadata = token_metadata(request, self._progress)
-        self._tokens.finish(self._progress.train.metadata() | metadata)
-        if request.part:
-            write_part(journal.dataset_dir, self._source, request, self._progress)
-        else:
-            write_card(journal.dataset_dir, self._source.origin, request, self._progress)
+            dataset = Prepared(request, {"train": self._counts}, self._num_empty,
+                               journal.bad_files)
+            write_part(journal.dataset_dir, dataset, self._source.max_bad_files)
+            return dataset
+        if not journal.is_split:
+            self._split()
+        last = journal.last
+        assert last.validation is not None
+        dataset = Prepared(request, {"train": last.counts, "validation": last.validation},
+                           last.num_empty, journal.bad_files)
+        self._tokens.truncate(last.counts.num_tokens)
+        largest = max(int(tokens.max()) for tokens in read_tokens(
+            self._tokens.path, 0, last.counts.num_tokens))
+        self._tokens.finish(dataset.metadata("train", largest))
+        write_card(journal.dataset_dir, dataset)
+        return dataset
 
-    def _split(self, request: Request, num_empty: int) -> None:
-        """Move the last documents to the validation file; of a single text the last tokens."""
-        fraction = request.validation_fraction
-        progress = self._progress.changed(num_empty=num_empty)
-        num_documents = progress.train.num_documents
-        if self._source.is_one_text() and progress.num_characters:
-            totals = [progress.train.num_tokens, progress.train.num_text_bytes,
-                      progress.num_characters]
-            first = [num_training_documents(total, fraction) for total in totals]
-            self._table.truncate(0)
-            self._table.add(np.array([first, totals]))
-            self._table.sync()
-            num_documents = 2
-        check_documents(progress, num_documents, self._source.name)
-        num_train = num_training_documents(num_documents, fraction)
-        stream = TokenStream(self._tokens.path, self._table.path)
-        validation = TokenFileWriter(self._journal.dataset_dir / "validation.safetensors")
-        progress = progress.changed(
-            train=stream.copy(0, num_train),
-            validation=stream.copy(num_train, num_documents, validation))
-        validation.finish(progress.validation.metadata() | token_metadata(request, progress))
-        self._journal.add(progress)  # from now on, the training file may be shorter
-        self._tokens.truncate(progress.train.num_tokens)
-        self._progress = progress
+    def _split(self) -> None:
+        """Copy the last documents to the validation file; of a single text the last tokens."""
+        total, fraction, journal = self._counts, self._request.validation_fraction, self._journal
+        is_one_text = self._source.is_one_text and total.num_text_bytes > 0
+        if is_one_text:
+            total = replace(total, num_documents=2)
+            start = num_training_documents(total.num_tokens, fraction)
+        else:
+            _check_documents(self._request.source, total, journal.bad_files)
+            num_train = num_training_documents(total.num_documents, fraction)
+            start = start_of_last(self._tokens.path, total.num_tokens,
+                                  total.num_documents - num_train, self._tokenizer.eot_token)
+        writer = TokenFileWriter(journal.dataset_dir / "validation.safetensors")
+        validation, largest = Counts(), 0
+        for tokens in read_tokens(self._tokens.path, start, total.num_tokens):
+            writer.add(tokens)
+            validation += counts_of(tokens, self._tokenizer)
+            largest = max(largest, int(tokens.max()))
+        if is_one_text:  # by its share of the text, as its tokens
+            num_bytes = num_training_documents(total.num_text_bytes, fraction)
+            validation = replace(validation, num_text_bytes=total.num_text_bytes - num_bytes)
+        dataset = Prepared(self._request, {"validation": validation}, 0, journal.bad_files)
+        writer.finish(dataset.metadata("validation", largest))
+        journal.add(Finished(counts=total - validation, validation=validation,
+                             num_empty=self._num_empty))
+
+
+def _check_documents(source: str, total: Counts, bad_files: Sequence[str]) -> None:
+    """Refuse a source without text, or one that cannot fill both splits. Raises: UserError."""
+    if total.num_documents < 2:
+        bad = f"; left out: {', '.join(bad_files[:MAX_BAD_NAMES])}" if bad_files else ""
+        raise UserError(f"{source}: {counted(total.num_documents, 'document')} found; wanted at"
+                        " least 2, for training and validation (JSON lines: one document per"
+                        f" line){bad}")
+    if not total.num_text_bytes:
+        raise UserError(f"{source}: has no text: all of its {total.num_documents:,} documents are"
+                        " empty")
 
 
 def _fetch(shard: Shard) -> Future[None]:

@@ -25,6 +25,7 @@ LONGEST_LINE = 2**27  # bytes: a small compressed file may unpack to one endless
 WHOLE_BYTES = 2**24  # workers read text files and parquet row groups of up to this size
 MAX_ROWS = 64  # of a parquet file read at a time; fewer if the rows are large
 BATCH_BYTES = 2**22  # of those rows, roughly
+TEXT_TYPES = ("string", "large_string", "string_view", "null")
 T = TypeVar("T")
 
 
@@ -68,40 +69,33 @@ def text_tasks(paths: Sequence[Path], root: Path, cuts: Cuts) -> Iterator[Task]:
     for group, size in grouped(sizes, TASK_BYTES):
         if size <= WHOLE_BYTES:
             yield Task(partial(_read_texts, group, root), size, size)
-            continue
-        try:
+        else:
             yield from _in_memory(cut_document(_text_blocks(group[0])), cuts, group[0])
-        except OSError as error:
-            raise BadShard(f"{group[0]}: cannot be read: {error.strerror}") from None
 
 
 def _read_texts(paths: Sequence[Path], root: Path, bad_files: list[BadFile]) -> Iterator[Piece]:
     for path in paths:
         try:
             blocks = list(_text_blocks(path))
-        except (OSError, BadShard) as error:
-            reason = (str(error) if isinstance(error, BadShard)
-                      else f"{path}: cannot be read: {error.strerror}")
-            bad_files.append(BadFile(printable(path.relative_to(root)), reason))
+        except BadShard as error:
+            bad_files.append(BadFile(printable(path.relative_to(root)), str(error)))
         else:
             yield from cut_document(blocks)
 
 
 def _text_blocks(path: Path) -> Iterator[bytes]:
-    """Read a file without its byte order mark.
-
-    Raises:
-        OSError.
-        BadShard: it is UTF-16, which would be read as noise.
-    """
-    with path.open("rb") as file:
-        block = file.read(TASK_BYTES)
-        if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise BadShard(f"{path}: is UTF-16; wanted UTF-8")
-        block = block.removeprefix(codecs.BOM_UTF8)
-        while block:
-            yield block
+    """Read a file without its byte order mark. Raises: BadShard."""
+    try:
+        with path.open("rb") as file:
             block = file.read(TASK_BYTES)
+            if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # noise as UTF-8
+                raise BadShard(f"{path}: is UTF-16; wanted UTF-8")
+            block = block.removeprefix(codecs.BOM_UTF8)
+            while block:
+                yield block
+                block = file.read(TASK_BYTES)
+    except OSError as error:
+        raise BadShard(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def printable(path: Path) -> str:
@@ -111,8 +105,7 @@ def printable(path: Path) -> str:
 
 def _in_memory(pieces: Iterator[Piece], cuts: Cuts, path: Path,
                share: float = 1) -> Iterator[Task]:
-    """Yield tasks with text of one file; `share` is its bytes for each of text. Raises: BadShard.
-    """
+    """Yield tasks with text of one file, which has `share` bytes for each of text."""
     sizes = ((piece, sys.getsizeof(piece.text))  # up to four bytes a character
              for piece in joined(pieces, cuts, name=str(path)))
     for batch, size in grouped(sizes, TASK_BYTES):
@@ -209,10 +202,8 @@ def parquet_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
         if text_column not in schema.names:
             raise UserError(f"{path}: has no column {text_column!r}; name one of its"
                             f" columns with --text-column: {', '.join(schema.names)[:80]}")
-        kinds, kind = pyarrow.types, schema.field(text_column).type
-        values = kind.value_type if kinds.is_dictionary(kind) else kind
-        if not any(is_kind(values) for is_kind in (
-                kinds.is_string, kinds.is_large_string, kinds.is_string_view, kinds.is_null)):
+        kind = schema.field(text_column).type
+        if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
             raise UserError(f"{path}: column {text_column!r} is of type {kind}; name"
                             " a column of text with --text-column")
         index = [footer.schema.column(i).path
@@ -262,7 +253,7 @@ def _read_groups(path: Path, groups: list[int], text_column: str,
 
 
 def _column_pieces(column: pyarrow.Array) -> Iterator[Piece]:
-    if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+    if str(column.type) not in TEXT_TYPES[:2]:
         column = column.cast(pyarrow.large_string())
     longest = pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
     if longest <= LARGE_DOCUMENT:

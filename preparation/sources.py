@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from basics.errors import UserError, one_line, print_error
-from preparation.choosing import SourceOptions, split_of_files, subset_of
+from preparation.choosing import SUFFIXES, SourceOptions, files_of_one_kind, kind_of, split_of_files
 from preparation.cutting import Cuts
-from preparation.journal import Origin
+from preparation.journal import Request
 from preparation.reading import (
     WHOLE_BYTES,
     Task,
@@ -25,9 +24,6 @@ from preparation.reading import (
     text_tasks,
 )
 
-JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # all but .txt only if named or matched by a pattern
-SUFFIXES = (".parquet", *JSON_SUFFIXES, ".txt")
 TEXT_FILES_PER_SHARD = 1000
 STDLIB_PIECE_CHARACTERS = 3000
 
@@ -55,27 +51,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Source:
-    """Documents in a fixed order, with the facts that go into the dataset card."""
+    """Documents in a fixed order."""
 
-    name: str
+    request: Request  # as far as it says which documents these are
     shards: Sequence[Shard]
-    origin: Origin
     kind: str = ""  # as kind_of; empty of texts in memory
-    text_column: str = ""
-    revision: str = ""
-    asked_revision: str = ""
     raw_dir: Path | None = None  # download directory of the shards
     keeps_raw: bool = False
-    whole: Source | None = None  # the source that this one is a part of
-
-    def max_bad_files(self) -> int:
-        """Return how many files may be left out: one in a hundred, of text files at least one."""
-        num_files = sum(shard.num_files for shard in (self.whole or self).shards)
-        return max(num_files // 100, int(self.kind == "text"))
-
-    def is_one_text(self) -> bool:
-        """Return whether this is a single text file: its tokens are divided, not its documents."""
-        return self.kind == "text" and [shard.num_files for shard in self.shards] == [1]
+    max_bad_files: int = 0  # that may be left out: one in a hundred, of text files at least one
+    is_one_text: bool = False  # its tokens are divided, not its documents
 
 
 def find_documents(options: SourceOptions) -> Source:
@@ -90,42 +74,29 @@ def find_documents(options: SourceOptions) -> Source:
              if kind_of(path.name) and (path.is_file() or not path.exists())}
     if options.subset and not source.is_dir():
         raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
-    inside = subset_of(paths, options, str(source))
-    for name in inside:
-        if not paths[name].exists():
-            raise UserError(f"{paths[name]}: is a broken link; repair or delete it")
-    if not inside:
-        raise UserError(f"{source}: no documents; wanted files ending in {', '.join(SUFFIXES)}")
-    kinds = {kind_of(name) for name in inside}
-    if len(kinds) > 1:  # the README.md next to parquet files is no document
-        kinds.discard("text")
-    if len(kinds) > 1:
-        raise UserError(f"{source}: contains both {' and '.join(sorted(kinds))}; name one directory"
-                        " or file with one kind")
-    kind = kinds.pop()
-    inside = {name: rest for name, rest in inside.items() if kind_of(name) == kind}
+    kind, inside = files_of_one_kind(paths, options, str(source), [])
     # Files that a pattern names are all wanted; text files are rarely named after a split.
-    if options.split or (kind != "text" and source.is_dir()):
-        chosen = [paths[name] for name in split_of_files(inside, options, str(source))]
-    else:
-        chosen = [paths[name] for name in inside]
-    if kind == "text":
-        groups = [group for group, _ in grouped(((path, path.stat().st_size) for path in chosen),
-                                                WHOLE_BYTES, TEXT_FILES_PER_SHARD)]
-        tasks = [partial(text_tasks, group, root) for group in groups]
-    else:
-        groups = [[path] for path in chosen]
-        tasks = [file_tasks(path, options.text_column) for path in chosen]
+    has_splits = options.split or (kind != "text" and source.is_dir())
+    names = split_of_files(inside, options, str(source), []) if has_splits else inside
+    chosen = [paths[name] for name in names]
+    for path in chosen:
+        if not path.exists():
+            raise UserError(f"{path}: is a broken link; repair or delete it")
+    sizes = ((path, path.stat().st_size) for path in chosen)
     shards = []
-    for group, of_group in zip(groups, tasks, strict=True):
+    for group, _ in grouped(sizes, WHOLE_BYTES, TEXT_FILES_PER_SHARD if kind == "text" else 1):
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in group]
         shards.append(Shard(
-            name=printable(group[0].relative_to(root)), num_files=len(group), tasks=of_group,
+            name=printable(group[0].relative_to(root)), num_files=len(group),
+            tasks=(partial(text_tasks, group, root) if kind == "text"
+                   else file_tasks(group[0], options.text_column)),
             identity=hashlib.sha256(repr(stats).encode()).hexdigest(),
             num_bytes=sum(size for _, size, _ in stats)))
     name = printable(Path(options.label()))
-    return Source(name, shards, Origin(title=Path(name).resolve().name), kind,
-                  options.text_column)
+    request = Request(source=name, title=Path(name).resolve().name,
+                      text_column=options.text_column)
+    return Source(request, shards, kind, max_bad_files=max(len(chosen) // 100, kind == "text"),
+                  is_one_text=kind == "text" and len(chosen) == 1)
 
 
 def file_tasks(path: Path, text_column: str) -> Callable[[Cuts], Iterator[Task]]:
@@ -134,57 +105,40 @@ def file_tasks(path: Path, text_column: str) -> Callable[[Cuts], Iterator[Task]]
     return partial(parquet_tasks if is_parquet else json_tasks, path, text_column)
 
 
-def kind_of(name: str) -> str:
-    """Return the kind of a document file by its name; empty if it is not one."""
-    name = name.lower()
-    if name.endswith(".parquet"):
-        return "parquet"
-    if name.endswith(JSON_SUFFIXES):
-        return "JSON lines"
-    return "text" if name.endswith(TEXT_SUFFIXES) else ""
-
-
-def _look_for(source: Path) -> tuple[Path, Iterator[Path]]:
+def _look_for(source: Path) -> tuple[Path, Iterable[Path]]:
     """Return the directory that shard names are relative to, and candidate files."""
     if source.is_dir():
-        return source, without_links_out(_files_below(source), source)
+        return source, without_links_out(_files_below(source, source), source)
     if source.exists():
-        return source.parent, iter([source])
-    is_magic = [bool(set("*?[") & set(part)) for part in source.parts]
-    if not any(is_magic):
+        return source.parent, [source]
+    root = next(folder for folder in source.parents if not set("*?[") & set(str(folder)))
+    if not set("*?[") & set(str(source)):
         raise UserError(f"{source}: no such file or directory, and not the owner/name of a dataset"
                         " on the hub")
-    first = is_magic.index(True)
-    root = Path(*source.parts[:first])
     try:
-        return root, iter(list(root.glob(str(Path(*source.parts[first:])))))
+        return root, list(root.glob(str(source.relative_to(root))))
     except ValueError as error:
         raise UserError(f"{source}: not a valid pattern: {error}") from None
 
 
-def _files_below(root: Path) -> Iterator[Path]:
+def _files_below(folder: Path, root: Path) -> Iterator[Path]:
     """Walk through a directory, but skip hidden directories and token datasets.
 
     Linked directories are read where they lead to another place in it; one that leads out is
     yielded itself.
     """
-    def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}")
-
-    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
-        here = Path(folder)
-        if "train.safetensors" not in names:
-            yield from (here / name for name in names if name.lower().endswith(SUFFIXES))
-        for name in subfolders[:]:
-            link = here / name
-            leads_back = leads_out = False
-            if link.is_symlink() and not name.startswith("."):
-                leads_back = link.resolve() in [above.resolve() for above in (here, *here.parents)]
-                leads_out = not leads_back and not _is_inside(link, root)
-            if leads_out:
-                yield link
-            if leads_out or leads_back or name.startswith("."):
-                subfolders.remove(name)
+    is_dataset = (folder / "train.safetensors").exists()
+    for path in folder.iterdir():
+        if not path.is_dir():
+            if not is_dataset and path.name.lower().endswith(SUFFIXES):
+                yield path
+        elif path.name.startswith(".") or (path.is_symlink() and path.resolve() in [
+                above.resolve() for above in (folder, *folder.parents)]):
+            continue  # hidden, or it leads back
+        elif path.is_symlink() and not _is_inside(path, root):
+            yield path
+        else:
+            yield from _files_below(path, root)
 
 
 def without_links_out(paths: Iterable[Path], root: Path) -> Iterator[Path]:
@@ -233,8 +187,7 @@ def python_stdlib() -> Source:
         text = path.read_text(encoding="utf-8", errors="replace")
         for line in text.splitlines(keepends=True):
             piece += line
-            is_break = not line.strip() and len(piece) >= STDLIB_PIECE_CHARACTERS // 2
-            if is_break or len(piece) >= STDLIB_PIECE_CHARACTERS:
+            if len(piece) >= STDLIB_PIECE_CHARACTERS // (1 if line.strip() else 2):
                 pieces.add(piece)
                 piece = ""
         if piece.strip():
@@ -243,4 +196,5 @@ def python_stdlib() -> Source:
         raise UserError(f"{root}: no Python source files; install Python with its library")
     shuffled = sorted(pieces, key=lambda piece: hashlib.sha256(piece.encode()).digest())
     name = "Python's standard library"
-    return Source(name, [texts_shard(name, shuffled)], Origin(title=name, licence="other"))
+    return Source(Request(source=name, title=name, licence="other"),
+                  [texts_shard(name, shuffled)])

@@ -31,9 +31,9 @@ from tests.support.models import TEXTS, write_tokenizer
 from tests.support.workplace import write_tokens
 from tokens import tokenizer
 from tokens.batch_plan import BatchPlan, plan_batches
-from tokens.batches import Microbatches, byte_lengths, open_run_data, read_ahead
+from tokens.batches import Microbatches, open_run_data, read_ahead
 from tokens.token_file import TokenFile
-from tokens.tokenizer import END_OF_TEXT, choose_tokenizer, load_tokenizer, read_named_tokenizer
+from tokens.tokenizer import END_OF_TEXT, byte_lengths, choose_tokenizer, load_tokenizer
 
 PLAN = BatchPlan(microbatch_size=2, gradient_accumulation_steps=1, world_size=1,
                  context_length=4, num_steps=2)
@@ -327,7 +327,7 @@ def loaded():
             {"type": "Sequence", "decoders": [BYTE_LEVEL]}, {"type": "Fuse"}]})
         (directory / "tokenizer_config.json").write_text(
             '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}')
-        return (choose_tokenizer(folder).load(),
+        return (choose_tokenizer(folder),
                 AutoTokenizer.from_pretrained(directory, local_files_only=True))
 
 
@@ -366,11 +366,11 @@ def test_a_tokenizer_is_chosen_by_its_directory_or_its_file(tmp_path):
                        "rstrip": False, "normalized": False, "special": False}]},
 ])
 def test_only_a_tokenizer_that_splits_as_gpt2_does_may_be_cut(changes, tmp_path):
-    assert not choose_tokenizer(str(write_tokenizer(tmp_path, **changes))).load().splits_like_gpt2
+    assert not choose_tokenizer(str(write_tokenizer(tmp_path, **changes))).splits_like_gpt2
 
 
 def test_truncation_padding_and_added_tokens_of_the_file_do_not_change_documents(tmp_path):
-    plain = choose_tokenizer(str(write_tokenizer(tmp_path / "plain"))).load()
+    plain = choose_tokenizer(str(write_tokenizer(tmp_path / "plain")))
     changed = choose_tokenizer(str(write_tokenizer(
         tmp_path / "changed", truncation={"direction": "Right", "max_length": 3, "stride": 0,
                                           "strategy": "LongestFirst"},
@@ -379,7 +379,7 @@ def test_truncation_padding_and_added_tokens_of_the_file_do_not_change_documents
         post_processor={"type": "TemplateProcessing", "pair": [], "special_tokens": {
             "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
             "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
-                       {"Sequence": {"id": "A", "type_id": 0}}]}))).load()
+                       {"Sequence": {"id": "A", "type_id": 0}}]})))
     assert changed.encode_ordinary(TEXTS[0]) == plain.encode_ordinary(TEXTS[0])
 
 
@@ -388,7 +388,7 @@ def test_the_bytes_of_tokens_of_other_kinds_count_their_spaces(tmp_path):
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
         "added_tokens": [], "post_processor": None, "pre_tokenizer": METASPACE,
         "decoder": METASPACE, "model": WORDS}))
-    found = choose_tokenizer(str(tmp_path)).load()
+    found = choose_tokenizer(str(tmp_path))
     assert found.eot_token == 3 and not found.splits_like_gpt2
     assert found.encode_ordinary("the cat the") == [1, 2, 1]
     assert found.decode([1, 2, 1]) == "the cat the"
@@ -457,6 +457,5 @@ def test_a_file_that_was_replaced_is_not_taken_for_the_one_it_was(tmp_path):
     path = tmp_path / "tokenizer.json"
     load_tokenizer(name, path)
     write_tokenizer(tmp_path, vocab_size=301)
-    for use in (load_tokenizer, lambda name, path: read_named_tokenizer(path, name)):
-        with pytest.raises(UserError, match=f"has changed: .* tokenizer {name[:19]}; restore it"):
-            use(name, path)
+    with pytest.raises(UserError, match=f"has changed: .* tokenizer {name[:19]}; restore it"):
+        load_tokenizer(name, path)

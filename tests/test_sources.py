@@ -109,14 +109,14 @@ def test_linked_directories_are_read_unless_they_lead_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda d: None, "no documents; wanted files ending in"),
+    (lambda d: None, "contains no documents; wanted a directory"),
     (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
     (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
     (lambda d: [(d / name).write_text("a", encoding) for name, encoding in (
         ("a.txt", "utf-8"), ("b.txt", "utf-16"))], "1 document found; .*; left out: b.txt"),
     (lambda d: (d / "a.jsonl").write_text('{"text": null}\n' * 3), "no text: all of its 3 docu"),
     (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
-     "contains both JSON lines and parquet"),
+     "contains JSON lines and parquet; wanted"),
 ])
 def test_sources_that_cannot_be_used(tmp_path, make, message):
     source_dir = tmp_path / "source"
@@ -226,7 +226,8 @@ def test_a_local_directory_has_subsets_and_splits(tmp_path, capsys):
     assert names_in(find_documents(tmp_path)) == ["de/train-0.jsonl", "en/train-0.jsonl"]
     assert "leaving out test (1 file)" in capsys.readouterr().err
     some = find_documents(tmp_path, subset="e*", split="test")
-    assert names_in(some) == ["en/test-0.jsonl"] and some.name == f"{tmp_path} e* split test"
+    assert names_in(some) == ["en/test-0.jsonl"]
+    assert some.request.source == f"{tmp_path} e* split test"
     pattern = find_documents(f"{tmp_path}/en/*.jsonl")  # it names the files itself
     assert names_in(pattern) == ["test-0.jsonl", "train-0.jsonl"]
     with pytest.raises(UserError, match="--subset needs a directory"):
@@ -623,7 +624,7 @@ def test_a_full_disk_during_a_download_is_one_line(tokens_hub, tmp_path, size):
 
 
 @pytest.mark.parametrize(("repository", "status", "message"), [
-    ("someone/else", 2, "there is no such"), ("someone/tokens", 2, "name a directory of documents"),
+    ("someone/else", 2, "there is no such"), ("someone/tokens", 2, "contains no documents; wanted"),
     ("someone/busy", 1, "then run the same command again"),
 ])
 def test_a_hub_without_documents_is_one_line(tokens_hub, tmp_path, repository, status, message):
@@ -677,7 +678,7 @@ SOURCES: dict[str, tuple[str, bytes]] = {
     "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),
     "half a zstandard": ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)[:-12]),
 }
-OUTPUTS = ["", "\x1b[31m/../../proc/out", "/proc/out", "/dev/null", "/dev/null/out",
+OUTPUTS = ["", "/proc/out", "/dev/null", "/dev/null/out",
            "x" * 300, "source", "a-file", "loop/out"]
 
 

@@ -12,26 +12,21 @@ BLOCK_ROWS = 128  # queries in a block of CPU attention
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The division of a run's tokens into global steps, accumulation steps and processes.
-
-    Attributes:
-        epoch_tokens: after so many the data begins again, with `repeat_data`; None without.
-    """
+    """The division of a run's tokens into global steps, accumulation steps and processes."""
 
     microbatch_size: int
     gradient_accumulation_steps: int
     world_size: int
     context_length: int
     num_steps: int
-    epoch_tokens: int | None = None
+    epoch_tokens: int | None = None  # with `repeat_data`: after so many the data begins again
 
     @property
     def tokens_per_microbatch(self) -> int:
         return self.microbatch_size * self.context_length
 
     @property
-    def global_batch_size(self) -> int:
-        """Sequences in one global step."""
+    def global_batch_size(self) -> int:  # in sequences
         return self.microbatch_size * self.gradient_accumulation_steps * self.world_size
 
     @property

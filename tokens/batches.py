@@ -16,14 +16,13 @@ from torch import Tensor
 from basics.errors import UserError
 from run_config import Run
 from tokens.batch_plan import BatchPlan, plan_batches
-from tokens.token_file import TokenFile
+from tokens.token_file import TokenFile, check_token_ids
 from tokens.tokenizer import (
     END_OF_TEXT_IDS,
-    Tokenizer,
+    FileTokenizer,
+    byte_lengths,
     file_beside,
     load_tokenizer,
-    parse_tokenizer,
-    read_named_tokenizer,
 )
 
 TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that name no tokenizer
@@ -90,19 +89,6 @@ class Microbatches(Sequence[Tensor]):
         return wide[:-1].view(shape), wide[1:].view(shape)
 
 
-def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: int) -> None:
-    """Check for ids outside the vocabulary; `first` is the position of tokens[0] in the file.
-
-    Raises:
-        UserError: an id is outside the vocabulary; names the first one and its position.
-    """
-    if tokens.size and int(tokens.max()) >= vocab_size:
-        offset = int(np.argmax(tokens >= vocab_size))
-        raise UserError(f"{path}: token {first + offset} has id {tokens[offset]}, outside the"
-                        f" model's vocabulary of {vocab_size}; use the tokenizer's vocab_size in"
-                        " model.json")
-
-
 @dataclass(frozen=True)
 class RunData:
     """The opened token files of a run, and its batch plan."""
@@ -139,15 +125,6 @@ class RunData:
         return found
 
 
-def byte_lengths(tokenizer: Tokenizer, *, num_ids: int) -> np.ndarray:
-    """Return the number of text bytes of each id, (num_ids or more,) int64; 0 for end of text."""
-    lengths = np.zeros(max(num_ids, tokenizer.n_vocab), dtype=np.int64)
-    for token_id in range(tokenizer.n_vocab):
-        if token_id != tokenizer.eot_token:
-            lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
-    return lengths
-
-
 def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     """Open a run's token files and plan its batches. Every rank; needs no process group.
 
@@ -179,9 +156,9 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
                             f" model's vocabulary of {vocab_size:,}; set vocab_size above it")
     name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
     path = file_beside(dataset_dir, name)
-    content = read_named_tokenizer(path, name) if path and name else None
-    num_ids = (parse_tokenizer(content).n_vocab if content  # the known ones are not loaded
-               else END_OF_TEXT_IDS.get(name or "", -1) + 1)
+    tokenizer = load_tokenizer(name, path) if path and name else None  # of a file
+    content = tokenizer.content if isinstance(tokenizer, FileTokenizer) else None
+    num_ids = tokenizer.n_vocab if tokenizer else END_OF_TEXT_IDS.get(name or "", -1) + 1
     if num_ids > vocab_size:  # prompts could not be encoded
         raise UserError(f"{run.run_dir / 'model.json'}: vocab_size is {vocab_size:,}, but the"
                         f" tokenizer of {dataset_dir} has {num_ids:,} entries; set it to at least"

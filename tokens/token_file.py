@@ -56,3 +56,16 @@ class TokenFile:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Copy tokens `start` to `stop` (not included) out of the file: (stop - start,) uint16."""
         return self._tokens[start:stop]
+
+
+def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: int,
+                    advice: str = "use the tokenizer's vocab_size in model.json") -> None:
+    """Check for ids outside a vocabulary; `first` is the position of tokens[0] in the file.
+
+    Raises:
+        UserError: an id is outside it; names the first one and its position.
+    """
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        offset = int(np.argmax(tokens >= vocab_size))
+        raise UserError(f"{path}: token {first + offset} has id {tokens[offset]}, outside the"
+                        f" vocabulary of {vocab_size:,}; {advice}")

@@ -12,10 +12,10 @@ import resource
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiktoken
 from tiktoken.load import check_hash, read_file_cached
 from tiktoken_ext.openai_public import r50k_pat_str
@@ -56,12 +56,15 @@ class FileTokenizer:
     `AutoTokenizer` with `add_special_tokens=False, split_special_tokens=True`.
 
     Attributes:
+        name: `sha256:` and the digest of `content`, the file's.
         n_vocab: the largest id plus one.
         eot_token: the id of the end-of-text token; `eot_text` is its text.
         splits_like_gpt2: whether text may be cut wherever GPT-2's tokenizer is certain to split it.
     """
 
-    def __init__(self, tokenizer: Any, eot_token: int) -> None:
+    def __init__(self, tokenizer: Any, eot_token: int, content: bytes) -> None:
+        self.content = content
+        self.name = f"{NAME_PREFIX}{hashlib.sha256(content).hexdigest()}"
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # their text is encoded like any other
@@ -105,27 +108,11 @@ class FileTokenizer:
 Tokenizer = tiktoken.Encoding | FileTokenizer
 
 
-@dataclass(frozen=True)
-class ChosenTokenizer:
-    """A tokenizer as `--tokenizer` names it: its name in datasets, and its file if it has one."""
-
-    name: str
-    content: bytes | None = None  # of tokenizer.json
-
-    def load(self) -> Tokenizer:
-        return load_tokenizer(self.name) if self.content is None else parse_tokenizer(self.content)
-
-
-def choose_tokenizer(choice: str) -> ChosenTokenizer:
+def choose_tokenizer(choice: str) -> Tokenizer:
     """Return `gpt2`, `bytes`, or that of a directory or a file. Raises: UserError."""
-    if choice == "gpt2":
-        gpt2_file("encoder.json")  # workers read it; fetch it before they start
-    if choice in END_OF_TEXT_IDS:
-        return ChosenTokenizer(choice)
-    if not Path(choice).exists():
-        load_tokenizer(choice)  # raises: it is unknown
-    content = read_tokenizer_file(Path(choice))
-    return ChosenTokenizer(name_of(content), content)
+    if choice in END_OF_TEXT_IDS or not Path(choice).exists():
+        return load_tokenizer(choice)
+    return read_tokenizer_file(Path(choice))
 
 
 def load_tokenizer(name: str, path: Path | None = None) -> Tokenizer:
@@ -137,17 +124,26 @@ def load_tokenizer(name: str, path: Path | None = None) -> Tokenizer:
     Raises:
         UserError: there is no tokenizer of this name, or the file is another one.
     """
-    if name.startswith(NAME_PREFIX) and path is not None:
-        return parse_tokenizer(read_named_tokenizer(path, name))
-    if name not in END_OF_TEXT_IDS:
+    if name in END_OF_TEXT_IDS:
+        return _known(name)
+    if path is None or not name.startswith(NAME_PREFIX):
         raise UserError(f"tokenizer {name[:80]!r} is unknown; wanted"
                         f" {' or '.join(END_OF_TEXT_IDS)}, or a directory with a {TOKENIZER_FILE}")
-    return _known(name)
+    tokenizer = read_tokenizer_file(path) if path.exists() else None
+    if tokenizer is None or tokenizer.name != name:
+        problem = "no such file" if tokenizer is None else "has changed"
+        raise UserError(f"{path}: {problem}: the tokens were made with the tokenizer"
+                        f" {short_name(name)}; restore it, or prepare the dataset again")
+    return tokenizer
 
 
-def end_of_text_of(name: str, path: Path | None = None) -> int:
-    """Return the id of a tokenizer's end-of-text token; loads only one that comes as a file."""
-    return END_OF_TEXT_IDS[name] if path is None else load_tokenizer(name, path).eot_token
+def byte_lengths(tokenizer: Tokenizer, *, num_ids: int = 0) -> np.ndarray:
+    """Return the number of text bytes of each id, (num_ids or more,) int64; 0 for end of text."""
+    lengths = np.zeros(max(num_ids, tokenizer.n_vocab), dtype=np.int64)
+    for token_id in range(tokenizer.n_vocab):
+        if token_id != tokenizer.eot_token:
+            lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
+    return lengths
 
 
 def file_beside(directory: Path, name: str | None) -> Path | None:
@@ -192,41 +188,25 @@ def _known(name: str) -> tiktoken.Encoding:
                              explicit_n_vocab=end_of_text + 1)
 
 
-def name_of(content: bytes) -> str:
-    """Return the name of the tokenizer whose file has this content."""
-    return f"{NAME_PREFIX}{hashlib.sha256(content).hexdigest()}"
-
-
 def short_name(name: str) -> str:
     """Return a tokenizer's name as it is shown to people."""
     return name[:len(NAME_PREFIX) + 12] if name.startswith(NAME_PREFIX) else name
 
 
-def read_tokenizer_file(path: Path) -> bytes:
+def read_tokenizer_file(path: Path) -> FileTokenizer:
     """Read a usable `tokenizer.json`, or the one in a directory. Raises: UserError."""
     path = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         if path.stat().st_size > MAX_FILE_BYTES or not path.is_file():  # a pipe could block
             raise ValueError(f"is not a file of at most {MAX_FILE_BYTES >> 20} MiB; name a"
                              f" directory with a {TOKENIZER_FILE}")
-        parse_tokenizer(content := path.read_bytes())
+        return parse_tokenizer(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; make one with: uv run lab tokenizer") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    return content
-
-
-def read_named_tokenizer(path: Path, name: str) -> bytes:
-    """Read a `tokenizer.json` that must be the one of this name. Raises: UserError if it is not."""
-    content = read_tokenizer_file(path) if path.exists() else None
-    if content is None or name_of(content) != name:
-        problem = "no such file" if content is None else "has changed"
-        raise UserError(f"{path}: {problem}: the tokens were made with the tokenizer"
-                        f" {short_name(name)}; restore it, or prepare the dataset again")
-    return content
 
 
 @functools.lru_cache(maxsize=4)
@@ -264,7 +244,7 @@ def _parse(content: bytes) -> FileTokenizer:
         raise ValueError('has a dropout, so that its ids are random; set "dropout" to null')
     for token in END_OF_TEXT_TOKENS:
         if (end_of_text := tokenizer.token_to_id(token)) is not None:
-            return FileTokenizer(tokenizer, end_of_text)
+            return FileTokenizer(tokenizer, end_of_text, content)
     raise ValueError(f"has no end-of-text token; add one of {', '.join(END_OF_TEXT_TOKENS)}")
 
 

@@ -26,8 +26,6 @@ from tokens.tokenizer import (
     Tokenizer,
     file_beside,
     load_tokenizer,
-    name_of,
-    parse_tokenizer,
     read_tokenizer_file,
     short_name,
 )
@@ -245,16 +243,16 @@ def _tokenizer_of(directory: Path, config: ModelConfig,
         (name for name, token_id in END_OF_TEXT_IDS.items()  # vocabularies may be padded
          if token_id == end_of_text and token_id < config.vocab_size), None)
     try:
-        content = read_tokenizer_file(directory / TOKENIZER_FILE)
+        theirs = read_tokenizer_file(directory / TOKENIZER_FILE)
     except UserError:  # it is missing, or none that this project can use
         return known, None
     if known:
-        theirs, ours = parse_tokenizer(content), load_tokenizer(known)
+        ours = load_tokenizer(known)
         if theirs.eot_token == ours.eot_token and all(  # it begins with the known one's tokens
                 theirs.decode_single_token_bytes(each) == ours.decode_single_token_bytes(each)
                 for each in range(ours.n_vocab)):
             return known, None
-    return name_of(content), directory / TOKENIZER_FILE
+    return theirs.name, directory / TOKENIZER_FILE
 
 
 def _download(repository: str) -> Path:

@@ -23,9 +23,8 @@ from gpt import GPTModel
 from lab.evaluate.tasks import Quiz
 from lab.runs import Record
 from lab.stats import t_95
-from tokens.batches import byte_lengths, check_token_ids
-from tokens.token_file import TokenFile
-from tokens.tokenizer import file_beside, load_tokenizer, short_name
+from tokens.token_file import TokenFile, check_token_ids
+from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer, short_name
 from trainer.models import LoadedModel
 
 # The unit of the intervals. Neighbouring sequences share documents, so that their losses are alike;

@@ -25,7 +25,7 @@ from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import load_run
 from tokens.token_file import TokenFile
-from tokens.tokenizer import TOKENIZER_FILE, read_named_tokenizer
+from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer
 from trainer.models import LoadedModel, is_run, load_model
 from trainer.weight_formats import gpt2_config, to_gpt2
 
@@ -83,8 +83,8 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
 
 def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
     model = target.model
-    end_of_text = None if target.tokenizer_name is None else target.load_tokenizer().eot_token
-    config = gpt2_config(model.config, end_of_text)
+    tokenizer = None if target.tokenizer_name is None else target.load_tokenizer()
+    config = gpt2_config(model.config, None if tokenizer is None else tokenizer.eot_token)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     for name, values in (("config.json", config), ("generation_config.json", ends)):
         (directory / name).write_text(json.dumps(values, indent=2) + "\n")
@@ -92,9 +92,8 @@ def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
     write_tensors(directory / "model.safetensors", to_gpt2(weights, model.config),
                   {"format": "pt"})
     length = model.config.context_length
-    if target.tokenizer_path is not None:
-        content = read_named_tokenizer(target.tokenizer_path, target.tokenizer_name)
-        formats.write_own_tokenizer(directory, content, context_length=length)
+    if isinstance(tokenizer, FileTokenizer):
+        formats.write_own_tokenizer(directory, tokenizer.content, context_length=length)
     elif target.tokenizer_name is not None:
         formats.write_tokenizer_files(directory, target.tokenizer_name, context_length=length)
     if extras.chat_template is not None:

@@ -162,7 +162,7 @@ def test_an_id_outside_the_vocabulary_ends_all_processes(tiny, split, position, 
     result = tiny.torchrun(2, "tiny")
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert line.startswith(f"Error: {where}: ")
-    assert f"{split}.safetensors: token {position} has id 257, outside the model's" in line
+    assert f"{split}.safetensors: token {position} has id 257, outside the vocabulary" in line
     assert "exitcode  : 2" in result.stderr and 'batches.py", line' not in result.stderr
 
 

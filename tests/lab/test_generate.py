@@ -150,12 +150,12 @@ def test_a_tokenizer_is_trained_always_to_the_same_file(tmp_path):
         assert "280 entries, from " in result.stdout
     first, second = ((output / "tokenizer.json").read_bytes() for output in outputs)
     assert first == second
-    assert choose_tokenizer(str(outputs[0])).load().n_vocab == 280
+    assert choose_tokenizer(str(outputs[0])).n_vocab == 280
     theirs = AutoTokenizer.from_pretrained(outputs[0])
     assert theirs.eos_token_id == 0 and theirs.decode(theirs.encode(WORDS[2])) == WORDS[2]
     assert {path.name for path in tmp_path.iterdir()} == {"source", "a", "b"}
     succeeded(lab_tokenizer(source, tmp_path / "least", "--vocab-size", "257"))  # without merges
-    least = choose_tokenizer(str(tmp_path / "least")).load()
+    least = choose_tokenizer(str(tmp_path / "least"))
     assert len(least.encode_ordinary("the cat")) == 7
 
 

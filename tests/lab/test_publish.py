@@ -38,7 +38,7 @@ from tests.support.upload_server import taking_uploads
 from tests.support.workplace import run_command
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.token_file import TokenFile
-from tokens.tokenizer import BYTE_LETTERS, load_tokenizer, name_of
+from tokens.tokenizer import BYTE_LETTERS, choose_tokenizer, load_tokenizer
 from trainer import models
 from trainer.models import LoadedModel, load_model
 
@@ -498,7 +498,7 @@ def target_of(model, tmp_path, /, *, tokenizer="bytes", **changes):
     if tokenizer != "own":
         return LoadedModel("mine", model, tokenizer)
     path = write_tokenizer(tmp_path / "tokenizer", **changes) / "tokenizer.json"
-    return LoadedModel("mine", model, name_of(path.read_bytes()), tokenizer_path=path)
+    return LoadedModel("mine", model, choose_tokenizer(str(path)).name, tokenizer_path=path)
 
 
 def exported(target, tmp_path, *, chat_template=None):

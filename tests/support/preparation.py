@@ -22,11 +22,11 @@ import prepare_dataset as command
 from preparation import encoding, journal, pipeline, reading, sources
 from preparation.choosing import SourceOptions
 from preparation.cutting import Cuts
-from preparation.journal import Journal, Origin
+from preparation.journal import Journal, Request
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.reading import Task
 from preparation.sources import Source, texts_shard
-from preparation.token_stream import DocumentTable, TokenFileWriter
+from preparation.token_stream import TokenFileWriter
 
 DOCUMENTS = [f"document {i}: naïve 🎉 <|endoftext|>" for i in range(150)] + [""] * 2
 BYTES = PrepareOptions(tokenizer="bytes")
@@ -64,8 +64,8 @@ def contents(dataset_dir: Path) -> dict[str, bytes]:
 
 
 def texts_source(*shards: list[str]) -> Source:
-    return Source("texts", [texts_shard(f"shard {i}", texts) for i, texts in enumerate(shards)],
-                  Origin(title="texts"))
+    return Source(Request(source="texts", title="texts"),
+                  [texts_shard(f"shard {i}", texts) for i, texts in enumerate(shards)])
 
 
 def find_documents(source: str | Path, **options: str) -> Source:
@@ -113,8 +113,8 @@ class Stopped(Exception):
 
 @contextmanager
 def stopping_after(num_writes: int | None) -> Iterator[None]:
-    """Stop a preparation before the next write after so many: of tokens, the table of documents,
-    fsyncs, journal lines, headers, the dataset card or part.json, or the last rename."""
+    """Stop a preparation before the next write after so many: of tokens, fsyncs, journal lines,
+    headers, the dataset card or part.json, or the last rename."""
     left = num_writes
 
     def stopping(function: Callable) -> Callable:
@@ -128,8 +128,8 @@ def stopping_after(num_writes: int | None) -> Iterator[None]:
         return wrapper
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((TokenFileWriter, "finish"), (DocumentTable, "sync"),
-                            (DocumentTable, "truncate"), (DocumentTable, "add"),
+        for owner, name in ((TokenFileWriter, "finish"), (TokenFileWriter, "sync"),
+                            (TokenFileWriter, "truncate"), (TokenFileWriter, "add"),
                             (Journal, "add"), (Journal, "begin"), (Journal, "publish"),
                             (pipeline, "write_card"), (pipeline, "write_part")):
             patch.setattr(owner, name, stopping(getattr(owner, name)))
