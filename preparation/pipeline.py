@@ -230,22 +230,21 @@ class _Preparation:
 
     def _finish(self) -> Prepared:
         journal, request = self._journal, self._request
-        if request.part:
-            dataset = Prepared(request, {"train": self._counts}, self._num_empty,
-                               journal.bad_files)
-            write_part(journal.dataset_dir, dataset, self._source.max_bad_files)
-            return dataset
-        if not journal.is_split:
+        if not request.part and not journal.is_split:
             self._split()
         last = journal.last
-        assert last.validation is not None
-        dataset = Prepared(request, {"train": last.counts, "validation": last.validation},
-                           last.num_empty, journal.bad_files)
-        self._tokens.truncate(last.counts.num_tokens)
-        largest = max(int(tokens.max()) for tokens in read_tokens(
-            self._tokens.path, 0, last.counts.num_tokens))
-        self._tokens.finish(dataset.metadata("train", largest))
-        write_card(journal.dataset_dir, dataset)
+        splits = {"train": last.counts}
+        if last.validation is not None:
+            splits["validation"] = last.validation
+        dataset = Prepared(request, splits, last.num_empty, journal.bad_files)
+        if request.part:
+            write_part(journal.dataset_dir, dataset, self._source.max_bad_files)
+        else:
+            self._tokens.truncate(last.counts.num_tokens)
+            largest = max(int(tokens.max()) for tokens in read_tokens(
+                self._tokens.path, 0, last.counts.num_tokens))
+            self._tokens.finish(dataset.metadata("train", largest))
+            write_card(journal.dataset_dir, dataset)
         return dataset
 
     def _split(self) -> None:
