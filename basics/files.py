@@ -12,7 +12,6 @@ from typing import BinaryIO
 from basics.errors import UserError, cannot_be_written
 
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
-MAX_HEADER_BYTES = 2**22  # of a safetensors file: about 20,000 tensors
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
 # What a file system answers that has no locks, or no fsync of directories.
 UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EPERM,
@@ -31,14 +30,6 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
         if found.st_size > max_bytes:
             raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes")
         return file.read(max_bytes).decode(errors="replace")
-
-
-def check_tensor_header(path: Path) -> None:
-    """Refuse a safetensors file whose header would take long to read. Raises: OSError."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if length > MAX_HEADER_BYTES:
-        raise OSError(f"a header of {length:,} bytes")
 
 
 def append_whole(path: Path, text: str) -> None:

@@ -13,8 +13,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from basics.files import check_tensor_header
-
 Header = Mapping[str, tuple[str, list[int]]]  # dtype, as safetensors spells it, and shape
 
 
@@ -25,7 +23,6 @@ def read_tensors(path: Path, wanted: Header) -> dict[str, Tensor]:
         OSError, SafetensorError: the file cannot be read, or is damaged.
         ValueError: it does not hold what is wanted.
     """
-    check_tensor_header(path)
     with safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}
         found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}

@@ -8,7 +8,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from basics.errors import UserError
-from basics.files import check_tensor_header
 
 FINGERPRINT_TOKENS = 2**11  # in each of the 64 samples of a fingerprint
 
@@ -25,7 +24,6 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            check_tensor_header(path)
             self._file = safe_open(path, framework="numpy")
             keys = list(self._file.keys())
             self.metadata: dict[str, str] = self._file.metadata() or {}

@@ -11,7 +11,6 @@ from safetensors import safe_open
 
 from basics.checkpoint_files import BEST, MANIFEST, directory_of, named_as_checkpoints
 from basics.errors import UserError, first_line, print_error
-from basics.files import check_tensor_header
 from basics.json_files import describe, read_json_object
 from basics.machine import available_ram_gib
 from basics.tensors import first_non_finite
@@ -220,7 +219,6 @@ def _map_weights(directory: Path) -> Weights:
         try:
             if path.exists() and not path.is_file():
                 raise OSError("is not a file")  # reading a pipe could block forever
-            check_tensor_header(path)
             with safe_open(path, framework="pt") as file:
                 weights |= {key: file.get_tensor(key) for key in file.keys()}
         except FileNotFoundError:

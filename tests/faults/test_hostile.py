@@ -75,19 +75,11 @@ TOKEN_FILES = {
     "a pickle": pickle.dumps(RunsCode()), "a page": b"<!DOCTYPE html><html>404</html>",
     "an LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
     "a control character": tokens_header().replace(b"tokens", b"tok\\u001b[31mens"),
-    "a header of many keys": header(b'{"__metadata__":{' + b",".join(
-        b'"%x":""' % number for number in range(10**6)) + b"}}"),
 }
 
 
 def write_pickle(path):
     path.write_bytes(pickle.dumps(RunsCode()))
-
-
-def many_tensors(path):
-    facts = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
-    path.write_bytes(header(("{" + ",".join(
-        f'"{number}":{facts}' for number in range(1_500_000)) + "}").encode()))
 
 
 def tensors(change):
@@ -106,7 +98,6 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a pickle of code": ("optimizer.safetensors", write_pickle),
     "an archive of code": ("optimizer.safetensors", lambda p: torch.save(RunsCode(), p)),
     "a third moment": ("optimizer.safetensors", tensors(lambda t: t.update(x=np.zeros(3)))),
-    "a header of many tensors": ("optimizer.safetensors", many_tensors),
     "weights of complex numbers": ("model.safetensors", tensors(lambda w: w.update(
         {"final_norm.weight": w["final_norm.weight"].astype("c8")}))),
     "seconds beyond all numbers": ("meta.json", meta(seconds={"training": 1e308})),
@@ -146,10 +137,7 @@ def test_an_invalid_token_file_is_refused(tiny):
     path = tiny.datasets_dir / "tiny/train.safetensors"
     for case, content in TOKEN_FILES.items():
         path.write_bytes(content)
-        line = refused(tiny, "tiny")
-        assert "train.safetensors" in line, case
-        if case == "a header of many keys":  # refused for its length: parsing it takes long
-            assert "(a header of 10," in line
+        assert "train.safetensors" in refused(tiny, "tiny"), case
 
 
 @pytest.mark.parametrize(("split", "position", "where"), [
