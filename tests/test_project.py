@@ -154,24 +154,29 @@ def check_transcript(output):
     assert [line for line in transcript if shape(line) not in printed] == []
 
 
+def planned(checkout, command):
+    """Return what `lab plan` tells of each machine, by its name."""
+    machines = json.loads(lab_in(checkout, f"{command} --json"))["machines"]
+    return {machine["name"]: machine for machine in machines}
+
+
 def test_the_planned_figures_are_those_of_lab_plan(checkout):
     readme = " ".join(README.split())
     lines = lab_in(checkout, PLAN_ONE_GPU).splitlines()
     at_peak, = (line.split() for line in lines if line.startswith("total"))
     assert f"{float(at_peak[-2]):.1f} of 24 GiB at microbatch 16" in readme
-    _, row = (line for line in lines if line.startswith("4090 "))  # batch, cost
-    hours, low, high, usd = re.findall(r"[\d.]+", row)[2:6]
-    assert (f"{float(hours):.0f} hours on an RTX 4090 ({float(low):.0f} to {float(high):.0f};"
-            f" US${usd} at US$0.50 an hour)") in readme
-    lines = lab_in(checkout, "uv run lab plan gpt2-small-one-dollar"
-                             " --machine 4090=1xRTX-4090@0.35").splitlines()
-    (_, small), (_, large) = ([line for line in lines if line.startswith(name)]
-                              for name in ("4090 ", "8x H100 "))
-    hours, _, _, usd, low, high = re.findall(r"[\d.]+", small)[2:8]
-    assert (f"US${usd} and {float(hours):.1f} hours on one RTX 4090 at US$0.35 an hour"
-            f" ({low} to {high})") in readme
-    usd, low, high = re.findall(r"[\d.]+", large)[6:9]
-    assert f"US${usd} on 8x H100 ({low} to {high})" in readme
+    machines = planned(checkout, PLAN_ONE_GPU)
+    hours, usd = machines["4090"]["hours"], machines["4090"]["usd"]
+    assert (f"{hours['expected']:.0f} hours on an RTX 4090 ({hours['low']:.0f} to"
+            f" {hours['high']:.0f}; US${usd['expected']:.2f} at US$0.50 an hour)") in readme
+    machines = planned(checkout, "uv run lab plan gpt2-small-one-dollar"
+                                 " --machine 4090=1xRTX-4090@0.35")
+    hours, usd = machines["4090"]["hours"], machines["4090"]["usd"]
+    assert (f"US${usd['expected']:.2f} and {hours['expected']:.1f} hours on one RTX 4090 at US$0.35"
+            f" an hour ({usd['low']:.2f} to {usd['high']:.2f})") in readme
+    usd = machines["8x H100"]["usd"]
+    assert (f"US${usd['expected']:.2f} on 8x H100 ({usd['low']:.2f} to {usd['high']:.2f})"
+            ) in readme
     assert " $20.00\n" in (table := lab_in(checkout, PLAN)) and "probably fits" in table
 
 

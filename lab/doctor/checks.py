@@ -22,12 +22,11 @@ from basics.machine import find_c_compiler, within
 from run_config import Run
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-OTHER_PLACE = {f"disk of {name}": f"name another place with --{name}-dir"
-               for name in ("runs", "datasets")}
 OTHER_CONFIG = "see docs/configuration.md"
 OTHER_MACHINE = "restart the machine, or take another one"
 INSTALL_TORCH = "install a PyTorch that is built for this GPU: https://pytorch.org"
 CHECK_SECONDS = 12.0  # for one check; the disks' and the hub's take a few
+OTHER_PLACE = "name another place with --runs-dir or --datasets-dir"
 NO_ANSWER = "the driver does not answer"
 MAX_PARTS = 7  # of a GPU (MIG)
 BUSY_MEMORY_SHARE, BUSY_PERCENT = 0.1, 30  # of a GPU in use; an idle one's driver takes less
@@ -56,7 +55,7 @@ class Subject:
     Attributes:
         time_limit: seconds for the load tests.
         gpus: those that CUDA_VISIBLE_DEVICES does not hide.
-        run: None without a name, or if its configs are wrong: then `config_error` says why.
+        run: None without a name, or if its configs are wrong.
         num_processes: on this machine; `world_size` counts those of all nodes.
         available_gib: of its RAM, before the load tests began.
         busy: what uses the GPUs, or trains the run; empty if nothing does.
@@ -66,10 +65,8 @@ class Subject:
     runs_dir: Path
     datasets_dir: Path
     run_name: str | None = None
-    is_online: bool = False
     time_limit: float = 40.0
     run: Run | None = None
-    config_error: str = ""
     all_gpus: tuple[GpuReading, ...] = ()
     gpus: tuple[GpuReading, ...] = ()
     nvml_failure: str | None = None
@@ -80,9 +77,9 @@ class Subject:
     is_training: bool = False
 
 
-def warn_unless(is_fine: bool, text: str, advice: str) -> Finding:
-    """Return an ok, or else a warning with advice."""
-    return ok(text) if is_fine else warning(text, advice)
+def ok_if(is_fine: bool, text: str, advice: str, *, is_fatal: bool = False) -> Finding:
+    """Return an ok, or else with advice a warning, or a problem where training would fail."""
+    return ok(text) if is_fine else Finding(PROBLEM if is_fatal else WARNING, text, advice)
 
 
 def unknown(reason: str, advice: str = "") -> Finding:
@@ -90,10 +87,10 @@ def unknown(reason: str, advice: str = "") -> Finding:
     return warning(f"could not be checked: {reason}", advice)
 
 
-def numbers(indices: Sequence[int]) -> str:
-    """Name GPUs by their numbers: "GPU 3", "GPUs 0 and 2"."""
-    *others, last = map(str, indices)
-    return f"GPUs {', '.join(others)} and {last}" if others else f"GPU {last}"
+def refused(error: UserError) -> Finding:
+    """Return the problem of an error with which training would end."""
+    text, _, remedy = str(error).partition("; ")
+    return problem(text, remedy or OTHER_CONFIG)
 
 
 def make_checks(functions: Mapping[str, Callable[[Subject], Finding | None]],
@@ -101,18 +98,17 @@ def make_checks(functions: Mapping[str, Callable[[Subject], Finding | None]],
     """Make checks one after the other; one that fails or hangs stops no other.
 
     A function returns None where there is nothing to check. An error that training would end with,
-    and a disk that does not answer, are problems.
+    and what never answers, such as a disk, are problems.
     """
     checks = {}
     for name, function in functions.items():
         try:
             found = within(CHECK_SECONDS, partial(function, subject))
         except UserError as error:
-            text, _, remedy = str(error).partition("; ")
-            found = problem(text, remedy or OTHER_CONFIG)
+            found = refused(error)
         except TimeoutError:
-            text = f"no answer within {CHECK_SECONDS:g} s"
-            found = problem(text, OTHER_PLACE[name]) if name in OTHER_PLACE else unknown(text)
+            found = problem(f"no answer within {CHECK_SECONDS:g} s",
+                            f"if a disk is in trouble, {OTHER_PLACE}")
         except Exception as error:  # whatever it is, the other checks go on
             found = unknown(describe(error))
         if found is not None:
@@ -127,15 +123,13 @@ def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuRe
     """
     found = list(gpus) if variable is None else []
     for entry in map(str.strip, variable.split(",") if variable else ()):
-        if entry.isdigit():
-            named = list(gpus[int(entry):][:1])
-        elif entry.startswith("MIG-"):
+        if entry.startswith("MIG-"):
             return [part for part in read_gpus([entry]) if part.name]
-        else:
-            named = [gpu for gpu in gpus if len(entry) > 4 and (gpu.uuid or "").startswith(entry)]
+        named = list(gpus[int(entry):][:1]) if entry.isdigit() else [
+            gpu for gpu in gpus if len(entry) > 4 and (gpu.uuid or "").startswith(entry)][:1]
         if not named:
             break  # CUDA ignores what follows an entry that names no GPU
-        found.append(named[0])
+        found += named
     for gpu, index in itertools.product(found, range(MAX_PARTS)):
         import pynvml  # here: a machine without a GPU may lack it
 
@@ -160,52 +154,44 @@ def compare_gpus(subject: Subject, facts: Mapping[str, Any]) -> Finding:
     Args:
         facts: what PyTorch says, `torch_facts` of `load.py`; empty without an answer.
     """
-    seen, by_torch = len(subject.gpus), facts.get("num_gpus")
+    seen, by_torch, version = len(subject.gpus), facts.get("num_gpus"), facts.get("version")
     cause, remedy = facts.get("problem") or ("", "")
     if cause:
-        return problem(f"PyTorch {facts['version']} cannot use them: {cause}", remedy)
+        return problem(f"PyTorch {version} cannot use them: {cause}", remedy)
     if subject.nvml_failure == NO_ANSWER:
         return problem(NO_ANSWER, OTHER_MACHINE)
-    if not subject.all_gpus and by_torch:
-        return warning(f"{by_torch} seen by PyTorch, but the driver cannot be read"
-                       f" ({subject.nvml_failure}): the tests that load them are left out",
-                       "a training's speed line shows what they do")
     if not subject.all_gpus:
-        text = f"none ({subject.nvml_failure})" if subject.nvml_failure else "none"
-        return warning(f"{text}: training runs on the CPU, slowly", "if the machine has GPUs,"
-                       " install their driver, or start the container with --gpus all")
+        what = f"PyTorch sees {by_torch}, which are not tested" if by_torch else (
+            "training runs on the CPU, slowly")
+        return warning(
+            f"none ({subject.nvml_failure or 'the driver sees none'}): {what}", "if the machine has"
+            " NVIDIA GPUs, install their driver, or start the container with --gpus all")
     names = Counter(gpu.name or "a GPU that does not answer" for gpu in subject.gpus)
     text = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
     text += f"; driver {subject.all_gpus[0].driver_version}"
     if None in [gpu.name for gpu in subject.gpus]:
         return problem(text, f"{OTHER_MACHINE}: that GPU is lost")
-    if facts and not facts["cuda"]:
-        return problem(f"{text}; PyTorch {facts['version']} was built without CUDA", INSTALL_TORCH)
-    if by_torch is not None and by_torch != seen:
-        return problem(f"{text}; PyTorch sees {by_torch}", "restart the machine if its driver was"
-                       " renewed; check CUDA_VISIBLE_DEVICES and the container's --gpus")
-    if seen and subject.num_processes != seen:
-        return Finding(PROBLEM if subject.num_processes > seen else WARNING,
-                       f"{text}; number of processes: {subject.num_processes}",
-                       f"set --nproc_per_node to {seen}")
+    if by_torch not in (None, seen):
+        return problem(
+            f"{text}; PyTorch {version} sees {by_torch}", f"{INSTALL_TORCH}; restart the machine if"
+            " its driver was renewed; check CUDA_VISIBLE_DEVICES and the container's --gpus")
     if (hidden := len(subject.all_gpus) - seen) > 0:
         return warning(f"{text}; {hidden} of {len(subject.all_gpus)} are hidden by"
                        " CUDA_VISIBLE_DEVICES", "unset it to train on all of them")
-    return warn_unless(len(names) < 2, text, "all wait for the slowest in each step; hide it with"
-                       " CUDA_VISIBLE_DEVICES")
+    return ok_if(len(names) < 2, text, "all wait for the slowest in each step; hide it with"
+                 " CUDA_VISIBLE_DEVICES")
 
 
 def check_use(subject: Subject) -> Finding | None:
-    """Say that the machine is not loaded, as others use it."""
     return warning(f"{subject.busy}: the tests that load the machine are left out",
                    "run this again when it is idle") if subject.busy else None
 
 
 def check_ecc(subject: Subject) -> Finding | None:
     """Warn of GPUs whose memory has lost data since the driver was loaded."""
-    wrong = {number: gpu.uncorrected_ecc_errors for number, gpu in enumerate(subject.gpus)
-             if gpu.uncorrected_ecc_errors}
-    return warning(f"{numbers(list(wrong))}: {sum(wrong.values()):,} uncorrected errors",
+    wrong = [f"GPU {number}: {gpu.uncorrected_ecc_errors:,} uncorrected errors"
+             for number, gpu in enumerate(subject.gpus) if gpu.uncorrected_ecc_errors]
+    return warning("; ".join(wrong),
                    f"{OTHER_MACHINE}: such an error ends a training") if wrong else None
 
 
@@ -224,12 +210,11 @@ def check_shared_memory(subject: Subject) -> Finding | None:
     if subject.num_processes == 1 or not SHARED_MEMORY.is_dir():
         return None
     usage = shutil.disk_usage(SHARED_MEMORY)
-    found = warn_unless(
+    return ok_if(
         usage.free >= SMALL_SHARED_MEMORY, f"{usage.free / 2**30:,.2f} of"
         f" {usage.total / 2**30:,.2f} GiB free in {SHARED_MEMORY}",
-        "start the container with --shm-size=8g or --ipc=host")
-    is_enough = usage.free >= subject.num_processes * SHARED_MEMORY_PER_PROCESS
-    return found if is_enough else found._replace(verdict=PROBLEM)
+        "start the container with --shm-size=8g or --ipc=host",
+        is_fatal=usage.free < subject.num_processes * SHARED_MEMORY_PER_PROCESS)
 
 
 def check_host_name(_: Subject) -> Finding | None:
@@ -246,25 +231,21 @@ def check_host_name(_: Subject) -> Finding | None:
 
 
 def check_runs_disk(subject: Subject) -> Finding:
-    """Check that the runs can be written, and how fast."""
-    return check_disk(subject.runs_dir / (subject.run_name or ""), OTHER_PLACE["disk of runs"])
+    return check_disk(subject.runs_dir / (subject.run_name or ""))
 
 
 def check_datasets_disk(subject: Subject) -> Finding | None:
-    """Do the same for the datasets, if they are on another disk."""
+    """Check the disk of the datasets, if it is another one."""
     place = existing(subject.datasets_dir)
     is_other = place.stat().st_dev != existing(subject.runs_dir).stat().st_dev
-    return check_disk(place, OTHER_PLACE["disk of datasets"]) if is_other else None
+    return check_disk(place) if is_other else None
 
 
-def check_disk(place: Path, advice: str) -> Finding:
+def check_disk(place: Path) -> Finding:
     """Judge the room on a disk and its speed; the file that is written for that has no name."""
     place, here = existing(place), Path.cwd()
-    free = shutil.disk_usage(place).free
     shown = place.relative_to(here) if place.is_relative_to(here) else place
-    text = f"{free / 1e9:,.1f} GB free in {shown}"
-    if free < 2 * TEST_BYTES:
-        return warning(f"{text}: too little to measure its speed", f"make room, or {advice}")
+    text = f"{shutil.disk_usage(place).free / 1e9:,.1f} GB free in {shown}"
     content, began = os.urandom(TEST_BYTES), time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=place, prefix=".doctor-") as file:
@@ -273,14 +254,14 @@ def check_disk(place: Path, advice: str) -> Finding:
             os.fsync(file.fileno())
             speed = TEST_BYTES / (time.perf_counter() - began)
     except OSError as error:
-        return problem(f"{text}; writing fails: {error.strerror or error}", advice)
+        return problem(f"{text}; writing fails: {error.strerror or error}", OTHER_PLACE)
     text += f", writes {speed / 1e6:,.0f} MB/s"
     types = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
     mounts = (types[str(path)] for path in (place, *place.parents) if str(path) in types)
     if next(mounts, "") == "overlay":
         return warning(f"{text}; in the container's own layer, which is lost with the container",
-                       f"mount a volume there, or {advice}")
-    return warn_unless(speed >= SLOW_DISK, text, f"checkpoints take long to write; {advice}")
+                       f"mount a volume there, or {OTHER_PLACE}")
+    return ok_if(speed >= SLOW_DISK, text, f"checkpoints take long to write; {OTHER_PLACE}")
 
 
 def existing(place: Path) -> Path:

@@ -1,7 +1,5 @@
 """`lab doctor`: check whether this machine, or each node of a launch, is fit to train."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -29,6 +27,8 @@ from lab.doctor.checks import (
     compare_gpus,
     in_use,
     make_checks,
+    problem,
+    refused,
     visible_gpus,
 )
 from lab.doctor.load_tests import check_load, load_tests
@@ -45,9 +45,6 @@ ANSWER_SECONDS = 8.0
 
 @click.command()
 @click.argument("run_name", metavar="[RUN]", required=False)
-@click.option("--online", "is_online", is_flag=True,
-              help="Ask the Hugging Face hub for an answer and for what its token may do, also"
-                   " where the run needs no download.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
 @click.option("--time-limit", type=click.FloatRange(min=1, max=600), default=40.0,
               show_default=True, metavar="SECONDS",
@@ -70,7 +67,7 @@ def command(as_json: bool, **about: Any) -> None:
     if spans_nodes:
         from lab.doctor.load import check_nodes
 
-        checks |= check_nodes(subject.run, bool(subject.busy), subject.time_limit)
+        checks |= check_nodes(bool(subject.busy), subject.time_limit)
     is_fit = PROBLEM not in [found.verdict for found in checks.values()]
     if is_first and as_json:
         print_json({"schema": "doctor/1", "run": subject.run_name, "is_fit": is_fit, "reports": [
@@ -90,24 +87,25 @@ def examine(subject: Subject) -> tuple[Subject, Checks]:
 
     Raises: UserError: there is no such run.
     """
-    subject = with_run(with_machine(subject))
+    subject, checks = with_run(with_machine(subject))
     with load_tests(subject) as results:
-        others = make_checks(CHECKS | run_checks.CHECKS
-                             | (run_checks.OF_RUN if subject.run else {}), subject)
+        checks |= make_checks(CHECKS | run_checks.CHECKS
+                              | (run_checks.OF_RUN if subject.run else {}), subject)
         processes = results()
     gpus = compare_gpus(subject, processes[0].found("PyTorch") or {})
-    return subject, {"GPUs": gpus} | check_load(processes) | others
+    return subject, {"GPUs": gpus} | check_load(processes) | checks
 
 
 def with_machine(subject: Subject) -> Subject:
     """Read the GPUs and the memory that there is."""
+    every, gpus, failure = [], [], NO_ANSWER
     try:
         every = within(ANSWER_SECONDS, read_gpus)
         gpus = within(ANSWER_SECONDS, lambda: visible_gpus(
             every, os.environ.get("CUDA_VISIBLE_DEVICES")))
         failure = nvml_failure()
     except TimeoutError:
-        every, gpus, failure = [], [], NO_ANSWER
+        pass
     number = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, len(gpus))))
     return replace(
         subject, all_gpus=tuple(every), gpus=tuple(gpus), nvml_failure=failure,
@@ -115,28 +113,28 @@ def with_machine(subject: Subject) -> Subject:
         available_gib=available_ram_gib(), busy=in_use(gpus))
 
 
-def with_run(subject: Subject) -> Subject:
-    """Read the run, if one is named, or what is wrong with its configs.
+def with_run(subject: Subject) -> tuple[Subject, Checks]:
+    """Read the run, if one is named; return what is wrong with its configs, too.
 
     Raises: UserError: there is no such run.
     """
     runs_dir, name = subject.runs_dir, subject.run_name
     if name is None:
-        return subject
-    run, pid, config_error = None, None, ""
+        return subject, {}
     try:
-        pid = within(ANSWER_SECONDS, lambda: trained_by(runs_dir / name))
+        if pid := within(ANSWER_SECONDS, lambda: trained_by(runs_dir / name)):
+            subject = replace(subject, is_training=True,
+                              busy=f"{name} is being trained by process {pid}")
         run = within(ANSWER_SECONDS, lambda: load_run(runs_dir, name))
     except UserError as error:
         if not RUN_NAME.fullmatch(name) or not (runs_dir / name).is_dir():
             raise
-        config_error = str(error)
+        return subject, {"configs": refused(error)}
     except OSError as error:  # a TimeoutError too
         why = error.strerror or f"no answer within {ANSWER_SECONDS:g} s"
-        config_error = f"{error.filename or runs_dir}: {why}; check the disk"
-    busy = [f"{name} is being trained by process {pid}"] if pid else []
-    return replace(subject, run=run, config_error=config_error, is_training=bool(pid),
-                   busy="; ".join([*busy, *filter(None, [subject.busy])]))
+        return subject, {"configs": problem(f"{error.filename or runs_dir}: {why}",
+                                            "check the disk")}
+    return replace(subject, run=run), {}
 
 
 def print_checks(checks: Checks, run_name: str | None) -> None:
@@ -146,12 +144,11 @@ def print_checks(checks: Checks, run_name: str | None) -> None:
         [[found.verdict, name, "\n-> ".join(filter(None, [found.text, found.advice]))]
          for name, found in checks.items()])
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 0)).columns)
-    for line in table.terminal(width).splitlines():
+    for line in visible(table.terminal(width)).splitlines():
         verdict = line.partition(" ")[0]
-        click.echo(click.style(visible(verdict), fg=COLORS.get(verdict))
-                   + visible(line.removeprefix(verdict)))
+        click.echo(click.style(verdict, fg=COLORS.get(verdict)) + line.removeprefix(verdict))
     verdicts = [found.verdict for found in checks.values()]
-    counts = ", ".join(counted(verdicts.count(word), word) if word in verdicts else f"no {word}s"
-                       for word in (PROBLEM, WARNING))
-    click.echo(click.style(visible(f"{'not ' * (PROBLEM in verdicts)}fit to train"
-                                   f"{f' {run_name}' if run_name else ''}: {counts}"), bold=True))
+    click.echo(click.style(visible(
+        f"{'not ' * (PROBLEM in verdicts)}fit to train{f' {run_name}' if run_name else ''}:"
+        f" {counted(verdicts.count(PROBLEM), PROBLEM)},"
+        f" {counted(verdicts.count(WARNING), WARNING)}"), bold=True))

@@ -5,13 +5,12 @@ process that crashes or hangs leaves the part in which it did. On several nodes,
 `lab doctor` itself exchange data over all of them.
 """
 
-import hashlib
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +23,11 @@ from basics.errors import describe
 from basics.json_files import to_json
 from basics.machine import code_digest, cuda_problem, within
 from basics.tensors import Moment
-from lab.doctor.checks import OTHER_MACHINE, Checks, Finding, ok, problem, warning
-from lab.doctor.load_tests import ADVICE, EXCHANGE, PRODUCTS, judge_exchange
+from lab.doctor.checks import OTHER_MACHINE, Checks, ok, problem, warning
+from lab.doctor.load_tests import EXCHANGE, PRODUCTS, advice_on, judge_exchange
 from processes.launch import Process, join_process_group, share_cpu_cores, this_process
 from processes.signals import end_with_parent
 from processes.startup_agreement import open_store
-from run_config import Run
 
 MATMUL_SIZE, MATMUL_SIZE_ON_CPU = 8192, 1024
 MATMUL_SECONDS = 0.5
@@ -47,20 +45,17 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
     """
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
 
-    def write(part: str, **record: Any) -> None:
-        with (folder / str(rank)).open("a") as file:
-            file.write(to_json({"part": part} | record) + "\n")
-
     def do(part: str, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """Do one part and write what it returns, or the error that it raises."""
-        write(part, begun=time.time())
-        try:
-            found = work(*arguments)
-        except Exception as error:  # whatever it is, the other parts go on
-            write(part, error=describe(error))
-            return {}
-        write(part, found=found)
-        return found
+        with (folder / str(rank)).open("a", buffering=1) as file:
+            print(to_json({"part": part, "begun": time.time()}), file=file)
+            try:
+                found = work(*arguments)
+            except Exception as error:  # whatever it is, the other parts go on
+                print(to_json({"part": part, "error": describe(error)}), file=file)
+                return {}
+            print(to_json({"part": part, "found": found}), file=file)
+            return found
 
     facts = do("PyTorch", torch_facts)
     if not spec.is_loading or facts.get("num_gpus") != spec.num_gpus:
@@ -68,31 +63,25 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
     device = torch.device("cuda", rank) if spec.num_gpus else torch.device("cpu")
     process = Process(rank, rank, world_size, device)
     share_cpu_cores(process)
-    if not do("first kernel", first_kernel, device):
-        return
-    do(PRODUCTS, matrix_products, device)
-    if world_size > 1:
+    if do(PRODUCTS, matrix_products, device) and world_size > 1:
         do(EXCHANGE, all_reduce, process, dist.FileStore(str(folder / "store"), world_size),
            timedelta(seconds=spec.seconds))
 
 
 def torch_facts() -> dict[str, Any]:
-    """Report PyTorch's versions and the GPUs that it sees. Puts nothing on a GPU."""
-    return {"version": torch.__version__, "cuda": torch.version.cuda or torch.version.hip,
-            "num_gpus": torch.cuda.device_count(), "problem": cuda_problem()}
-
-
-def first_kernel(device: torch.device) -> dict[str, Any]:
-    """Compute on the device: a defective GPU, or one that PyTorch has no code for, fails here."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return {"one": torch.ones(1, device=device).item()}
+    """Report PyTorch's version and the GPUs that it sees. Puts nothing on a GPU."""
+    return {"version": torch.__version__, "num_gpus": torch.cuda.device_count(),
+            "problem": cuda_problem()}
 
 
 def matrix_products(device: torch.device) -> dict[str, Any]:
-    """Measure products in the 16 bits that training uses, in float32 on a CPU."""
+    """Measure products in the 16 bits that training uses, in float32 on a CPU.
+
+    A defective GPU, or one that PyTorch has no code for, fails here.
+    """
     size, dtype, on_gpu = MATMUL_SIZE_ON_CPU, torch.float32, device.type == "cuda"
     if on_gpu:
+        torch.cuda.set_device(device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         size, dtype = MATMUL_SIZE, torch.bfloat16 if has_bf16 else torch.float16
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -137,61 +126,46 @@ def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[st
             "world_size": process.world_size}
 
 
-def check_nodes(run: Run | None, is_busy: bool, time_limit: float) -> Checks:
+def check_nodes(is_busy: bool, time_limit: float) -> Checks:
     """Compare all nodes; add up numbers over all GPUs, unless one is in use. Every rank.
 
     Args:
-        run, is_busy: of the first process of each node; the others know neither.
+        is_busy: this node, as its first process knows.
         time_limit: seconds for the exchange, as for each node's own load tests.
     """
     versions = {"PyTorch": torch.__version__, "the project's code": code_digest(),
                 "Python": ".".join(platform.python_version_tuple()[:2])}
-    if run is not None:
-        configs = f"{run.model!r} {run.train!r}".encode()
-        versions["the run's configs"] = hashlib.blake2b(configs, digest_size=6).hexdigest()
     store, ranks = open_store("lab doctor"), range(int(os.environ["WORLD_SIZE"]))
     store.set(f"process/{os.environ['RANK']}", json.dumps(
         {"node": int(os.environ["GROUP_RANK"]), "is_busy": is_busy, "versions": versions}))
-    keys = [f"process/{rank}" for rank in ranks]
     try:
-        store.wait(keys, timedelta(seconds=MEET_SECONDS + time_limit))
+        store.wait([f"process/{rank}" for rank in ranks],
+                   timedelta(seconds=MEET_SECONDS + time_limit))
     except RuntimeError:
         missing = [str(rank) for rank in ranks if not store.check([f"process/{rank}"])]
         return {"nodes": problem(f"no answer from rank {', '.join(missing)}", OTHER_MACHINE)}
-    everybody = [json.loads(store.get(key)) for key in keys]
-    checks = {"nodes": compare_nodes(everybody)}
-    if any(other["is_busy"] for other in everybody):
-        return checks
+    facts = [json.loads(store.get(f"process/{rank}")) for rank in ranks]
+    nodes = ok(f"{', '.join(versions)}: the same on all")
+    for what in versions:
+        found = {each["versions"][what]: each["node"] for each in facts}
+        if len(found) > 1:
+            values = ", ".join(f"{value} on node {node}" for value, node in found.items())
+            nodes = problem(f"{what} differs: {values}", "bring all nodes to the same commit and"
+                            " run uv sync on each; runs/ is best shared between them")
+    if busy := [str(each["node"]) for each in facts if each["is_busy"]]:
+        return {"nodes": nodes, "all-reduce of all nodes": warning(
+            f"left out, because of node {', '.join(busy)}", "see that node's report")}
 
     def exchange() -> dict[str, Any]:
-        process = this_process()
-        first_kernel(process.device)
-        return all_reduce(process, store, timedelta(seconds=time_limit))
+        return all_reduce(this_process(), store, timedelta(seconds=time_limit))
 
     try:
-        found = judge_exchange({0: within(time_limit, exchange)})
-    except TimeoutError:
-        found = problem(f"has not ended after {time_limit:g} s", ADVICE[EXCHANGE])
+        found = judge_exchange([within(time_limit, exchange)])
     except Exception as error:  # whatever it is, the report is printed
-        text = describe(error)
-        found = problem(text, ADVICE["gloo" if "gloo" in text else EXCHANGE])
-    return checks | {"all-reduce of all nodes": found}
-
-
-def compare_nodes(everybody: Sequence[dict[str, Any]]) -> Finding:
-    """Compare what must be the same on all nodes, as their first processes tell."""
-    nodes = {each["node"]: each for each in reversed(everybody)}
-    for what in nodes[min(nodes)]["versions"]:
-        found = {node: nodes[node]["versions"].get(what) for node in sorted(nodes)}
-        if len(set(found.values())) > 1:
-            values = ", ".join(f"{value} on node {node}" for node, value in found.items())
-            return problem(f"{what} differs: {values}", "bring all nodes to the same commit and run"
-                           " uv sync on each; runs/ is best shared between them")
-    text = f"{', '.join(nodes[min(nodes)]['versions'])}: the same on all {len(nodes)}"
-    busy = [str(node) for node in sorted(nodes) if nodes[node]["is_busy"]]
-    return ok(text) if not busy else warning(
-        f"{text}; no numbers are added up, because of node {', '.join(busy)}",
-        "see that node's report")
+        text = f"has not ended after {time_limit:g} s" if isinstance(
+            error, TimeoutError) else describe(error)
+        found = problem(text, advice_on(EXCHANGE, text))
+    return {"nodes": nodes, "all-reduce of all nodes": found}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from basics.machine import PROJECT_DIR, num_cpu_cores
 from basics.text import counted
@@ -21,26 +21,25 @@ from lab.doctor.checks import (
     Checks,
     Finding,
     Subject,
-    numbers,
     ok,
+    ok_if,
     problem,
     unknown,
-    warn_unless,
 )
 from reporting.speed import find_gpu
 
-HANG_SECONDS = 8.0  # in one part; an exchange counts from when the last process begins it
+HANG_SECONDS = 8.0  # in one part, since the last process has begun it
 LITTLE_OF_PEAK = 0.5  # of a GPU's peak; large products reach 60 to 90%
 MUCH_SLOWER = 0.8  # of the fastest GPU's speed
 SLOW_BUS = 4e9  # bytes a second; PCIe without peer-to-peer access has more
 PRODUCTS, EXCHANGE = "matrix products", "all-reduce"
-PARTS = ("PyTorch", "first kernel", PRODUCTS, EXCHANGE)
-ADVICE = {  # by the part that fails, or a word of its error
+PARTS = ("PyTorch", PRODUCTS, EXCHANGE)
+ADVICE = {  # by the part that fails
     "PyTorch": "install it again: uv sync --reinstall-package torch",
-    EXCHANGE: "set NCCL_DEBUG=INFO and train a few steps: it names the connection that fails",
+    EXCHANGE: "set NCCL_DEBUG=INFO and train a few steps: it names the connection that fails"}
+ADVICE_ON_ERROR = {  # by a word of its text
     "gloo": "set GLOO_SOCKET_IFNAME to the interface between the machines",
-    "no kernel image": INSTALL_TORCH,
-}
+    "no kernel image": INSTALL_TORCH}
 MORE_TIME = "give the tests more time with --time-limit"
 
 
@@ -58,7 +57,7 @@ class Outcome:
     end: str = ""
 
     @classmethod
-    def read(cls, path: Path, process: subprocess.Popen[bytes]) -> "Outcome":
+    def read(cls, path: Path, process: subprocess.Popen[bytes]) -> Self:
         """Read what a process has written; the last line may be cut off."""
         outcome, status = cls(), process.poll()
         with suppress(OSError, ValueError):  # nothing is written yet
@@ -66,10 +65,9 @@ class Outcome:
                 record = json.loads(line)
                 outcome.parts.setdefault(record.pop("part"), {}).update(record)
         if status:
-            lines = path.with_suffix(".log").read_text(errors="replace").split("\n")
-            said = [line.strip()[:120] for line in lines if line.strip()]
-            outcome.end = (f"killed by {signal.Signals(-status).name}" if status < 0
-                           else [f"exit status {status}", *said][-1])
+            said = path.with_suffix(".log").read_text(errors="replace").strip()
+            outcome.end = (f"killed by {signal.Signals(-status).name}" if status < 0 else
+                           said.rpartition("\n")[2].strip()[:120] or f"exit status {status}")
         return outcome
 
     def found(self, part: str) -> Any:
@@ -125,71 +123,68 @@ def check_load(processes: list[Outcome]) -> Checks:
 
 
 def judge_part(part: str, processes: list[Outcome]) -> Finding | None:
-    """Judge a part; None if no process has come to it, or another part has stopped it."""
-    known = ADVICE.get(part, OTHER_MACHINE)
-    done = {rank: process.parts.get(part, {}) for rank, process in enumerate(processes)}
-    ends = {rank: process.end for rank, process in enumerate(processes) if process.end}
-    for rank, end in ends.items():
-        if [PARTS[0], *processes[rank].parts][-1] == part:
-            return problem(f"stopped on rank {rank}: {end}", known)
-    missing = [rank for rank, record in done.items() if not record]
-    if missing and part == PARTS[0] and not ends:
-        return unknown("it has not been imported in time", MORE_TIME)
-    if missing and any(done.values()) and part in (PRODUCTS, EXCHANGE):  # all take part
-        return unknown(f"rank {[*ends, *missing][0]} stopped before it")
-    for rank, record in done.items():
-        if error := record.get("error"):
-            by_word = [ADVICE[word] for word in ("gloo", "no kernel image") if word in error]
-            return problem(f"failed on rank {rank}: {error}", [*by_word, known][0])
-    waiting = {rank: record["begun"] for rank, record in done.items()
+    """Judge a part; None if no process has come to it, or there is nothing to say."""
+    records = [process.parts.get(part, {}) for process in processes]
+    for rank, (process, record) in enumerate(zip(processes, records, strict=True)):
+        has_stopped_here = [PARTS[0], *process.parts][-1] == part
+        if error := record.get("error") or process.end * has_stopped_here:
+            return problem(f"failed on rank {rank}: {error}", advice_on(part, error))
+    missing = [rank for rank, record in enumerate(records) if not record]
+    waiting = {rank: record["begun"] for rank, record in enumerate(records)
                if record and "found" not in record}
-    if waiting and not ends:
-        # In an exchange one waits for the last one that begins; a CPU may only be slow.
-        seconds = time.time() - (max if part == EXCHANGE else min)(waiting.values())
-        on_gpu = (processes[0].found(PARTS[0]) or {}).get("num_gpus") != 0
-        if seconds < HANG_SECONDS or not (on_gpu or part == EXCHANGE):
+    if missing:
+        is_known = not any(records) and part != PARTS[0]  # an earlier part tells it
+        return None if is_known else unknown(f"rank {missing[0]} has not come to it", MORE_TIME)
+    if waiting:
+        seconds = time.time() - max(waiting.values())
+        may_be_slow = part != EXCHANGE and (  # a CPU
+            processes[0].found(PARTS[0]) or {}).get("num_gpus") == 0
+        if seconds < HANG_SECONDS or may_be_slow:
             return unknown("it has not ended in time", MORE_TIME)
-        return problem(f"has not ended on rank {min(waiting)} after {seconds:.0f} s", known)
-    found = {rank: record["found"] for rank, record in done.items() if "found" in record}
-    return JUDGES[part](found) if found and part in JUDGES else None
+        return problem(f"has not ended on rank {min(waiting)} after {seconds:.0f} s",
+                       advice_on(part))
+    found = [record["found"] for record in records]
+    if part == PARTS[0]:
+        return ok(found[0]["version"])
+    return judge_products(found) if part == PRODUCTS else judge_exchange(found)
 
 
-def judge_products(found: Mapping[int, dict[str, Any]]) -> Finding:
+def advice_on(part: str, error: str = "") -> str:
+    """Return what to do about a part that fails."""
+    return next((advice for word, advice in ADVICE_ON_ERROR.items() if word in error),
+                ADVICE.get(part, OTHER_MACHINE))
+
+
+def judge_products(found: list[Mapping[str, Any]]) -> Finding:
     """Compare each GPU's speed with its peak and with the others."""
-    speeds, one = {rank: each["flops"] for rank, each in found.items()}, found[min(found)]
-    size, unit = (1e12, "TFLOP/s") if one["gpu"] else (1e9, "GFLOP/s")
-    slowest, fastest = min(speeds.values()), max(speeds.values())
+    speeds, name = [each["flops"] for each in found], found[0]["gpu"]
+    size, unit = (1e12, "TFLOP/s") if name else (1e9, "GFLOP/s")
+    slowest, fastest = min(speeds), max(speeds)
     values = dict.fromkeys(f"{speed / size:,.3g}" for speed in (slowest, fastest))
-    text = f"{' to '.join(values)} {unit} in {one['dtype']}"
-    if not one["gpu"]:
-        return ok(text + (f" by each of {len(speeds)} processes" if len(speeds) > 1 else ""))
-    if gpu := find_gpu(one["gpu"]):
+    text = f"{' to '.join(values)} {unit} in {found[0]['dtype']}"
+    if not name:
+        return ok(f"{text} by each of {counted(len(speeds), 'process', 'processes')}")
+    if gpu := find_gpu(name):
         text += f", {slowest / gpu.peak_flops:.0%} of the peak of {gpu.name}"
-    slow = [rank for rank, speed in speeds.items() if speed < MUCH_SLOWER * fastest]
+    slow = [str(rank) for rank, speed in enumerate(speeds) if speed < MUCH_SLOWER * fastest]
     if slow:
-        text += f"; {numbers(slow)} much slower than the others"
+        text += f"; GPU {', '.join(slow)} much slower than the others"
     is_fine = not slow and (not gpu or slowest >= LITTLE_OF_PEAK * gpu.peak_flops)
-    return warn_unless(
+    return ok_if(
         is_fine, text, "large products reach 60 to 90%, and all GPUs wait for the slowest:"
         " nvidia-smi -q -d PERFORMANCE tells whether heat or the power supply slows a GPU down;"
         " look for other programs on it, or take another machine")
 
 
-def judge_exchange(found: Mapping[int, dict[str, Any]]) -> Finding:
+def judge_exchange(found: list[Mapping[str, Any]]) -> Finding:
     """Judge the sums and the speed of the exchange between some processes."""
-    if not all(each["is_right"] for each in found.values()):
+    if not all(each["is_right"] for each in found):
         return problem("gives wrong sums", "the machine is defective: take another one")
-    one = found[min(found)]
-    backend, number = one["backend"], one["world_size"]
-    slowest = max(each["seconds"] for each in found.values())
-    speed = 2 * (number - 1) / number * one["bytes"] / slowest  # as nccl-tests counts
-    return warn_unless(
+    backend, number = found[0]["backend"], found[0]["world_size"]
+    slowest = max(each["seconds"] for each in found)
+    speed = 2 * (number - 1) / number * found[0]["bytes"] / slowest  # as nccl-tests counts
+    return ok_if(
         speed >= SLOW_BUS or backend == "gloo", f"{speed / 1e9:,.3g} GB/s bus bandwidth,"
         f" {counted(number, 'process', 'processes')}, {backend}",
         "each step waits long for the gradients: raise gradient accumulation (a larger"
         ' global_batch_size), set "all_reduce_dtype": "bf16", or take a machine with NVLink')
-
-
-JUDGES: dict[str, Callable[[Mapping[int, dict[str, Any]]], Finding]] = {  # of what ranks found
-    "PyTorch": lambda found: ok(found[min(found)]["version"]),
-    PRODUCTS: judge_products, EXCHANGE: judge_exchange}

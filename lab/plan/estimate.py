@@ -1,11 +1,10 @@
 """The batch plan, hours and dollars of a run on a machine, and the length that a budget buys."""
 
-from __future__ import annotations
-
 import math
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from basics.checkpoint_files import SNAPSHOT_BLOCK_BYTES, named_as_checkpoints
 from basics.errors import UserError
@@ -28,8 +27,8 @@ from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
 MAX_TOKENS = 2**50  # of a length that a budget buys
-UNLIMITED_TOKENS = 2**62  # where min_train_tokens sets the length, the file's does not matter
-MAX_NAME = 16  # characters, so that the tables fit a terminal
+UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matter
+MAX_NAME = 16  # characters, so that the table fits a terminal
 MACHINE = re.compile(rf"(?P<name>[!-<>-~][ -<>-~]{{0,{MAX_NAME - 1}}})"
                      r"=(?P<count>[1-9]\d{0,3})x(?P<gpu>[^@]+)@(?P<usd>\d{1,5}(\.\d{1,9})?)")
 KNOWN_MACHINES = (  # those of the original system's runs, at the prices of December 2025
@@ -48,31 +47,25 @@ class Machine:
     usd_per_hour: float
 
     @classmethod
-    def parse(cls, text: str) -> Machine:
+    def parse(cls, text: str) -> Self:
         """Parse `name=COUNTxGPU@USD_PER_HOUR`. Raises: UserError."""
         match = MACHINE.fullmatch(text)
-        if match is None:
+        if match is None or not float(match["usd"]):
             raise UserError(f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR,"
                             f" for example box=8xH100@23.92 (name: {MAX_NAME} characters at most)")
         gpu = find_gpu(match["gpu"])
         if gpu is None:
             raise UserError(f"--machine: unknown GPU {match['gpu'][:30]!r}; wanted one that lab"
                             " plan --help lists")
-        if float(match["usd"]) <= 0:
-            raise UserError(f"--machine {text[:60]!r}: the price is 0; wanted US dollars per hour")
         return cls(match["name"], int(match["count"]), gpu, float(match["usd"]))
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """An expected figure, between the lowest and the highest estimate."""
 
     low: float = math.inf
     expected: float = math.inf
     high: float = math.inf
-
-    def times(self, factor: float) -> Bounds:
-        return Bounds(self.low * factor, self.expected * factor, self.high * factor)
 
 
 @dataclass(frozen=True)
@@ -81,9 +74,7 @@ class Estimate:
 
     Attributes:
         largest: the largest microbatch that is expected to fit.
-        plan: None if the run cannot be trained on this machine.
-        reason: why it cannot; empty if it can.
-        validation: the share of the time that validation takes on rank 0 alone, and on all ranks.
+        plan: None if the run cannot be trained on this machine; `reason` says why.
     """
 
     machine: Machine
@@ -92,11 +83,10 @@ class Estimate:
     plan: BatchPlan | None = None
     reason: str = ""
     hours: Bounds = Bounds()
-    validation: tuple[float, float] = (0.0, 0.0)
 
     @property
     def usd(self) -> Bounds:
-        return self.hours.times(self.machine.usd_per_hour)
+        return Bounds(*(hours * self.machine.usd_per_hour for hours in self.hours))
 
 
 def default_precision(train: TrainConfig, gpu: Gpu | None = None) -> Precision:
@@ -112,59 +102,41 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None,
     Args:
         tokens: training tokens of the dataset, where `min_train_tokens` is -1.
     """
-    gpu, train = machine.gpu, run.train
-    setting = Setting(run.model, train, default_precision(train, gpu), machine.num_gpus)
+    gpu, train, num_gpus = machine.gpu, run.train, machine.num_gpus
+    setting = Setting(run.model, train, default_precision(train, gpu), num_gpus)
     largest = largest_microbatch(setting, usable_gib(gpu.memory_gib))
     found = Estimate(machine, largest, expected_speed(setting, gpu, measured))
+    size, batch = train.microbatch_size, train.global_batch_size
     if not gpu.has_bf16 and "bf16" in (setting.precision, train.residual_dtype):
         return replace(found, reason="this GPU has no bf16")
-    size, batch = train.microbatch_size, train.global_batch_size
-    if batch and batch % machine.num_gpus == 0 and largest:
-        size, _ = nearest_divisors(batch // machine.num_gpus, largest)
+    if batch and batch % num_gpus:
+        return replace(found, reason="batch not divisible")
+    if batch and largest:
+        size, _ = nearest_divisors(batch // num_gpus, largest)
     if size > largest:
         return replace(found, reason="does not fit in memory")
     sized = replace(run, train=train.model_copy(update={"microbatch_size": size}))
-    file_tokens = UNLIMITED_TOKENS
-    if train.min_train_tokens == -1:
-        file_tokens = train.start_train_token + tokens + 1
+    file_tokens = UNLIMITED_TOKENS if tokens is None else train.start_train_token + tokens + 1
     try:
-        plan = plan_batches(sized, world_size=machine.num_gpus, file_tokens=file_tokens)
-    except UserError as error:
-        is_uneven = batch and batch % machine.num_gpus
-        return replace(found, reason="batch not divisible" if is_uneven else
-                       str(error).split(": ", 1)[1])
-    shares = tuple(validating / (_training_flops(run, plan) + validating) for validating in (
-        _validation_flops(run, plan, is_shared=is_shared) for is_shared in (False, True)))
-    mfu, peak, flops = found.speed.mfu, gpu.peak(setting.precision), flops_of(run, plan)
-    low, expected, high = (flops / (peak * share) / 3600 for share in (
+        plan = plan_batches(sized, world_size=num_gpus, file_tokens=file_tokens)
+    except UserError:
+        return replace(found, reason="too few tokens for a step")
+    mfu, flops = found.speed.mfu, flops_of(run, plan) / gpu.peak(setting.precision)
+    low, expected, high = (flops / share / 3600 for share in (
         max(gpu.high_mfu.share, mfu), mfu, min(gpu.low_mfu.share, mfu)))
     saving = num_checkpoints(run, plan) * bytes_of_checkpoint(run) / SLOW_DISK_BYTES_PER_SECOND
-    return replace(found, plan=plan, validation=shares,  # at a slow disk the hours are the most
-                   hours=Bounds(low, expected, high + saving / 3600))
+    return replace(found, plan=plan, hours=Bounds(low, expected, high + saving / 3600))
 
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
-    """Count the FLOPs of training, and of validation, on the GPU that the others wait for."""
-    is_shared = run.train.validate_on == "all"
-    return _training_flops(run, plan) + _validation_flops(run, plan, is_shared=is_shared)
-
-
-def _training_flops(run: Run, plan: BatchPlan) -> float:
-    """Count one GPU's FLOPs of training."""
-    return plan.num_tokens * flops_per_token(run.model) / plan.world_size
-
-
-def _validation_flops(run: Run, plan: BatchPlan, *, is_shared: bool) -> float:
-    """Count the FLOPs of all validations on the GPU that the others wait for."""
-    sequences = run.train.num_validation_sequences
-    flops = sequences * plan.context_length * flops_per_token(run.model) * FORWARD_SHARE
-    share = shared_validation(sequences, plan) if is_shared else 1
-    return num_validations(run, plan) * flops * share
-
-
-def num_validations(run: Run, plan: BatchPlan) -> int:
-    """Return how often a run validates."""
-    return -(-plan.num_steps // run.train.validation_interval) if run.train.validates else 0
+    """Count the FLOPs of training and validation on the GPU that the others wait for."""
+    per_token, sequences = flops_per_token(run.model), run.train.num_validation_sequences
+    training = plan.num_tokens * per_token / plan.world_size
+    if not run.train.validates:
+        return training
+    number = -(-plan.num_steps // run.train.validation_interval)
+    share = shared_validation(sequences, plan) if run.train.validate_on == "all" else 1
+    return training + number * share * sequences * plan.context_length * per_token * FORWARD_SHARE
 
 
 def num_checkpoints(run: Run, plan: BatchPlan) -> int:
@@ -177,19 +149,13 @@ def num_checkpoints(run: Run, plan: BatchPlan) -> int:
     return count + all(steps % interval for interval in intervals)  # the last step is always saved
 
 
-def most_checkpoints(train: TrainConfig, total: int | None) -> int | None:
-    """Return the most checkpoints on disk at one time, of `total` that a run saves.
+def most_checkpoints(run: Run, plan: BatchPlan) -> int:
+    """Return the most checkpoints on disk at one time.
 
     With `keep_checkpoints` they are the newest ones, the best one and the one being written.
-
-    Args:
-        total: None if the length of the run is not known; without `keep_checkpoints` the result is
-            None then, too.
     """
-    if train.keep_checkpoints is None:
-        return total
-    most = train.keep_checkpoints + 2
-    return most if total is None else min(total, most)
+    kept = run.train.keep_checkpoints
+    return min(num_checkpoints(run, plan), UNLIMITED_TOKENS if kept is None else kept + 2)
 
 
 def bytes_of_checkpoint(run: Run) -> int:
@@ -203,12 +169,8 @@ def pinned_bytes(run: Run) -> int:
 
 
 def amount(value: float) -> str:
-    """Format hours or dollars in at most seven characters."""
-    if value < 0.005:
-        return "<0.01"
-    if value >= 999_999.5:
-        return f"{value:.1e}"
-    return f"{value:,.2f}" if value < 999.995 else f"{value:,.0f}"
+    """Format hours or dollars."""
+    return f"{value:,.2f}" if value >= 0.005 else "<0.01"
 
 
 def verdict(usd: Bounds, budget: float) -> str:

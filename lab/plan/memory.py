@@ -92,9 +92,9 @@ class Memory:
 
 def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     """Return the memory at the peak of a step: in the backward pass, or in the optimizer's step."""
-    moments = [_held(setting, microbatch_size, temporary=temporary)
-               for temporary in _in_backward(setting, microbatch_size)]
     C, L, model = setting.model.emb_dim, setting.model.n_layers, setting.model
+    in_backward = _held(setting, microbatch_size,
+                        temporary=max(_in_backward(setting, microbatch_size)))
     # Before the optimizer's step a tied matrix has two gradients, and in float32 their sum too.
     tied = model.vocab_size * C * model.tie_weights * (2 if setting.element == FLOAT32 else 1)
     orthogonalising = 0 if setting.train.optimizer != "muon" else max(
@@ -102,11 +102,11 @@ def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
         _orthogonalising_bytes(setting, 2 * L, columns=4 * C))
     # With diagnostics the weights before the step are kept.
     before = FLOAT32 * num_parameters(model) if setting.train.diagnostics_interval else 0
-    for temporary in (FLOAT32 * tied, orthogonalising + before):
-        held = _held(setting, 0, temporary=temporary)  # no activations are left, all gradients are
-        moments.append(held if setting.num_processes > 1 else
-                       replace(held, gradients=held.weights))
-    return max(moments, key=lambda memory: memory.total)
+    # No activations are left, and all gradients are there.
+    in_update = _held(setting, 0, temporary=max(FLOAT32 * tied, orthogonalising + before))
+    if setting.num_processes == 1:
+        in_update = replace(in_update, gradients=in_update.weights)
+    return max(in_backward, in_update, key=lambda memory: memory.total)
 
 
 def largest_microbatch(setting: Setting, memory_gib: float) -> int:

@@ -15,14 +15,7 @@ from basics.gpu_readings import read_gpus
 from basics.json_files import FrozenConfig, found_object
 from lab.plan.memory import Setting, num_parameters
 from lab.runs import Record, RunFiles, launched_runs, number
-from reporting.speed import (
-    ASSUMED,
-    EXPECTED_SHARE,
-    SPEED_CHECK_STEPS,
-    Gpu,
-    find_gpu,
-    flops_per_token,
-)
+from reporting.speed import EXPECTED_SHARE, SPEED_CHECK_STEPS, Gpu, find_gpu, flops_per_token
 from run_config import ModelConfig, Precision, Run
 
 MEASURED_PATH = Path(__file__).parents[2] / "benchmarks" / "measured.json"
@@ -66,12 +59,13 @@ class Measurement(FrozenConfig):
 
     def fits(self, wanted: Setting, gpu: Gpu) -> bool:
         """Return whether this is the speed of such a run on such a GPU; how many is not asked."""
+        train, precisions = wanted.train, {self.precision, wanted.precision}
         low, high = CREDIBLE_MFU
         return (find_gpu(self.device) is gpu
-                and _kind(self.precision) == _kind(wanted.precision)
-                and self.compile == (wanted.train.compile is not False)
-                and (self.attention == "math") == (wanted.train.attention == "math")
-                and self.activation_checkpointing == wanted.train.activation_checkpointing
+                and (len(precisions) == 1 or precisions == set(LOW_PRECISIONS))
+                and self.compile == (train.compile is not False)
+                and (self.attention == "math") == (train.attention == "math")
+                and self.activation_checkpointing == train.activation_checkpointing
                 and bool(self.model.drop_rate) == bool(wanted.model.drop_rate)
                 and _size_ratio(wanted, flops_per_token(self.model)) <= MAX_SIZE_RATIO
                 and low <= self.mfu(gpu) <= high)
@@ -110,12 +104,10 @@ def read_own(run_dir: Path) -> Measurement | None:
         return None
     with suppress(*DAMAGED):
         return Measurement(
-            device=machine["device"], processes=machine["processes"],
-            precision=machine["precision"], compile=machine["compiled"],
-            attention=machine["attention"],
+            compile=machine["compiled"], tokens_per_second=_launch_speed(files.summary),
             activation_checkpointing=files.part("train")["activation_checkpointing"],
-            tokens_per_second=_launch_speed(files.summary),
-            model=ModelConfig.model_validate(files.part("model")), source=f"run {run_dir.name}")
+            model=ModelConfig.model_validate(files.part("model")), source=f"run {run_dir.name}",
+            **{key: machine[key] for key in ("device", "processes", "precision", "attention")})
     return None
 
 
@@ -164,7 +156,10 @@ def expected_speed(wanted: Setting, gpu: Gpu,
                 f" ({nearest.source})"))
     train = wanted.train
     mfu = gpu.expected_mfu * (RECOMPUTING if train.activation_checkpointing else 1)
-    reasons = [reason for reason, applies in {  # why public figures say little of this run
+    public = (f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
+              f" {EXPECTED_SHARE:.0%} of {gpu.high_mfu}" if gpu.public_mfu is None else
+              f"{gpu.public_mfu} in public runs on several GPUs, none of this trainer")
+    reasons = ", ".join(reason for reason, applies in {  # why public figures say little of this run
         wanted.precision: wanted.precision not in LOW_PRECISIONS,
         "not compiled": train.compile is False,
         "math attention": train.attention == "math",
@@ -173,22 +168,10 @@ def expected_speed(wanted: Setting, gpu: Gpu,
         "another model size": _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO,
         "a model below a million parameters (the speed is a guess)":
             num_parameters(wanted.model) < FEW_PARAMETERS,
-    }.items() if applies]
-    if gpu.public_mfu is None:
-        best = (f"an assumed best of {gpu.high_mfu.share:.0%}" if gpu.high_mfu.origin == ASSUMED
-                else f"the best of {gpu.high_mfu}")
-        public = (f"no public figure for {'one' if wanted.num_processes == 1 else 'several'}"
-                  f" {gpu.name}; assumed {gpu.expected_mfu:.0%}, {EXPECTED_SHARE:.0%} of {best}")
-    else:
-        public = f"{gpu.public_mfu} in public runs on several GPUs"
-        if not reasons:
-            return ExpectedSpeed(mfu, PUBLIC, f"{public}; not measured with this trainer")
-    return ExpectedSpeed(mfu, ROUGH, public + (
-        f"; no public figure for: {', '.join(reasons)}" if reasons else ""))
-
-
-def _kind(precision: Precision) -> str:
-    return "low" if precision in LOW_PRECISIONS else precision
+    }.items() if applies)
+    if reasons:
+        return ExpectedSpeed(mfu, ROUGH, f"{public}; no public figure for: {reasons}")
+    return ExpectedSpeed(mfu, PUBLIC if gpu.public_mfu else ROUGH, public)
 
 
 def _size_ratio(wanted: Setting, flops: float) -> float:

@@ -1,7 +1,5 @@
 """Train the runs of a sweep one after the other, within a budget, until a signal stops it."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -13,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from basics.errors import NON_FINITE, STOP_SIGNALS, print_line
-from lab.compare.results import Result, read_result
+from lab.compare.results import Figures, Result, read_result
 from lab.runs import NO_SUMMARY
 from lab.sweep.plan import PlannedRun, Sweep
 from processes.signals import end_with_parent, stop_signals
@@ -40,22 +39,25 @@ class Outcome:
     state: str
 
     @classmethod
-    def read(cls, run: PlannedRun, exit_status: int = 0) -> Outcome:
+    def read(cls, run: PlannedRun, exit_status: int = 0) -> Self:
         """Read the files of a run; the status is that of its launch here, if there was one."""
         result = read_result(run.run_dir)
         state = NOT_STARTED if result.status == NO_SUMMARY and not result.records else result.status
-        if result.status == FINISHED and result.figures["validation_loss"] is not None:
-            state = FINISHED
-        elif (result.status == FINISHED or exit_status == NON_FINITE
-              or NOT_FINITE in result.reason):
+        has_no_loss = state == FINISHED and result.figures["validation_loss"] is None
+        if has_no_loss or exit_status == NON_FINITE or NOT_FINITE in result.reason:
             state = DIVERGED
-        elif exit_status and result.status != "stopped" and exit_status - 128 not in STOP_SIGNALS:
+        elif exit_status and state not in (FINISHED, "stopped") and (
+                exit_status - 128 not in STOP_SIGNALS):
             state = f"failed (status {exit_status})"
         return cls(run, result, state)
 
     @property
+    def figures(self) -> Figures:
+        return self.result.figures
+
+    @property
     def loss(self) -> float | None:
-        return self.result.figures["validation_loss"] if self.state == FINISHED else None
+        return self.figures["validation_loss"] if self.state == FINISHED else None
 
 
 def start(command: list[str]) -> subprocess.Popen:
@@ -74,7 +76,7 @@ class Execution:
     Attributes:
         exit_status: of the sweep: 128 + n after signal n, or the status of a failed baseline.
         stop_reason: why not all runs were trained; empty if all were.
-        outcomes: of all runs, by directory name, each read when it has changed.
+        outcomes: of all runs, by directory, each read when it has changed.
     """
 
     datasets_dir: Path
@@ -84,25 +86,14 @@ class Execution:
     budget_usd: float | None = None
     exit_status: int = 0
     stop_reason: str = ""
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[Path, Outcome] = field(default_factory=dict)
     _process: subprocess.Popen | None = None
-    _signal: int = 0
-
-    def command(self, run_dir: Path) -> list[str]:
-        """Return the command that trains a run, or resumes it."""
-        command = [sys.executable, str(SCRIPT), run_dir.name, "--runs-dir", str(run_dir.parent),
-                   "--datasets-dir", str(self.datasets_dir)]
-        for name, value in (("--nproc-per-node", self.nproc_per_node),
-                            ("--usd-per-hour", self.usd_per_hour)):
-            command += [] if value is None else [name, str(value)]
-        return command
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Pass signals to stop on to the run that is being trained; it saves and ends."""
         def stop(number: int, _: object) -> None:
-            self._signal, self.exit_status = number, 128 + number
-            self.stop_reason = STOP_SIGNALS[number]
+            self.exit_status, self.stop_reason = 128 + number, STOP_SIGNALS[number]
             if self._process:
                 self._process.send_signal(number)
 
@@ -119,26 +110,24 @@ class Execution:
         A baseline that fails stops it too: there would be nothing to compare with. What an earlier
         call has launched is not launched again.
         """
-        launched = set(self.outcomes)
-        runs = {run.run_dir.name: run for run in sweep.runs}
-        self.outcomes |= {name: Outcome.read(run) for name, run in runs.items()
-                          if name not in launched}
-        for i, (name, run) in enumerate(runs.items(), start=1):
-            if name in launched or self.outcomes[name].state in (FINISHED, DIVERGED):
+        runs = [run for run in sweep.runs if run.run_dir not in self.outcomes]
+        self.outcomes |= {run.run_dir: Outcome.read(run) for run in runs}
+        for i, run in enumerate(runs, start=1):
+            if self.outcomes[run.run_dir].state in (FINISHED, DIVERGED):
                 continue
             seconds_left = self._seconds_left(run)
             if self.stop_reason:
                 return
             print_line(f"[{i}/{len(runs)}] {run.label}")
-            status = self._run(run, seconds_left)
-            outcome = self.outcomes[name] = Outcome.read(run, status)
+            status = self._launch(run, seconds_left)
+            outcome = self.outcomes[run.run_dir] = Outcome.read(run, status)
             if self.stop_reason:
                 return
             if outcome.state != FINISHED:
                 print_line(f"{run.label}: {outcome.state}")
-            if not run.variant.changes and status and outcome.state != DIVERGED:
-                self.stop_reason = f"{run.label}, failed with status {status}"
+            if status and not run.changes and outcome.state != DIVERGED:
                 self.exit_status = status
+                self.stop_reason = f"{run.label}, failed with status {status}"
                 return
 
     def _seconds_left(self, run: PlannedRun) -> float:
@@ -147,24 +136,21 @@ class Execution:
         A run takes the seconds per token of the finished runs, of the same variant if there are
         any, times the tokens that are left; nothing is known until a run has finished.
         """
-        spent = [one.result.figures for one in self.outcomes.values()]
-        seconds, usd = (sum(figures[key] or 0.0 for figures in spent) for key in ("seconds", "usd"))
+        figures = [one.figures for one in self.outcomes.values()]
         left, needed = math.inf, 0.0
         if self.budget_hours is not None:
-            left = self.budget_hours * 3600 - seconds
+            left = self.budget_hours * 3600 - sum(one["seconds"] or 0.0 for one in figures)
         if self.budget_usd is not None:
-            left = min(left, (self.budget_usd - usd) / self.usd_per_hour * 3600)
+            usd = self.budget_usd - sum(one["usd"] or 0.0 for one in figures)
+            left = min(left, usd / self.usd_per_hour * 3600)
         finished = [one for one in self.outcomes.values() if one.state == FINISHED
-                    and one.result.figures["seconds"] and one.result.figures["tokens"]]
-        alike = [one for one in finished if one.run.variant == run.variant] or finished
-        if alike:
-            rate = statistics.fmean(one.result.figures["seconds"] / one.result.figures["tokens"]
-                                    for one in alike)
-            wanted = run.train.min_train_tokens
-            if wanted == -1:
-                wanted = statistics.fmean(one.result.figures["tokens"] for one in alike)
-            done = self.outcomes[run.run_dir.name].result.figures["tokens"]
-            needed = rate * max(0.0, wanted - (done or 0.0))
+                    and one.figures["seconds"] and one.figures["tokens"]]
+        if alike := [one for one in finished if one.run.changes == run.changes] or finished:
+            seconds, tokens = (statistics.fmean(one.figures[key] for one in alike)
+                               for key in ("seconds", "tokens"))
+            wanted = tokens if run.train.min_train_tokens == -1 else run.train.min_train_tokens
+            done = self.outcomes[run.run_dir].figures["tokens"] or 0.0
+            needed = seconds / tokens * max(0.0, wanted - done)
         if left <= 0:
             self.stop_reason = f"budget: it was spent before {run.label}"
         elif needed > left:
@@ -172,11 +158,16 @@ class Execution:
                                 f" {left / 3600:.3g} are left")
         return left
 
-    def _run(self, run: PlannedRun, seconds_left: float) -> int:
-        """Train one run; return its exit status, 128 + n if signal n ended it."""
-        self._process = start(self.command(run.run_dir))
-        if self._signal:  # it came before there was a process to pass it on to
-            self._process.send_signal(self._signal)
+    def _launch(self, run: PlannedRun, seconds_left: float) -> int:
+        """Train or resume one run; return its exit status, 128 + n if signal n ended it."""
+        command = [sys.executable, str(SCRIPT), run.run_dir.name,
+                   "--runs-dir", str(run.run_dir.parent), "--datasets-dir", str(self.datasets_dir)]
+        for name, value in (("--nproc-per-node", self.nproc_per_node),
+                            ("--usd-per-hour", self.usd_per_hour)):
+            command += [] if value is None else [name, str(value)]
+        self._process = start(command)
+        if self.stop_reason:  # a signal came before there was a process to pass it on to
+            self._process.send_signal(signal.SIGTERM)
         try:
             status = self._process.wait(None if math.isinf(seconds_left) else seconds_left)
         except subprocess.TimeoutExpired:

@@ -6,17 +6,17 @@ import statistics
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from basics.errors import UserError
 from basics.text import counted, dollars
-from lab.compare.charts import draw_comparison, plot_fit, without_formulas
+from lab.compare.charts import Points, draw_comparison, plot_fit, plot_points, without_formulas
 from lab.compare.results import Reached, first_reaching, mean_reached
 from lab.compare.rows import compare
 from lab.runs import number
 from lab.stats import Difference, fit_log_quadratic, pooled_deviation, seeds_needed
 from lab.sweep.execution import Outcome
-from lab.sweep.plan import Changes, Sweep, Variant, label
+from lab.sweep.plan import Changes, Sweep, label
 from lab.table import UNKNOWN, Column, Table, short_count
 from reporting.charts import draw_by_hand
 from reporting.summary import duration
@@ -45,7 +45,7 @@ class Entry:
     """
 
     name: str
-    variant: Variant
+    changes: Changes
     outcomes: list[Outcome]
     baselines: list[Outcome]
 
@@ -53,12 +53,7 @@ class Entry:
     def losses(self) -> list[float]:
         return [found.loss for found in self.outcomes if found.loss is not None]
 
-    @property
-    def loss(self) -> float | None:
-        """The mean over the finished seeds."""
-        return statistics.fmean(self.losses) if self.losses else None
-
-    @property
+    @cached_property
     def pairs(self) -> list[tuple[Outcome, Outcome]]:
         """The seeds with which both this variant and the baseline have finished."""
         return [pair for pair in zip(self.outcomes, self.baselines, strict=True)
@@ -72,7 +67,7 @@ class Entry:
     @cached_property
     def difference(self) -> Difference | None:
         """The difference to the baseline; None for the baseline, and if they do not compare."""
-        if not self.variant.changes or self.validates_on_other_tokens:
+        if not self.changes or self.validates_on_other_tokens:
             return None
         return Difference.of([own.loss - base.loss for own, base in self.pairs])
 
@@ -84,7 +79,7 @@ class Entry:
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a figure over the finished seeds."""
-        values = [found.result.figures[key] for found in self.outcomes if found.loss is not None]
+        values = [found.figures[key] for found in self.outcomes if found.loss is not None]
         return statistics.fmean(values) if values and None not in values else None
 
     @property
@@ -106,16 +101,16 @@ class Entry:
         return "inside" if self.difference.is_noise else "better" if is_lower else "worse"
 
 
-def entries_of(sweep: Sweep, outcomes: dict[str, Outcome]) -> list[Entry]:
+def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
     """Return the variants with what their runs have come to; the baseline first."""
-    by_variant = [[found for found in outcomes.values() if found.run.variant == variant]
-                  for variant in sweep.plan.variants]
-    return [Entry(name, variant, found, by_variant[0]) for name, variant, found in zip(
-        sweep.names, sweep.plan.variants, by_variant, strict=True)]
+    groups = [[found for found in outcomes.values() if found.run.changes == changes]
+              for changes in sweep.variants]
+    return [Entry(name, changes, found, groups[0]) for name, changes, found in zip(
+        sweep.names, sweep.variants, groups, strict=True)]
 
 
-def with_stack(sweep: Sweep, entries: list[Entry]) -> tuple[Sweep, str]:
-    """Return the sweep with all improvements as one variant, and a line that says what was done.
+def add_stack(sweep: Sweep, entries: list[Entry]) -> str:
+    """Add all improvements to the sweep as one variant; return a line that says what was done.
 
     An improvement is better outside the noise; with one seed, lower at all. The largest one comes
     first; a later one that sets a key to another value is left out.
@@ -124,83 +119,78 @@ def with_stack(sweep: Sweep, entries: list[Entry]) -> tuple[Sweep, str]:
                      and not entry.unfinished), key=lambda entry: entry.difference.mean)
     together: Changes = {}
     for entry in better:
-        if all(together.get(key, value) == value for key, value in entry.variant.changes.items()):
-            together |= entry.variant.changes
-    if any(entry.variant.changes == together for entry in better) or not better:
-        return sweep, "stack: nothing new to train: no two changes that were better"
+        if all(together.get(key, value) == value for key, value in entry.changes.items()):
+            together |= entry.changes
+    if any(entry.changes == together for entry in better) or not better:
+        return "stack: nothing new to train: no two changes that were better"
     try:
-        return sweep.with_variant(together), f"stack: {label(together)}" + (
-            "; with one seed the noise is not known: all changes with a lower loss are taken"
-            if better[0].verdict == LOWER else "")
+        sweep.add(together)
     except UserError as error:
-        return sweep, f"stack: {label(together)} cannot be trained: {error}"
+        return f"stack: {label(together)} cannot be trained: {error}"
+    return f"stack: {label(together)}" + (
+        "; with one seed the noise is not known: all changes with a lower loss are taken"
+        if better[0].verdict == LOWER else "")
 
 
-class Range(NamedTuple):
-    """The mean losses of variants that change one key to different numbers, by rising number.
+def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float]]:
+    """Return the mean loss by value for each key that two variants or more change alone.
 
-    Attributes:
-        note: the minimum of the curve that is fitted, or why there is none.
+    The values are numbers, by rising number, the baseline's own included.
     """
-
-    key: str
-    points: dict[float, float]
-    note: str
-
-    @property
-    def has_fit(self) -> bool:
-        return len(self.points) >= NEEDED_FOR_FIT and min(self.points) > 0
-
-
-def ranges_of(sweep: Sweep, entries: list[Entry]) -> list[Range]:
-    """Return a range for each key that at least two variants change alone, to numbers."""
     found: dict[str, dict[float, list[float]]] = {}
     for entry in entries:
-        if len(entry.variant.changes) == 1 and not entry.validates_on_other_tokens:
-            ((key, value),) = entry.variant.changes.items()
+        if len(entry.changes) == 1 and not entry.validates_on_other_tokens:
+            ((key, value),) = entry.changes.items()
             if number(value) is not None:
                 found.setdefault(key, {})[value] = entry.losses
-    ranges = []
+    own = sweep.base.model.model_dump() | sweep.base.train.model_dump()
+    own["global_batch_size"] = own["global_batch_size"] or entries[0].mean("global_batch_size")
+    ranges = {}
     for key, losses in found.items():
-        if len(losses) < 2:
-            continue
-        own = (sweep.base.model.model_dump() | sweep.base.train.model_dump())[key]
-        if own is None and key == "global_batch_size":  # the one that it was trained with
-            own = entries[0].mean(key)
-        if number(own) is not None:
-            losses.setdefault(own, []).extend(entries[0].losses)
-        points = {value: statistics.fmean(losses[value]) for value in sorted(losses)
-                  if losses[value]}
-        note = f"{key}: no curve is fitted; it needs the losses of 3 values above 0"
-        if Range(key, points, "").has_fit:
-            _, lowest = fit_log_quadratic(list(points), list(points.values()))
-            note = (f"{key}: the fitted curve has no minimum between {min(points):g} and"
-                    f" {max(points):g}; try values beyond the best one" if lowest is None else
-                    f"{key}: lowest loss {lowest[1]:.4f} at {lowest[0]:.4g}, by a quadratic in"
-                    f" log2({key}) through {len(points)} values")
-        ranges.append(Range(key, points, note))
+        if len(losses) > 1:
+            if number(own[key]) is not None:
+                losses.setdefault(own[key], []).extend(entries[0].losses)
+            ranges[key] = {value: statistics.fmean(losses[value]) for value in sorted(losses)
+                           if losses[value]}
     return ranges
+
+
+def has_fit(points: dict[float, float]) -> bool:
+    """Return whether a quadratic in the value's logarithm can be fitted."""
+    return len(points) >= NEEDED_FOR_FIT and min(points) > 0
+
+
+def _range_note(key: str, points: dict[float, float]) -> str:
+    """Tell the minimum of the fitted curve, or why there is none."""
+    if not has_fit(points):
+        return f"{key}: no curve is fitted; it needs the losses of 3 values above 0"
+    _, lowest = fit_log_quadratic(list(points), list(points.values()))
+    if lowest is None:
+        return (f"{key}: the fitted curve has no minimum between {min(points):g} and"
+                f" {max(points):g}; try values beyond the best one")
+    return (f"{key}: lowest loss {lowest[1]:.4f} at {lowest[0]:.4g}, by a quadratic in log2({key})"
+            f" through {len(points)} values")
 
 
 def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
     """Return the result as a table with its notes."""
+    def text(value: float | None, form: str) -> str:
+        return UNKNOWN if value is None else format(value, form)
+
     rows = []
     for entry in entries:
-        found, seconds, usd = entry.difference, entry.mean("seconds"), entry.mean("usd")
-        interval = found and found.interval
-        reached = UNKNOWN
+        found, usd, reached = entry.difference, entry.mean("usd"), UNKNOWN
         if entry.pairs and not entry.validates_on_other_tokens:
             reached = short_count(entry.reached.tokens) if entry.reached else "not reached"
         states = [entry.verdict, "other validation tokens" * entry.validates_on_other_tokens,
                   entry.unfinished]
         rows.append([
-            entry.variant.label, f"{len(entry.losses)}/{len(entry.outcomes)}",
-            UNKNOWN if entry.loss is None else f"{entry.loss:.4f}",
-            f"{found.mean:+.4f}" if found else UNKNOWN,
-            "{:+.4f} to {:+.4f}".format(*interval) if interval else UNKNOWN,
+            label(entry.changes), f"{len(entry.losses)}/{len(entry.outcomes)}",
+            text(statistics.fmean(entry.losses) if entry.losses else None, ".4f"),
+            text(found and found.mean, "+.4f"),
+            "{:+.4f} to {:+.4f}".format(*found.interval) if found and found.interval else UNKNOWN,
             "; ".join(filter(None, states)) or UNKNOWN, reached,
-            UNKNOWN if seconds is None else f"{seconds:,.0f}",
-            UNKNOWN if usd is None else dollars(usd)])
+            text(entry.mean("seconds"), ",.0f"), UNKNOWN if usd is None else dollars(usd)])
     return Table(COLUMNS, rows, notes_of(sweep, entries))
 
 
@@ -212,22 +202,21 @@ def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
     noise = ["noise: not known with one finished seed of each variant; measure it with --seeds 3 or"
              " more"]
     if freedom:
-        smallest = min((abs(one.mean) for one in found if one.mean), default=None)
-        sizes = [] if smallest is None else [(smallest, " (the smallest here)")]
-        needed = [f"{seeds_needed(size, deviation):,} for a difference of {size:.2g}{name}"
-                  for size, name in [*sizes, (ROUND_DIFFERENCE, "")]]
+        smallest = min((abs(one.mean) for one in found if one.mean), default=ROUND_DIFFERENCE)
+        needed = [f"{seeds_needed(size, deviation):,} for a difference of {size:.2g}"
+                  for size in dict.fromkeys((smallest, ROUND_DIFFERENCE))]
         noise = ["noise: the standard deviation of a difference with one seed is"
                  f" {deviation:.4f} ({counted(freedom, 'degree')} of freedom); inside: the 95%"
                  " interval contains 0",
                  f"seeds needed (80% power, 5% level): {', '.join(needed)}"]
-    figures = [found.result.figures for entry in entries for found in entry.outcomes]
-    usd = [one["usd"] for one in figures if one["usd"] is not None]
+    figures = [found.figures for entry in entries for found in entry.outcomes]
+    usd = sum(one["usd"] or 0.0 for one in figures)
     return [
         "loss: final validation loss (nats per token), mean over seeds; difference: to"
         f" {sweep.base.name} with the same seeds",
-        *noise, *(one.note for one in ranges_of(sweep, entries)),
+        *noise, *(_range_note(*found) for found in ranges_of(sweep, entries).items()),
         f"all runs: {duration(sum(one['seconds'] or 0.0 for one in figures))}"
-        + (f", US${dollars(sum(usd))}" if usd else "")]
+        + (f", US${dollars(usd)}" if usd else "")]
 
 
 def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[str, Any]:
@@ -235,10 +224,11 @@ def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[st
     return {"schema": "sweep/1", "sweep": str(sweep.sweep_dir), "base": sweep.base.name,
             "stop_reason": stop_reason or None,
             "variants": [{
-                "name": entry.name, "changes": entry.variant.changes,
+                "name": entry.name, "changes": entry.changes,
                 "runs": [{"run": str(found.run.run_dir), "state": found.state, "loss": found.loss}
                          for found in entry.outcomes],
-                "loss": entry.loss, "difference": entry.difference and entry.difference.mean,
+                "loss": statistics.fmean(entry.losses) if entry.losses else None,
+                "difference": entry.difference and entry.difference.mean,
                 "interval": entry.difference and entry.difference.interval,
                 "against_noise": entry.verdict or None,
                 "tokens_to_baselines_loss": entry.reached and entry.reached.tokens,
@@ -257,39 +247,28 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
     if compared := [entry for entry in entries if entry.difference]:
         charts.append(draw_by_hand(sweep.sweep_dir / "differences.png",
                                    partial(_plot_differences, compared)))
-    return charts + [draw_by_hand(sweep.sweep_dir / f"range-{found.key}.png",
-                                  partial(_plot_range, found))
-                     for found in ranges_of(sweep, entries) if len(found.points) > 1]
+    for key, points in ranges_of(sweep, entries).items():
+        if len(points) > 1:
+            group = Points("mean over seeds", "tab:blue", dict.fromkeys(points.items()))
+            charts.append(draw_by_hand(sweep.sweep_dir / f"range-{key}.png", partial(
+                plot_points, [group], plot_fit if has_fit(points) else lambda *_: None,
+                (key, "final validation loss (nats per token)"))))
+    return charts
 
 
 def _plot_differences(entries: list[Entry], figure: Figure) -> None:
     """Plot the difference of each variant to the baseline, and its 95% interval if known."""
     figure.set_size_inches(10, 2 + 0.5 * len(entries))
-    axes, names = figure.subplots(), []
+    axes = figure.subplots()
     axes.axvline(0, color="black", linewidth=1)
     for position, entry in enumerate(entries):
         color, found = VERDICT_COLORS.get(entry.verdict, "tab:gray"), entry.difference
         if found.interval is not None:
             axes.plot(found.interval, [position] * 2, color=color, linewidth=2.5, path_effects=[])
         axes.plot(found.mean, position, color=color, marker="o", markersize=8)
-        text = entry.variant.label
-        names.append(without_formulas(text if len(text) <= LONGEST_LABEL else
-                                      f"{text[:LONGEST_LABEL]}..."))
-    axes.set_yticks(range(len(entries)), names)
+    axes.set_yticks(range(len(entries)), [
+        without_formulas(label(entry.changes)[:LONGEST_LABEL]) for entry in entries])
     axes.set_ylim(len(entries) - 0.5, -0.5)  # the first one at the top
     axes.margins(x=0.08)
     figure.supxlabel("loss minus baseline's (nats per token), 95% interval; left is better",
                      fontsize="medium")
-
-
-def _plot_range(found: Range, figure: Figure) -> None:
-    """Plot the mean loss over one key, the fitted curve and its minimum."""
-    axes = figure.subplots()
-    x, y = list(found.points), list(found.points.values())
-    axes.plot(x, y, color="tab:blue", marker="o", markersize=9, linestyle="none",
-              label="mean over seeds")
-    if found.has_fit:
-        plot_fit(axes, x, y, "tab:blue")
-    axes.set_xlabel(found.key)
-    axes.set_ylabel("final validation loss (nats per token)")
-    axes.legend(frameon=False, fontsize="small")

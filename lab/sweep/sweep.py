@@ -1,20 +1,14 @@
 """`lab sweep`: train changes to a run one after the other, and compare them with it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from basics.cli import ABOVE_0, USD_PER_HOUR, print_json, stdout_to_stderr
 from basics.errors import UserError, cannot_be_written, visible
 from basics.files import write_atomically
-
-if TYPE_CHECKING:
-    from lab.sweep.plan import Sweep
-    from lab.sweep.report import Entry
 
 
 @click.command()
@@ -24,9 +18,8 @@ if TYPE_CHECKING:
 @click.option("--range", "ranges", multiple=True, metavar="KEY=VALUE,VALUE...",
               help="One variant for each value of a key. A curve is fitted to 3 values or more,"
                    " the baseline's included.")
-@click.option("--seeds", type=click.IntRange(1, 1000), metavar="N",
-              help="Train each variant with N seeds: the base's random_seed and the next ones."
-                   "  [default: 1]")
+@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="N",
+              help="Train each variant with N seeds: the base's random_seed and the next ones.")
 @click.option("--stack", is_flag=True,
               help="Then train all changes together that were better than the baseline.")
 @click.option("--name", help="Directory in --sweeps-dir.  [default: BASE]")
@@ -54,8 +47,8 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
     """
     # Imported here so that --help is fast.
     from lab.sweep.execution import Execution
-    from lab.sweep.plan import Plan, Sweep, open_sweep, parse_change, parse_range
-    from lab.sweep.report import document_of, entries_of, with_stack
+    from lab.sweep.plan import open_sweep, parse_change, parse_range
+    from lab.sweep.report import add_stack, document_of, draw_sweep, entries_of, table_of
     from run_config import RUN_NAME, load_run
 
     wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
@@ -71,35 +64,27 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
     if execution.budget_usd is not None and execution.usd_per_hour is None:
         raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"
                         " usd_per_hour in BASE's train.json")
-    new = Sweep(Plan(base=base), loaded, sweeps_dir / name)
     with (stdout_to_stderr(options["as_json"]),
-          open_sweep(new, wanted, options["seeds"]) as sweep, execution.handling_signals()):
+          open_sweep(loaded, sweeps_dir / name, wanted, options["seeds"]) as sweep,
+          execution.handling_signals()):
         execution.train(sweep)
         if options["stack"] and not execution.stop_reason:
-            sweep, line = with_stack(sweep, entries_of(sweep, execution.outcomes))
-            click.echo(visible(line))
+            click.echo(visible(add_stack(sweep, entries_of(sweep, execution.outcomes))))
             sweep.write()
             execution.train(sweep)
         entries = entries_of(sweep, execution.outcomes)
-        _report(sweep, entries, execution.stop_reason, charts=options["charts"])
+        table, path = table_of(sweep, entries), sweep.sweep_dir / "table.md"
+        click.echo(visible(f"\n{table.terminal()}"))  # whatever fails below, it is seen
+        try:
+            drawn = draw_sweep(sweep, entries) if options["charts"] else []
+            images = [f"![{chart.stem}]({chart.name})" for chart in drawn]
+            write_atomically(path, "\n".join([table.markdown(), *[""] * bool(drawn), *images, ""]))
+        except OSError as error:
+            raise cannot_be_written(sweep.sweep_dir, error) from None
+        click.echo(visible("\n".join(f"written: {file}" for file in [path, *drawn])), err=True)
+        if execution.stop_reason:
+            click.echo(visible(f"sweep stopped: {execution.stop_reason}; the same command, or"
+                               " one with a larger budget, continues it"))
     if options["as_json"]:
         print_json(document_of(sweep, entries, execution.stop_reason))
     sys.exit(execution.exit_status)
-
-
-def _report(sweep: Sweep, entries: list[Entry], stop_reason: str, *, charts: bool) -> None:
-    """Print the table, and write it, and the charts that are asked for. Raises: UserError."""
-    from lab.sweep.report import draw_sweep, table_of
-
-    table, path = table_of(sweep, entries), sweep.sweep_dir / "table.md"
-    click.echo(visible(f"\n{table.terminal()}"))  # whatever fails below, it is seen
-    try:
-        drawn = draw_sweep(sweep, entries) if charts else []
-        images = ["", *(f"![{path.stem}]({path.name})" for path in drawn)] if drawn else []
-        write_atomically(path, "\n".join([table.markdown(), *images, ""]))
-    except OSError as error:
-        raise cannot_be_written(sweep.sweep_dir, error) from None
-    click.echo(visible("\n".join(f"written: {path}" for path in [path, *drawn])), err=True)
-    if stop_reason:
-        more = " with a larger budget" if stop_reason.startswith("budget") else ""
-        click.echo(visible(f"sweep stopped: {stop_reason}; the same command{more} continues it"))

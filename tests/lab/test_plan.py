@@ -43,12 +43,13 @@ BY_BATCH = BILLION | {"gradient_accumulation_steps": None}
 
 
 def plan(*arguments, runs_dir=PROJECT_DIR / "runs"):
-    return succeeded(run_lab("plan", *arguments, "--runs-dir", str(runs_dir))).output
+    return succeeded(run_lab("plan", *arguments, "--runs-dir", str(runs_dir),
+                             COLUMNS="200")).output
 
 
-def rows_of(output, *, table=1):
-    """Return the cells of a table of machines, below its heads: the batches, or the costs (2)."""
-    text = output.split("\nmachine ")[table].split("\n\n")[0]
+def rows_of(output):
+    """Return the cells of the table of machines, below its heads."""
+    text = output.split("\nmachine ")[1].split("\n\n")[0]
     return [re.split(r"  +", row.strip()) for row in text.splitlines()[2:]]
 
 
@@ -63,12 +64,12 @@ def estimated(workplace, machine, **train):
 def test_original_run_has_its_published_figures():
     output = plan("8xa100m40")
     assert "GPT-2 small, untied (163M), 163,009,536 parameters; 3,260,190,720 tokens\n" in output
-    assert "\n20.0 tokens per parameter" in output and "50: 14% / 2.0%" in output
+    assert "\n20.0 tokens per parameter" in output
     for part in ("854.4 MFLOP per token", "disk: 1.96 GB a checkpoint", "6.52 GB or more for the",
                  "rank 0 pins about 2.00 GiB", "652 MB of gradients a step"):
         assert part in output
     row = next(row for row in rows_of(output) if row[0] == "8x A100-40")
-    assert row[3:] == ["104", "30,614", "50 (97.8 GB)", "50"]  # global batch, steps, checkpoints
+    assert row[4:7] == ["104", "30,614", "50 (97.8 GB)"]  # global batch, steps, checkpoints
 
 
 def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace):
@@ -95,8 +96,6 @@ def test_all_gpus_wait_for_a_validation(workplace, where, interval, waiting):
     alone = 854.44e6 / 3 * 30 * 2 * 1024 * count
     assert found.hours.low == pytest.approx(
         (training + alone * waiting) / (989e12 * 0.41) / 3600, rel=1e-3)
-    assert found.validation == pytest.approx((
-        alone / (training + alone), alone * 4 / 30 / (training + alone * 4 / 30)), rel=1e-3)
 
 
 @pytest.mark.parametrize(("budget", "judged"), [
@@ -107,11 +106,9 @@ def test_a_budget_is_compared_with_high_expected_and_low(budget, judged):
 
 def test_global_batch_is_the_same_on_every_machine(workplace):
     workplace.add_run(model=BIG, train=BY_BATCH | {"global_batch_size": 512, "compile": False})
-    output = plan("tiny", runs_dir=workplace.runs_dir)
-    rows = rows_of(output)
-    assert {row[3] for row in rows} == {"512"}
-    assert {row[1] for row in rows if row[0] == "8x A100-40"} == {"32 x 2"}
-    assert "\nmicrobatch: the largest that fits and divides the batch; train.json has 2\n" in output
+    rows = rows_of(plan("tiny", runs_dir=workplace.runs_dir))
+    assert {row[4] for row in rows} == {"512"}
+    assert {row[2] for row in rows if row[0] == "8x A100-40"} == {"32 x 2"}  # not the run's own 2
 
 
 def test_higher_precision_takes_longer(workplace):
@@ -140,21 +137,16 @@ def test_machine_that_cannot_train_the_run_shows_the_reason(workplace, train, re
     assert rows_of(output)[-1][-1] == reason
     is_none = reason != "does not fit in memory"
     assert output.endswith("\nno machine in the table can train this run\n") == is_none
-    assert is_none or "8x A100-40" not in {row[0] for row in rows_of(output, table=2)}
+    assert is_none or ["8x A100-40", "-", reason] in [
+        [row[0], row[7], row[-1]] for row in rows_of(output)]
 
 
 def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace):
     workplace.add_run(model=BIG, train={"min_train_tokens": -1})
-    options = ("--runs-dir", str(workplace.runs_dir))
-    assert re.search("min_train_tokens is -1 .* --tokens", error_line(run_lab(
-        "plan", "tiny", *options)))
+    assert "min_train_tokens is -1; --tokens goes with -1" in error_line(run_lab(
+        "plan", "tiny", "--runs-dir", str(workplace.runs_dir)))
     assert "1,000,000 tokens" in plan("tiny", "--tokens", "1000000", runs_dir=workplace.runs_dir)
-    workplace.add_run("again", model=BIG, train={"min_train_tokens": 10**6, "repeat_data": True})
-    for arguments, times in ((["--tokens", "400000"], "2.5 times"), ([], "--tokens says how")):
-        assert f"repeat_data: the dataset is read again where it ends ({times}" in plan(
-            "again", *arguments, runs_dir=workplace.runs_dir)
-    assert "min_train_tokens is not -1, so --tokens" in error_line(run_lab(
-        "plan", "original", "--tokens", "1000000"))
+    assert "drop it" in error_line(run_lab("plan", "original", "--tokens", "1000000"))
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -163,7 +155,7 @@ def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace):
     ("a=2xH100@-3", "wanted name=COUNTxGPU@USD_PER_HOUR"),
     ("a=2xFoo@3", "unknown GPU 'Foo'; wanted one that lab plan --help lists$"),
     ("seventeen letters=2xH100@3", "16 characters at most"),
-    ("a=2xH100@0", "the price is 0"),
+    ("a=2xH100@0", "wanted name=COUNTxGPU@USD_PER_HOUR"),
 ])
 def test_malformed_machine_is_a_user_error(text, message):
     with pytest.raises(UserError, match=message) as caught:
@@ -187,22 +179,20 @@ def test_num_checkpoints_counts_each_saved_step_once(workplace, train, count):
 @pytest.mark.parametrize(("keep", "most"), [(None, "21 (41.1 GB)"), (3, "5 (9.78 GB)"),
                                             (30, "21 (41.1 GB)")])
 def test_checkpoints_on_disk_are_those_that_are_kept(workplace, keep, most):
-    """A run without validation has no column of it."""
     workplace.add_run(model=BIG, train=WITHOUT_VALIDATION | {
         "min_train_tokens": 21 * 96 * 1024, "global_batch_size": 96, "keep_checkpoints": keep,
         "gradient_accumulation_steps": None, "checkpoint_interval": 1})
     output = plan("tiny", runs_dir=workplace.runs_dir)
-    assert all(row[4:] == ["21", most, "21"] for row in rows_of(output))
-    assert "validation every" not in output and "validate_on" not in output
+    assert all(row[5:7] == ["21", most] for row in rows_of(output))
 
 
 def test_the_plan_is_a_json_document_with_the_figures_of_the_tables():
     """The machines are sorted by their expected cost; what was paid is in the estimate's range."""
     arguments = ("8xa100m40", "--machine", "mine=4xH200@9.5", "--budget", "40")
     document = checked(run_lab("plan", *arguments, "--json").stdout)
-    costs = rows_of(plan(*arguments), table=2)
-    assert [[row[0], row[4], row[-1]] for row in costs] == [
-        [found.name, f"~{found.usd.expected:.2f}", found.budget] for found in document.machines]
+    costs = rows_of(plan(*arguments))
+    assert [[row[0], row[9], row[-1]] for row in costs] == [
+        [found.name, f"{found.usd.expected:.2f}", found.budget] for found in document.machines]
     usd = [found.usd.expected for found in document.machines]
     assert usd == sorted(usd)
     assert document.parameters == 163_009_536 and document.checkpoint_bytes == 1_956_114_432
@@ -402,10 +392,10 @@ def test_the_shipped_measurements_are_valid(tmp_path):
 
 def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path):
     speed = expected(tmp_path)
-    assert (speed.mfu, speed.source) == (0.39, "public") and "not measured" in speed.detail
+    assert (speed.mfu, speed.source) == (0.39, "public") and "none of this" in speed.detail
     speed = expected(tmp_path, "AMD Instinct MI300X")
     assert speed.mfu == pytest.approx(0.32) and speed.source == "rough"
-    assert "no public figure for one MI300X; assumed 32%" in speed.detail
+    assert "no public figure for several MI300X; assumed 32%" in speed.detail
 
 
 @pytest.mark.parametrize(("model", "train", "precision", "reason"), [

@@ -34,9 +34,8 @@ MACHINE = part(
     text="name gpu", whole="num_gpus largest_microbatch", number="usd_per_hour",
     text_or_none="reason", optional={
         "hours": LOW_TO_HIGH, "usd": LOW_TO_HIGH, "mfu": float, "source": str, "budget": str,
-        "validation_share": dict[str, float], **dict.fromkeys((
-            "microbatch_size", "gradient_accumulation_steps", "global_batch_size", "steps",
-            "checkpoints", "validations"), int)})
+        **dict.fromkeys(("microbatch_size", "gradient_accumulation_steps", "global_batch_size",
+                         "steps", "checkpoints"), int)})
 RUN = part(
     text="name status", texts="warnings", text_or_none="reason phase",
     whole_or_none="global_step num_steps",
