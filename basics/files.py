@@ -5,7 +5,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -122,11 +122,8 @@ def _lock(descriptor: int, kind: int) -> int:
 
 
 @contextmanager
-def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterator[None]:
+def locked(directory: Path, *, busy: str) -> Iterator[None]:
     """Create a directory if it is missing, and lock it while the block runs.
-
-    Args:
-        is_temporary: remove the directory again if nothing is left in it.
 
     Raises: UserError: `busy`, if another process holds the lock; or the directory cannot be made.
     """
@@ -140,9 +137,4 @@ def locked(directory: Path, *, busy: str, is_temporary: bool = False) -> Iterato
     try:
         yield
     finally:
-        if is_temporary:
-            with suppress(OSError):
-                if {path.name for path in directory.iterdir()} <= {LOCK_NAME}:
-                    (directory / LOCK_NAME).unlink(missing_ok=True)
-                    directory.rmdir()
         os.close(descriptor)

@@ -12,8 +12,7 @@ from itertools import count
 
 import pytest
 
-from basics.errors import UserError
-from basics.files import LOCK_NAME, lock_directory, locked
+from basics.files import lock_directory
 from processes import run_lock
 from processes.run_lock import (
     HEARTBEAT,
@@ -183,17 +182,3 @@ def test_a_heartbeat_that_is_damaged_counts_no_time(run_dir, seconds):
     (run_dir / HEARTBEAT).write_text(
         f'{{"pid": 7, "host": "elsewhere", "time": "now", "seconds": {seconds}}}')
     assert seconds_before(run_dir) == 0
-
-
-def test_a_temporary_directory_goes_with_its_lock(tmp_path):
-    directory = tmp_path / "a/b"
-    with locked(directory, busy="busy", is_temporary=True):
-        (directory / LOCK_NAME).touch()  # as where directories cannot be locked
-        with pytest.raises(UserError, match="busy"), locked(directory, busy="busy"):
-            pass
-    assert not directory.exists()
-    with locked(directory, busy="busy", is_temporary=True):
-        (directory / "state").touch()
-    with locked(directory, busy="busy"):
-        (directory / "state").unlink()
-    assert directory.is_dir()

@@ -157,12 +157,10 @@ def find_dataset(request: Request) -> Upload | None:
     directory = Path(request.source)
     if not is_complete(directory):
         return None
-    if request.repository is None:
-        raise UserError(f"{directory}: is a dataset, which needs no export; name the REPOSITORY to"
-                        " upload it to")
-    if request.output_dir or request.licence or request.languages or request.with_gguf:
-        raise UserError(f"{directory}: is a dataset; --output, --license, --language and --gguf"
-                        " apply only to models; put a dataset's licence in its README.md")
+    of_models = request.output_dir, request.licence, request.languages, request.with_gguf
+    if request.repository is None or any(of_models):
+        raise UserError(f"{directory}: is a dataset: name the REPOSITORY to upload it to, without"
+                        " --output, --license, --language and --gguf, which apply only to models")
     for name in TOKEN_FILES:
         TokenFile(directory / name)  # raises an error if it is damaged, or no token file
     texts = [name for name in (TOKENIZER_FILE, "README.md") if is_own_file(directory / name)]
