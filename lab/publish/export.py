@@ -160,7 +160,7 @@ def find_dataset(request: Request) -> Upload | None:
     of_models = request.output_dir, request.licence, request.languages, request.with_gguf
     if request.repository is None or any(of_models):
         raise UserError(f"{directory}: is a dataset: name the REPOSITORY to upload it to, without"
-                        " --output, --license, --language and --gguf, which apply only to models")
+                        " --output, --license, --language and --gguf")
     for name in TOKEN_FILES:
         TokenFile(directory / name)  # raises an error if it is damaged, or no token file
     texts = [name for name in (TOKENIZER_FILE, "README.md") if is_own_file(directory / name)]

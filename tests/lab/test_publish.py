@@ -166,7 +166,7 @@ def test_a_dataset_is_uploaded_unchanged(workplace, tmp_path, hub):
     assert files == {name: (directory / name).read_bytes() for name in (
         "README.md", "train.safetensors", "validation.safetensors")}
     assert "name the REPOSITORY" in error_line(publish(workplace, str(directory)))
-    assert "apply only to models" in error_line(publish(workplace, *command, "--license", "mit"))
+    assert "without --output" in error_line(publish(workplace, *command, "--license", "mit"))
 
 
 def test_what_a_link_points_to_is_not_published(workplace, tmp_path):
