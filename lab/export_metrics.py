@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from basics.cli import RUNS_DIR
 from basics.errors import FAILED, UserError, describe, print_error, visible
 from basics.text import counted
 from processes.run_lock import lock_run, release_run
@@ -21,8 +22,7 @@ from run_config import load_run
 @click.option("--fresh", "starts_over", is_flag=True,
               help="Send all records to a new tracked run, with which training then goes on."
                    "  [default: only those that are missing in the tracked run of training]")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
+@RUNS_DIR
 def command(name: str, tracker: str, starts_over: bool, runs_dir: Path) -> None:
     """Show the metrics of RUN in TensorBoard, Weights & Biases or Trackio.
 

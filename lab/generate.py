@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from basics.cli import FiniteRange
+from basics.cli import RUNS_DIR, FiniteRange
 from basics.errors import visible
 
 
@@ -25,8 +25,7 @@ from basics.errors import visible
               help="Draw from the K most likely tokens only; 0 draws from all.")
 @click.option("--seed", type=click.IntRange(min=0, max=2**62), default=42, show_default=True,
               help="Seed of the first text; each further text adds 1.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
+@RUNS_DIR
 def command(target: str, checkpoint: str, prompt: str, num_samples: int, stops: tuple[str, ...],
             seed: int, runs_dir: Path, **sampling: Any) -> None:
     """Generate text from a model.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from basics.cli import print_json
+from basics.cli import RUNS_DIR, print_json
 from basics.errors import visible
 from basics.gpu_readings import SLOWDOWNS
 from basics.text import dollars
@@ -39,8 +39,7 @@ MIN_STATUS = 12  # characters of a line in a narrow terminal
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
+@RUNS_DIR
 def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     """List all runs, or RUNs: status, progress, last losses, what they have cost.
 

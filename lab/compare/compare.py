@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from basics.cli import USD_PER_HOUR, print_json
+from basics.cli import RUNS_DIR, USD_PER_HOUR, print_json
 from basics.errors import UserError, one_line, print_error, visible, why_not_written
 from basics.text import dollars
 from lab.runs import chosen_runs
@@ -89,8 +89,7 @@ LOSSES = ("test_loss", "validation_loss", "train_loss")
                    "  [default: of the finished run with the highest one]")
 @click.option("--usd-per-hour", "prices", multiple=True, metavar="RUN=PRICE",
               help="Price all the time of RUN afterwards; may be repeated.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
+@RUNS_DIR
 def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html_path: Path | None,
             charts_dir: Path | None, to_loss_of: str | None, prices: tuple[str, ...],
             runs_dir: Path) -> None:

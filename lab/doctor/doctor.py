@@ -5,12 +5,11 @@ import shutil
 import socket
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
-from basics.cli import print_json
+from basics.cli import DATASETS_DIR, RUNS_DIR, print_json
 from basics.errors import FAILED, UserError, visible
 from basics.gpu_readings import nvml_failure, read_gpus
 from basics.machine import available_ram_gib, within
@@ -49,10 +48,8 @@ ANSWER_SECONDS = 8.0
 @click.option("--time-limit", type=click.FloatRange(min=1, max=600), default=40.0,
               show_default=True, metavar="SECONDS",
               help="For the tests that load the GPUs and exchange data between them.")
-@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
-              show_default=True)
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
+@DATASETS_DIR
+@RUNS_DIR
 def command(as_json: bool, **about: Any) -> None:
     """Check whether this machine is fit to train, and to train RUN if one is named.
 

@@ -2,12 +2,11 @@
 
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 
-from basics.cli import ABOVE_0, USD_PER_HOUR, print_json
+from basics.cli import ABOVE_0, RUNS_DIR, USD_PER_HOUR, print_json
 from basics.errors import UserError, visible
 from basics.text import dollars, gb, gib
 from lab.plan.estimate import (
@@ -64,8 +63,7 @@ MACHINE_COLUMNS = [
               help="With --save: price of the machine; overrides usd_per_hour in train.json.")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N",
               help="Training tokens of the dataset, if min_train_tokens is -1.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
+@RUNS_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
 def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: int | None,
             **options: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from basics.cli import ABOVE_0, USD_PER_HOUR, print_json, stdout_to_stderr
+from basics.cli import ABOVE_0, DATASETS_DIR, RUNS_DIR, USD_PER_HOUR, print_json, stdout_to_stderr
 from basics.errors import UserError, cannot_be_written, visible
 from basics.files import write_atomically
 
@@ -31,12 +31,10 @@ from basics.files import write_atomically
               help="Price of the machine; overrides usd_per_hour of the runs.")
 @click.option("--nproc-per-node", type=click.IntRange(min=1), metavar="N",
               help="Number of processes of each run.  [default: one per GPU]")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True, help="Directory of BASE.")
+@RUNS_DIR
 @click.option("--sweeps-dir", type=click.Path(path_type=Path), default=Path("sweeps"),
               show_default=True)
-@click.option("--datasets-dir", type=click.Path(path_type=Path), default=Path("datasets"),
-              show_default=True)
+@DATASETS_DIR
 @click.option("--charts", is_flag=True, help="Draw charts into the directory of the sweep.")
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON document on standard output, and all else on standard error.")

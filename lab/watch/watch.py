@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from basics.cli import RUNS_DIR
 from basics.errors import cannot_be_written, visible
 from basics.files import write_atomically
 from lab.runs import chosen_runs
@@ -19,8 +20,7 @@ from lab.runs import chosen_runs
               help="Write the page as one HTML file as of now, and serve nothing.")
 @click.option("--text", "as_text", is_flag=True,
               help="Show them in this terminal instead; serve nothing.")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True)
+@RUNS_DIR
 def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text: bool,
             runs_dir: Path) -> None:
     """Show RUNs, or all runs that have been launched, on a page that follows them.
