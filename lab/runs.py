@@ -34,7 +34,8 @@ RUNNING, NO_HEARTBEAT, NEW = "running", "no heartbeat", "not launched"
 NO_SUMMARY = "no summary"
 LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat, such as a copy
 LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run has one of them
-END_BYTES = 2**18  # of the records, some 900: what a list shows of a run
+END_BYTES = 2**17  # of the records, some 300: what a list shows of a run
+SEARCHED_BYTES = 2**22  # of the records, where the last validation is looked for
 VALIDATION = b'"validation_loss"'
 
 Record = dict[str, Any]
@@ -72,17 +73,14 @@ def last_records(path: Path) -> tuple[Record, ...]:
 @lru_cache(maxsize=256)
 def _last_records(path: Path, version: Version) -> tuple[Record, ...]:
     """Read them; while the file's version is the same, they are not read again."""
-    start, before = max(0, version[1] - END_BYTES), b""
     try:
         with path.open("rb") as file:
-            file.seek(start)
+            file.seek(max(0, version[1] - SEARCHED_BYTES))
             content = file.read()
-            if VALIDATION not in content:
-                file.seek(0)
-                before = file.read(start)
     except OSError:  # removed or replaced meanwhile
         return ()
-    place = before.rfind(VALIDATION)
+    before, content = content[:-END_BYTES], content[-END_BYTES:]
+    place = -1 if VALIDATION in content else before.rfind(VALIDATION)
     line = before[before.rfind(b"\n", 0, place) + 1:].partition(b"\n")[0] if place >= 0 else b""
     return tuple(valid_records(b"\n".join((line, content)).decode(errors="replace")))
 
