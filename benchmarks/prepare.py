@@ -37,6 +37,8 @@ from tokens.tokenizer import load_tokenizer
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
 MEAN_SENTENCES = 30  # FineWeb's documents have about 3,000 characters
+AS_THE_ORIGINAL = ("import sys; from pathlib import Path; from benchmarks import prepare;"
+                   " prepare.prepare_as_the_original(*map(Path, sys.argv[1:]))")
 
 
 def prose() -> list[str]:
@@ -74,16 +76,16 @@ def build_corpus(folder: Path, num_bytes: int, *, num_files: int = 4) -> None:
                                     row_group_size=1000, compression="zstd")
 
 
-def peak_memory_of(command: Sequence[str | Path]) -> tuple[float, int]:
-    """Run a command; return its seconds and the peak memory of its process tree, in bytes.
+def peak_memory_of(command: Sequence[str | Path]) -> float:
+    """Run a command; return the peak memory of its process tree in MiB.
 
     Memory is the proportional set size (PSS), which counts shared pages once. It is sampled five
-    times per second, which slows the command by a few percent.
+    times per second.
 
     Raises:
         subprocess.CalledProcessError: the command failed.
     """
-    started, peak = time.perf_counter(), 0
+    peak = 0
     with tempfile.TemporaryFile("w+") as output:
         process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
@@ -96,7 +98,7 @@ def peak_memory_of(command: Sequence[str | Path]) -> tuple[float, int]:
         if process.returncode:
             output.seek(0)
             raise subprocess.CalledProcessError(process.returncode, command, output.read())
-    return time.perf_counter() - started, peak
+    return peak / 2**20
 
 
 def bare_rate(corpus: Path, num_workers: int) -> float:
@@ -107,11 +109,10 @@ def bare_rate(corpus: Path, num_workers: int) -> float:
                  for share in range(num_workers)]
     for process in processes:
         process.start()
-    shares = [results.get() for _ in processes]
+    starts, ends, num_tokens = zip(*[results.get() for _ in processes], strict=True)
     for process in processes:
         process.join()
-    seconds = max(end for _, end, _ in shares) - min(start for start, _, _ in shares)
-    return sum(num_tokens for _, _, num_tokens in shares) / seconds
+    return sum(num_tokens) / (max(ends) - min(starts))
 
 
 def _encode_share(corpus: Path, share: int, barrier, results) -> None:
@@ -164,32 +165,28 @@ def main(corpus: Path | None, megabytes: int, repeats: int, workers: int) -> Non
         if corpus is None:
             corpus = Path(folder) / "sample" / "10BT"
             build_corpus(corpus, megabytes * 10**6)
-        outputs = {name: Path(folder) / name for name in ("ours", "original")}
-        as_the_original = ("import sys; from pathlib import Path; from benchmarks import prepare;"
-                           " prepare.prepare_as_the_original(*map(Path, sys.argv[1:]))")
-        commands = {"ours": [sys.executable, PROJECT_DIR / "prepare_dataset.py", corpus,
-                             outputs["ours"], "--workers", str(workers)],
-                    "original": [sys.executable, "-c", as_the_original, corpus,
-                                 outputs["original"]]}
+        output = Path(folder) / "tokens"
+        commands = {
+            "ours": [sys.executable, PROJECT_DIR / "prepare_dataset.py", corpus, output,
+                     "--workers", str(workers)],
+            "original": [sys.executable, "-c", AS_THE_ORIGINAL, corpus, output]}
         rates: dict[str, list[float]] = {"ours": [], "bare": [], "original": []}
-        peaks: dict[str, list[float]] = {"ours": [], "original": []}
-        for number in range(repeats + 1):  # at last the memory, whose measuring slows the command
+        for _ in range(repeats):
             tokens = []
-            for name, output in outputs.items():
+            for name, command in commands.items():
                 shutil.rmtree(output, ignore_errors=True)
-                if number == repeats:
-                    peaks[name].append(peak_memory_of(commands[name])[1] / 2**20)
-                    continue
                 started = time.perf_counter()
-                subprocess.run(commands[name], check=True, capture_output=True)
+                subprocess.run(command, check=True, capture_output=True)
                 seconds = time.perf_counter() - started
                 tokens.append(np.concatenate([load_file(output / f"{split}.safetensors")["tokens"]
                                               for split in ("validation", "train")]))
                 rates[name].append(tokens[-1].size / seconds)
-            if tokens:
-                assert np.array_equal(*tokens)
-                rates["bare"].append(bare_rate(corpus, workers))
-    click.echo(f"{workers} workers, medians of {repeats}; peak MiB: {peaks}")
+            assert np.array_equal(*tokens)
+            rates["bare"].append(bare_rate(corpus, workers))
+        click.echo(f"{workers} workers, medians of {repeats}")
+        for name, command in commands.items():  # at last: measuring it slows the command
+            shutil.rmtree(output)
+            click.echo(f"{name:>9} peak memory {peak_memory_of(command):,.0f} MiB")
     for name, found in rates.items():
         rate = statistics.median(found)
         click.echo(f"{name:>9} {rate / 1e6:6.2f} M tokens/s, ours / {name}:"

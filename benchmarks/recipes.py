@@ -2,16 +2,13 @@
 
     uv run python -m benchmarks.recipes --sweeps-dir sweeps
 
-reads the sweeps that `benchmarks/recipes.md` lists and prints its first table; `--chart FILE` also
-draws the validation losses over the tokens.
+reads the sweeps that `benchmarks/recipes.md` lists and prints its first table.
 """
 
 import re
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -31,15 +28,10 @@ HEADS = ["baseline", "its tokens", "its loss", "recipe", "its tokens", "share", 
 BASELINE = "baseline"  # in the directories of a sweep: its base without changes
 
 
-@dataclass(frozen=True)
-class Variant:
-    """The finished runs of one variant of a sweep, by seed.
+class Variant(NamedTuple):
+    """The finished runs of one variant of a sweep, by seed."""
 
-    Attributes:
-        name: of the sweep, and of the change if there is one.
-    """
-
-    name: str
+    name: str  # of the sweep, and of the change if there is one
     runs: dict[int, Result]
 
     @property
@@ -60,8 +52,7 @@ def read_variants(sweep_dir: Path) -> list[Variant]:
     """Read the variants of a sweep, in order of their tokens; empty if there is no such sweep."""
     runs: dict[str, dict[int, Result]] = {}
     for path in sorted(sweep_dir.glob("*-seed-*")):
-        found = RUN_DIR.fullmatch(path.name)
-        result = read_result(path)
+        found, result = RUN_DIR.fullmatch(path.name), read_result(path)
         if found and result.status == FINISHED and result.figures["validation_loss"] is not None:
             change, seed = found.groups()
             name = sweep_dir.name if change == BASELINE else f"{sweep_dir.name}: {change}"
@@ -69,21 +60,13 @@ def read_variants(sweep_dir: Path) -> list[Variant]:
     return sorted((Variant(*found) for found in runs.items()), key=lambda found: found.tokens)
 
 
-def rows_of(sweeps_dir: Path) -> Iterator[list[str]]:
-    """Yield the cells of the table: each recipe beside each of its baselines."""
-    for name, baselines in RECIPES.items():
-        for baseline in (found for each in baselines for found in read_variants(sweeps_dir / each)):
-            for recipe in read_variants(sweeps_dir / name):
-                yield compare(baseline, recipe)
-
-
 def compare(baseline: Variant, recipe: Variant) -> list[str]:
     """Return the cells of a row: both variants, the difference of their losses, and after how many
     tokens the recipe had the baseline's loss."""
     seeds = sorted(baseline.runs.keys() & recipe.runs.keys())
     difference = Difference.of([recipe.losses[seed] - baseline.losses[seed] for seed in seeds])
-    cells = [*baseline.cells, recipe.cells[0], recipe.cells[1],
-             f"{recipe.tokens / baseline.tokens:.0%}", recipe.cells[2],
+    name, tokens, loss = recipe.cells
+    cells = [*baseline.cells, name, tokens, f"{recipe.tokens / baseline.tokens:.0%}", loss,
              f"{difference.mean:+.3f}" if difference else UNKNOWN,
              interval_of(difference, "{:+.3f} to {:+.3f}")]
     reached = [first_reaching(recipe.runs[seed].records, baseline.losses[seed]) for seed in seeds]
@@ -99,43 +82,17 @@ def interval_of(found: Difference | None, text: str) -> str:
     return text.format(*found.interval) if found and found.interval else UNKNOWN
 
 
-def draw(sweeps_dir: Path, path: Path) -> None:
-    """Draw the validation losses over the tokens, a panel for each model, all seeds as lines."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    models: dict[str, list[Variant]] = {}
-    for recipe, baselines in RECIPES.items():
-        for name in (*baselines, recipe):
-            if variants := read_variants(sweeps_dir / name):
-                model = re.sub("-(muon|original|adamw)(-one-rate)?", "", name)
-                models.setdefault(model, []).extend(variants)
-    figure = Figure(figsize=(5 * len(models), 4.5), layout="constrained")
-    for axes, (model, variants) in zip(figure.subplots(1, len(models), squeeze=False)[0],
-                                       models.items(), strict=True):
-        for variant, color in zip(variants, cycle(colormaps["tab20"].colors), strict=False):
-            for number, run in enumerate(variant.runs.values()):
-                points = [(record["tokens"] / 1e6, record["validation_loss"])
-                          for record in run.records if record.get("validation_loss") is not None]
-                axes.plot(*zip(*points, strict=True), color=color, marker=".",
-                          label=None if number else variant.name)
-        axes.set(title=model, xlabel="million tokens", ylabel="validation loss (nats per token)")
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-
-
 @click.command()
 @click.option("--sweeps-dir", type=click.Path(path_type=Path), default=Path("sweeps"),
               show_default=True)
-@click.option("--chart", type=click.Path(path_type=Path), help="Draw the losses into this file.")
-def main(sweeps_dir: Path, chart: Path | None) -> None:
-    """Print the table of recipes and baselines as Markdown."""
-    rows = list(rows_of(sweeps_dir))
+def main(sweeps_dir: Path) -> None:
+    """Print the table of recipes, each beside each of its baselines, as Markdown."""
+    rows = [compare(baseline, recipe) for name, baselines in RECIPES.items()
+            for each in baselines for baseline in read_variants(sweeps_dir / each)
+            for recipe in read_variants(sweeps_dir / name)]
     if not rows:
         raise UserError(f"{sweeps_dir}: no finished runs of the sweeps in benchmarks/recipes.md;"
                         " run those commands first")
-    if chart:
-        draw(sweeps_dir, chart)
     columns = [Column(head, "left" if head in (BASELINE, "recipe") else "right") for head in HEADS]
     print_line(Table(columns, rows).markdown())
 

@@ -5,9 +5,15 @@ the path of a training split. The last line printed is the speed, losses and mem
 """
 
 import json
+import sys
+
+if __name__ == "__main__" and json.loads(sys.argv[1])["system"] == "ours":
+    from basics.entry_points import begin_command
+
+    begin_command()  # as ddp_train.py does: OpenMP reads its limit when torch is imported
+
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -11,11 +11,14 @@ has failed. The table is made from that file.
 
 import itertools
 import json
+import math
 import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +26,6 @@ from typing import Any
 
 import click
 import numpy as np
-import psutil
 import torch
 
 from basics.errors import one_line
@@ -43,18 +45,17 @@ LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 0.02, "fp16": 0.02}
 MIN_FALL = 0.5  # nats, from the first step to the last ones: a level curve proves nothing
 RUN_STEPS = 40  # of a whole run: four reports of the speed, of which the first is left out
 ROW_SECONDS = 600  # that a row may take
+ON_GPU = {  # more rows of ours there: microbatches, and options that are no defaults
+    **{f"ours, microbatch {size}": {"microbatch_size": size} for size in (96, 48, 24, 12)},
+    "ours, cuDNN attention": {"attention": "cudnn"},
+    "ours, flash attention": {"attention": "flash"},
+    "ours, head in 4 chunks": {"head_chunks": 4},
+    "ours, activation checkpointing": {"activation_checkpointing": True}}
 Line = dict[str, Any]
 
 
 class RowFailed(Exception):
     """A row has no result; the message is the reason."""
-
-
-def append(path: Path, line: Line) -> None:
-    """Append a measurement to a file, with the versions and the time."""
-    append_whole(path, json.dumps(line | {
-        "torch": torch.__version__, "code": code_version(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
 
 
 def read(path: Path) -> list[Line]:
@@ -78,8 +79,9 @@ def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
             systems, ("bf16", "fp32"), (False, True))),
         (WHOLE_RUN, "whole run", {}), (ORIGINAL, "original", {})]
     if device == "cuda":  # the original keeps all attention weights
-        return [Task(*row, GPT2_SMALL.model_dump(), device, 16 if row[0] == ORIGINAL else 64, 192,
-                     34) for row in rows]
+        rows += [(name, "ours", changes) for name, changes in ON_GPU.items()]
+        return [Task(*row, GPT2_SMALL.model_dump(), device, 16 if row[0] == ORIGINAL else
+                     row[2].get("microbatch_size", 64), 192, 34) for row in rows]
     shape = {"context_length": 256, "emb_dim": 128, "n_heads": 4, "n_layers": 4, "drop_rate": 0.0,
              "qkv_bias": False}
     return [Task(*row, shape | {"vocab_size": size}, device, 8, 16, num_steps)
@@ -111,7 +113,6 @@ def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> 
     Raises:
         RowFailed: it has no speed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     if task.system != "whole run":
         printed = run(["-m", "benchmarks.systems", json.dumps(asdict(task)), str(tokens_path)],
                       folder, seconds)
@@ -137,34 +138,24 @@ def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> 
             "compile_seconds": summary["seconds"]["compile"] if machine["compiled"] else 0.0}
 
 
-def run(arguments: list[str], folder: Path, seconds: float, **environment: str) -> str:
-    """Run Python in the project's directory; return its stdout.
-
-    Args:
-        folder: for stdout, stderr and compiled code.
+def run(arguments: list[str], folder: Path, seconds: float) -> str:
+    """Run Python in the project's directory, compiled code in `folder`; return its stdout.
 
     Raises:
-        RowFailed: it failed, or ran out of time; nothing that it has started still runs.
+        RowFailed: it failed, or ran out of time.
     """
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")} | environment
-    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
-        process = psutil.Popen([sys.executable, *arguments], cwd=PROJECT_DIR, stdout=stdout,
-                               stderr=stderr, env=environment)
-        try:
-            process.wait(max(0.1, seconds))
-        except psutil.TimeoutExpired:
-            raise RowFailed(f"ran out of time after {seconds:,.0f} s") from None
-        finally:
-            if process.is_running():  # torchrun's processes have sessions of their own
-                tree = [process, *process.children(recursive=True)]
-                for each in tree:
-                    each.kill()
-                psutil.wait_procs(tree, timeout=10)  # only then the device's memory is free
-    if process.returncode:
-        said = (folder / "stderr").read_text(errors="replace").strip().splitlines()
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=PROJECT_DIR, capture_output=True, text=True,
+            errors="replace", timeout=max(0.1, seconds),
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")})
+    except subprocess.TimeoutExpired:  # ours end with the process that started them
+        raise RowFailed(f"ran out of time after {seconds:,.0f} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
         errors = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-        raise RowFailed(one_line((errors or said or [f"status {process.returncode}"])[-1]))
-    return (folder / "stdout").read_text()
+        raise RowFailed(one_line((errors or said)[-1]))
+    return done.stdout
 
 
 def folder_of(row: str) -> str:
@@ -231,14 +222,15 @@ def speed_table(lines: list[Line], flops: float, against: list[str]) -> list[str
               default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--only", multiple=True, metavar="ROW", help="Measure only this row; repeatable.")
+@click.option("--minutes", type=float, default=math.inf, help="End then; it goes on later.")
 @click.option("--nanogpt", type=click.Path(exists=True, file_okay=False, resolve_path=True,
                                            path_type=Path), help="A copy of its repository.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("throughput.jsonl"),
               show_default=True, help="One file for each machine.")
-def main(device: str, rounds: int, only: tuple[str, ...], nanogpt: Path | None,
-         output: Path) -> None:
+def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **options: Any) -> None:
     """Measure training speed, and print a table for each shape."""
-    tasks, is_good = tasks_of(device, nanogpt), True
+    ends_at, output = time.monotonic() + 60 * minutes, options["output"]
+    tasks, is_good = tasks_of(device, options["nanogpt"]), True
     names = {task.name for task in tasks}
     if unknown := set(only) - names:
         raise click.UsageError(f"--only {min(unknown)}: wanted one of: {'; '.join(sorted(names))}")
@@ -253,15 +245,18 @@ def main(device: str, rounds: int, only: tuple[str, ...], nanogpt: Path | None,
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
             tokens_path = write_tokens(Path(folder) / "zipf", chosen[0])
             for number, task in [*itertools.product(range(rounds), chosen), (rounds, chosen[0])]:
-                if latest().get((task.name, number), {}).get("status") == "ok":
+                seconds = min(ROW_SECONDS, ends_at - time.monotonic())
+                if seconds < 0 or latest().get((task.name, number), {}).get("status") == "ok":
                     continue
                 line: Line = {"bench": title, "row": task.name, "round": number, "status": "ok"}
                 place = Path(folder) / folder_of(task.name)
                 try:
-                    line |= measure_row(task, tokens_path, place, ROW_SECONDS)
+                    line |= measure_row(task, tokens_path, place, seconds)
                 except RowFailed as error:
                     line |= {"status": "failed", "reason": str(error)}
-                append(output, line)
+                append_whole(output, json.dumps(line | {
+                    "torch": torch.__version__, "code": code_version(),
+                    "time": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
                 click.echo(f"{task.name}: {line.get('reason') or line['tokens_per_second']}",
                            err=True)
         lines = list(latest().values())

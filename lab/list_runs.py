@@ -22,7 +22,7 @@ from lab.runs import (
     chosen_runs,
     last_records,
     last_value,
-    new_runs,
+    launched_runs,
     number,
     seconds_since,
     words,
@@ -30,6 +30,7 @@ from lab.runs import (
 from lab.table import UNKNOWN, Column, Table
 from reporting.metrics_file import THROTTLING
 from reporting.summary import duration
+from run_config import RUN_NAME
 
 PACE_RECORDS = 50  # the pace is that of so many reports
 LITTLE_DISK_GIB = 5.0
@@ -45,23 +46,26 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
 
     It may be run while they train.
     """
-    new = [name for name in new_runs(runs_dir) if name in runs or not runs]
-    launched = [] if runs and set(runs) <= set(new) else chosen_runs(
-        runs_dir, [name for name in runs if name not in new])
+    launched = launched_runs(runs_dir)
+    new = sorted(name for path in runs_dir.glob("*/train.json")  # with a config only
+                 if (name := path.parent.name) not in launched and RUN_NAME.fullmatch(name)
+                 and (name in runs or not runs))
+    if runs:
+        others = [name for name in runs if name not in new]
+        launched = chosen_runs(runs_dir, others) if others else []
     states = sorted((read_state(runs_dir, name) for name in launched),
                     key=lambda state: not state.is_running)
     states += [RunState(name, NEW) for name in new]
     if as_json:
         print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})
         return
-    click.echo(visible(table_of(states).terminal()))
     priced = [state.usd for state in states if state.usd is not None]
     total = f"in all: {duration(sum(state.seconds or 0.0 for state in states))}"
     if priced:
         total += f", US${dollars(sum(priced))}"
     if priced and (rest := len(launched) - len(priced)):
         total += f" and {rest} of {len(launched)} runs without a price"
-    click.echo(visible(total))
+    click.echo(visible(f"{table_of(states).terminal()}\n{total}"))
 
 
 @dataclass(frozen=True)
@@ -108,15 +112,13 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     """Read the state of one run; the name is one of `launched_runs`."""
     files = RunFiles.read(runs_dir / name)
     records = last_records(runs_dir / name / "metrics.jsonl")
-    reports = [record for record in records if None not in (
-        number(record.get("train_loss")), number(record.get("seconds")))]
     is_running = files.status == RUNNING
     step, num_steps = (number(files.summary.get(key)) for key in ("global_step", "num_steps"))
     if step is None:
         step = max((record["global_step"] for record in records), default=None)
     seconds, usd = files.spent(records)
     left = at_end = price = None
-    if is_running and None not in (step, num_steps, pace := _seconds_per_step(records, reports)):
+    if is_running and None not in (step, num_steps, pace := _seconds_per_step(records)):
         left = max(0, num_steps - 1 - step) * pace
         if usd and seconds:
             price = usd / seconds * 3600
@@ -141,21 +143,20 @@ def _last_list(records: Sequence[Record], key: str) -> list:
     return next((record[key] for record in reversed(records) if key in record), [])
 
 
-def _seconds_per_step(records: Sequence[Record], reports: Sequence[Record]) -> float | None:
+def _seconds_per_step(records: Sequence[Record]) -> float | None:
     """Return the pace over the last reports, with validations.
 
     It is the median between two reports: the start-up of a launch that resumed, and what it lost,
     lie between two of them and are not to come again.
     """
-    reports = reports[-PACE_RECORDS:]
+    reports = [record for record in records if None not in (
+        number(record.get("train_loss")), number(record.get("seconds")))][-PACE_RECORDS:]
     rates = [(after["seconds"] - before["seconds"]) / steps for before, after in pairwise(reports)
              if (steps := after["global_step"] - before["global_step"]) > 0]
     if not rates or (pace := statistics.median(rates)) < 0:
         return None
     first, last = reports[0], reports[-1]
-    steps = last["global_step"] - first["global_step"]
-    if steps <= 0:
-        return pace
+    steps = max(1, last["global_step"] - first["global_step"])
     validating = sum(record.get("validation_seconds") or 0.0 for record in records
                      if first["global_step"] < record["global_step"] <= last["global_step"])
     return min(pace + validating / steps, max(pace, (last["seconds"] - first["seconds"]) / steps))

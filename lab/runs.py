@@ -149,13 +149,6 @@ def is_launched(runs_dir: Path, name: str) -> bool:
         (found := version_of(runs_dir / name / file)) and found[1] for file in LAUNCHED)
 
 
-def new_runs(runs_dir: Path) -> list[str]:
-    """Return the names of the runs that have a config only."""
-    names = {path.parent.name for path in runs_dir.glob("*/train.json")}
-    return sorted(name for name in names - set(launched_runs(runs_dir))
-                  if RUN_NAME.fullmatch(name))
-
-
 def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
     """Return these runs, or all that have been launched.
 

@@ -1,9 +1,11 @@
-"""One table of the lab: for a terminal, in Markdown or in HTML; texts of its cells."""
+"""One table of the lab: for a terminal, in Markdown, HTML or CSV."""
 
+import csv
 import html
 import io
 import shutil
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.box import Box
 from rich.cells import cell_len
@@ -26,8 +28,8 @@ class Column:
 
     Attributes:
         head: of one or several lines.
-        min_width: characters to which its text can be wrapped in a terminal; 0 for a column of
-            figures, whose cells stay on one line.
+        min_width: characters to which its text can be wrapped in a terminal, the same for all
+            columns of a table; 0 for a column of figures, whose cells stay on one line.
         key: its name where it is hidden.
     """
 
@@ -47,12 +49,14 @@ class Table:
 
     Attributes:
         hidden_first: keys of columns, in the order in which a narrow terminal leaves them out.
+        values: the rows by key, with all digits, for CSV and JSON.
     """
 
     columns: list[Column]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
     hidden_first: tuple[str, ...] = ()
+    values: list[dict[str, Any]] = field(default_factory=list)
 
     def terminal(self, width: int = 0) -> str:
         """Format the table for so many characters, or for the terminal.
@@ -60,30 +64,25 @@ class Table:
         It is wider if even its least widths are too much.
         """
         width = width or shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
-        shown, hidden = dict(enumerate(self.columns)), []
-        whole = {place: max(map(cell_len, [*column.head.split("\n"), *(
-            visible(row[place]) for row in self.rows)])) for place, column in shown.items()}
-        widths = {place: min(whole[place], column.min_width or whole[place])
-                  for place, column in shown.items()}
-        places = {column.key: place for place, column in shown.items()}
+        least = {}  # widths by place
+        for place, column in enumerate(self.columns):
+            cells = [*column.head.split("\n"), *(visible(row[place]) for row in self.rows)]
+            whole = max(map(cell_len, cells))
+            least[place] = min(whole, column.min_width or whole)
+        places, hidden = {column.key: place for place, column in enumerate(self.columns)}, []
         for key in self.hidden_first:
-            if sum(widths[place] + GAP for place in shown) - GAP > width and key in places:
-                del shown[places[key]]
+            if sum(least.values()) + GAP * (len(least) - 1) > width and key in places:
+                del least[places[key]]
                 hidden.append(key)
-        rest = max(0, width + GAP - sum(widths[place] + GAP for place in shown))
-        wrapped = sorted((place for place in shown if widths[place] < whole[place]),
-                         key=lambda place: whole[place] - widths[place])
-        for count, place in zip(range(len(wrapped), 0, -1), wrapped, strict=True):
-            more = min(whole[place] - widths[place], rest // count)
-            widths[place], rest = widths[place] + more, rest - more
         grid = Grid(box=RULED, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
-        for place, column in shown.items():
+        for place, min_width in least.items():
+            column = self.columns[place]
             grid.add_column(Text(column.head), justify=column.align, vertical="top",
-                            no_wrap=not column.min_width, width=widths[place], overflow="fold")
+                            no_wrap=not column.min_width, min_width=min_width, overflow="fold")
         for row in self.rows:
-            grid.add_row(*(Text(visible(row[place])) for place in shown))
+            grid.add_row(*(Text(visible(row[place])) for place in least))
         console = Console(file=io.StringIO(), color_system=None, height=1, width=max(
-            width, sum(widths[place] + GAP for place in shown)))
+            width, sum(least.values()) + GAP * (len(least) - 1)))
         console.print(grid)
         notes = [*self.notes, *([f"hidden columns: {', '.join(hidden)}; a wider terminal shows"
                                  " them"] if hidden else [])]
@@ -110,6 +109,18 @@ class Table:
             '<div class="table"><table>', line("th", [c.whole_head for c in self.columns]),
             *(line("td", row) for row in self.rows), "</table></div>",
             *(f"<p>{html.escape(visible(note))}</p>" for note in self.notes)])
+
+    def csv(self) -> str:
+        """Format the values in CSV; text that a spreadsheet would run is quoted."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.values[0])
+        for row in self.values:
+            writer.writerow(
+                "" if value is None else str(value).lower().removesuffix(".0")  # true, 36
+                if not isinstance(value, str) else f"'{value}" if value[:1] in tuple("=+-@")
+                else value for value in row.values())
+        return text.getvalue().rstrip("\n")
 
 
 def short_count(value: float) -> str:

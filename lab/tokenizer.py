@@ -71,28 +71,22 @@ def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
 
     A damaged file is left out, with a warning.
     """
-    from tqdm import tqdm
-
     texts, num_bytes = [], 0
-    with tqdm(total=max_bytes, unit="B", unit_scale=True, desc="reading", leave=False,
-              disable=None) as bar:
-        for shard in source.shards:
-            shard.fetch()
-            try:
-                for task in shard.tasks("any"):
-                    bad_files: list[BadFile] = []
-                    for piece in task.read(bad_files):
-                        texts.append(piece.text)
-                        size = len(piece.text.encode("utf-8", "replace"))
-                        num_bytes += size
-                        bar.update(size)
-                        if num_bytes >= max_bytes:
-                            return texts, num_bytes
-                    for file in bad_files:
-                        print_error(one_line(f"warning: left out: {file.reason}"))
-            except BadShard as error:  # what could be read of it has been
-                print_error(one_line(f"warning: left out: {error}"))
-            shard.release()
+    for shard in source.shards:
+        shard.fetch()
+        try:
+            for task in shard.tasks("any"):
+                bad_files: list[BadFile] = []
+                for piece in task.read(bad_files):
+                    texts.append(piece.text)
+                    num_bytes += len(piece.text.encode("utf-8", "replace"))
+                    if num_bytes >= max_bytes:
+                        return texts, num_bytes
+                for file in bad_files:
+                    print_error(one_line(f"warning: left out: {file.reason}"))
+        except BadShard as error:  # what could be read of it has been
+            print_error(one_line(f"warning: left out: {error}"))
+        shard.release()
     return texts, num_bytes
 
 

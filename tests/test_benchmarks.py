@@ -1,30 +1,21 @@
-"""The benchmarks measure what they say: speed, GPU calls, recipes, the prose corpus."""
+"""The benchmarks measure what they say: speed, recipes, the prose corpus."""
 
 import gzip
 import json
 import re
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
-from matplotlib import colormaps
-from matplotlib.image import imread
 
 from basics.errors import UserError
-from benchmarks import on_gpu, prose, recipes, systems, throughput
-from benchmarks.on_gpu import FIRST, Call, Item
+from benchmarks import prose, recipes, systems, throughput
 from benchmarks.systems import Task, measure, time_steps
 from benchmarks.throughput import (
-    HUGGING_FACE,
     ORIGINAL,
     REFERENCE,
-    WHOLE_RUN,
     RowFailed,
     differences,
     measure_row,
@@ -33,8 +24,6 @@ from benchmarks.throughput import (
     tasks_of,
     write_tokens,
 )
-from lab.plan.speed_sources import MEASURED, read_measured
-from reporting.speed import find_gpu
 from run_config import ModelConfig, load_run
 from tests.support.lab_cli import run_lab
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines
@@ -103,15 +92,11 @@ def test_a_row_is_measured_in_a_process_of_its_own(tokens_path, tmp_path):
     assert len(result["blocks"]) == 3 and len(result["losses"]) == 7
 
 
-def test_a_process_that_fails_or_takes_too_long_has_a_reason_and_leaves_no_child(tmp_path):
+def test_a_process_that_fails_or_takes_too_long_has_a_reason(tmp_path):
     with pytest.raises(RowFailed, match="^ValueError: wrong$"):
         run(["-c", "raise ValueError('wrong')"], tmp_path, 60)
-    with pytest.raises(RowFailed, match="ran out of time after 3 s"):
-        run(["-c", "import subprocess, time\n"
-             "child = subprocess.Popen(['sleep', '600'], start_new_session=1)\n"
-             "print(child.pid, flush=True)\ntime.sleep(600)"], tmp_path, 3)
-    status = Path(f"/proc/{(tmp_path / 'stdout').read_text().strip()}/status")
-    assert not status.exists() or "zombie" in status.read_text()
+    with pytest.raises(RowFailed, match="ran out of time after 1 s"):
+        run(["-c", "import time; time.sleep(600)"], tmp_path, 1)
 
 
 def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_path):
@@ -151,123 +136,6 @@ def test_every_row_divides_the_global_batch_and_has_a_name_of_its_own(device):
     tasks = tasks_of(device, Path("nanogpt"))
     assert len({(task.name, task.model) for task in tasks}) == len(tasks)
     assert not any(task.global_batch_size % task.microbatch_size for task in tasks)
-
-
-# --- what needs a GPU, in four calls
-
-H100 = {"device": "NVIDIA H100 80GB HBM3", "device_type": "cuda", "processes": 1,
-        "torch": "2.11.0", "python": "3.12.3", "platform": "Linux"}
-
-
-def call_with(monkeypatch, out, *arguments, **rows):
-    """Make a call that measures these rows."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(on_gpu.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(Call, "items", lambda *_: [
-        Item(name, 100, measure) for name, measure in rows.items()])
-    return CliRunner().invoke(on_gpu.main, ["a", "--out", str(out), "--try-on-cpu", *arguments])
-
-
-def statuses(out):
-    return [(line["row"], line["status"]) for line in read(out / "results.jsonl")]
-
-
-def fail(*_):
-    raise RowFailed("no memory")
-
-
-def good(*_):
-    return {"answer": 42}
-
-
-def end(*_):
-    raise SystemExit(143)  # as on SIGTERM
-
-
-def test_a_row_that_fails_or_is_ended_is_a_line_and_others_are_measured_once(tmp_path, monkeypatch):
-    rows = {"bad": fail, "good": good}
-    assert call_with(monkeypatch, tmp_path, **rows, slow=end).exit_code == 143
-    assert statuses(tmp_path) == [("bad", "failed"), ("good", "ok")]
-    with tarfile.open(tmp_path / "on-gpu.tar.gz") as archive:
-        assert {"on-gpu/on-gpu.md", "on-gpu/results.jsonl"} <= set(archive.getnames())
-        text = archive.extractfile("on-gpu/on-gpu.md").read().decode()
-    assert "bad: failed: RowFailed: no memory" in text and '"answer": 42' in text
-    call_with(monkeypatch, tmp_path, **rows, slow=good)
-    assert statuses(tmp_path)[2:] == [("slow", "ok")]
-    call_with(monkeypatch, tmp_path, "--retry", bad=good, good=good)
-    assert statuses(tmp_path)[3:] == [("bad", "ok")]
-    result = call_with(monkeypatch, tmp_path / "late", "--minutes", "1", good=good)
-    assert "good: not begun" in result.output
-
-
-def test_each_row_of_the_four_calls_fits_into_nine_minutes(tmp_path):
-    items = [item for name in "abcd"
-             for item in Call(name, tmp_path, True, tmp_path).items(tmp_path / "tokens")]
-    assert max(item.seconds for item in items) <= 9 * 60 - on_gpu.RESERVE_SECONDS + 5
-    assert len(items) == len({item.name for item in items})
-    assert len(re.findall(r"mark\.gpu", (PROJECT_DIR / on_gpu.SEARCH_TEST).read_text())) == 1
-
-
-def test_tests_that_passed_are_not_repeated(tmp_path, monkeypatch):
-    (tmp_path / "test_a.py").write_text(
-        "import pytest\npytestmark = pytest.mark.gpu\n"
-        "def test_b(): pass\ndef test_c(): assert not 'right'\n")
-    monkeypatch.setattr(on_gpu, "PROJECT_DIR", tmp_path)
-    call = Call("c", tmp_path, on_gpu=False)
-    for _ in range(2):
-        with pytest.raises(RowFailed):
-            call.tests([str(tmp_path / "test_a.py")], tmp_path, 100)
-    assert statuses(tmp_path) == [("test test_a.py::test_b", "ok"),
-                                  *[("test test_a.py::test_c", "failed")] * 2]
-    assert "not 'right'" in read(tmp_path / "results.jsonl")[1]["reason"]
-
-
-def line_of(row, **values):
-    return {"row": row, "status": "ok", "losses": [], "precision": "bf16", "machine": H100,
-            "compile_seconds": 9.0, "peak_mib": 36e3, "microbatch_size": 64,
-            "time": "2026-11-30T10:00:00"} | values
-
-
-def cells(text, row):
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {row} ")]
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
-
-
-def test_the_page_shows_what_was_measured_and_lab_plan_reads_its_speed(tmp_path):
-    lines = [line_of(ORIGINAL, tokens_per_second=60e3, precision="fp16", losses=[11.02]),
-             line_of(FIRST, tokens_per_second=480e3, losses=[11.0, 9.0]),
-             line_of(HUGGING_FACE.format("bf16"), status="failed", reason="out of memory"),
-             line_of(WHOLE_RUN, tokens_per_second=470e3, seconds_by_phase={"checkpoint": 0.25}),
-             {"row": "test tests/a.py::test_a", "status": "ok", "outcome": "passed"},
-             {"row": "search", "status": "ok", "largest": 77}]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    Call("a", tmp_path, on_gpu=True).write()
-    text = (tmp_path / "on-gpu.md").read_text()
-    speed, mfu, *_, off, ratio, _, _ = cells(text, FIRST)[3:]
-    assert (speed, ratio, off) == ("480,000", "8.00", "0.0000") and 0.3 < float(mfu) < 0.5
-    assert cells(text, ORIGINAL)[7] == "0.0200"
-    assert "Tests: {'passed': 1}" in text
-    assert "Hugging Face, bf16, compiled: failed: out of memory" in text
-    assert '{"checkpoint": 0.25}' in text and '"largest": 77' in text
-    (found,) = read_measured(tmp_path, tmp_path / "measured.json")[MEASURED]
-    assert found.mfu(find_gpu(H100["device"])) == pytest.approx(0.406, abs=0.001)
-
-
-@pytest.mark.thorough  # trains and compiles on the CPU
-@pytest.mark.timeout(7200)
-def test_all_calls_pass_on_a_cpu(tmp_path):
-    for name in "abcd":
-        subprocess.run([sys.executable, "-m", "benchmarks.on_gpu", name, "--out", tmp_path,
-                        "--try-on-cpu", "--minutes", "40"], cwd=PROJECT_DIR, check=True)
-    wanted = [item.name for name in "abcd"
-              for item in Call(name, tmp_path, on_gpu=False).items(tmp_path)]
-    with tarfile.open(tmp_path / "on-gpu.tar.gz") as archive:
-        lines = archive.extractfile("on-gpu/results.jsonl").read().decode().splitlines()
-        assert "MFU" in archive.extractfile("on-gpu/on-gpu.md").read().decode()
-    found = {line["row"]: line for line in map(json.loads, lines)}
-    bad = {row: line["reason"] for row, line in found.items() if line["status"] != "ok"}
-    assert not bad and set(wanted) <= set(found)
-    assert any(row.startswith("test tests/test_gpu.py") for row in found)
 
 
 # --- recipes
@@ -328,7 +196,7 @@ def test_the_share_of_a_baselines_tokens_is_paired_by_seed(tmp_path):
         "2.350 (2 seeds)", "-0.250", "-0.885 to +0.385", "310", "31.0%", "18.3% to 43.7%"]]
 
 
-def test_changed_variants_are_named_and_drawn_and_other_directories_are_left_out(tmp_path):
+def test_changed_variants_are_named_and_other_directories_are_left_out(tmp_path):
     nothing = CliRunner().invoke(recipes.main, ["--sweeps-dir", str(tmp_path)]).exception
     assert isinstance(nothing, UserError) and "run those commands" in str(nothing)
     for name in ("baseline-seed-42", "learning_rate-0.01-seed-42", "baseline-seed-42.old"):
@@ -337,12 +205,6 @@ def test_changed_variants_are_named_and_drawn_and_other_directories_are_left_out
     rows = table(tmp_path)
     assert [row[3] for row in rows] == ["bytes-muon", "bytes-muon: learning_rate-0.01"]
     assert {tuple(row[8:]) for row in rows} == {("-", "not reached", "-", "-")}
-    result = CliRunner().invoke(recipes.main, ["--sweeps-dir", str(tmp_path),
-                                       "--chart", str(tmp_path / "chart.png")])
-    assert result.exit_code == 0, result.output
-    pixels = imread(tmp_path / "chart.png")[..., :3].reshape(-1, 3)
-    for color in colormaps["tab20"].colors[:3]:
-        assert np.isclose(pixels, color, atol=0.01).all(axis=1).any()
 
 
 # --- the prose corpus

@@ -1,11 +1,15 @@
-"""Charts of a comparison: loss curves, loss over the batch size, memory over the microbatch."""
+"""Charts of a comparison: loss curves, and the fits of the original's notes.
+
+The fits are the loss over the batch size and the memory over the microbatch.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,67 +25,50 @@ if TYPE_CHECKING:
 
 AXES = {"global step": ("global_step", 1), "tokens": ("tokens", 1), "hours": ("seconds", 3600),
         "US$": ("usd", 1)}  # by label: the key in a record, and how many of its units are one
+CURVES: dict[str, dict[str, float]] = {"train_loss": {"linewidth": 1, "alpha": 0.5},
+                                       "validation_loss": {"linewidth": 2.5, "markersize": 4}}
 MAX_POINTS = 60  # of a training curve; the noise of more would hide the other curves
 MAX_NAMES = 16  # in a legend
 HIGH_START = 0.1  # of a curve; losses there are above the axis
 MARGIN = 0.08  # share of an axis between its ends and the points
 FEW_VALIDATIONS = 15  # up to this number, each one is marked
-PUBLISHED_COLOR = "tab:red"
 NEEDED_FOR_PARABOLA, NEEDED_FOR_LINE = 3, 2  # different x
 
-Curve = tuple[Row, str, Any, Any]  # its key in the records, x and y
+# What a curve is fitted through, by label: rows by x and y, so that equal points count once.
+Points = dict[str, dict[tuple[float, float], Row | None]]
 
 
-class Points(NamedTuple):
-    """Points that one curve is fitted through."""
-
-    label: str
-    color: str
-    rows: dict[tuple[float, float], Row | None]  # by x and y: equal points count once
-
-
-def loss_points(rows: list[Row], kind: str) -> list[Points]:
+def loss_points(rows: list[Row], kind: str) -> Points:
     """Group the rows that have this loss by all settings that change it, except the batch size."""
-    return _grouped(((row.first.loss_group, row, row.figures["global_batch_size"], row.loss(kind))
-                     for row in rows),
-                    needed=NEEDED_FOR_PARABOLA, published="published: FineWeb, 3.26G tokens")
+    return _grouped(((row.first.loss_group, row, row.values["global_batch_size"], row.loss(kind))
+                     for row in rows), NEEDED_FOR_PARABOLA)
 
 
-def memory_points(rows: list[Row]) -> list[Points]:
+def memory_points(rows: list[Row]) -> Points:
     """Group runs whose memory forms one line over the microbatch: same model and precision.
 
     A published point is the memory of a GPU and the largest microbatch that fitted. A search for
     the largest microbatch is a line of its own.
     """
-    results = [result for row in rows for result in row.results]
-    searches = [Points(f"--find-max-microbatch of {result.name}", f"C{3 + place % 6}",
-                       dict.fromkeys(result.search))
-                for place, result in enumerate(results)
-                if len({size for size, _ in result.search}) >= NEEDED_FOR_LINE]
-    return searches + _grouped(
+    results = [(row, result) for row in rows for result in row.results]
+    searches = {f"--find-max-microbatch of {result.name}": dict.fromkeys(result.search)
+                for _, result in results if len(dict(result.search)) >= NEEDED_FOR_LINE}
+    return searches | _grouped(
         ((result.memory_group, row, result.figures["microbatch_size"], result.memory_gib)
-         for row in rows for result in row.results),
-        needed=NEEDED_FOR_LINE, published="published: GPU memory and its largest microbatch")
+         for row, result in results), NEEDED_FOR_LINE)
 
 
-def _grouped(found: Iterable[tuple[tuple[str, ...], Row, float | None, float | None]], *,
-             needed: int, published: str) -> list[Points]:
-    """Group points, each with its group, row, x and y; at least `needed` different x are a curve.
-
-    Args:
-        published: label of the published points.
-    """
-    groups: dict[tuple[str, ...], dict[tuple[float, float], Row]] = {}
+def _grouped(found: Iterable[tuple[tuple[str, ...], Row, float | None, float | None]],
+             needed: int) -> Points:
+    """Group points, each with its group, row, x and y; `needed` different x are a curve."""
+    groups: dict[tuple[str, ...], dict[tuple[float, float], Row | None]] = {}
     for group, row, x, y in found:
         if group and x and y is not None:
             groups.setdefault(group, {}).setdefault((x, y), row)
-    curves: list[Points] = []
-    for points in groups.values():
-        first = next(iter(points.values()))
-        if len({x for x, _ in points}) >= needed:
-            curves.append(Points(published, PUBLISHED_COLOR, points) if first.is_published else
-                          Points(f"runs like {first.short_name}", f"C{len(curves) % 3}", points))
-    return curves
+    curves = [points for points in groups.values() if len({x for x, _ in points}) >= needed]
+    firsts = [next(iter(points.values())) for points in curves]
+    return {"published" if first.is_published else f"runs like {first.short_name}": points
+            for first, points in zip(firsts, curves, strict=True)}
 
 
 def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list[str]]:
@@ -95,18 +82,14 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
     """
     charts_dir.mkdir(parents=True, exist_ok=True)
     kind = deciding_loss([row for row in rows if not row.is_published] or rows)
-    curves = {}
-    for label, (x_key, unit) in AXES.items():
-        found = [(row, key, x / unit, y) for row in rows for result in row.results
-                 for key in ("train_loss", "validation_loss")
-                 for x, y in [_points_of(result, key, x_key)] if len(x)]
-        curves |= {label: found} if found else {}
     if not loss_points(rows, kind):
         kind = "test_loss"  # that of the published rows
+    recorded = [row for row in rows if any(len(_points_of(result, key, "global_step")[0])
+                                           for result in row.results for key in CURVES)]
     losses, memory = loss_points(rows, kind), memory_points(rows)
     written, missing = [], []
     for name, data, plot, needed in (
-        ("loss-curves.png", curves, partial(_plot_curves, curves), "a run with recorded losses"),
+        ("loss-curves.png", recorded, partial(_plot_curves, recorded), "a run with records"),
         ("loss-over-batch.png", losses, partial(plot_points, losses, plot_fit, (
             "global batch (sequences)", f"{LOSS_NAMES[kind]} (nats per token)")),
          f"{NEEDED_FOR_PARABOLA} finished runs that differ in their batch"),
@@ -136,35 +119,35 @@ def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     return (x + 1 if x_key == "global_step" else x), y  # people count from 1
 
 
-def _plot_curves(panels: dict[str, list[Curve]], figure: Figure) -> None:
-    """Plot the losses of all runs over steps, and over tokens, time and dollars if recorded."""
+def _plot_curves(rows: list[Row], figure: Figure) -> None:
+    """Plot the losses of all runs, a panel for each axis that is recorded."""
     from matplotlib.ticker import EngFormatter
 
-    shape, size = ((2, 2), (12, 9)) if len(panels) == 4 else ((1, len(panels)), (12, 5.6))
-    figure.set_size_inches(*size)
-    names = {id(row): row.short_name for curves in panels.values() for row, *_ in curves}
-    places = {each: place for place, each in enumerate(names)}  # long names may begin alike
-    for axes, (label, curves) in zip(figure.subplots(*shape, sharey=True, squeeze=False).flat,
-                                     panels.items(), strict=True):
-        axes.set_xlabel(label)
-        axes.set_ylabel("loss (nats per token)")
-        for row, key, x, y in curves:  # without path effects: they draw white borders
-            style: dict[str, Any] = {"linewidth": 1, "alpha": 0.5} if key == "train_loss" else {
-                "linewidth": 2.5, "markersize": 4,
-                "marker": "o" if len(y) <= FEW_VALIDATIONS else None}
-            axes.plot(x, y, color=f"C{places[id(row)] % 10}", path_effects=[], **style)
-        if max(x.max() for _, _, x, _ in curves) >= 1000:  # smaller x would have an m, read as M
+    figure.set_size_inches(12, 9)
+    panels = figure.subplots(2, 2, sharey=True).flatten()
+    for axes, (label, (x_key, unit)) in zip(panels, AXES.items(), strict=True):
+        axes.set(xlabel=label, ylabel="loss (nats per token)")
+        for place, row in enumerate(rows):
+            for result, key in itertools.product(row.results, CURVES):
+                x, y = _points_of(result, key, x_key)
+                is_marked = key == "validation_loss" and len(y) <= FEW_VALIDATIONS
+                if len(x):  # without path effects: they draw white borders
+                    axes.plot(x / unit, y, color=f"C{place % 10}", path_effects=[],
+                              marker="o" if is_marked else None, **CURVES[key])
+        if not axes.lines:
+            axes.remove()
+        elif axes.get_xlim()[1] >= 1000:  # smaller x would have an m, read as M
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    losses = [y for *_, y in next(iter(panels.values()))]
+    losses = [line.get_ydata() for line in panels[0].lines]
     low, high = min(y.min() for y in losses), max(y[int(len(y) * HIGH_START):].max()
                                                   for y in losses)
     margin = MARGIN * (high - low) or 0.5
-    figure.axes[0].set_ylim(low - margin, high + margin)
+    panels[0].set_ylim(low - margin, high + margin)
     figure.suptitle("training (thin, smoothed) and validation (bold)")
-    for place, name in enumerate([*names.values()][:MAX_NAMES]):
-        figure.axes[0].plot([], [], color=f"C{place % 10}", linewidth=2.5,
-                            label=without_formulas(name))
-    figure.legend(loc="outside lower center", ncols=min(4, len(names)), frameon=False,
+    for place, row in enumerate(rows[:MAX_NAMES]):
+        panels[0].plot([], [], color=f"C{place % 10}", linewidth=2.5,
+                       label=without_formulas(row.short_name))
+    figure.legend(loc="outside lower center", ncols=min(4, len(rows)), frameon=False,
                   fontsize="small")
 
 
@@ -172,18 +155,19 @@ def without_formulas(text: str) -> str:
     return text.replace("$", r"\$")  # matplotlib parses text between two dollar signs as a formula
 
 
-def plot_points(groups: list[Points], fit: Callable[..., object], labels: tuple[str, str],
+def plot_points(groups: Points, fit: Callable[..., object], labels: tuple[str, str],
                 figure: Figure) -> None:
     """Plot each group with the names of its runs and its curve; the legend hides no point."""
     figure.set_size_inches(10, 7)
     axes = figure.subplots()
-    for label, color, rows in groups:
-        x, y = map(list, zip(*rows, strict=True))
+    for place, (label, points) in enumerate(groups.items()):
+        x, y = map(list, zip(*points, strict=True))
+        color = f"C{place % 10}"
         axes.plot(x, y, color=color, marker="o", markersize=8, linestyle="none", zorder=3,
                   label=without_formulas(label))
-        for place, row in rows.items():
+        for point, row in points.items():
             if row and not row.is_published:
-                axes.annotate(without_formulas(row.short_name), place, fontsize="x-small",
+                axes.annotate(without_formulas(row.short_name), point, fontsize="x-small",
                               textcoords="offset points", xytext=(7, 5), color="gray")
         fit(axes, x, y, color)
     axes.set(xlabel=labels[0], ylabel=labels[1])
@@ -215,5 +199,5 @@ def plot_line(axes: Axes, x: list[float], y: list[float], color: str) -> None:
     ends = np.array([0, max(x) * 1.1])
     axes.plot(ends, fixed + slope * ends, color=color, zorder=1,
               label=f"{fixed:.2f} GiB + {slope:.3f} GiB per sequence")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0, auto=True)
+    axes.set_ylim(bottom=0, auto=True)

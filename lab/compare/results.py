@@ -1,12 +1,11 @@
 """Results of runs, and the published ones of the original system: figures, settings and status."""
 
 import json
-import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pydantic import ValidationError
 
@@ -36,15 +35,14 @@ LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change
 MEMORY_SETTINGS = (  # change the memory of a step
     "gradient_accumulation_steps", "residual_dtype", "compile", "attention", "head_chunks",
     "activation_checkpointing", "deterministic", "optimizer")
-Figures = dict[str, float | None]  # by the keys of FIGURES and more; None if not known
+FROM_RECORDS = ("tokens", "tokens_per_second", "train_loss", "validation_loss",
+                "validation_bits_per_byte")  # also in a summary
 FIGURES = (
-    "global_batch_size", "microbatch_size", "tokens", "steps", "train_loss", "validation_loss",
-    "test_loss", "validation_bits_per_byte", "test_bits_per_byte",
+    "global_batch_size", "microbatch_size", *FROM_RECORDS, "steps",
     "ift_score",  # 0 to 100: a judge model's score after instruction fine-tuning
     "ift_low", "ift_high",  # the score's 95% interval
-    "seconds",  # of all phases
-    "validation_seconds", "usd", "validation_usd", "num_gpus",
-    "tokens_per_second",  # while training
+    "seconds", "validation_seconds", "usd",  # of all phases; of one; of all
+    "num_gpus",
 )
 
 
@@ -53,12 +51,10 @@ class Result:
     """One run, or one published row.
 
     Attributes:
+        figures: by `FIGURES`; None for what is not known. Losses are the last ones, not the best.
         reason: why it ended or stopped, as its summary says.
         config: `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
-        tests: tests on held-out tokens, by a description of the slice; the longest slice first.
-        test_slice: the slice of the test loss in `figures`; the comparison chooses it, and says
-            whether it is another text than that of the others.
-        tokenizer: its name, if the run recorded it.
+        tests: tests on held-out tokens, by the text or the slice; the longest first.
         code: the version of the code that ended the run, if it recorded one.
         notes: of a published row.
         machine: device, precision, number of processes.
@@ -72,12 +68,10 @@ class Result:
 
     name: str
     status: str
-    figures: Figures
+    figures: dict[str, float | None]
     reason: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     tests: dict[str, Record] = field(default_factory=dict)
-    test_slice: str = ""
-    is_of_other_slice: bool = False
     tokenizer: str | None = None
     code: str = ""
     notes: str = ""
@@ -99,11 +93,20 @@ class Result:
             keys += ["validation_batches", "microbatch_size"]
         return tuple(shown(self.config.get(key)) for key in keys)
 
+    def priced(self, usd_per_hour: float) -> Self:
+        """Return the run as if all of its time had cost as much."""
+        def usd(seconds: float | None) -> float | None:
+            return None if seconds is None else seconds * usd_per_hour / 3600
+
+        return replace(self, figures=self.figures | {"usd": usd(self.figures["seconds"])},
+                       records=tuple(record | {"usd": usd(record.get("seconds"))}
+                                     for record in self.records))
+
 
 def shown(value: Any) -> str:
     """Format a setting: 4 and 4.0 the same, on one line, of limited length."""
     if value is None or isinstance(value, bool):
-        return {None: "none", True: "true", False: "false"}[value]
+        return str(value).lower()
     if number(value) is not None and value == int(value):
         value = int(value)
     return one_line(str(value)[:LONGEST_VALUE])
@@ -131,7 +134,7 @@ def read_result(run_dir: Path) -> Result:
         reason=str(files.summary.get("reason") or ""),
         device=machine[0] if isinstance(facts.get("device"), str) else None,
         figures=_figures(files, records, config, judged), records=records,
-        tests={slice_of(test): test for test in tests},  # later ones win
+        tests={str(test.get("text") or slice_of(test)): test for test in tests},  # later ones win
         tokenizer=next((name for name in tokenizers if isinstance(name, str)), None),
         code=shown(code) if code else "", memory_gib=number(facts.get("peak_memory_gib")),
         judge=f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else "",
@@ -140,35 +143,24 @@ def read_result(run_dir: Path) -> Result:
 
 
 def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any],
-             judged: Record) -> Figures:
-    """Return a run's figures without its test loss. Losses are the last ones, not the best."""
-    found = dict.fromkeys(FIGURES) | {
-        key: number(next((record[key] for record in (files.summary, *reversed(records))
-                          if key in record), None))  # a loss of null is not finite
-        for key in ("tokens", "tokens_per_second", "train_loss", "validation_loss",
-                    "validation_bits_per_byte")}
+             judged: Record) -> dict[str, float | None]:
+    found = {key: number(next((record[key] for record in (files.summary, *reversed(records))
+                               if key in record), None))  # a loss of null is not finite
+             for key in FROM_RECORDS}
     last_step = last_value([*records, files.summary], "global_step")
     steps, (seconds, usd) = None if last_step is None else last_step + 1, files.spent(records)
-    if files.has_ended and files.phases("seconds"):
-        validation, validation_usd = (files.phases(kind).get("validation", 0.0)
-                                      for kind in ("seconds", "usd"))
-    else:  # its dollars by its time
-        validation = sum(record.get("validation_seconds") or 0.0 for record in records)
-        validation_usd = None if None in (usd, seconds) else usd * validation / seconds
-    if rates := [rate for record in records if not files.has_ended
-                 and (rate := number(record.get("tokens_per_second"))) is not None]:
-        found["tokens_per_second"] = statistics.median(rates)
-    batch = [number(files.part("batch").get(key)) for key in (
-        "microbatch_size", "gradient_accumulation_steps", "world_size")]
-    measured = ratio(ratio(found["tokens"], steps), number(config.get("context_length")))
+    validation = files.phases("seconds").get("validation", 0.0) if files.has_ended else sum(
+        record.get("validation_seconds") or 0.0 for record in records)
+    batch = number(config.get("global_batch_size"))
+    context_length = number(config.get("context_length"))
+    if found["tokens"] and steps and context_length:
+        batch = round(found["tokens"] / steps / context_length)
     interval, machine = judged.get("score_interval"), files.part("machine")
     low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
     return found | {
         "steps": steps, "seconds": seconds, "usd": usd, "validation_seconds": validation,
-        "validation_usd": validation_usd,
-        "microbatch_size": batch[0] or number(config.get("microbatch_size")),
-        "global_batch_size": number(math.prod(batch)) if all(batch) else round(measured)
-        if measured else number(config.get("global_batch_size")),
+        "global_batch_size": batch,
+        "microbatch_size": number((files.part("batch") or config).get("microbatch_size")),
         "ift_score": number(judged.get("score")), "ift_low": number(low), "ift_high": number(high),
         "num_gpus": number(machine.get("processes"))
         if machine.get("device_type") == "cuda" else None}
@@ -217,30 +209,24 @@ def _config(files: RunFiles) -> dict[str, Any]:
     return {key: value for one in configs for key, value in one.model_dump(mode="json").items()}
 
 
-def ratio(part: float | None, whole: float | None) -> float | None:
-    """Return the share of two figures; None if one is not known."""
-    return None if part is None or not whole else part / whole
-
-
 def read_published() -> list[Result]:
     """Read the published results; dollars follow from their seconds and the machine's price."""
     published, results = json.loads(PUBLISHED_PATH.read_text(encoding="utf-8")), []
-    test_slice = slice_of(published["test_slice"])
+    where = published["test_slice"]
     for row in published["rows"]:
         num_gpus, _, device = row.get("machine", "").partition("x ")
-        usd = {target: row[key] / 3600 * row["usd_per_hour"] for key, target in (
-            ("seconds", "usd"), ("validation_seconds", "validation_usd"))
-            if key in row and "usd_per_hour" in row}
         # The original's fit has one point per run: of two checkpoints the best.
         is_in_fit = row.get("dataset") == "FineWeb" and row.get("checkpoint") != "latest"
-        results.append(Result(
+        result = Result(
             name=row["name"], status=PUBLISHED, notes=row.get("notes", ""), size=row["model"],
-            figures=dict.fromkeys(FIGURES) | {key: row[key] for key in FIGURES if key in row}
-            | usd | {"num_gpus": int(num_gpus) if device else None},
-            tests={test_slice: {"loss": row["test_loss"]}} if "test_loss" in row else {},
+            figures={key: row.get(key) for key in FIGURES}
+            | {"num_gpus": int(num_gpus) if device else None},
+            tests={slice_of(where): where | {"loss": row["test_loss"]}}
+            if "test_loss" in row else {},
             device=device or None, memory_gib=row.get("gib_per_gpu"),
             loss_group=(PUBLISHED, row["dataset"], str(row.get("tokens"))) if is_in_fit else (),
-            memory_group=(PUBLISHED,)))
+            memory_group=(PUBLISHED,))
+        results.append(result.priced(row["usd_per_hour"]) if "usd_per_hour" in row else result)
     return results
 
 

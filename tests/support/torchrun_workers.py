@@ -4,9 +4,10 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import ddp_train
-from benchmarks.on_gpu_rows import stepping
 from processes.launch import Process, process_group, this_process
 from processes.startup_agreement import open_store
 from reporting import clock, loss_window
@@ -24,6 +24,9 @@ from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import TINY_TRAIN
 from trainer import background_saver, losses, reports, stopping
+from trainer.losses import build_training_state
+from trainer.microbatch_trial import random_microbatches
+from trainer.precision import resolve_for_device
 from trainer.reports import Reports
 
 GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
@@ -33,6 +36,16 @@ MANY_TOKENS = {"vocab_size": 257, "context_length": 256, "emb_dim": 128, "n_head
 MANY_WORDS = {"vocab_size": 8192, "context_length": 128, "emb_dim": 64, "n_heads": 2,
               "n_layers": 2}
 WIDE = {"vocab_size": 2000, "context_length": 16, "emb_dim": 512, "n_heads": 4, "n_layers": 1}
+
+
+def stepping(model: ModelConfig, train: TrainConfig, process: Process
+             ) -> tuple[ddp_train.TrainingStep, Callable[[], Any]]:
+    """Build a step, and a function that takes it on random tokens. Every rank."""
+    train = resolve_for_device(train, process.device)
+    step = ddp_train.TrainingStep(build_training_state(model, train, process), train, process)
+    batches = random_microbatches(model, train.microbatch_size, process.device)
+    return step, lambda: step.take(
+        batches, num_microbatches=train.gradient_accumulation_steps, learning_rate=1e-3)
 
 
 def peak_of_training(model: ModelConfig, train: TrainConfig, process: Process) -> int:
