@@ -281,8 +281,7 @@ class Trainer:
         self.identity, aside_dir = open_run_dir(self.prepared, self.process, self.clock)
         self.reports.begin(aside_dir)
         agreement.record_training_began(self.prepared.first_step)
-        self.step = TrainingStep(self.state, self.config, self.process,
-                                 self.reports.diagnostics)
+        self.step = TrainingStep(self.state, self.config, self.process, self.reports.diagnostics)
         if self.prepared.lacks_validation:  # an earlier launch ended before it
             self.wait_for_all()
             self.validate(self.prepared.first_step - 1)

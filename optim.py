@@ -58,7 +58,6 @@ def group_of(name: str, parameter: Tensor) -> Group:
 
 
 def peak_learning_rate(group: Group, config: TrainConfig) -> float:
-    """Return the highest learning rate of a group."""
     own = getattr(config, f"{group}_learning_rate")
     return config.learning_rate if own is None else own
 
@@ -177,20 +176,12 @@ class Muon(AdamW):
             [[[part.scale]] for part in same], device=same[0].parameter.device)
             for same in self._parts_by_shape}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._step_matrices(self._matrices())
-        groups = self.param_groups
-        self.param_groups = [group for group in groups if not group["is_orthogonalised"]]
-        try:
-            super().step(closure)
-        finally:
-            self.param_groups = groups
-
     def _matrices(self) -> dict[str, Any]:
         return next(group for group in self.param_groups if group["is_orthogonalised"])
 
-    def _step_matrices(self, group: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self._matrices()
         self._update_momentum(group)
         skips = self.found_inf.bool()
         rate = torch.where(skips, 0.0, group["lr"])  # ()
@@ -205,6 +196,10 @@ class Muon(AdamW):
             scales = self._scales[parts[0].shape] * rate  # (n, 1, 1)
             torch._foreach_sub_(  # the product has the weights' type: one pass
                 [part.of(part.parameter) for part in parts], list(updates[: len(parts)] * scales))
+        groups = self.param_groups
+        self.param_groups = [each for each in groups if each is not group]
+        super().step(closure)
+        self.param_groups = groups
 
     def _update_momentum(self, group: dict[str, Any]) -> None:
         """Add the gradients to their moving averages, in one pass and not in a skipped step.
