@@ -243,7 +243,7 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
 def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the run's newest checkpoint whose every byte is right, and warnings about later ones.
 
-    Raises: UserError: there are some, but none is whole: starting over would lose the run.
+    Raises: UserError: none is whole, of some: starting over would lose the run.
     """
     damaged: list[str] = []
     identity = read_identity(checkpoints_dir.parent)

@@ -27,8 +27,7 @@ RAISED = 1.1  # ratio of two learning rates that is worth a warning
 def build_optimizer(model: nn.Module, config: TrainConfig, process: Process) -> AdamW:
     """Build the optimizer with a parameter group for the matrices, embeddings, head and vectors.
 
-    Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2, for
-    AdamW.
+    Source of AdamW: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
     """
     by_group: dict[Group, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -63,7 +62,6 @@ def peak_learning_rate(group: Group, config: TrainConfig) -> float:
 
 
 def rates_line(model: ModelConfig, config: TrainConfig) -> str:
-    """Name the peak rate of each group."""
     return ", ".join(f"{group} {peak_learning_rate(group, config):g}" for group in GROUPS
                      if group != "head" or not model.tie_weights)
 

@@ -172,7 +172,6 @@ class TrainConfig(FrozenConfig):
 
 
 def _inside(name: str) -> property:
-    """Return the property that is a path in the run directory."""
     return property(lambda run: run.run_dir / name)
 
 

@@ -47,7 +47,6 @@ class Diagnostics:
         self._measured: list[Measured] = []
 
     def begin_step(self, global_step: int) -> None:
-        """Measure this step if it is due."""
         self._is_due = self._interval is not None and (global_step + 1) % self._interval == 0
         if self._is_due:
             self._measured.append(Measured(global_step))
@@ -67,7 +66,6 @@ class Diagnostics:
 
     @torch.no_grad()
     def after_update(self, model: GPTModel) -> None:
-        """Measure how the weights have changed."""
         if not self._is_due:
             return
         device = model.token_embedding.weight.device

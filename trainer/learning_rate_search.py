@@ -138,10 +138,7 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
 
 
 def suggested_rates(config: TrainConfig, learning_rate: float) -> dict[str, float]:
-    """Return the keys to set: `learning_rate`, and those of the groups with their own rates.
-
-    All groups were tested together, so these keep their ratio.
-    """
+    """Return the keys to set: those of the groups with own rates too, which keep their ratio."""
     return {"learning_rate": learning_rate} | {
         key: learning_rate * rate / config.learning_rate
         for group in GROUPS if (rate := getattr(config, key := f"{group}_learning_rate"))}

@@ -130,10 +130,7 @@ class Losses:
             model.train()
 
     def validation(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of one microbatch, () float32; the last one may be smaller.
-
-        Call it in evaluation mode, without gradients. Any rank.
-        """
+        """Return the mean loss of a microbatch, () float32, in evaluation mode and no_grad."""
         with autocast(self.config.precision, self.process.device):
             if self._compiled_validation is None:
                 return self.model(token_ids, targets)

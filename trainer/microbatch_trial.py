@@ -155,7 +155,6 @@ class MicrobatchTrial:
 
 def random_microbatches(model: ModelConfig, size: int, device: torch.device
                         ) -> Iterator[Microbatch]:
-    """Yield microbatches of random tokens, without end."""
     while True:
         yield Microbatch(0, *torch.randint(
             model.vocab_size, (2, size, model.context_length), device=device))

@@ -124,7 +124,6 @@ def check_name(name: str, runs_dir: Path) -> None:
 
 
 def is_run(name: str, runs_dir: Path) -> bool:
-    """Return whether a name is that of a run."""
     return bool(RUN_NAME.fullmatch(name)) and (runs_dir / name).is_dir()
 
 

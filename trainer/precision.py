@@ -56,7 +56,6 @@ def resolve_for_device(config: TrainConfig, device: torch.device) -> TrainConfig
 
 def choose_forward_options(model: ModelConfig, config: TrainConfig,
                            device: torch.device) -> ForwardOptions:
-    """Return how the forward pass is computed on a device."""
     on_gpu, in_16_bits = device.type == "cuda", config.precision in ("bf16", "fp16")
     is_eager_on_cpu = not on_gpu and not config.compile
     return ForwardOptions(

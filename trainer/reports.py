@@ -132,7 +132,6 @@ class Reports:
         raise AgreedError(reason, status=NON_FINITE)
 
     def warn_of_failed_write(self) -> None:
-        """Warn if the last checkpoint could not be written."""
         if failure := self.saver.pop_failure():
             self.log.say(f"warning: {failure} in {self.run.checkpoints_dir}: each later"
                          " checkpoint tries again")

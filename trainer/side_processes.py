@@ -76,13 +76,11 @@ class SideProcesses:
             self.tracker.start()
 
     def warn(self) -> None:
-        """Warn of what has failed since the last call."""
         self._log.warn(CHARTS_FAILED, self.charts.pop_failure())
         self._log.warn(self._tracker_failed, self.tracker.pop_failure())
         self._log.warn(COMMAND_FAILED, self.after_checkpoint.pop_failure())
 
     def finish_charts(self) -> None:
-        """Wait for the last charts."""
         with self._clock.phase(CHART):
             failure = self.charts.finish(self._until(self._watchdog.deadlines.charts),
                                          heartbeat=self._watchdog.heartbeat)
@@ -120,7 +118,6 @@ class SideProcesses:
 
 
 def after_checkpoint(command: str | None, run: Run) -> Beside:
-    """Return what runs the command of --after-checkpoint, if there is one."""
     def launch() -> subprocess.Popen[bytes]:
         with (run.run_dir / LOG).open("w") as output:
             return start_command(command or "", run_facts(run), output, priority=LOWEST)
@@ -130,7 +127,6 @@ def after_checkpoint(command: str | None, run: Run) -> Beside:
 
 
 def command_failed(name: str, how: str, status: int = FAILED) -> UserError:
-    """Describe a command that failed at the end of a launch."""
     return UserError(f"the launch is over, and {name} {how}; run the same command again", status)
 
 

@@ -87,7 +87,6 @@ class PreparedRun:
 
     @property
     def is_trained(self) -> bool:
-        """Whether all steps have been taken."""
         return self.first_step >= self.plan.num_steps
 
     @property

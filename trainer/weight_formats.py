@@ -88,8 +88,7 @@ def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:
 def from_gpt2(weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig]:
     """Convert GPT-2's weights. Raises: KeyError: one is missing; ValueError: wrong sizes.
 
-    Its files always have query, key and value biases; if these are zero, they are left out, and
-    the config returned has none.
+    Its files always have query, key and value biases: where all are zero, they are left out.
     """
     theirs = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     if f"h.{model.n_layers}.ln_1.weight" in theirs:
