@@ -85,7 +85,7 @@ class Data:
 
 def load_entries(path: Path) -> Data:
     """Read an Alpaca-style file. Raises: UserError if it is invalid or too short to split."""
-    content, entries = _read(path, TypeAdapter(list[Entry]))
+    content, entries = read_entries(path, TypeAdapter(list[Entry]))
     count = len(entries)
     if count < MIN_ENTRIES:
         raise UserError(f"{path}: has {count} entries; give {MIN_ENTRIES} or more, for training,"
@@ -113,12 +113,8 @@ def book_entries(datasets_dir: Path) -> Path:
     return path
 
 
-def load_answers(path: Path) -> AnswersFile:
-    """Read one model's answers. Raises: UserError if the file is invalid."""
-    return _read(path, TypeAdapter(AnswersFile))[1]
-
-
-def _read(path: Path, kind: TypeAdapter[T]) -> tuple[bytes, T]:
+def read_entries(path: Path, kind: TypeAdapter[T]) -> tuple[bytes, T]:
+    """Return a JSON file's bytes, and what they hold. Raises: UserError: it is invalid."""
     try:
         content = path.read_bytes()
         return content, kind.validate_json(content)

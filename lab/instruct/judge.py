@@ -8,13 +8,14 @@ from pathlib import Path
 
 import click
 import numpy as np
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.errors import UserError, cannot_be_written, one_line, visible
 from basics.files import append_whole
 from basics.text import counted
-from lab.instruct.instructions import AnswersFile, check_writable, load_answers
+from lab.instruct.instructions import AnswersFile, check_writable, read_entries
 from lab.instruct.judging import Comparison, Judge, UnusableReplyError, compare
 from lab.runs import append_evaluation, parsed_object
 from lab.table import Column, Table
@@ -92,7 +93,7 @@ def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
 
     However a path is typed, the file has the same name: it is part of the judgements' keys.
     """
-    loaded = {path: load_answers(path)
+    loaded = {path: read_entries(path, TypeAdapter(AnswersFile))[1]
               for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths)}
     names = [answers.model for answers in loaded.values()]
     questions = {path: [entry.model_dump(exclude={"answer"}) for entry in answers.answers]

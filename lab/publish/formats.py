@@ -9,11 +9,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from basics.errors import UserError
 from basics.json_files import read_json_object
@@ -27,7 +24,7 @@ from tokens.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGUFWriter
 
     from trainer.models import LoadedModel
 
@@ -111,18 +108,27 @@ def check_gguf(target: LoadedModel) -> None:
 
 
 def write_gguf_files(target: LoadedModel, directory: Path) -> None:
-    """Write the files of `GGUF_FILES` beside a model's exported card and tokenizer."""
-    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
+    """Write the files of `GGUF_FILES` beside a model's exported card and tokenizer.
+
+    Vectors and position embeddings stay float32, as llama.cpp expects; rows that are no multiple of
+    a type's block become float16.
+    """
+    import gguf
+    from gguf.quants import quantize
     from huggingface_hub import ModelCard
 
-    config = target.model.config
+    from trainer.weight_formats import to_gpt2
+
+    config, types = target.model.config, gguf.GGMLQuantizationType
     template = read_json_object(directory / "tokenizer_config.json").get("chat_template")
     name = ModelCard.load(directory / "README.md").data.get("model_name")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layers)
+    weights = {key: weight.detach().cpu() for key, weight in target.model.state_dict().items()}
     for file, kind in GGUF_FILES.items():
-        writer = GGUFWriter(directory / file, "gpt2")
+        writer = gguf.GGUFWriter(directory / file, "gpt2")
         writer.add_name(name or Path(target.name).name)
-        writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
-        writer.add_quantization_version(GGML_QUANT_VERSION)
+        writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_context_length(config.context_length)
         writer.add_embedding_length(config.emb_dim)
         writer.add_feed_forward_length(4 * config.emb_dim)
@@ -132,8 +138,14 @@ def write_gguf_files(target: LoadedModel, directory: Path) -> None:
         _add_tokenizer(writer, target, directory / TOKENIZER_FILE)
         if template:
             writer.add_chat_template(template)
-        for tensor, weight, stored_as in _tensors(target, GGMLQuantizationType[kind]):
-            writer.add_tensor(tensor, weight, raw_dtype=stored_as)
+        for theirs, weight in to_gpt2(weights, config).items():
+            tensor, stored_as = names.get_name(theirs, (".weight", ".bias")), types[kind]
+            if weight.dim() == 1 or tensor == "position_embd.weight":
+                stored_as = types.F32
+            matrix = (weight.T if TRANSPOSED.search(theirs) else weight).contiguous().numpy()
+            if matrix.shape[-1] % gguf.GGML_QUANT_SIZES[stored_as][0]:
+                stored_as = types.F16
+            writer.add_tensor(tensor, quantize(matrix, stored_as), raw_dtype=stored_as)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -162,28 +174,3 @@ def _add_tokenizer(writer: GGUFWriter, target: LoadedModel, path: Path) -> None:
     writer.add_bos_token_id(end_of_text)
     writer.add_eos_token_id(end_of_text)
     writer.add_add_bos_token(False)
-
-
-def _tensors(target: LoadedModel, kind: GGMLQuantizationType,
-             ) -> Iterator[tuple[str, np.ndarray, GGMLQuantizationType]]:
-    """Yield each tensor's name, its data as stored, and the type of these.
-
-    Vectors and position embeddings stay float32, as llama.cpp expects; rows that are no multiple of
-    a type's block become float16.
-    """
-    from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
-    from gguf.quants import quantize
-
-    from trainer.weight_formats import to_gpt2
-
-    names = get_tensor_name_map(MODEL_ARCH.GPT2, target.model.config.n_layers)
-    weights = {name: weight.detach().cpu() for name, weight in target.model.state_dict().items()}
-    for theirs, weight in to_gpt2(weights, target.model.config).items():
-        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        stored_as = kind
-        if weight.dim() == 1 or name == "position_embd.weight":
-            stored_as = GGMLQuantizationType.F32
-        matrix = (weight.T if TRANSPOSED.search(theirs) else weight).contiguous().numpy()
-        if matrix.shape[-1] % GGML_QUANT_SIZES[stored_as][0]:
-            stored_as = GGMLQuantizationType.F16
-        yield name, quantize(matrix, stored_as), stored_as

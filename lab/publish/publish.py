@@ -35,9 +35,9 @@ def command(**options: Any) -> None:
     """Export a run's model in the format of transformers, and upload it.
 
     SOURCE is a run, a directory that `lab publish` or `lab tune` wrote (runs/RUN/tuned), or that
-    of a token dataset. REPOSITORY is owner/name on the Hugging
-    Face hub; without it nothing is uploaded. Uploading needs a token: HF_TOKEN, or the one stored
-    by `uv run hf auth login`. After an error, run the same command again.
+    of a token dataset. REPOSITORY is owner/name on the Hugging Face hub; without it nothing is
+    uploaded. Uploading needs a token: HF_TOKEN, or the one stored by `uv run hf auth login`. After
+    an error, run the same command again.
     """
     # Imported here so that --help does not wait for torch.
     from lab.publish.export import export_model, find_dataset, send

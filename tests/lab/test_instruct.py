@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from pydantic import TypeAdapter
 from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from gpt import GPTModel
 from lab.instruct import instructions, tuning
-from lab.instruct.instructions import Entry, load_answers, load_entries
+from lab.instruct.instructions import AnswersFile, Entry, load_entries, read_entries
 from lab.instruct.judge import summarise
 from lab.instruct.judging import UnusableReplyError, compare
 from lab.instruct.tuning import IGNORED, TuneOptions, encode_entries, mean_loss
@@ -235,7 +236,8 @@ def test_the_tuned_model_answers_the_test_and_is_kept(tuned_place):
     wanted = [entry | {"answer": "Yes."} for entry in entries_of(data)[34:38]]
     assert record["answers"] == wanted  # learnt, including where to stop; in the order of the test
     path = tuned_place.runs_dir / "tiny/instruction-answers.json"
-    assert [answer.model_dump() for answer in load_answers(path).answers] == wanted
+    _, found = read_entries(path, TypeAdapter(AnswersFile))
+    assert [answer.model_dump() for answer in found.answers] == wanted
     assert not list(path.parent.glob(".*"))  # no other files were written
     directory = str(tuned_place.runs_dir / "tiny/tuned")
     tuned = load_model(directory, runs_dir=tuned_place.runs_dir)
