@@ -36,8 +36,6 @@ IdentityName = Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")]
 
 
 class FileFacts(FrozenConfig):
-    """Expected size and digest of a file."""
-
     bytes: int
     sha256: str
 
@@ -67,8 +65,7 @@ def read_manifest(directory: Path) -> Manifest:
 def find_damage(directory: Path, *, thoroughly: bool = False) -> str:
     """Compare a directory with its manifest; return the first difference, empty if none.
 
-    Args:
-        thoroughly: compare digests too, about a second per GB; else only sizes.
+    By sizes; `thoroughly` by digests too, about a second per GB.
     """
     name = MANIFEST
     try:
@@ -91,11 +88,7 @@ def _sha256(path: Path) -> str:
 
 
 def named_as_checkpoints(checkpoints_dir: Path, *, partial: bool = False) -> list[Path]:
-    """Return the directories with a checkpoint's name and a manifest, by global step.
-
-    Args:
-        partial: instead those without a manifest.
-    """
+    """Return the directories with a checkpoint's name, and a manifest or none, by global step."""
     paths = [path for path in checkpoints_dir.glob("*-iteration-*")
              if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
              and (path / MANIFEST).exists() != partial]
@@ -103,7 +96,6 @@ def named_as_checkpoints(checkpoints_dir: Path, *, partial: bool = False) -> lis
 
 
 def step_of(path: Path) -> int:
-    """Return the global step in a checkpoint's name."""
     return int(CHECKPOINT_NAME.fullmatch(path.name)[1])  # type: ignore[index]
 
 
@@ -161,7 +153,6 @@ def read_identity(run_dir: Path) -> Identity | None:
 
 
 def write_identity(run_dir: Path, identity: Identity) -> None:
-    """Write the identity of a run. Raises: UserError."""
     try:
         write_atomically(run_dir / IDENTITY, identity.model_dump_json() + "\n", durable=True)
     except OSError as error:

@@ -42,18 +42,15 @@ def _end(*_: object) -> NoReturn:
 
 
 def train() -> None:
-    """Run ddp_train.py: the command `ddp-train`."""
     runpy.run_module("ddp_train", run_name="__main__", alter_sys=True)
 
 
 def prepare() -> None:
-    """Run prepare_dataset.py: the command `ddp-train-prepare`."""
     begin_command()
     importlib.import_module("prepare_dataset").run()
 
 
 def lab() -> None:
-    """Run the command `lab`."""
     begin_command()
     importlib.import_module("lab.__main__").main()
 

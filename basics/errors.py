@@ -53,7 +53,6 @@ class UserError(Exception):
 
 
 def cannot_be_written(place: Path, error: OSError) -> UserError:
-    """Describe a failed write."""
     line = f"{place}: cannot be written: {why_not_written(error)}"
     return UserError(line, DISK_FULL if error.errno in FULL else status_of_place(error))
 
@@ -64,12 +63,10 @@ def status_of_place(error: BaseException) -> int:
 
 
 def why_not_written(error: OSError) -> str:
-    """Return why a write failed, and what helps where that is known."""
     return (error.strerror or str(error)[:80]) + ADVICE.get(error.errno, "")
 
 
 def exit_status(error: BaseException) -> int:
-    """Return the exit status of a process that an error ends."""
     if isinstance(error, UserError):
         return error.status
     return DISK_FULL if isinstance(error, OSError) and error.errno == errno.ENOSPC else FAILED
@@ -91,7 +88,6 @@ def print_line(line: str) -> None:
 
 
 def print_error(line: str) -> None:
-    """Print a line to stderr; a full disk or a closed pipe there is no failure."""
     with suppress(OSError):
         print(visible(line), file=sys.stderr, flush=True)
 

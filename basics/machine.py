@@ -32,7 +32,6 @@ OTHER_CAUSE = "docs/troubleshooting.md names its causes; see what nvidia-smi say
 
 
 def num_cpu_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -113,11 +112,9 @@ def code_version() -> str:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Run `work` in a thread and return its result.
+    """Run `work` in a thread, and return its result or raise its error.
 
-    Raises:
-        TimeoutError: it has not ended in time; its thread stays until it ends, or the process does.
-        Exception: what `work` raises.
+    Raises: TimeoutError: it has not ended in time; its thread may stay to the process's end.
     """
     future: Future[T] = Future()
 

@@ -19,9 +19,7 @@ Header = Mapping[str, tuple[str, list[int]]]  # dtype, as safetensors spells it,
 def read_tensors(path: Path, wanted: Header) -> dict[str, Tensor]:
     """Read a file's tensors after comparing their names, dtypes and shapes, and its size.
 
-    Raises:
-        OSError, SafetensorError: the file cannot be read, or is damaged.
-        ValueError: it does not hold what is wanted.
+    Raises: OSError, SafetensorError: it is damaged. ValueError: it does not hold what is wanted.
     """
     with safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}

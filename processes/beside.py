@@ -77,7 +77,6 @@ class Beside:
 
         Args:
             until: returns when it is ended, by `time.monotonic`; that may change meanwhile.
-            heartbeat: called while it waits.
         """
         began = time.monotonic()
         while self._requests.unfinished_tasks:

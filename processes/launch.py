@@ -57,7 +57,6 @@ def num_gpus() -> int:
 
 
 def unused_gpus() -> list[str]:
-    """Return a warning of GPUs of this machine that no process uses; empty if all are used."""
     found, used = num_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return [] if used >= found else [
         f"{used} of the {found} GPUs of this machine are used: set --nproc_per_node to {found}, or"
@@ -68,10 +67,7 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int,
                    logs_dir: Path | None = None) -> int:
     """Run a script under torchrun on this machine; return the status of the first that failed.
 
-    That is 128 + n if signal n stopped this process.
-
-    Args:
-        logs_dir: for what the processes print, and nothing is printed; None to print it.
+    That is 128 + n if signal n stopped this process. `logs_dir` gets what the processes print.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -160,11 +156,7 @@ def long_waits(process: Process) -> Iterator[dist.ProcessGroup | None]:
 
 
 def join_process_group(process: Process, store: dist.Store, *, timeout: timedelta) -> None:
-    """Join a process group: nccl with GPUs, else gloo. Every rank.
-
-    Args:
-        store: for the rendezvous; with keys that nothing else uses.
-    """
+    """Join a process group, nccl with GPUs, else gloo, by a store of its own keys. Every rank."""
     if spans_nodes():
         _choose_interface(process, store, timeout)
     on_gpu = process.device.type == "cuda"
@@ -212,10 +204,7 @@ def share_cpu_cores(process: Process) -> None:
 
 
 def machine_facts(process: Process, precision: Precision | None) -> dict[str, Any]:
-    """Return the hardware and versions that a run uses, and the peak memory of this process.
-
-    That is the peak of its tensors on a GPU, and of its resident memory on a CPU.
-    """
+    """Return hardware, versions and this process's peak memory: of tensors, resident on a CPU."""
     peak_gib = (torch.cuda.max_memory_allocated(process.device) / 2**30
                 if process.device.type == "cuda"
                 else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
@@ -227,7 +216,6 @@ def machine_facts(process: Process, precision: Precision | None) -> dict[str, An
 
 
 def device_name(process: Process) -> str:
-    """Return the name of a process's GPU or CPU."""
     if process.device.type == "cuda":
         return torch.cuda.get_device_name(process.device)
     return torch.cpu.get_capabilities().get("cpu_name") or platform.machine()

@@ -41,10 +41,7 @@ def lock_run(run_dir: Path) -> None:
     """Lock a run directory until `release_run` or the end of this process, however it ends.
 
     Called before anything is written there, by rank 0 and by the process that becomes torchrun.
-    Commands that only read need no lock.
-
-    Raises:
-        LockedError: another launch trains the run, or the directory cannot be written to.
+    Commands that only read need no lock. Raises: LockedError.
     """
     has_lock, is_child = True, os.environ.get(LAUNCH) == str(os.getppid())
     try:
@@ -125,7 +122,6 @@ def _is_running_here(beat: dict[str, Any], key: str) -> bool:
 
 
 def release_run() -> None:
-    """Release the lock of this process, if it holds one."""
     while _locks:
         os.close(_locks.pop())
     if os.environ.get(LAUNCH) == str(os.getpid()):

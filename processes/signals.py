@@ -127,7 +127,6 @@ class Peers:
         return (value or b"").decode()
 
     def set_if_missing(self, key: str, text: str) -> str:
-        """Set a key unless another process has set it; return the value that it has now."""
         return (self._ask(lambda: self._store.compare_set(key, "", text)) or text.encode()).decode()
 
     def close(self) -> None:
@@ -158,11 +157,7 @@ class Peers:
         return dead if self.is_up else []
 
     def find_lost(self, now: float, timeout_seconds: float) -> list[int]:
-        """Return the ranks without a new heartbeat: nothing else tells of a lost machine.
-
-        Args:
-            now: as `time.monotonic()` counts.
-        """
+        """Return the ranks without a new heartbeat: nothing else tells of a lost machine."""
         lost = []
         for rank in self._ranks:
             heartbeat = self.get(f"heartbeat/{rank}")
@@ -194,6 +189,5 @@ def is_caused_by_others(error: BaseException) -> bool:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether a collective has waited for too long."""
     text = str(error).lower().replace("timeout watchdog", "")  # it finds other errors too
     return "timed out" in text or "timeout" in text

@@ -41,16 +41,12 @@ class Agreement:
             self._root = self._open_root()
             self._name = _agree_on_name(self._root, rank, world_size)
         except (dist.DistError, TimeoutError) as error:
-            if "EADDRINUSE" in str(error):
-                raise UserError(f"MASTER_PORT {os.environ['MASTER_PORT']}: another program uses"
-                                " this port; set another one") from None
             raise UserError(f"rank {rank} lost the others before it began: {describe(error)}",
                             FAILED) from None
         self._store = self.connect()
 
     @classmethod
     def in_one_process(cls) -> Agreement:
-        """Return an Agreement for a single process, outside of torchrun."""
         store = dist.HashStore()
         return cls(0, 1, lambda: store)
 
@@ -81,7 +77,6 @@ class Agreement:
         return result
 
     def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
-        """Return on every rank what rank 0 computes. Every rank."""
         text = self.run(step, work if self._rank == 0 else str)
         return self.gather(f"{step}/decision", text)[0]
 
@@ -113,10 +108,7 @@ class Agreement:
             self._root.compare_set(TRAINING_BEGAN, "", str(first_step))
 
     def step_before_restart(self) -> int | None:
-        """Return where the launch began to train; None before that. Every rank.
-
-        That is known in processes that torchrun has started after others, which had trained.
-        """
+        """Return where earlier processes of this launch began to train, if they did. Every rank."""
         root = self._root
         found = self.from_rank_0("step before restart", lambda: (
             root.get(TRAINING_BEGAN).decode() if root.check([TRAINING_BEGAN]) else ""))
@@ -155,9 +147,7 @@ def _agree_on_name(store: dist.Store, rank: int, world_size: int) -> str:
     When torchrun restarts processes, they find the keys of the earlier ones in the same store. So
     each rank publishes a nonce, and rank 0 echoes all of them until every rank has found its own.
 
-    Raises:
-        dist.DistError: a process did not begin in time, or torchrun's store is down.
-        TimeoutError: a process ended before all had begun.
+    Raises: dist.DistError, TimeoutError: a process did not begin in time, or the store is down.
     """
     store.set_timeout(timedelta(seconds=BEGIN_SECONDS))
     nonce, others, until = uuid.uuid4().hex, range(1, world_size), time.monotonic() + BEGIN_SECONDS

@@ -69,14 +69,12 @@ def fail_with(error):
     raise error
 
 
-@pytest.mark.parametrize(("text", "wanted"), [
-    ("The server socket has failed to listen. port: 29577, code: -98, name: EADDRINUSE",
-     "MASTER_PORT 29577: another program uses this port; set another one"),
-    ("client socket has timed out", "rank 0 lost the others before it began: DistNetworkError"),
-])
-def test_without_torchruns_store_a_process_says_why(monkeypatch, text, wanted):
-    monkeypatch.setenv("MASTER_PORT", "29577")
-    with pytest.raises(UserError, match=f"^{wanted}"):
+@pytest.mark.parametrize("text", ["client socket has timed out", (
+    "The server socket has failed to listen on any local network address. port: 29577, useIpv6:"
+    " false, code: -98, name: EADDRINUSE")])
+def test_without_torchruns_store_a_process_says_why(text):
+    line = f"^rank 0 lost the others before it began: DistNetworkError: {text[:100]}"
+    with pytest.raises(UserError, match=line):
         Agreement(0, 1, lambda: fail_with(dist.DistNetworkError(text)))
 
 
