@@ -37,6 +37,7 @@ MEMORY_SETTINGS = (  # change the memory of a step
     "activation_checkpointing", "deterministic", "optimizer")
 FROM_RECORDS = ("tokens", "tokens_per_second", "train_loss", "validation_loss",
                 "validation_bits_per_byte")  # also in a summary
+Figures = dict[str, float | None]  # by FIGURES; None for what is not known
 FIGURES = (
     "global_batch_size", "microbatch_size", *FROM_RECORDS, "steps",
     "ift_score",  # 0 to 100: a judge model's score after instruction fine-tuning
@@ -51,7 +52,7 @@ class Result:
     """One run, or one published row.
 
     Attributes:
-        figures: by `FIGURES`; None for what is not known. Losses are the last ones, not the best.
+        figures: losses are the last ones, not the best.
         reason: why it ended or stopped, as its summary says.
         config: `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
         tests: tests on held-out tokens, by the text or the slice; the longest first.
@@ -68,7 +69,7 @@ class Result:
 
     name: str
     status: str
-    figures: dict[str, float | None]
+    figures: Figures
     reason: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     tests: dict[str, Record] = field(default_factory=dict)
@@ -143,7 +144,7 @@ def read_result(run_dir: Path) -> Result:
 
 
 def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any],
-             judged: Record) -> dict[str, float | None]:
+             judged: Record) -> Figures:
     found = {key: number(next((record[key] for record in (files.summary, *reversed(records))
                                if key in record), None))  # a loss of null is not finite
              for key in FROM_RECORDS}

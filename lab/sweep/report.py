@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from basics.errors import UserError
 from basics.text import counted, dollars
-from lab.compare.charts import Points, draw_comparison, plot_fit, plot_points, without_formulas
+from lab.compare.charts import draw_comparison, plot_fit, plot_points, without_formulas
 from lab.compare.results import Reached, first_reaching, mean_reached
 from lab.compare.rows import compare
 from lab.runs import number
@@ -249,9 +249,9 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
                                    partial(_plot_differences, compared)))
     for key, points in ranges_of(sweep, entries).items():
         if len(points) > 1:
-            group = Points("mean over seeds", "tab:blue", dict.fromkeys(points.items()))
+            group = {"mean over seeds": dict.fromkeys(points.items())}
             charts.append(draw_by_hand(sweep.sweep_dir / f"range-{key}.png", partial(
-                plot_points, [group], plot_fit if has_fit(points) else lambda *_: None,
+                plot_points, group, plot_fit if has_fit(points) else lambda *_: None,
                 (key, "final validation loss (nats per token)"))))
     return charts
 
