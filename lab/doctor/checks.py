@@ -117,19 +117,18 @@ def make_checks(functions: Mapping[str, Callable[[Subject], Finding | None]],
 
 
 def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuReading]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as CUDA reads it; all if it is not set.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves; all if it is not set.
 
     Of GPUs that are divided (MIG), CUDA shows a process one part alone: it has its own readings.
     """
-    found = list(gpus) if variable is None else []
-    for entry in map(str.strip, variable.split(",") if variable else ()):
-        if entry.startswith("MIG-"):
-            return [part for part in read_gpus([entry]) if part.name]
-        named = list(gpus[int(entry):][:1]) if entry.isdigit() else [
-            gpu for gpu in gpus if len(entry) > 4 and (gpu.uuid or "").startswith(entry)][:1]
-        if not named:
-            break  # CUDA ignores what follows an entry that names no GPU
-        found += named
+    found = list(gpus)
+    if variable is not None:
+        entries = list(filter(None, map(str.strip, variable.split(","))))
+        if parts := [entry for entry in entries if entry.startswith("MIG-")]:
+            return read_gpus(parts[:1])
+        found = [gpu for entry in entries for number, gpu in enumerate(gpus)
+                 if entry == str(number) or (
+                     entry.startswith("GPU-") and (gpu.uuid or "").startswith(entry))]
     for gpu, index in itertools.product(found, range(MAX_PARTS)):
         import pynvml  # here: a machine without a GPU may lack it
 

@@ -29,8 +29,7 @@ FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no bac
 MAX_TOKENS = 2**50  # of a length that a budget buys
 UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matter
 MAX_NAME = 16  # characters, so that the table fits a terminal
-MACHINE = re.compile(rf"(?P<name>[!-<>-~][ -<>-~]{{0,{MAX_NAME - 1}}})"
-                     r"=(?P<count>[1-9]\d{0,3})x(?P<gpu>[^@]+)@(?P<usd>\d{1,5}(\.\d{1,9})?)")
+MACHINE = re.compile(rf"([^=]{{1,{MAX_NAME}}})=([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")
 KNOWN_MACHINES = (  # those of the original system's runs, at the prices of December 2025
     "8x A100-40=8xA100-40@10.32", "8x A100-80=8xA100-80@14.32", "8x H100=8xH100@23.92",
     "8x B200=8xB200@39.92", "2x H100=2xH100@6.38",
@@ -50,14 +49,14 @@ class Machine:
     def parse(cls, text: str) -> Self:
         """Parse `name=COUNTxGPU@USD_PER_HOUR`. Raises: UserError."""
         match = MACHINE.fullmatch(text)
-        if match is None or not float(match["usd"]):
+        if match is None or not float(match[4]):
             raise UserError(f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR,"
                             f" for example box=8xH100@23.92 (name: {MAX_NAME} characters at most)")
-        gpu = find_gpu(match["gpu"])
+        gpu = find_gpu(match[3])
         if gpu is None:
-            raise UserError(f"--machine: unknown GPU {match['gpu'][:30]!r}; wanted one that lab"
-                            " plan --help lists")
-        return cls(match["name"], int(match["count"]), gpu, float(match["usd"]))
+            raise UserError(f"--machine: unknown GPU {match[3][:30]!r}; wanted one that lab plan"
+                            " --help lists")
+        return cls(match[1], int(match[2]), gpu, float(match[4]))
 
 
 class Bounds(NamedTuple):

@@ -21,7 +21,6 @@ from run_config import ModelConfig, Precision, Run
 MEASURED_PATH = Path(__file__).parents[2] / "benchmarks" / "measured.json"
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
 PUBLIC_FLOPS_PER_TOKEN = 854.44e6  # of GPT-2 small, which the public figures are of
-FEW_PARAMETERS = 1e6  # a model with fewer leaves a GPU waiting for its host
 CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
 RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
 OWN, MEASURED, PUBLIC, ROUGH = "own run", "measured", "public", "rough"  # sources, for a table
@@ -154,24 +153,20 @@ def expected_speed(wanted: Setting, gpu: Gpu,
                 f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
                 f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
                 f" ({nearest.source})"))
-    train = wanted.train
+    train, known = wanted.train, gpu.public_mfu
     mfu = gpu.expected_mfu * (RECOMPUTING if train.activation_checkpointing else 1)
-    public = (f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
-              f" {EXPECTED_SHARE:.0%} of {gpu.high_mfu}" if gpu.public_mfu is None else
-              f"{gpu.public_mfu} in public runs on several GPUs, none of this trainer")
-    reasons = ", ".join(reason for reason, applies in {  # why public figures say little of this run
-        wanted.precision: wanted.precision not in LOW_PRECISIONS,
-        "not compiled": train.compile is False,
-        "math attention": train.attention == "math",
-        "recomputation, which adds a third of the work": train.activation_checkpointing,
-        "dropout": wanted.model.drop_rate > 0,
-        "another model size": _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO,
-        "a model below a million parameters (the speed is a guess)":
-            num_parameters(wanted.model) < FEW_PARAMETERS,
-    }.items() if applies)
-    if reasons:
-        return ExpectedSpeed(mfu, ROUGH, f"{public}; no public figure for: {reasons}")
-    return ExpectedSpeed(mfu, PUBLIC if gpu.public_mfu else ROUGH, public)
+    is_like_public = (
+        wanted.precision in LOW_PRECISIONS and train.compile is not False
+        and train.attention != "math" and not train.activation_checkpointing
+        and not wanted.model.drop_rate
+        and _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) <= MAX_SIZE_RATIO)
+    detail = (f"{known} in public runs on several GPUs, none of this trainer" if known else
+              f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
+              f" {EXPECTED_SHARE:.0%} of {gpu.high_mfu}")
+    if is_like_public:
+        return ExpectedSpeed(mfu, PUBLIC if known else ROUGH, detail)
+    return ExpectedSpeed(mfu, ROUGH, f"{detail}; a guess, as public runs are of GPT-2 small,"
+                         " compiled, in 16 bits, without dropout and recomputation")
 
 
 def _size_ratio(wanted: Setting, flops: float) -> float:

@@ -157,8 +157,9 @@ class Sweep:
         for changes in self.variants:
             text = label(changes).replace(",", "_").replace("=", "-")
             name = re.sub(r"[^A-Za-z0-9._-]", "", text)[:LONGEST_NAME].lstrip("._-") or "variant"
-            names.append(next(free for free in (name, *(f"{name}.{i}" for i in range(
-                2, len(names) + 3))) if free not in names))
+            while name in names:
+                name += "_"
+            names.append(name)
         return names
 
     @property

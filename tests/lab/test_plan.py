@@ -398,20 +398,15 @@ def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path):
     assert "no public figure for several MI300X; assumed 32%" in speed.detail
 
 
-@pytest.mark.parametrize(("model", "train", "precision", "reason"), [
-    ({}, {}, "fp32", "fp32"), ({}, {}, "tf32", "tf32"), ({"drop_rate": 0.1}, {}, "bf16", "dropout"),
-    ({"n_layers": 36}, {}, "bf16", "another model size"),
-    ({"vocab_size": 99, "n_layers": 1, "emb_dim": 96}, {}, "fp32",
-     "fp32, another model size, a model below a million parameters (the speed is a guess)"),
-    ({}, {"compile": False}, "bf16", "not compiled"),
-    ({}, {"attention": "math"}, "bf16", "math attention"),
-    ({}, {"activation_checkpointing": True}, "bf16",
-     "recomputation, which adds a third of the work"),
+@pytest.mark.parametrize(("model", "train", "precision"), [
+    ({}, {}, "fp32"), ({}, {}, "tf32"), ({"drop_rate": 0.1}, {}, "bf16"),
+    ({"n_layers": 36}, {}, "bf16"), ({"vocab_size": 99, "n_layers": 1, "emb_dim": 96}, {}, "bf16"),
+    ({}, {"compile": False}, "bf16"), ({}, {"attention": "math"}, "bf16"),
+    ({}, {"activation_checkpointing": True}, "bf16"),
 ])
-def test_a_public_figure_counts_only_for_such_a_run(tmp_path, model, train, precision, reason):
-    wanted = changed(model, train, precision)
-    found = expected(tmp_path, wanted=wanted)
-    assert found.source == "rough" and found.detail.endswith(f"no public figure for: {reason}")
+def test_a_public_figure_counts_only_for_such_a_run(tmp_path, model, train, precision):
+    found = expected(tmp_path, wanted=changed(model, train, precision))
+    assert found.source == "rough" and "a guess, as public runs are of GPT-2 sm" in found.detail
     assert found.mfu == 0.39 * (0.75 if "activation_checkpointing" in train else 1)
 
 
