@@ -4,14 +4,14 @@ import math
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, Self
 
 from basics.checkpoint_files import SNAPSHOT_BLOCK_BYTES, named_as_checkpoints
 from basics.errors import UserError
 from basics.json_files import set_number
 from basics.text import counted
 from lab.plan.memory import Setting, largest_microbatch, num_parameters
-from lab.plan.speed_sources import ExpectedSpeed, Measurement, expected_speed, measured_speed
+from lab.plan.speed_sources import Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run
 from reporting.speed import (
     SLOW_DISK_BYTES_PER_SECOND,
@@ -59,35 +59,6 @@ class Machine:
         return cls(match[1], int(match[2]), gpu, float(match[4]))
 
 
-class Bounds(NamedTuple):
-    """An expected figure, between the lowest and the highest estimate."""
-
-    low: float = math.inf
-    expected: float = math.inf
-    high: float = math.inf
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The resources that a run needs on one machine.
-
-    Attributes:
-        largest: the largest microbatch that is expected to fit.
-        plan: None if the run cannot be trained on this machine; `reason` says why.
-    """
-
-    machine: Machine
-    largest: int
-    speed: ExpectedSpeed
-    plan: BatchPlan | None = None
-    reason: str = ""
-    hours: Bounds = Bounds()
-
-    @property
-    def usd(self) -> Bounds:
-        return Bounds(*(hours * self.machine.usd_per_hour for hours in self.hours))
-
-
 def default_precision(train: TrainConfig, gpu: Gpu | None = None) -> Precision:
     """Return the precision of a run on a GPU; without one, on a GPU that has bf16."""
     fastest = "bf16" if gpu is None or gpu.has_bf16 else "fp16"
@@ -95,36 +66,50 @@ def default_precision(train: TrainConfig, gpu: Gpu | None = None) -> Precision:
 
 
 def estimate(run: Run, machine: Machine, *, tokens: int | None,
-             measured: dict[str, list[Measurement]]) -> Estimate:
+             measured: dict[str, list[Measurement]]) -> dict[str, Any]:
     """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
 
     Args:
         tokens: training tokens of the dataset, where `min_train_tokens` is -1.
+
+    Returns:
+        The values of one machine as in `lab plan --json`; only those until `reason`, if that says
+        why the machine cannot train the run.
     """
     gpu, train, num_gpus = machine.gpu, run.train, machine.num_gpus
     setting = Setting(run.model, train, default_precision(train, gpu), num_gpus)
     largest = largest_microbatch(setting, usable_gib(gpu.memory_gib))
-    found = Estimate(machine, largest, expected_speed(setting, gpu, measured))
+    found = {"name": machine.name, "gpu": gpu.name, "num_gpus": num_gpus,
+             "usd_per_hour": machine.usd_per_hour, "largest_microbatch": largest, "reason": None}
     size, batch = train.microbatch_size, train.global_batch_size
     if not gpu.has_bf16 and "bf16" in (setting.precision, train.residual_dtype):
-        return replace(found, reason="this GPU has no bf16")
+        return found | {"reason": "this GPU has no bf16"}
     if batch and batch % num_gpus:
-        return replace(found, reason="batch not divisible")
+        return found | {"reason": "batch not divisible"}
     if batch and largest:
         size, _ = nearest_divisors(batch // num_gpus, largest)
     if size > largest:
-        return replace(found, reason="does not fit in memory")
+        return found | {"reason": "does not fit in memory"}
     sized = replace(run, train=train.model_copy(update={"microbatch_size": size}))
     file_tokens = UNLIMITED_TOKENS if tokens is None else train.start_train_token + tokens + 1
     try:
         plan = plan_batches(sized, world_size=num_gpus, file_tokens=file_tokens)
     except UserError:
-        return replace(found, reason="too few tokens for a step")
-    mfu, flops = found.speed.mfu, flops_of(run, plan) / gpu.peak(setting.precision)
-    low, expected, high = (flops / share / 3600 for share in (
-        max(gpu.high_mfu.share, mfu), mfu, min(gpu.low_mfu.share, mfu)))
+        return found | {"reason": "too few tokens for a step"}
+    mfu, source, detail = expected_speed(setting, gpu, measured)
+    shares = {"low": max(gpu.high_mfu.share, mfu), "expected": mfu,
+              "high": min(gpu.low_mfu.share, mfu)}
+    hours = {name: flops_of(run, plan) / gpu.peak(setting.precision) / share / 3600
+             for name, share in shares.items()}
     saving = num_checkpoints(run, plan) * bytes_of_checkpoint(run) / SLOW_DISK_BYTES_PER_SECOND
-    return replace(found, plan=plan, hours=Bounds(low, expected, high + saving / 3600))
+    hours["high"] += saving / 3600
+    return found | {
+        "microbatch_size": size, "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "global_batch_size": plan.global_batch_size, "steps": plan.num_steps,
+        "checkpoints": num_checkpoints(run, plan), "checkpoints_kept": most_checkpoints(run, plan),
+        "hours": hours,
+        "usd": {name: value * machine.usd_per_hour for name, value in hours.items()},
+        "mfu": mfu, "source": source, "detail": detail}
 
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
@@ -172,13 +157,13 @@ def amount(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.005 else "<0.01"
 
 
-def verdict(usd: Bounds, budget: float) -> str:
+def verdict(usd: dict[str, float], budget: float) -> str:
     """Judge whether a run fits a budget by its dollars."""
-    if usd.high <= budget:
+    if usd["high"] <= budget:
         return "fits"
-    if usd.expected <= budget:
+    if usd["expected"] <= budget:
         return "probably fits"
-    return "fits if fast" if usd.low <= budget else "too expensive"
+    return "fits if fast" if usd["low"] <= budget else "too expensive"
 
 
 def save_length(run: Run, budget: float) -> str:

@@ -1,5 +1,6 @@
 """`lab plan`: estimate the memory, hours and dollars of a run before it is launched."""
 
+import math
 import textwrap
 from dataclasses import asdict
 from typing import Any
@@ -11,14 +12,11 @@ from basics.errors import UserError, visible
 from basics.text import dollars, gb, gib
 from lab.plan.estimate import (
     KNOWN_MACHINES,
-    Estimate,
     Machine,
     amount,
     bytes_of_checkpoint,
     default_precision,
     estimate,
-    most_checkpoints,
-    num_checkpoints,
     pinned_bytes,
     save_length,
     verdict,
@@ -26,7 +24,7 @@ from lab.plan.estimate import (
 from lab.plan.memory import Setting, largest_microbatch, num_parameters, peak_memory, size_name
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
-from reporting.speed import CARDS_GIB, GPUS, flops_per_token, usable_gib
+from reporting.speed import CARDS_GIB, GPUS, find_gpu, flops_per_token, usable_gib
 from run_config import Run, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
@@ -51,7 +49,7 @@ MACHINE_COLUMNS = [
 
 @click.command(epilog=f"GPUs: {', '.join(gpu.name for gpu in GPUS)}.")
 @click.argument("run")
-@click.option("--machine", "machines", multiple=True, metavar="NAME=COUNTxGPU@USD",
+@click.option("--machine", "more", multiple=True, metavar="NAME=COUNTxGPU@USD",
               help="Add a machine to the table, with its price in US$ per hour, for example"
                    " box=8xH100@23.92.")
 @click.option("--budget", type=ABOVE_0, metavar="USD",
@@ -65,12 +63,12 @@ MACHINE_COLUMNS = [
               help="Training tokens of the dataset, if min_train_tokens is -1.")
 @RUNS_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
-def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: int | None,
+def command(run: str, more: tuple[str, ...], budget: float | None, tokens: int | None,
             **options: Any) -> None:
     """Estimate the memory, hours and dollars of RUN. Needs no GPU and no dataset."""
     loaded = load_run(options["runs_dir"], run)
     if options["save"] or options["usd_per_hour"]:
-        if not (options["save"] and budget) or machines or tokens or options["as_json"]:
+        if not (options["save"] and budget) or more or tokens or options["as_json"]:
             raise UserError("--save needs --budget, --usd-per-hour needs --save; neither goes with"
                             " --machine, --tokens or --json")
         click.echo(visible(save_length(loaded.priced(options["usd_per_hour"]), budget)))
@@ -80,16 +78,19 @@ def command(run: str, machines: tuple[str, ...], budget: float | None, tokens: i
                         f" {loaded.train.min_train_tokens}; --tokens goes with -1 (all tokens of"
                         f" the dataset): {'add' if tokens is None else 'drop'} it")
     measured = read_measured(options["runs_dir"])
-    estimates = sorted((estimate(loaded, Machine.parse(text), tokens=tokens, measured=measured)
-                        for text in (*KNOWN_MACHINES, *machines)),
-                       key=lambda found: found.usd.expected)
+    machines = [estimate(loaded, Machine.parse(text), tokens=tokens, measured=measured)
+                for text in (*KNOWN_MACHINES, *more)]
+    machines.sort(key=lambda found: found["usd"]["expected"] if "usd" in found else math.inf)
+    for found in machines:
+        if "usd" in found:
+            found["budget"] = None if budget is None else verdict(found["usd"], budget)
     settings = {name: Setting(loaded.model, loaded.train, default_precision(loaded.train), number)
                 for name, number in (("one_gpu", 1), ("several_gpus", 8))}
     num_tokens = tokens or loaded.train.min_train_tokens
     if options["as_json"]:
-        print_json(_document(loaded, settings, estimates, num_tokens, budget))
+        print_json(_document(loaded, settings, machines, num_tokens))
         return
-    tables = [*_memory_tables(loaded, settings), _machine_table(loaded, estimates, budget)]
+    tables = [*_memory_tables(loaded, settings), _machine_table(loaded, machines, budget)]
     click.echo(visible("\n\n".join(["\n".join(_run_lines(loaded, num_tokens)),
                                     *(table.terminal() for table in tables)])))
 
@@ -129,26 +130,25 @@ def _memory_tables(run: Run, settings: dict[str, Setting]) -> list[Table]:
              "ddp_train.py --find-max-microbatch measures the code that will run"])]
 
 
-def _machine_table(run: Run, estimates: list[Estimate], budget: float | None) -> Table:
+def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | None) -> Table:
     """Show how each machine would divide the run, its hours and dollars and where they are from."""
-    rows, possible = [], [found for found in estimates if found.plan]
-    for found in estimates:
-        plan, hours, usd = found.plan, found.hours, found.usd
-        row = [found.machine.name, amount(found.machine.usd_per_hour), UNKNOWN,
-               f"{found.largest:,}", *[UNKNOWN] * 8, found.reason]
-        if plan:
-            most = most_checkpoints(run, plan)
-            row[2:] = [
-                f"{plan.microbatch_size:,} x {plan.gradient_accumulation_steps:,}",
-                f"{found.largest:,}", f"{plan.global_batch_size:,}", f"{plan.num_steps:,}",
-                f"{most:,} ({gb(most * bytes_of_checkpoint(run))})",
-                amount(hours.expected), f"{amount(hours.low)} to {amount(hours.high)}",
-                amount(usd.expected), f"{amount(usd.low)} to {amount(usd.high)}",
-                f"{found.speed.mfu:.0%}", found.speed.source]
-        if budget is not None:
-            row.append(verdict(usd, budget) if plan else "")
-        rows.append(row)
-    gpus = list(dict.fromkeys(found.machine.gpu for found in possible))
+    rows, possible = [], [found for found in machines if not found["reason"]]
+    for found in machines:
+        row = [found["name"], amount(found["usd_per_hour"])]
+        if found["reason"]:
+            rows.append([*row, UNKNOWN, f"{found['largest_microbatch']:,}", *[UNKNOWN] * 8,
+                         found["reason"], *([] if budget is None else [""])])
+            continue
+        hours, usd, kept = found["hours"], found["usd"], found["checkpoints_kept"]
+        rows.append([
+            *row, f"{found['microbatch_size']:,} x {found['gradient_accumulation_steps']:,}",
+            f"{found['largest_microbatch']:,}", f"{found['global_batch_size']:,}",
+            f"{found['steps']:,}", f"{kept:,} ({gb(kept * bytes_of_checkpoint(run))})",
+            amount(hours["expected"]), f"{amount(hours['low'])} to {amount(hours['high'])}",
+            amount(usd["expected"]), f"{amount(usd['low'])} to {amount(usd['high'])}",
+            f"{found['mfu']:.0%}", found["source"],
+            *([] if budget is None else [found["budget"]])])
+    gpus = [find_gpu(name) for name in dict.fromkeys(found["gpu"] for found in possible)]
     notes = [
         "Hours and US$ count validation, not startup; prices are those of December 2025, or of"
         " --machine.",
@@ -158,7 +158,7 @@ def _machine_table(run: Run, estimates: list[Estimate], budget: float | None) ->
         "most: at the MFU of the original system, with a slow disk: "
         + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),
         "expected: the MFU in the table, by its source:",
-        *dict.fromkeys(f"  {found.machine.gpu.name}, {found.speed.source}: {found.speed.detail}"
+        *dict.fromkeys(f"  {found['gpu']}, {found['source']}: {found['detail']}"
                        for found in possible),
     ] if possible else ["no machine in the table can train this run"]
     columns = [*MACHINE_COLUMNS, *([] if budget is None else [
@@ -167,26 +167,11 @@ def _machine_table(run: Run, estimates: list[Estimate], budget: float | None) ->
         note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)], (HOURS_RANGE, USD_PRICE))
 
 
-def _document(run: Run, settings: dict[str, Setting], estimates: list[Estimate], num_tokens: int,
-              budget: float | None) -> dict[str, Any]:
+def _document(run: Run, settings: dict[str, Setting], machines: list[dict[str, Any]],
+              num_tokens: int) -> dict[str, Any]:
     """Return what the tables show, with all digits: bytes, hours and US dollars."""
     peaks = {name: peak_memory(setting, run.train.microbatch_size)
              for name, setting in settings.items()}
-    machines = []
-    for found in estimates:
-        machine = {"name": found.machine.name, "gpu": found.machine.gpu.name,
-                   "num_gpus": found.machine.num_gpus, "usd_per_hour": found.machine.usd_per_hour,
-                   "largest_microbatch": found.largest, "reason": found.reason or None}
-        if plan := found.plan:
-            machine |= {
-                "microbatch_size": plan.microbatch_size,
-                "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-                "global_batch_size": plan.global_batch_size, "steps": plan.num_steps,
-                "checkpoints": num_checkpoints(run, plan),
-                "hours": found.hours._asdict(), "usd": found.usd._asdict(),
-                "mfu": found.speed.mfu, "source": found.speed.source,
-                "budget": None if budget is None else verdict(found.usd, budget)}
-        machines.append(machine)
     return {
         "schema": "plan/1", "run": run.name, "model": size_name(run.model),
         "parameters": num_parameters(run.model), "tokens": num_tokens,

@@ -11,7 +11,7 @@ from basics.errors import MAX_LINE_LENGTH, UserError
 from basics.gpu_readings import GpuReading
 from gpt import GPTModel
 from lab.plan import speed_sources
-from lab.plan.estimate import Bounds, Machine, default_precision, num_checkpoints, verdict
+from lab.plan.estimate import Machine, default_precision, num_checkpoints, verdict
 from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, num_parameters, peak_memory
 from lab.plan.speed_sources import MEASURED, expected_speed, read_measured, read_own
@@ -75,14 +75,15 @@ def test_original_run_has_its_published_figures():
 def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace):
     found = estimated(workplace, "x=2xH100@10", **WITHOUT_VALIDATION)
     run = load_run(workplace.runs_dir, "run-0")
-    flops = found.plan.num_tokens * 854.44e6
-    saving = num_checkpoints(run, found.plan) * 12 * 163_009_536 / 100e6
-    hours = found.hours
-    assert (hours.low, hours.expected, hours.high) == pytest.approx((
+    flops = found["steps"] * found["global_batch_size"] * 1024 * 854.44e6
+    saving = found["checkpoints"] * 12 * 163_009_536 / 100e6
+    assert found["checkpoints"] == -(-found["steps"] // run.train.checkpoint_interval)
+    hours = found["hours"]
+    assert list(hours.values()) == pytest.approx((
         flops / (2 * 989e12 * 0.41) / 3600,
         flops / (2 * 989e12 * 0.39) / 3600,
         (flops / (2 * 989e12 * 0.053) + saving) / 3600), rel=1e-4)
-    assert found.usd == Bounds(*(10 * each for each in (hours.low, hours.expected, hours.high)))
+    assert found["usd"] == {name: 10 * each for name, each in hours.items()}
 
 
 @pytest.mark.parametrize(("where", "interval", "waiting"), [
@@ -91,17 +92,17 @@ def test_all_gpus_wait_for_a_validation(workplace, where, interval, waiting):
     """A validation has 30 microbatches of 2 sequences; with "all" rank 0 has 4 of them."""
     found = estimated(workplace, "x=8xH100@10", validation_interval=interval, validate_on=where,
                       validation_batches=30)
-    count = -(-found.plan.num_steps // interval)
-    training = found.plan.num_tokens * 854.44e6 / 8
+    count = -(-found["steps"] // interval)
+    training = found["steps"] * found["global_batch_size"] * 1024 * 854.44e6 / 8
     alone = 854.44e6 / 3 * 30 * 2 * 1024 * count
-    assert found.hours.low == pytest.approx(
+    assert found["hours"]["low"] == pytest.approx(
         (training + alone * waiting) / (989e12 * 0.41) / 3600, rel=1e-3)
 
 
 @pytest.mark.parametrize(("budget", "judged"), [
     (30, "fits"), (20, "probably fits"), (10, "fits if fast"), (9, "too expensive")])
 def test_a_budget_is_compared_with_high_expected_and_low(budget, judged):
-    assert verdict(Bounds(10.0, 20.0, 30.0), budget) == judged
+    assert verdict({"low": 10.0, "expected": 20.0, "high": 30.0}, budget) == judged
 
 
 def test_global_batch_is_the_same_on_every_machine(workplace):
@@ -112,7 +113,7 @@ def test_global_batch_is_the_same_on_every_machine(workplace):
 
 
 def test_higher_precision_takes_longer(workplace):
-    hours = [estimated(workplace, "x=8xA100-80@10", precision=precision).hours.low
+    hours = [estimated(workplace, "x=8xA100-80@10", precision=precision)["hours"]["low"]
              for precision in ("bf16", "tf32", "fp32")]
     assert hours == pytest.approx([hours[0], 2 * hours[0], 16 * hours[0]])
 
@@ -121,9 +122,9 @@ def test_higher_precision_takes_longer(workplace):
 def test_a_gpu_without_bf16_trains_in_fp16(workplace, gpu):
     for train in ({}, {"precision": "bf16"}, {"residual_dtype": "bf16"}, {"precision": "fp16"}):
         found = estimated(workplace, f"x=1x{gpu}@1", **{"precision": None} | train)
-        assert found.reason == ("this GPU has no bf16" if "bf16" in train.values() else "")
+        assert found["reason"] == ("this GPU has no bf16" if "bf16" in train.values() else None)
     run = load_run(workplace.runs_dir, "run-0")
-    assert default_precision(run.train, found.machine.gpu) == "fp16"
+    assert default_precision(run.train, find_gpu(gpu)) == "fp16"
     assert default_precision(run.train) == "bf16"
 
 

@@ -33,9 +33,10 @@ LOW_TO_HIGH = part(number="low expected high")
 MACHINE = part(
     text="name gpu", whole="num_gpus largest_microbatch", number="usd_per_hour",
     text_or_none="reason", optional={
-        "hours": LOW_TO_HIGH, "usd": LOW_TO_HIGH, "mfu": float, "source": str, "budget": str,
+        "hours": LOW_TO_HIGH, "usd": LOW_TO_HIGH, "mfu": float, "source": str, "detail": str,
+        "budget": str,
         **dict.fromkeys(("microbatch_size", "gradient_accumulation_steps", "global_batch_size",
-                         "steps", "checkpoints"), int)})
+                         "steps", "checkpoints", "checkpoints_kept"), int)})
 RUN = part(
     text="name status", texts="warnings", text_or_none="reason phase",
     whole_or_none="global_step num_steps",
