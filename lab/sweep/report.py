@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,45 +37,25 @@ VERDICT_COLORS = {"better": "tab:green", "worse": "tab:red"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One variant, over all its seeds, beside the baseline.
+    """One variant, over all its seeds, beside the baseline with the same seeds.
 
     Attributes:
         outcomes: in the order of the seeds.
-        baselines: the baseline's outcomes with the same seeds.
+        is_comparable: it validates on the baseline's tokens.
+        difference: to the baseline; None for the baseline, and if they do not compare.
+        reached: when the baseline's final loss was, mean over the seeds; None if not by all.
     """
 
     name: str
     changes: Changes
     outcomes: list[Outcome]
-    baselines: list[Outcome]
+    is_comparable: bool
+    difference: Difference | None
+    reached: Reached | None
 
     @property
     def losses(self) -> list[float]:
         return [found.loss for found in self.outcomes if found.loss is not None]
-
-    @cached_property
-    def pairs(self) -> list[tuple[Outcome, Outcome]]:
-        """The seeds with which both this variant and the baseline have finished."""
-        return [pair for pair in zip(self.outcomes, self.baselines, strict=True)
-                if pair[0].loss is not None and pair[1].loss is not None]
-
-    @property
-    def validates_on_other_tokens(self) -> bool:
-        return any(own.result.validation_slice != base.result.validation_slice
-                   for own, base in self.pairs)
-
-    @cached_property
-    def difference(self) -> Difference | None:
-        """The difference to the baseline; None for the baseline, and if they do not compare."""
-        if not self.changes or self.validates_on_other_tokens:
-            return None
-        return Difference.of([own.loss - base.loss for own, base in self.pairs])
-
-    @cached_property
-    def reached(self) -> Reached | None:
-        """When the baseline's final loss was reached, mean over the seeds; None if not by all."""
-        return None if self.validates_on_other_tokens else mean_reached(
-            [first_reaching(own.result.records, base.loss) for own, base in self.pairs])
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a figure over the finished seeds."""
@@ -105,8 +85,19 @@ def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
     """Return the variants with what their runs have come to; the baseline first."""
     groups = [[found for found in outcomes.values() if found.run.changes == changes]
               for changes in sweep.variants]
-    return [Entry(name, changes, found, groups[0]) for name, changes, found in zip(
-        sweep.names, sweep.variants, groups, strict=True)]
+    entries = []
+    for name, changes, group in zip(sweep.names, sweep.variants, groups, strict=True):
+        pairs = [(own, base) for own, base in zip(group, groups[0], strict=True)
+                 if own.loss is not None and base.loss is not None]
+        is_comparable = all(own.result.validation_slice == base.result.validation_slice
+                            for own, base in pairs)
+        difference = Difference.of([own.loss - base.loss for own, base in pairs])
+        reached = mean_reached([first_reaching(own.result.records, base.loss)
+                                for own, base in pairs])
+        entries.append(Entry(name, changes, group, is_comparable,
+                             difference if changes and is_comparable else None,
+                             reached if is_comparable else None))
+    return entries
 
 
 def add_stack(sweep: Sweep, entries: list[Entry]) -> str:
@@ -139,7 +130,7 @@ def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float
     """
     found: dict[str, dict[float, list[float]]] = {}
     for entry in entries:
-        if len(entry.changes) == 1 and not entry.validates_on_other_tokens:
+        if len(entry.changes) == 1 and entry.is_comparable:
             ((key, value),) = entry.changes.items()
             if number(value) is not None:
                 found.setdefault(key, {})[value] = entry.losses
@@ -179,17 +170,17 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
 
     rows = []
     for entry in entries:
-        found, usd, reached = entry.difference, entry.mean("usd"), UNKNOWN
-        if entry.pairs and not entry.validates_on_other_tokens:
-            reached = short_count(entry.reached.tokens) if entry.reached else "not reached"
-        states = [entry.verdict, "other validation tokens" * entry.validates_on_other_tokens,
+        found, usd = entry.difference, entry.mean("usd")
+        states = [entry.verdict, "" if entry.is_comparable else "other validation tokens",
                   entry.unfinished]
         rows.append([
             label(entry.changes), f"{len(entry.losses)}/{len(entry.outcomes)}",
             text(statistics.fmean(entry.losses) if entry.losses else None, ".4f"),
             text(found and found.mean, "+.4f"),
             "{:+.4f} to {:+.4f}".format(*found.interval) if found and found.interval else UNKNOWN,
-            "; ".join(filter(None, states)) or UNKNOWN, reached,
+            "; ".join(filter(None, states)) or UNKNOWN,
+            short_count(entry.reached.tokens) if entry.reached else
+            "not reached" if found else UNKNOWN,
             text(entry.mean("seconds"), ",.0f"), UNKNOWN if usd is None else dollars(usd)])
     return Table(COLUMNS, rows, notes_of(sweep, entries))
 
