@@ -9,7 +9,6 @@ import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -23,7 +22,7 @@ from reporting.summary import duration
 
 SECONDS_BETWEEN = 2.0
 BLOCKS = "▁▂▃▄▅▆▇█"
-MAX_SPARKLINE, LABEL_WIDTH = 80, 12  # characters
+MAX_SPARKLINE, LABEL_WIDTH, BAR = 80, 12, 20  # characters
 MAX_SAMPLES, MAX_SAMPLE_LENGTH = 2, 400  # the newest ones of a run; characters
 STYLES = {"running": "green", "finished": "cyan", "failed": "red", "no heartbeat": "red"}
 
@@ -71,42 +70,40 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
         if last is not None:
             values = [y for y in answer["lines"].get(key, {"y": ()})["y"] if y is not None]
             rows.add_row(label, f"{last:.4f}  {sparkline(values, room)}")
-    speed = [f"{state.tokens_per_second:,.0f} tokens/s" if state.tokens_per_second else "",
-             f"{state.mfu:.1%} MFU" if state.mfu else "",
-             f"{state.memory_gib:.1f} GiB" if state.memory_gib else "",
-             f"{short_count(state.tokens)} tokens" if state.tokens else ""]
-    spent = [duration(state.seconds) if state.seconds else ""]
-    if state.usd is not None:
-        spent.append(f"${dollars(state.usd)}"
-                     + (f" of about ${dollars(state.usd_at_end)}" if state.usd_at_end else "")
-                     + (f" at ${state.usd_per_hour:,.2f}/h" if state.usd_per_hour else ""))
-    for label, parts in (("speed", speed), ("spent", spent)):
-        if any(parts):
-            rows.add_row(label, ", ".join(filter(None, parts)))
+    cost = [f"${dollars(state.usd)}" if state.usd else "",
+            f"of about ${dollars(state.usd_at_end)}" if state.usd_at_end else "",
+            f"at ${state.usd_per_hour:,.2f}/h" if state.usd_per_hour else ""]
+    for label, found in {
+            "speed": [f"{state.tokens_per_second:,.0f} tokens/s" if state.tokens_per_second else "",
+                      f"{state.mfu:.1%} MFU" if state.mfu else "",
+                      f"{state.memory_gib:.1f} GiB" if state.memory_gib else "",
+                      f"{short_count(state.tokens)} tokens" if state.tokens else ""],
+            "spent": [duration(state.seconds) if state.seconds else "",
+                      " ".join(filter(None, cost))]}.items():
+        if any(found):
+            rows.add_row(label, ", ".join(filter(None, found)))
     for warning in state.warnings:
         rows.add_row("warning", Text(one_line(warning), style="yellow"))
     for sample in answer["samples"][:MAX_SAMPLES]:
         text = Text(" ".join(visible(sample["prompt"] + sample["text"]).split()))
         text.truncate(MAX_SAMPLE_LENGTH, overflow="ellipsis")
         rows.add_row(f"step {sample['step']:,}", text)
-    status = " ".join([state.status, *([f"in {state.phase}"] if state.phase else []),
-                       *([f"({state.reason})"] if state.reason else [])])
+    status = state.status + (f" in {state.phase}" if state.phase else "") + (
+        f" ({state.reason})" if state.reason else "")
     return Panel(rows, title=Text(state.name, style="bold"), title_align="left",
                  subtitle=Text(one_line(status), style=STYLES.get(state.status, "yellow")),
                  subtitle_align="left")
 
 
-def _progress(state: RunState, done: int) -> RenderableType:
-    """Draw the steps, the time left and the time of the end, with the day unless it is today."""
-    text = f"{done / state.num_steps:.0%}, step {done:,} of {state.num_steps:,}"
+def _progress(state: RunState, done: int) -> str:
+    """Draw the steps, the time left and the time of the end."""
+    share = min(1.0, done / state.num_steps)
+    text = f"{'━' * round(BAR * share):{BAR}}  {share:.0%}, step {done:,} of {state.num_steps:,}"
     if state.seconds_left:
         end = time.localtime(time.time() + state.seconds_left)
-        is_today = end[:3] == time.localtime()[:3]
-        text += (f", {duration(state.seconds_left)} left (until"
-                 f" {time.strftime('%H:%M' if is_today else '%a %d %b %H:%M', end)})")
-    line = Grid.grid(padding=(0, 2))
-    line.add_row(ProgressBar(total=state.num_steps, completed=done, width=20), Text(text))
-    return line
+        text += (f", {duration(state.seconds_left)} left"
+                 f" (until {time.strftime('%a %d %b %H:%M', end)})")
+    return text
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
