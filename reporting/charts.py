@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-USD_TICKS = 5
 MAX_POINTS, MAX_LAYER_POINTS = 400, 60  # more records are averaged down to as many points
 MAX_SECONDS = 900  # of a drawing; on a machine without spare cores it may take minutes
 
@@ -44,7 +43,6 @@ LINES = {  # prefix and suffix of the quantity in a key: the line's name and col
     ("", "_p50"): ("median", "tab:blue"),
     ("", "_p1"): ("1%", "tab:gray"),
 }
-LAYERS_SIZE = (15, 7.5)  # inches
 PLAIN: dict[str, Any] = {"path_effects": [], "sketch_params": None}  # crossing lines would be cut
 MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
@@ -55,25 +53,22 @@ def draw_charts(run_dir: Path, records: Records) -> None:
     """Draw the charts of a run into its directory: those for which there are records."""
     title = run_dir.resolve().name
 
-    def draw(name: str, plot: Callable[..., object], shown: Records, *others: Records) -> None:
+    def draw(name: str, plot: Callable[..., object], *shown: Records) -> None:
         def lay_out(figure: Figure) -> None:
             axes = figure.subplots()
             axes.set_title(title)
             _label_steps(axes)
-            plot(axes, shown, *others)
+            plot(axes, *shown)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(frameon=False)
 
-        if shown:
-            draw_by_hand(run_dir / name, lay_out)
+        draw_by_hand(run_dir / name, lay_out)
 
-    steps = [record for record in records if record.get("train_loss") is not None]
-    draw("loss-chart.png", plot_losses, steps,
-         [record for record in records if record.get("validation_loss") is not None])
-    draw("grad-norm-chart.png", _plot_grad_norms, steps)
-    draw("learning-rate-chart.png", _plot_rates, steps)
-    draw("step-time-chart.png", plot_step_times, [record for record in steps if None not in (
-        record.get("slowest_step"), record.get("slowest_step_seconds"))])
+    if steps := [record for record in records if record.get("train_loss") is not None]:
+        draw("loss-chart.png", plot_losses, steps,
+             [record for record in records if record.get("validation_loss") is not None])
+        draw("grad-norm-chart.png", _plot_grad_norms, steps)
+        draw("learning-rate-chart.png", _plot_rates, steps)
     if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(run_dir / "layers-chart.png",
                      lambda figure: plot_layers(figure, measured, title))
@@ -87,8 +82,8 @@ def _label_steps(axes: Axes) -> None:
 
 
 def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
-    """Write a figure in xkcd style, in one step. Raises: OSError if it cannot be written."""
-    # What imports this module need not draw, and importing matplotlib takes a second.
+    """Write a figure in xkcd style, in one step. Raises: OSError."""
+    # Not above: what imports this module need not draw, and importing matplotlib takes a second.
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
@@ -131,7 +126,7 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
     if len(priced) < 2:
         return
     x = np.array([record["global_step"] + 1 for record in priced], dtype=float)
-    ticks = np.linspace(x[0], x[-1], USD_TICKS)
+    ticks = np.linspace(x[0], x[-1], 5)
     usd = np.interp(ticks, x, [record["usd"] for record in priced])
     least = np.diff(usd).min()  # the labels have as many digits as they need to differ
     digits = max(0, int(np.ceil(-np.log10(least))) + 1) if least > 0 else 2
@@ -158,17 +153,6 @@ def _plot_rates(axes: Axes, steps: Records) -> None:
     axes.plot(*_columns(steps, "learning_rate"), color="tab:green")
 
 
-def plot_step_times(axes: Axes, timed: Records) -> None:
-    """Plot the slowest step of each report, and name the slowest one of all."""
-    axes.set_ylabel("seconds")
-    axes.plot(*_columns(timed, "slowest_step_seconds", pool=np.ma.max), color="tab:purple",
-              label="slowest step between two points")
-    worst = max(timed, key=lambda record: record["slowest_step_seconds"])
-    axes.plot([], [], linestyle="none", label=f"slowest of all: step {worst['slowest_step'] + 1:,}"
-                                              f" with {worst['slowest_step_seconds']:.3g} s")
-    axes.set_ylim(bottom=0)
-
-
 def _columns(records: Records, key: str, pool: Callable[..., Any] = np.ma.mean,
              most: int = MAX_POINTS) -> tuple[Any, Any]:
     """Return x and y of one key, (points,) and (points,) or (points, layers).
@@ -188,7 +172,7 @@ def plot_layers(figure: Figure, records: Records, title: str) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    figure.set_size_inches(*LAYERS_SIZE)
+    figure.set_size_inches(15, 7.5)
     figure.suptitle(title)
     *panels, last = figure.subplots(2, 4).flatten()
     depth = len(records[-1]["layer_grad_norm"])
@@ -203,7 +187,7 @@ def plot_layers(figure: Figure, records: Records, title: str) -> None:
 
 
 def _plot_quantity(axes: Axes, records: Records, quantity: str, colors: Any) -> None:
-    """Draw one panel: thin lines for layers, the deepest on top, and lines for single numbers."""
+    """Draw a panel: thin lines for layers, the deepest on top; thick ones for single numbers."""
     x, layers = _columns(records, f"layer_{quantity}", most=MAX_LAYER_POINTS)
     depth = layers.shape[1] if layers.ndim > 1 else 0
     lines = [(layers[:, layer], colors.to_rgba(layer + 1), 1.2)

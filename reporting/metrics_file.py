@@ -89,12 +89,11 @@ def valid_records(text: str) -> list[dict[str, Any]]:
 
 
 def is_step(value: Any) -> bool:
-    """Return whether a value of JSON is a global step."""
     return type(value) is int and 0 <= value < MAX_STEP
 
 
 def is_list(key: str) -> bool:
-    """Return whether a metric has a list of numbers, of the layers or the GPUs."""
+    """Return whether a metric has a number for each layer or GPU."""
     return "{" in METRICS[key]
 
 
@@ -142,8 +141,7 @@ def spent_before(records: list[dict[str, Any]], summary_path: Path) -> tuple[flo
 def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool = False) -> None:
     """Drop the records of steps that a resumed run takes again, from `first_step` on.
 
-    Args:
-        lacks_validation: drop the validation and samples before that step too: they are repeated.
+    If it lacks the validation before that step, drop that and its samples too.
     """
     if path.exists():
         kept = [record for record in read_metrics(path) if record["global_step"] < first_step

@@ -41,7 +41,6 @@ class RunLog:
                 sys.stdout.flush()
 
     def warn(self, what: str, failure: str) -> None:
-        """Print a warning if there was a failure."""
         if failure:
             self.say(f"warning: {what}: {failure}")
 
@@ -53,21 +52,15 @@ class RunLog:
                              desc=visible(self.run.name), disable=None, dynamic_ncols=True)
 
     def write_status(self, status: str, reason: str | None) -> None:
-        """Write the run's status to `summary.json` before it has ended."""
         write_status(self.run, self.clock, status=status, reason=reason,
                      num_steps=self.plan.num_steps)
 
     def step(self) -> None:
-        """Move the bar by one step."""
         with suppress(OSError):
             self._bar.update()
 
     def report_steps(self, window: Window, machine: dict[str, Any]) -> None:
-        """Record and show the steps of a window, as of the moment when it was closed.
-
-        Args:
-            machine: what else to record, of the machine.
-        """
+        """Record and show the steps of a window, as of when it was closed, and the machine."""
         if not self.is_active:
             return
         global_step, num_steps, spent = window.global_step, self.plan.num_steps, window.seconds

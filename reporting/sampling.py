@@ -32,39 +32,27 @@ LONG_SAMPLE = SamplingOptions(max_new_tokens=400)  # at the end of a run
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far, so that each token runs through the layers once.
+    """Keys and values of the tokens so far, so that each token runs through the layers once."""
 
-    When the context is full, its older half is dropped and the rest is computed again.
+    def __init__(self, model: GPTModel, *, capacity: int) -> None:
+        self._model, self._capacity, self._length = model, capacity, 0
+        self._layers: dict[Block, tuple[Tensor, Tensor]] = {}  # each (1, H, capacity, D)
 
-    Args:
-        num_tokens: upper bound of the tokens of prompt and continuation.
-    """
+    def next_logits(self, context: list[int]) -> Tensor:
+        """Return the logits after some tokens, (V,) float32.
 
-    def __init__(self, model: GPTModel, *, num_tokens: int) -> None:
-        self._model = model
-        self._capacity = min(num_tokens, model.config.context_length)
-        self._context: Tensor | None = None  # (B, T), the cached tokens
-        self._layers: dict[Block, tuple[Tensor, Tensor]] = {}  # each (B, H, capacity, D)
-
-    def next_logits(self, token_ids: Tensor) -> Tensor:
-        """Append tokens (B, T) int64; return the logits of the next one, (B, V) float32."""
-        longest = self._model.config.context_length
-        context = token_ids
-        if self._context is not None:
-            context = torch.cat([self._context, token_ids], dim=1)
-            if context.shape[1] > longest:
-                context = context[:, -(longest // 2 + 1):]
-                self._context = None
-        if self._context is None:
-            token_ids = context = context[:, -longest:]
-        self._first = context.shape[1] - token_ids.shape[1]
-        self._context = context
-        x = self._model.embed(token_ids, first_position=self._first)  # (B, T, C)
-        x = self._model.transform(x, self._run)[:, -1]  # (B, C)
+        Those of the call before and more of them, or another beginning, which is at most as long.
+        """
+        self._first = self._length if len(context) > self._length else 0
+        self._length = len(context)
+        token_ids = torch.tensor([context[self._first:]],  # (1, T)
+                                 device=self._model.token_embedding.weight.device)
+        x = self._model.embed(token_ids, first_position=self._first)  # (1, T, C)
+        x = self._model.transform(x, self._run)[0, -1]  # (C,)
         return F.linear(self._model.final_norm(x), self._model.head_weight).float()
 
     def _run(self, block: Block, x: Tensor) -> Tensor:
-        """Run one layer of a model in eval mode, (B, T, C) to (B, T, C)."""
+        """Run one layer, (1, T, C) to (1, T, C)."""
         q, k, v = block.attention.project(block.attention_norm(x))  # each (B, H, T, D)
         B, H, T, D = k.shape
         if block not in self._layers:
@@ -85,28 +73,31 @@ def stream_tokens(model: GPTModel, prompt: list[int], options: SamplingOptions,
                   stop_token: int | None = None) -> Iterator[int]:
     """Continue a prompt of at least one token id; yield the next ones, up to `stop_token`.
 
-    The global random state does not change. The model is left in eval mode.
+    When the context is full, its older half is dropped and the rest is computed again. The global
+    random state does not change. The model is left in eval mode.
     """
-    device = model.token_embedding.weight.device
+    longest, device = model.config.context_length, model.token_embedding.weight.device
     generator = torch.Generator(device).manual_seed(options.seed)
-    token_ids = torch.tensor([prompt], device=device)  # (1, T)
+    cache = KeyValueCache(model, capacity=min(longest, len(prompt) + options.max_new_tokens))
+    context = prompt[-longest:]
     model.eval()
-    cache = KeyValueCache(model, num_tokens=len(prompt) + options.max_new_tokens)
     for _ in range(options.max_new_tokens):
-        logits = cache.next_logits(token_ids)[0]  # (V,)
+        logits = cache.next_logits(context)
         if options.temperature == 0:
-            token_ids = logits.argmax()[None, None]  # (1, 1)
+            token_id = int(logits.argmax())
         else:
             if 0 < options.top_k < logits.numel():
                 smallest_kept = logits.topk(options.top_k).values[-1]
                 logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
             # The largest becomes 0, so that a tiny temperature cannot overflow it.
             probabilities = ((logits - logits.max()) / options.temperature).softmax(dim=-1)
-            token_ids = torch.multinomial(probabilities, 1, generator=generator)[None]
-        token_id = int(token_ids)
+            token_id = int(torch.multinomial(probabilities, num_samples=1, generator=generator))
         if token_id == stop_token:
             return
         yield token_id
+        context = [*context, token_id]
+        if len(context) > longest:
+            context = context[-(longest // 2 + 1):]
 
 
 def stream_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, options: SamplingOptions, *,

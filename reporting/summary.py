@@ -82,7 +82,7 @@ def _spent(clock: PhaseClock) -> dict[str, Any]:
 
 def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None,
                  num_steps: int) -> None:
-    """Write a `summary.json` with a run's status, its reason, its length and what it has spent."""
+    """Write the `summary.json` of a run that has not ended."""
     _write(run, {"run": run.name, "status": status, "reason": reason, "num_steps": num_steps,
                  **_spent(clock)})
 
@@ -93,7 +93,7 @@ def _write(run: Run, summary: dict[str, Any], *, durable: bool = False) -> None:
 
 
 def read_summary(run: Run) -> dict[str, Any]:
-    """Return what a run's `summary.json` says; empty if it cannot be read."""
+    """Return a run's `summary.json`; empty if it cannot be read."""
     return found_object(run.summary_path)
 
 

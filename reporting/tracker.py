@@ -92,11 +92,8 @@ def send_records(run: Run, tracked: TrackedRun, *, note: Callable[[str], None],
                  is_over: Callable[[], bool] = lambda: True) -> int:
     """Send the records that a run's tracker lacks, and new ones as they come; return their number.
 
-    At last the figures of the summary, if the run has ended.
-
-    Args:
-        note: called with a line for the user.
-        is_over: waits a while; returns whether no more records come.
+    At last the figures of the summary, if the run has ended. `is_over` waits a while, and returns
+    whether no more records come. `note` takes a line for the user.
     """
     kind, lines = run.train.tracker, whole_lines(run.metrics_path, 0)
     records, offset = valid_records(lines.decode(errors="replace")), len(lines)

@@ -23,7 +23,6 @@ from reporting.charts import (
     draw_charts,
     plot_layers,
     plot_losses,
-    plot_step_times,
 )
 from reporting.metrics_file import METRICS
 from tests.support.workplace import draw_bare
@@ -112,16 +111,6 @@ def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices):
     assert all(left.x1 + 5 < right.x0 for left, right in pairwise(boxes))
 
 
-def test_the_chart_of_step_times_names_the_slowest_step():
-    axes = Figure().subplots()
-    plot_step_times(axes, [
-        {"global_step": 10 * n + 9, "slowest_step": 10 * n + 3,
-         "slowest_step_seconds": 29.0 if n == 9 else n % 7 / 10} for n in range(30)])
-    assert axes.get_legend_handles_labels()[1] == [
-        "slowest step between two points", "slowest of all: step 94 with 29 s"]
-    assert max(axes.lines[0].get_ydata()) == 29
-
-
 def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warning(
         tmp_path, monkeypatch, caplog, recwarn):
     monkeypatch.setattr(font_manager, "get_font_names", list)
@@ -129,10 +118,10 @@ def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warn
     assert not list(tmp_path.iterdir())
     found = records(300)
     found[3]["train_loss"] = found[4]["grad_norm"] = found[5]["grad_norm_max"] = None
-    found[6] |= {"slowest_step": 3, "slowest_step_seconds": 1.0, "skipped_steps": None}
+    found[6]["skipped_steps"] = None
     with caplog.at_level(logging.WARNING):
         draw_charts(tmp_path, found)
-    assert {*CHARTS, "step-time-chart.png"} == {path.name for path in tmp_path.iterdir()}
+    assert set(CHARTS) == {path.name for path in tmp_path.iterdir()}
     assert not caplog.records and not recwarn.list
 
 

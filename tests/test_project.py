@@ -128,7 +128,7 @@ def test_the_quick_start_works(checkout):
     check_transcript(result.stdout)
     assert (checkout / "datasets/python-stdlib/train.safetensors").is_file()
     assert {p.name for p in (checkout / "runs/demo").glob("*.png")} == {
-        "loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png", "step-time-chart.png"}
+        "loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
     assert {line["prompt"] for line in read_lines(checkout / "runs/demo/samples.jsonl")} == {
         "def ", "import "}
     assert succeeded(run_in(checkout, GENERATE)).stdout.startswith("class ")

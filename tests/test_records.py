@@ -388,8 +388,8 @@ def test_a_failure_is_told_once_and_readings_go_on(meter, monkeypatch):
 
 def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(tmp_path, monkeypatch):
     for masks, reasons in (((0x1, 0x4), None),
-                           ((0x80, 0x64), "sw thermal slowdown, hw thermal slowdown,"
-                                          " hw power brake slowdown")):
+                           ((0x80, 0x64), "hw power brake slowdown, hw thermal slowdown,"
+                                          " sw thermal slowdown")):
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
             f"GPU-{n}": {"nvmlDeviceGetCurrentClocksEventReasons": mask}
             for n, mask in enumerate(masks)}))

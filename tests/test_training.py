@@ -69,7 +69,7 @@ def test_a_finished_run_leaves_its_files(finished):
     found = {path.name for path in run_dir.iterdir()}
     assert found == {"model.json", "train.json", "metrics.jsonl", "summary.json", "checkpoints",
                      "identity.json", "loss-chart.png", "grad-norm-chart.png",
-                     "learning-rate-chart.png", "step-time-chart.png"}
+                     "learning-rate-chart.png"}
     checkpoints = [path.name for path in (run_dir / "checkpoints").iterdir()]
     assert sorted(int(name.split("-")[-1]) for name in checkpoints if "-" in name) == [4, 9, 11]
     assert all(re.fullmatch(r"\d{8}Z\d{6}-iteration-\d+|latest|best", n) for n in checkpoints)
