@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
     begin_command()
 
-import multiprocessing.forkserver
 import os
 import re
 import signal
@@ -125,7 +124,6 @@ def check_options(mode: str, *accepted: str) -> None:
 
 def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> Prepared:
     """Find the documents and tokenise them. Raises: UserError."""
-    start_fork_server(options["tokenizer"])
     from preparation.journal import Journal, check_output_dir
     from preparation.pipeline import PrepareOptions, prepare_dataset
 
@@ -139,16 +137,6 @@ def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -
     if preparation.part and documents.request.revision != named.revision:
         print_line(f"use --revision {documents.request.revision} on the other machines")
     return prepare_dataset(documents, output, preparation)
-
-
-def start_fork_server(tokenizer: str) -> None:
-    """Start the process that workers are forked from; it imports while this process does too."""
-    multiprocessing.set_forkserver_preload(
-        ["preparation.encoding", *["preparation.gpt2_workers"] * (tokenizer == "gpt2")])
-    # The fork server inherits SIG_IGN: only this process handles Ctrl-C.
-    previous_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    multiprocessing.forkserver.ensure_running()
-    signal.signal(signal.SIGINT, previous_handler)
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:

@@ -1,12 +1,13 @@
 """Tokenise on all cores: tasks are sent to worker processes, tokens come back in order."""
 
+import gc
 import itertools
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -29,7 +30,7 @@ TASKS_PER_WORKER = 3
 MAX_BYTES = 2**26  # of text, for all workers together
 MAX_BYTES_PER_WORKER = 6 * 2**20  # used instead if it allows more, with many workers
 BATCH_CHARACTERS = 2**19  # encoded in one call
-LoadTokenizer = Callable[[], Tokenizer]  # is sent to the workers
+_tokenizer: Tokenizer  # of a worker
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,8 @@ class Encoded:
         return Encoded(tokens, counts_of(tokens, tokenizer), num_empty, self.bad_files)
 
 
-def encode_task(task: Task, load: LoadTokenizer) -> Encoded | BadShard:
+def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
     """Tokenise a task; return the error if it cannot be read."""
-    tokenizer = load()
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     tokens: list[np.ndarray] = [end_of_text[:0]]
     bad_files: list[BadFile] = []
@@ -113,17 +113,20 @@ Result = Encoded | BadShard | Shard
 
 
 @contextmanager
-def worker_pool(load: LoadTokenizer, num_workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Start worker processes; none for one worker, whose tasks this process does."""
+def worker_pool(tokenizer: Tokenizer, num_workers: int) -> Iterator[ProcessPoolExecutor | None]:
+    """Start worker processes; none for one worker, whose tasks this process does.
+
+    They are forked, so that they share the tokenizer and all modules. This process must not have
+    started threads.
+    """
     if num_workers == 1:
         yield None
         return
-    pool = ProcessPoolExecutor(
-        num_workers, initializer=_start_worker, initargs=(load,),
-        mp_context=multiprocessing.get_context("forkserver"))  # workers share imported modules
+    gc.freeze()  # a garbage collection would write to the shared pages, and so copy them
+    pool = ProcessPoolExecutor(num_workers, initializer=_start_worker, initargs=(tokenizer,),
+                               mp_context=multiprocessing.get_context("fork"))
     try:
-        # Ctrl-C waits until they have started: before, they would print tracebacks.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the workers, for ever
         try:
             futures.wait([pool.submit(os.getpid) for _ in range(num_workers)])
         finally:
@@ -133,7 +136,21 @@ def worker_pool(load: LoadTokenizer, num_workers: int) -> Iterator[ProcessPoolEx
         pool.shutdown(cancel_futures=True)
 
 
-def encode(items: Iterable[Item | None], load: LoadTokenizer, pool: ProcessPoolExecutor | None,
+def _start_worker(tokenizer: Tokenizer) -> None:
+    def exit_with_parent() -> None:
+        wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    global _tokenizer
+    _tokenizer = tokenizer
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def _encode_in_worker(task: Task) -> Encoded | BadShard:
+    return encode_task(task, _tokenizer)
+
+
+def encode(items: Iterable[Item | None], tokenizer: Tokenizer, pool: ProcessPoolExecutor | None,
            num_workers: int) -> Iterator[tuple[Item, Result]]:
     """Yield all items in their order, tasks with their results, others with themselves.
 
@@ -146,7 +163,7 @@ def encode(items: Iterable[Item | None], load: LoadTokenizer, pool: ProcessPoolE
     if pool is None:
         for item in items:
             if item is not None:
-                yield item, encode_task(item, load) if isinstance(item, Task) else item
+                yield item, encode_task(item, tokenizer) if isinstance(item, Task) else item
         return
     max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
     waiting: deque[tuple[Item, Future[Result] | None]] = deque()
@@ -161,20 +178,9 @@ def encode(items: Iterable[Item | None], load: LoadTokenizer, pool: ProcessPoolE
                 num_bytes -= first.num_bytes if isinstance(first, Task) else 0
                 yield first, first if future is None else future.result()
             if item is not None:
-                waiting.append((item, pool.submit(encode_task, item, load)
+                waiting.append((item, pool.submit(_encode_in_worker, item)
                                 if isinstance(item, Task) else None))
                 num_bytes += size
     except BrokenProcessPool:
         raise UserError("a worker process was killed, perhaps because memory ran out; run the"
                         " same command again to continue, perhaps with fewer --workers") from None
-
-
-def _start_worker(load: LoadTokenizer) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the workers
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    load()
-
-
-def _exit_with_parent() -> None:
-    wait([multiprocessing.parent_process().sentinel])
-    os._exit(1)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -33,7 +32,7 @@ from preparation.token_stream import (
     read_tokens,
     start_of_last,
 )
-from tokens.tokenizer import FileTokenizer, Tokenizer, choose_tokenizer, file_beside, load_tokenizer
+from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, choose_tokenizer
 
 LEAST_TOKEN_BYTES = 0.2  # for each byte of text; plain text has 0.4
 
@@ -125,9 +124,8 @@ class _Preparation:
         is_small = sum(shard.num_bytes for shard in source.shards) < 2 * TASK_BYTES
         self._num_workers = 1 if is_small else options.num_workers
         self._tokenizer = tokenizer
-        self._tokenizer_path = file_beside(journal.dataset_dir, tokenizer.name)
-        if self._tokenizer_path and isinstance(tokenizer, FileTokenizer):  # workers read the copy
-            write_atomically(self._tokenizer_path, tokenizer.content, durable=True)
+        if isinstance(tokenizer, FileTokenizer):
+            write_atomically(journal.dataset_dir / TOKENIZER_FILE, tokenizer.content, durable=True)
         self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS,
                                        num_tokens=journal.last.counts.num_tokens)
         self._begin_shard()
@@ -139,10 +137,9 @@ class _Preparation:
 
     def run(self) -> Prepared:
         """Tokenise all remaining shards, then write the headers and the dataset card."""
-        load = partial(load_tokenizer, self._request.tokenizer, self._tokenizer_path)
         try:
-            with worker_pool(load, self._num_workers) as pool:
-                self._encode_all(encode(self._items(), load, pool, self._num_workers))
+            with worker_pool(self._tokenizer, self._num_workers) as pool:
+                self._encode_all(encode(self._items(), self._tokenizer, pool, self._num_workers))
             return self._finish()
         finally:
             with contextlib.suppress(OSError):  # a full disk: reported already

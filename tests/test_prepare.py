@@ -210,12 +210,12 @@ def test_cutting_a_document_does_not_change_its_ids(changes, tmp_path, small_pie
     naive = [token for piece in pieces for token in tokenizer.encode_ordinary(piece.text)]
     wanted = [*tokenizer.encode_ordinary(LONG), tokenizer.eot_token]
     assert naive != wanted[:-1]
-    assert encode_task(task_of(pieces), lambda: tokenizer).tokens.tolist() == wanted
+    assert encode_task(task_of(pieces), tokenizer).tokens.tolist() == wanted
     path = tmp_path / "a.txt"
     path.write_text(LONG)
     tasks = list(text_tasks([path], tmp_path, cuts_of(tokenizer)))
     assert len(tasks) <= 2 if changes else len(tasks) > 2
-    found = [encode_task(task, lambda: tokenizer).tokens for task in tasks]
+    found = [encode_task(task, tokenizer).tokens for task in tasks]
     assert np.concatenate(found).tolist() == wanted
 
 

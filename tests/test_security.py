@@ -117,7 +117,6 @@ def test_the_traceback_of_a_command_is_inert(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("prepare_dataset.find_source", fail)
     monkeypatch.setattr(ddp_train, "launch", fail)
     monkeypatch.setattr(lab_main.cli, "invoke", fail)
-    monkeypatch.setattr(prepare_dataset, "start_fork_server", lambda _: None)
     monkeypatch.setattr("sys.argv", ["a command", "tiny"])
     for command in (lambda: prepare_dataset.run(["source", str(tmp_path / "out")]),
                     ddp_train.main, lab_main.main):

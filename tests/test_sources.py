@@ -346,7 +346,7 @@ def test_a_long_run_of_one_character_is_encoded(character):
     data = character * 600_000 + b"a"  # more than the largest piece, 2 * LARGE_DOCUMENT
     text = data.decode("utf-8", "replace")
     task = Task(lambda bad_files: cut_document([data]), 1, 1)
-    encoded = encode_task(task, lambda: load_tokenizer("gpt2"))
+    encoded = encode_task(task, load_tokenizer("gpt2"))
     assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == text
 
 

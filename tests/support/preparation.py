@@ -36,8 +36,7 @@ def prepare(*arguments: str) -> CompletedProcess[str]:
     """Run prepare_dataset.py in this process, with one worker unless it imports tokens."""
     stdout, stderr = io.StringIO(), io.StringIO()
     workers = [] if {"--import", "--join"} & set(arguments) else ["--workers", "1"]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
-        patch.setattr(command, "start_fork_server", lambda _: None)  # one worker needs none
+    with redirect_stdout(stdout), redirect_stderr(stderr):
         with pytest.raises(SystemExit) as caught:
             command.run([*arguments, *workers])
     return CompletedProcess(arguments, caught.value.code or 0, stdout.getvalue(),
