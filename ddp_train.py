@@ -264,7 +264,7 @@ class Trainer:
             if global_step == self.prepared.first_step:
                 self.reports.after_first_step(loss)
             ends = self.stop.after(global_step, is_report_due=losses.is_full)
-            saves = ends or self.stop.is_save_due(global_step)
+            saves = ends or self.prepared.is_save_due(global_step)
             if saves or losses.is_full:
                 self.reports.write(global_step, learning_rate, waits=saves)
             if saves:
@@ -294,7 +294,7 @@ class Trainer:
         if self.prepared.is_trained:  # an earlier launch was killed before it came to this
             self.saver.tidy()
             self.reports.draw_charts()
-        is_due = self.stop.is_validation_due(global_step)
+        is_due = self.prepared.is_validation_due(global_step)
         self.reports.end(global_step, stop_reason=self.stop.reason,
                          lacks_validation=is_due and self.saver.validation is None)
 
@@ -303,7 +303,7 @@ class Trainer:
         if self.process.is_main:
             self.save(global_step)
         self.wait_for_all()
-        if self.stop.is_validation_due(global_step):
+        if self.prepared.is_validation_due(global_step):
             self.validate(global_step)
         if self.process.is_main:
             self.reports.draw_charts()
@@ -318,7 +318,7 @@ class Trainer:
     def save(self, global_step: int) -> None:
         """Copy the training state; a background thread writes it. Rank 0."""
         train_loss = finite_or_none(self.reports.window.pop_loss_since_checkpoint())
-        decides_best = not self.config.validates and self.stop.is_save_due(global_step)
+        decides_best = not self.config.validates and self.prepared.is_save_due(global_step)
         with self.clock.phase(CHECKPOINT):
             self.saver.save(self.state, CheckpointMeta(
                 identity=self.identity.name, global_step=global_step,

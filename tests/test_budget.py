@@ -21,6 +21,7 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
 from tokens.batch_plan import BatchPlan
+from trainer.startup import PreparedRun
 from trainer.stopping import Stop
 
 
@@ -62,10 +63,11 @@ class Simulated(Stop):
         train = train_config(validation_interval=50, max_hours=limit / 3600)
         self.clock, self.saver = PhaseClock(since=0.0), SimpleNamespace(longest_write_seconds=0.0)
         self.clock._now = lambda: self.now
-        prepared = SimpleNamespace(
-            first_step=first_step, plan=plan or BatchPlan(2, 1, 1, 16, num_steps=3000),
-            options=Options("simulated", **options),
-            run=SimpleNamespace(train=train, model=ModelConfig(**TINY_MODEL)))
+        saved = SimpleNamespace(meta=SimpleNamespace(global_step=first_step - 1))
+        prepared = PreparedRun(
+            SimpleNamespace(model=ModelConfig(**TINY_MODEL)), train,
+            SimpleNamespace(plan=plan or BatchPlan(2, 1, 1, 16, num_steps=3000)), saved,
+            Options("simulated", **options))
         process = SimpleNamespace(device=torch.device("cpu"), is_main=True)
         watchdog = SimpleNamespace(process=process, stop_signal=0, suspended=nullcontext)
         super().__init__(prepared, clock=self.clock, watchdog=watchdog, group=None,
@@ -93,9 +95,9 @@ class Simulated(Stop):
             since_report += 1
             is_report_due = since_report == 10
             ends = self.after(step, is_report_due=is_report_due)
-            if is_report_due or ends or self.is_save_due(step):
+            if is_report_due or ends or self._prepared.is_save_due(step):
                 since_report = 0
-            if ends or self.is_save_due(step):
+            if ends or self._prepared.is_save_due(step):
                 self.save_and_validate(step)
             if ends:
                 return max(self.now, self.written_at)
@@ -106,7 +108,7 @@ class Simulated(Stop):
             self.look_at_saver()
             self.now += self.seconds["checkpoint"]
         self.written_at = self.now + self.seconds["write"]
-        if self.is_validation_due(step):
+        if self._prepared.is_validation_due(step):
             self.pass_time(validation=self.seconds["validation"])
 
 

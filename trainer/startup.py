@@ -80,10 +80,8 @@ class PreparedRun:
     @property
     def lacks_validation(self) -> bool:
         """Whether the checkpoint's validation was due, and an earlier launch ended before it."""
-        if self.resume_from is None or not self.config.validates:
-            return False
-        return self.resume_from.validation is None and is_due(
-            self.first_step - 1, self.config.validation_interval, num_steps=self.plan.num_steps)
+        return (self.resume_from is not None and self.resume_from.validation is None
+                and self.is_validation_due(self.first_step - 1))
 
     @property
     def is_trained(self) -> bool:
@@ -93,6 +91,18 @@ class PreparedRun:
     def is_finished(self) -> bool:
         """Whether nothing is left to do; a kill may come between the last step and the end."""
         return self.is_trained and not self.lacks_validation and self.summary_says_finished
+
+    def is_validation_due(self, global_step: int) -> bool:
+        return self.config.validates and self._is_due(global_step, self.config.validation_interval)
+
+    def is_save_due(self, global_step: int) -> bool:
+        """Return whether the run's intervals ask for a checkpoint after a step."""
+        return self.is_validation_due(global_step) or self._is_due(
+            global_step, self.config.checkpoint_interval)
+
+    def _is_due(self, global_step: int, interval: int | None) -> bool:
+        is_last = global_step == self.plan.num_steps - 1
+        return is_last or interval is not None and (global_step + 1) % interval == 0
 
     def run_identity(self) -> Identity:
         """Return what the launch trains as, anew if it starts over or steps back. Rank 0."""
@@ -119,11 +129,6 @@ class PreparedRun:
             print_line(f"{self.run.name} is complete: {self.plan.num_steps:,} steps,"
                        f" {self.plan.num_tokens:,} tokens; --fresh starts it over")
 
-
-def is_due(global_step: int, interval: int | None, *, num_steps: int) -> bool:
-    """Return whether something is due after a step: every `interval` steps, and at the end."""
-    return global_step == num_steps - 1 or (
-        interval is not None and (global_step + 1) % interval == 0)
 
 
 def prepare_run(options: Options, process: Process, clock: PhaseClock,

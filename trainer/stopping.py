@@ -14,7 +14,7 @@ from reporting.loss_window import REPORT_INTERVAL
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND, checkpoint_bytes
 from reporting.summary import BUDGET, MAX_STEPS, SIGNAL, StopReason
 from trainer.background_saver import BackgroundSaver
-from trainer.startup import PreparedRun, is_due
+from trainer.startup import PreparedRun
 
 SAFETY_MARGIN = 0.25  # of the time ahead: steps may take longer than measured
 LAST_CHARTS_SECONDS = 2.0  # an estimate; they are not waited for beyond the budget
@@ -34,7 +34,7 @@ class Stop:
 
     def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
                  group: dist.ProcessGroup, saver: BackgroundSaver) -> None:
-        self._prepared, self._plan, self._config = prepared, prepared.plan, prepared.run.train
+        self._prepared, self._config = prepared, prepared.config
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
         self._checkpoint_bytes = checkpoint_bytes(
             prepared.run.model, self._config, num_parameters(prepared.run.model))
@@ -46,7 +46,7 @@ class Stop:
     def after(self, global_step: int, *, is_report_due: bool) -> bool:
         """Return whether the launch ends with this step. Budgets are checked at reports."""
         is_spent = (global_step < self.last_step and self._watchdog.process.is_main
-                    and (is_report_due or self.is_save_due(global_step))
+                    and (is_report_due or self._prepared.is_save_due(global_step))
                     and self._is_spent_after(global_step))
         return self.is_asked(is_spent=is_spent) or global_step >= self.last_step
 
@@ -65,15 +65,6 @@ class Stop:
             self.reason = StopReason(BUDGET, spent + (reserve if left > 0 else ""))
         return bool(number or is_spent)
 
-    def is_validation_due(self, global_step: int) -> bool:
-        """Return whether a validation is due after this step. Not a collective."""
-        return self._config.validates and is_due(
-            global_step, self._config.validation_interval, num_steps=self._plan.num_steps)
-
-    def is_save_due(self, global_step: int) -> bool:
-        """Return whether the run's intervals ask for a checkpoint here. Not a collective."""
-        return self.is_validation_due(global_step) or is_due(
-            global_step, self._config.checkpoint_interval, num_steps=self._plan.num_steps)
 
     def _is_spent_after(self, global_step: int) -> bool:
         """Return whether the steps up to the next report would exceed the budget. Rank 0.
@@ -82,21 +73,21 @@ class Stop:
         validation as forward passes, a third of a step's work each, on one process; a checkpoint
         as written to a slow disk.
         """
-        clock, plan, config = self._clock, self._plan, self._config
+        clock, prepared, config = self._clock, self._prepared, self._config
         spent = clock.read_this_launch()
-        num_measured = global_step - self._prepared.first_step  # all but the first one
+        num_measured = global_step - prepared.first_step  # all but the first one
         seconds = sum(spent[each] for each in (phases.TRAINING, phases.DIAGNOSTICS, phases.WAITING))
         step = seconds / num_measured if num_measured else spent[phases.COMPILE]
-        num_batches = math.ceil(config.num_validation_sequences / plan.microbatch_size)
+        num_batches = math.ceil(config.num_validation_sequences / prepared.plan.microbatch_size)
         validation = clock.longest[phases.VALIDATION] or (
-            step / plan.gradient_accumulation_steps / 3 * num_batches)
+            step / prepared.plan.gradient_accumulation_steps / 3 * num_batches)
         save = clock.longest[phases.CHECKPOINT] + clock.longest[phases.CHART] or (
             self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND)
         ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, self.last_step) + 1)
         due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
-        num_saves = 1 + sum(self.is_save_due(step) for step in due if step != self.last_step)
+        num_saves = 1 + sum(prepared.is_save_due(step) for step in due if step != self.last_step)
         # A launch ends with a save, whose write may have to wait for the one before.
         seconds = (len(ahead) * step + num_saves * save
-                   + sum(map(self.is_validation_due, due)) * validation
+                   + sum(map(prepared.is_validation_due, due)) * validation
                    + 2 * self._saver.longest_write_seconds + LAST_CHARTS_SECONDS)
         return seconds * (1 + SAFETY_MARGIN) > nearest_limit(config, clock)[0]
