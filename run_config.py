@@ -226,27 +226,27 @@ def load_run(runs_dir: Path, name: str) -> Run:
     return Run(name, run_dir, model, train)
 
 
-def with_defaults(model: ModelConfig, train: TrainConfig) -> tuple[ModelConfig, TrainConfig]:
+def with_defaults(model: ModelConfig, config: TrainConfig) -> tuple[ModelConfig, TrainConfig]:
     """Set the keys of `MUON_DEFAULTS` that are not set, or null; they still count as not set.
 
     The rates are those of `runs/gpt2-small-muon`: at a width of 128 as below, and smaller by the
     square root of the width; that of matrices is the same at all widths. With `learning_rate` set,
     that is the rate of every group without one of its own, except the matrices.
     """
-    if train.optimizer != "muon":
-        return model, train
+    if config.optimizer != "muon":
+        return model, config
     missing = {key: value for key, value in MUON_DEFAULTS.items()
-               if key not in train.model_fields_set or getattr(train, key) is None}
-    if train.schedule_learning_rate:
+               if key not in config.model_fields_set or getattr(config, key) is None}
+    if config.schedule_learning_rate:
         missing.pop("schedule", None)
     for key in WIDTH_DEPENDENT & missing.keys():
-        if "learning_rate" in train.model_fields_set:
+        if "learning_rate" in config.model_fields_set:
             del missing[key]
         else:
             missing[key] = float(f"{missing[key] * (128 / model.emb_dim) ** 0.5:.3g}")
-    if train.init_from is None and "init" not in model.model_fields_set:
+    if config.init_from is None and "init" not in model.model_fields_set:
         model = _filled(model, {"init": "zero_projections"})
-    return model, _filled(train, missing)
+    return model, _filled(config, missing)
 
 
 def _filled(config: Config, missing: dict[str, Any]) -> Config:
