@@ -128,14 +128,14 @@ def end_torchrun(process: Process) -> None:
 
 @contextmanager
 def process_group(process: Process, store: dist.Store,
-                  train: TrainConfig) -> Iterator[dist.ProcessGroup]:
+                  config: TrainConfig) -> Iterator[dist.ProcessGroup]:
     """Join the process group, and destroy it at the end. Every rank.
 
     Yields a second group, of gloo, for waits that are longer than the collective timeout.
     """
-    seconds = train.collective_timeout_seconds
+    seconds = config.collective_timeout_seconds
     if process.device.type == "cuda":  # NCCL ends the process without a word: the watchdog is first
-        seconds = max(seconds, train.hang_timeout_seconds) + NCCL_MARGIN_SECONDS
+        seconds = max(seconds, config.hang_timeout_seconds) + NCCL_MARGIN_SECONDS
     join_process_group(process, store, timeout=timedelta(seconds=seconds))
     yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # type: ignore[misc]
     # Not after an error: destroying the group waits for the others, which wait for this process.

@@ -138,19 +138,19 @@ class PhaseClock:
                 self._began -= seconds
 
 
-def nearest_limit(train: TrainConfig, clock: PhaseClock) -> tuple[float, str]:
+def nearest_limit(config: TrainConfig, clock: PhaseClock) -> tuple[float, str]:
     """Return the seconds until `max_hours` or `max_cost_usd` is reached, and how much is spent.
 
     They are of all launches of a run. Below 0 after the limit; inf without any.
     """
     limits = [(math.inf, "")]
-    if train.max_hours is not None:
+    if config.max_hours is not None:
         hours = sum(clock.read().values()) / 3600
-        limits.append(((train.max_hours - hours) * 3600,
-                       f"max_hours is {train.max_hours:g}, and the run has taken {hours:.3g}"))
-    if train.max_cost_usd is not None:
+        limits.append(((config.max_hours - hours) * 3600,
+                       f"max_hours is {config.max_hours:g}, and the run has taken {hours:.3g}"))
+    if config.max_cost_usd is not None:
         spent = sum(clock.usd().values())
         limits.append((
-            (train.max_cost_usd - spent) * 3600 / clock.usd_per_hour,  # type: ignore[operator]
-            f"max_cost_usd is {train.max_cost_usd:g}, and the run has spent {spent:.3g}"))
+            (config.max_cost_usd - spent) * 3600 / clock.usd_per_hour,  # type: ignore[operator]
+            f"max_cost_usd is {config.max_cost_usd:g}, and the run has spent {spent:.3g}"))
     return min(limits)

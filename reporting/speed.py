@@ -139,13 +139,13 @@ def flops_per_token(model: ModelConfig) -> float:
     return 6 * matmul_parameters + attention
 
 
-def checkpoint_bytes(model: ModelConfig, train: TrainConfig, num_parameters: int) -> int:
+def checkpoint_bytes(model: ModelConfig, config: TrainConfig, num_parameters: int) -> int:
     """Return the size of a run's largest checkpoint.
 
     Float32 numbers: the weights, AdamW's two moments or Muon's one of each hidden matrix.
     """
     numbers = 3 * num_parameters
-    if train.optimizer == "muon":
+    if config.optimizer == "muon":
         numbers -= 12 * model.n_layers * model.emb_dim**2
     return 4 * numbers
 

@@ -103,17 +103,17 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
                      num_steps, epoch_tokens)
 
 
-def head_chunk_tokens(model: ModelConfig, train: TrainConfig, *,
+def head_chunk_tokens(model: ModelConfig, config: TrainConfig, *,
                       is_eager_on_cpu: bool) -> int | None:
     """Return the tokens per chunk of head and loss; None to compute all tokens at once.
 
     Without `head_chunks`, an eager CPU uses chunks that fit in its cache.
     """
-    if train.head_chunks is None:
+    if config.head_chunks is None:
         return max(1, CACHED_LOGITS // model.vocab_size) if is_eager_on_cpu else None
-    if train.head_chunks == 1:
+    if config.head_chunks == 1:
         return None
-    return -(-train.microbatch_size * model.context_length // train.head_chunks)
+    return -(-config.microbatch_size * model.context_length // config.head_chunks)
 
 
 def attention_blocks(context_length: int) -> list[tuple[int, int]]:
