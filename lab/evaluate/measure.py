@@ -68,11 +68,7 @@ def _records(target: LoadedModel, part: Slice | None, quizzes: list[Quiz],
     # Errors of the questions come before any work.
     texts = [encode_questions(target, quiz) for quiz in quizzes]
     for quiz, encoded in zip(quizzes, texts, strict=True):
-        record = score(target, quiz, encoded, microbatch_size=microbatch_size)
-        if record["cut_texts"]:
-            print_error(f"warning: {quiz.name}: {record['cut_texts']:,} texts are longer than the"
-                        f" context of {target.name} and lost their beginning, as in lm-eval")
-        yield record
+        yield score(target, quiz, encoded, microbatch_size=microbatch_size)
 
 
 def choose_models(targets: tuple[str, ...], checkpoints: str, runs_dir: Path) -> list[Chosen]:

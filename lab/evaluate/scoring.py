@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from basics.errors import UserError, one_line
+from basics.errors import UserError, one_line, print_error
 from gpt import GPTModel
 from lab.evaluate.tasks import Quiz
 from lab.runs import Record
@@ -38,7 +38,7 @@ Z_95 = 1.959964  # of the normal distribution
 class Figure(NamedTuple):
     """A result and its 95% interval, None if there is none: how far off it may be by sampling."""
 
-    value: float
+    value: float | None
     interval: tuple[float, float] | None
 
     def through(self, function: Callable[[float], float]) -> Self:
@@ -80,17 +80,10 @@ def exp(exponent: float) -> float:
     return math.exp(min(exponent, 700.0))
 
 
-def record_of(facts: Record, figures: dict[str, Figure | None]) -> Record:
-    """Return facts and figures, None where one cannot be computed, as evaluations.jsonl has them.
-
-    Bounds have six decimals: more depend on the microbatch.
-    """
-    record = dict(facts)
-    for key, figure in figures.items():
-        bounds = figure and figure.interval
-        record[key] = figure and figure.value
-        record[f"{key}_interval"] = bounds and [round(bound, 6) for bound in bounds]
-    return record
+def entries(key: str, figure: Figure) -> Record:
+    """Return a figure as evaluations.jsonl has it; further decimals depend on the microbatch."""
+    bounds = figure.interval and [round(bound, 6) for bound in figure.interval]
+    return {key: figure.value, f"{key}_interval": bounds}
 
 
 @dataclass(frozen=True)
@@ -123,12 +116,9 @@ class Text(NamedTuple):
 def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Record:
     """Measure a model's loss in nats per token, in sequences of its own context length.
 
-    All is computed in float32 and summed in float64, so that the
-    microbatch size does not change the first six decimals. The intervals regard blocks of
-    `BLOCK_TOKENS` as independent; there are none with a single block. Bits per byte are None if
-    the tokenizer is not known.
-
-    Raises: UserError: the tokens are of another tokenizer, or outside the model's vocabulary.
+    All is computed in float32 and summed in float64: the microbatch size does not change the first
+    six decimals. The intervals regard blocks of `BLOCK_TOKENS` as independent. Bits per byte are
+    None if the tokenizer is not known. Raises: UserError: the tokens are not of the model's.
     """
     torch.set_float32_matmul_precision("highest")
     lengths, config = _token_lengths(target, part.file), target.model.config
@@ -147,14 +137,15 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
         for row, values in zip(blocks, (losses, np.ones(len(losses)), num_bytes), strict=True):
             row += np.bincount(block, values, minlength=len(row))
     nats, num_tokens, num_bytes = blocks[:, blocks[1] > 0]
-    loss, bits = ratio(nats, num_tokens), None
+    loss, bits = ratio(nats, num_tokens), Figure(None, None)
     if num_bytes.any():
         bits = ratio(nats, num_bytes).through(lambda nats_per_byte: nats_per_byte / math.log(2))
-    return record_of(
-        {"dataset": part.dataset, "split": part.file.path.stem, "start_token": part.start_token,
-         "num_tokens": part.num_tokens, "sequences": -(-part.num_tokens // longest),
-         "tokenizer": target.tokenizer_name, "text": part.text_identity()},
-        {"loss": loss, "perplexity": loss.through(exp), "bits_per_byte": bits})
+    return {
+        "dataset": part.dataset, "split": part.file.path.stem, "start_token": part.start_token,
+        "num_tokens": part.num_tokens, "sequences": -(-part.num_tokens // longest),
+        "tokenizer": target.tokenizer_name, "text": part.text_identity(),
+        **entries("loss", loss), **entries("perplexity", loss.through(exp)),
+        **entries("bits_per_byte", bits)}
 
 
 def _token_lengths(target: LoadedModel, file: TokenFile) -> np.ndarray | None:
@@ -250,10 +241,15 @@ def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], *,
     figures = {"accuracy": share(right if has_choice else greedy),
                "normalised_accuracy": share(normalised),
                "perplexity": ratio(-log_probabilities, np.ones(len(answers))).through(exp)}
-    return record_of(
-        {"benchmark": quiz.name, "questions": len(quiz.questions), "questions_from": quiz.source,
-         "split": quiz.split, "cut_texts": sum(text.is_cut for of_one in texts for text in of_one)},
-        {key: figures[key] for key in quiz.figures})
+    num_cut = sum(text.is_cut for of_one in texts for text in of_one)
+    if num_cut:
+        print_error(f"warning: {quiz.name}: {num_cut:,} texts are longer than the context of"
+                    f" {target.name} and lost their beginning, as in lm-eval")
+    record = {"benchmark": quiz.name, "questions": len(quiz.questions),
+              "questions_from": quiz.source, "split": quiz.split, "cut_texts": num_cut}
+    for key in quiz.figures:
+        record |= entries(key, figures[key])
+    return record
 
 
 def _score(target: LoadedModel, texts: list[Text]) -> list[tuple[float, bool]]:
