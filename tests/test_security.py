@@ -21,7 +21,7 @@ import prepare_dataset
 from basics.errors import UserError, one_line, print_error, print_traceback, visible
 from lab import __main__ as lab_main
 from lab.evaluate.tasks import read_quiz
-from lab.instruct.judging import _reason
+from lab.instruct.judging import Judge
 from preparation.hub import fetch_dataset
 from tests.support import workplace
 from tests.support.hub_server import Fault, Hub, serving, used_in_this_process
@@ -195,12 +195,17 @@ def test_a_hub_that_repeats_the_token_does_not_get_it_printed(tmp_path, monkeypa
                for path in (tmp_path / "data").rglob("*") if path.is_file())
 
 
-def test_a_judge_that_repeats_the_key_does_not_get_it_printed():
+def test_a_judge_that_repeats_the_key_does_not_get_it_printed(monkeypatch):
+    def refused(body, **headers):
+        return str(Judge("http://localhost/v1", "m")._refusal(400, headers, body))
+
+    monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
     body = f'{{"error": {{"message": "wrong key {TOKEN}"}}}}'.encode()
-    assert _reason(body, None, TOKEN) == "wrong key ***"
-    assert _reason(f"wrong: {TOKEN}".encode(), None, TOKEN) == "wrong: ***"
-    assert _reason(b"none of these", None, "") == "none of these"
-    assert _reason(b"", f"/{TOKEN}", TOKEN) == "it redirects to /***"
+    assert refused(body) == "status 400: wrong key ***"
+    assert refused(f"wrong: {TOKEN}".encode()) == "status 400: wrong: ***"
+    assert refused(b"", Location=f"/{TOKEN}") == "status 400: it redirects to /***"
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert refused(b"none of these") == "status 400: none of these"
 
 
 def test_the_lab_asks_no_other_machine(tmp_path):

@@ -177,7 +177,11 @@ class Judge:
 
     def _refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
         """Return the error of a status: of this request, or of every later one too."""
-        reason = _reason(body, headers.get("Location"), self.key)
+        message = _text_in(body, "error", "message") or body.decode(errors="replace")
+        if location := headers.get("Location"):
+            message = f"it redirects to {location}"
+        message = message.replace(self.key, "***") if self.key else message  # some repeat the key
+        reason = " ".join(message.split())[:60]
         if status in FATAL_STATUSES or _text_in(body, "error", "code") == FATAL_CODE:
             return UserError(f"{self.address}: status {status} for model {self.model[:40]!r}"
                              f" ({reason}); check OPENAI_API_KEY, --model and --base-url")
@@ -203,11 +207,3 @@ def _text_in(body: bytes, *path: str | int) -> str:
         found = reduce(getitem, path, json.loads(body))
         return found if isinstance(found, str) else ""
     return ""
-
-
-def _reason(body: bytes, location: str | None, key: str) -> str:
-    """Return the server's error message, without the key that some repeat."""
-    message = _text_in(body, "error", "message") or body.decode(errors="replace")
-    message = f"it redirects to {location}" if location else message
-    message = message.replace(key, "***") if key else message
-    return " ".join(message.split())[:60]
