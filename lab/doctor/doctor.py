@@ -85,10 +85,9 @@ def examine(subject: Subject) -> tuple[Subject, Checks]:
     Raises: UserError: there is no such run.
     """
     subject, checks = with_run(with_machine(subject))
-    with load_tests(subject) as results:
-        checks |= make_checks(CHECKS | run_checks.CHECKS
-                              | (run_checks.OF_RUN if subject.run else {}), subject)
-        processes = results()
+    checks |= make_checks(CHECKS | run_checks.CHECKS
+                          | (run_checks.OF_RUN if subject.run else {}), subject)
+    processes = load_tests(subject)
     gpus = compare_gpus(subject, processes[0].found("PyTorch") or {})
     return subject, {"GPUs": gpus} | check_load(processes) | checks
 

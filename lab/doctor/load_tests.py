@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -74,9 +74,8 @@ class Outcome:
         return self.parts.get(part, {}).get("found")
 
 
-@contextmanager
-def load_tests(subject: Subject) -> Iterator[Callable[[], list[Outcome]]]:
-    """Run the tests while the block runs, and yield what waits for their results.
+def load_tests(subject: Subject) -> list[Outcome]:
+    """Run the tests until all have ended, one has failed, or the time is over.
 
     One process for each GPU, two on a CPU, one that only reports if others use the machine. They
     need no torchrun: they meet in a file, and each has an exit status of its own.
@@ -85,29 +84,22 @@ def load_tests(subject: Subject) -> Iterator[Callable[[], list[Outcome]]]:
     spec = {"num_gpus": len(subject.gpus), "is_loading": not subject.busy,
             "seconds": subject.time_limit}
     path = os.pathsep.join(filter(None, (str(PROJECT_DIR), os.environ.get("PYTHONPATH"))))
-    deadline = time.monotonic() + subject.time_limit
+    processes, deadline = [], time.monotonic() + subject.time_limit
     with tempfile.TemporaryDirectory(prefix="lab-doctor-", ignore_cleanup_errors=True) as folder:
-        processes = []
-        for rank in range(number):
-            with Path(folder, f"{rank}.log").open("wb") as log:
-                processes.append(subprocess.Popen(
-                    [sys.executable, "-m", "lab.doctor.load", folder, json.dumps(spec)],
-                    stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | {
-                        "PYTHONPATH": path, "RANK": str(rank), "WORLD_SIZE": str(number),
-                        "LOCAL_WORLD_SIZE": str(number), "GROUP_WORLD_SIZE": "1"}))
-
-        def results() -> list[Outcome]:
-            """Wait until all have ended, one has failed, or the time is over."""
-            while time.monotonic() < deadline and None in (
-                    statuses := [process.poll() for process in processes]):
-                if any(statuses):
-                    break
+        try:
+            for rank in range(number):
+                with Path(folder, f"{rank}.log").open("wb") as log:
+                    processes.append(subprocess.Popen(
+                        [sys.executable, "-m", "lab.doctor.load", folder, json.dumps(spec)],
+                        stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | {
+                            "PYTHONPATH": path, "RANK": str(rank), "WORLD_SIZE": str(number),
+                            "LOCAL_WORLD_SIZE": str(number), "GROUP_WORLD_SIZE": "1"}))
+            statuses: list[int | None] = [None]
+            while time.monotonic() < deadline and None in statuses and not any(statuses):
                 time.sleep(0.05)
+                statuses = [process.poll() for process in processes]
             return [Outcome.read(Path(folder, str(rank)), process)
                     for rank, process in enumerate(processes)]
-
-        try:
-            yield results
         finally:
             for process in processes:
                 process.kill()

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import threading
 from collections import namedtuple
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -109,10 +108,9 @@ class Stand:
         self.outcomes, self.gpus = [Outcome(end="ImportError: x")], []
         self.pid, self.busy = None, []
 
-        @contextmanager
         def tests(subject):
             self.busy.append(subject.busy)
-            yield lambda: self.outcomes
+            return self.outcomes
 
         monkeypatch.setattr(doctor, "load_tests", tests)
         monkeypatch.setattr(doctor, "read_gpus", lambda: self.gpus)
@@ -414,11 +412,9 @@ def test_processes_that_hang_or_die_are_told_and_ended(place, monkeypatch, is_de
     if is_dead:
         monkeypatch.setenv("PYTHONHOME", "/nowhere")
     about = Subject(place.runs_dir, place.datasets_dir, time_limit=60.0 if is_dead else 0.1)
-    with load_tests(about) as results:
-        processes = results()  # torch needs longer than a tenth of a second
-        assert [bool(process.end) for process in processes].count(True) >= is_dead
-        assert check_load(processes)["PyTorch"].verdict == (PROBLEM if is_dead else WARNING)
-        assert is_dead or len(of_this_test()) == len(processes)
+    processes = load_tests(about)  # torch needs longer than a tenth of a second
+    assert any(process.end for process in processes) == is_dead
+    assert check_load(processes)["PyTorch"].verdict == (PROBLEM if is_dead else WARNING)
     assert of_this_test() == []
 
 
