@@ -50,31 +50,21 @@ Checks = dict[str, Finding]  # by the name of what was checked
 
 @dataclass(frozen=True)
 class Subject:
-    """A machine, and perhaps a run on it.
-
-    Attributes:
-        time_limit: seconds for the load tests.
-        gpus: those that CUDA_VISIBLE_DEVICES does not hide.
-        run: None without a name, or if its configs are wrong.
-        num_processes: on this machine; `world_size` counts those of all nodes.
-        available_gib: of its RAM, before the load tests began.
-        busy: what uses the GPUs, or trains the run; empty if nothing does.
-        is_training: a process of this machine trains the run.
-    """
+    """A machine, and perhaps a run on it."""
 
     runs_dir: Path
     datasets_dir: Path
     run_name: str | None = None
-    time_limit: float = 40.0
-    run: Run | None = None
+    time_limit: float = 40.0  # seconds, for the load tests
+    run: Run | None = None  # None also if its configs are wrong
     all_gpus: tuple[GpuReading, ...] = ()
-    gpus: tuple[GpuReading, ...] = ()
+    gpus: tuple[GpuReading, ...] = ()  # that CUDA_VISIBLE_DEVICES does not hide
     nvml_failure: str | None = None
-    num_processes: int = 1
-    world_size: int = 1
-    available_gib: float = 0.0
-    busy: str = ""
-    is_training: bool = False
+    num_processes: int = 1  # on this machine
+    world_size: int = 1  # on all nodes
+    available_gib: float = 0.0  # of RAM
+    busy: str = ""  # what uses the GPUs, or trains the run
+    is_training: bool = False  # a process of this machine trains the run
 
 
 def ok_if(is_fine: bool, text: str, advice: str, *, is_fatal: bool = False) -> Finding:

@@ -47,14 +47,12 @@ MORE_TIME = "give the tests more time with --time-limit"
 class Outcome:
     """What a process of the load tests has done.
 
-    Attributes:
-        parts: by name: when it `begun` it, in seconds since the epoch, and what it `found` there,
-            or the `error`; a process that crashes or hangs has neither.
-        end: how it ended too early: a signal or an error; "" if it has not.
+    Of each part by its name: when it has `begun` it, in seconds since the epoch, and what it
+    `found`, or the `error`; a process that crashes or hangs has neither.
     """
 
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    end: str = ""
+    end: str = ""  # too early: a signal or an error
 
     @classmethod
     def read(cls, path: Path, process: subprocess.Popen[bytes]) -> Self:

@@ -113,23 +113,19 @@ def check_batch(subject: Subject) -> Finding:
               f" {plan.global_batch_size:,} sequences")
 
 
-def check_microbatch(subject: Subject) -> Finding:
-    """Compare the memory that `lab plan` estimates for a process with what there is."""
-    there, where = subject.available_gib / subject.num_processes, "a process"
+def check_microbatch(subject: Subject) -> Finding | None:
+    """Compare the memory that `lab plan` estimates for a process with that of a GPU."""
     free = {number: gpu.memory_total_gib - (gpu.memory_used_gib or 0.0)
             for number, gpu in enumerate(subject.gpus) if gpu.memory_total_gib}
-    if subject.gpus:
-        if not free:
-            return unknown("the driver does not tell the GPUs' memory")
-        where = "a GPU"
-        there = usable_gib(min(subject.gpus[number].memory_total_gib for number in free))
+    if not free:
+        return unknown("the driver does not tell the GPUs' memory") if subject.gpus else None
+    there = usable_gib(min(subject.gpus[number].memory_total_gib for number in free))
     needed = training_gib(subject)
     text = (f"microbatch {subject.run.train.microbatch_size:,} takes about {gib(needed * 2**30)} of"
-            f" the {gib(there * 2**30)} of {where} (estimate)")
+            f" the {gib(there * 2**30)} of a GPU (estimate)")
     # Another process may have taken a GPU's memory, such as one that a kill left.
-    fullest = min(free, key=free.__getitem__, default=None)
-    if (fullest is not None and free[fullest] - OWN_GIB < needed <= there
-            and not subject.is_training):
+    fullest = min(free, key=free.__getitem__)
+    if free[fullest] - OWN_GIB < needed <= there and not subject.is_training:
         return problem(
             f"{text}; GPU {fullest} has {gib(free[fullest] * 2**30)} free: other processes use the"
             " rest", "find them with nvidia-smi and end them: a run that was killed may have left"

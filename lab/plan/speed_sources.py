@@ -35,22 +35,18 @@ DAMAGED = (LookupError, TypeError, ValueError, ArithmeticError)  # what damaged 
 class Measurement(FrozenConfig):
     """A training speed of this trainer; `benchmarks/measured.json` is a list of them.
 
-    Attributes:
-        device: the GPU's name as its driver gives it.
-        attention: as in `train.json`, or the kernel that ran.
-        tokens_per_second: of all processes, in the steps after the first, without validation.
-        source: how the figure was measured: the command or document, and the date.
+    It is that of all processes, in the steps after the first, without validation.
     """
 
-    device: str = Field(pattern=r"^[ -~]{1,80}$")
+    device: str = Field(pattern=r"^[ -~]{1,80}$")  # as the driver names it
     processes: int = Field(ge=1, le=MAX_PROCESSES)
     precision: Precision
     compile: bool = True
-    attention: str = "auto"
+    attention: str = "auto"  # or the kernel that ran
     activation_checkpointing: bool = False
     tokens_per_second: float = Field(gt=0, le=MAX_SPEED)
     model: ModelConfig
-    source: str
+    source: str  # the command or document, and the date
 
     def mfu(self, gpu: Gpu) -> float:
         flops = self.tokens_per_second * flops_per_token(self.model) / self.processes
@@ -80,11 +76,7 @@ class ExpectedSpeed(NamedTuple):
 
 def read_measured(runs_dir: Path,
                   measured_path: Path = MEASURED_PATH) -> dict[str, list[Measurement]]:
-    """Read the summaries of all runs, and the measurements that ship with the project.
-
-    Returns:
-        By source: those of one's own runs, the newest first, and those shipped.
-    """
+    """Read the speeds of one's own runs, the newest first, and those shipped, by source."""
     paths = sorted((runs_dir / name / "summary.json" for name in launched_runs(runs_dir)),
                    reverse=True, key=_mtime)
     return {OWN: [found for path in paths if (found := read_own(path.parent))],

@@ -27,16 +27,11 @@ NOT_FINITE = "were not finite"  # in the reason of a run whose gradients were no
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run has come to.
-
-    Attributes:
-        state: `finished`, `diverged`, `not started`, or why it has not finished.
-        loss: the final validation loss; None unless finished.
-    """
+    """What one run has come to."""
 
     run: PlannedRun
     result: Result
-    state: str
+    state: str  # finished, diverged, not started, or why it has not finished
 
     @classmethod
     def read(cls, run: PlannedRun, exit_status: int = 0) -> Self:
@@ -57,6 +52,7 @@ class Outcome:
 
     @property
     def loss(self) -> float | None:
+        """The final validation loss; None unless finished."""
         return self.figures["validation_loss"] if self.state == FINISHED else None
 
 
@@ -71,22 +67,16 @@ def start(command: list[str]) -> subprocess.Popen:
 
 @dataclass
 class Execution:
-    """Trains the runs of a sweep: how each is started, and what all together may spend.
-
-    Attributes:
-        exit_status: of the sweep: 128 + n after signal n, or the status of a failed baseline.
-        stop_reason: why not all runs were trained; empty if all were.
-        outcomes: of all runs, by directory, each read when it has changed.
-    """
+    """Trains the runs of a sweep: how each is started, and what all together may spend."""
 
     datasets_dir: Path
     nproc_per_node: int | None = None
     usd_per_hour: float | None = None
     budget_hours: float | None = None
     budget_usd: float | None = None
-    exit_status: int = 0
-    stop_reason: str = ""
-    outcomes: dict[Path, Outcome] = field(default_factory=dict)
+    exit_status: int = 0  # of the sweep: 128 + n after signal n, or that of a failed baseline
+    stop_reason: str = ""  # why not all runs were trained
+    outcomes: dict[Path, Outcome] = field(default_factory=dict)  # by directory, of all runs
     _process: subprocess.Popen | None = None
 
     @contextmanager

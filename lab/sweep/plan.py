@@ -72,28 +72,21 @@ def label(changes: Changes) -> str:
                     for key, text in texts.items()) or "baseline"
 
 
-def changed(base: Run, changes: Changes, *, seed: int | None = None
-            ) -> tuple[ModelConfig, TrainConfig]:
+def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
     """Return a run's configs with changes; null takes a key out, so that it has its default.
-
-    Args:
-        seed: the run's random_seed instead of the base's.
 
     Raises:
         UserError: a key is unknown, a value is bad, or the changed run cannot be compared.
     """
     known = [*ModelConfig.model_fields, *TrainConfig.model_fields]
     for key in changes:
-        wrong = (f"{SEED} is the same for all variants; use --seeds N" if key == SEED else
-                 f'the key "{key}" has gone: {GONE_KEYS[key]}' if key in GONE_KEYS else
-                 unknown_key(key, known) if key not in known else None)
-        if wrong:
+        if key not in known:
+            wrong = (f'the key "{key}" has gone: {GONE_KEYS[key]}' if key in GONE_KEYS else
+                     unknown_key(key, known))
             raise UserError(f"--change {label(changes)}: {wrong}")
     configs = []
     for config in (base.model, base.train):
         values = config.model_dump(exclude_unset=True) | changes
-        if seed is not None:
-            values[SEED] = seed
         try:
             configs.append(type(config).model_validate(
                 {key: value for key, value in values.items()
@@ -167,7 +160,7 @@ class Sweep:
         """All runs, one seed after the other: a sweep that is stopped has comparable runs."""
         first = self.base.train.random_seed
         return [PlannedRun(changes, seed, self.sweep_dir / f"{name}-seed-{seed}",
-                           *changed(self.base, changes, seed=seed))
+                           *changed(self.base, changes | {SEED: seed}))
                 for seed in range(first, first + self.num_seeds)
                 for name, changes in zip(self.names, self.variants, strict=True)]
 
@@ -213,18 +206,16 @@ class Sweep:
 @contextmanager
 def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes],
                num_seeds: int) -> Iterator[Sweep]:
-    """Lock a sweep's directory; yield its earlier plan with these variants added, written.
-
-    Args:
-        changes: one for each variant; none continues an earlier plan.
-        num_seeds: those of the earlier plan, if they are more.
+    """Lock a sweep's directory; yield its earlier plan, with these variants and seeds, written.
 
     Raises:
         UserError: something is wrong with the changes, the plan or the directory.
     """
     path = sweep_dir / PLAN_NAME
-    for change in ({}, *changes):
-        changed(base, change)  # refused before anything is written
+    for change in ({}, *changes):  # refused before anything is written
+        changed(base, change)
+        if SEED in change:
+            raise UserError(f"{SEED} is the same for all variants; use --seeds N")
     if not changes and num_seeds == 1 and not path.exists():
         raise UserError(f"{sweep_dir}: no such sweep yet; name at least one --change or --range, or"
                         " several --seeds")

@@ -37,21 +37,14 @@ VERDICT_COLORS = {"better": "tab:green", "worse": "tab:red"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One variant, over all its seeds, beside the baseline with the same seeds.
-
-    Attributes:
-        outcomes: in the order of the seeds.
-        is_comparable: it validates on the baseline's tokens.
-        difference: to the baseline; None for the baseline, and if they do not compare.
-        reached: when the baseline's final loss was, mean over the seeds; None if not by all.
-    """
+    """One variant, over all its seeds, beside the baseline with the same seeds."""
 
     name: str
     changes: Changes
-    outcomes: list[Outcome]
-    is_comparable: bool
-    difference: Difference | None
-    reached: Reached | None
+    outcomes: list[Outcome]  # in the order of the seeds
+    is_comparable: bool  # it validates on the baseline's tokens
+    difference: Difference | None  # to the baseline; None for itself, and if they do not compare
+    reached: Reached | None  # when all seeds had the baseline's final loss, mean
 
     @property
     def losses(self) -> list[float]:
