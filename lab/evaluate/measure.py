@@ -36,7 +36,7 @@ def measure_all(models: list[Chosen], slices: dict[str, Slice], quizzes: list[Qu
 
     Raises: UserError: a model, tokens or questions cannot be used; earlier records are good.
     """
-    done: set[tuple[str, str | None]] = set()
+    done: list[Record] = []
     for model in models:
         try:
             target = load_model(model.name, runs_dir=runs_dir, checkpoint_name=model.checkpoint)
@@ -47,11 +47,10 @@ def measure_all(models: list[Chosen], slices: dict[str, Slice], quizzes: list[Qu
             continue
         about: Record = {"target": target.name, "checkpoint": None, "trained_tokens": None}
         if checkpoint := target.checkpoint:
-            about = {"target": target.name, "checkpoint": checkpoint.name,
-                     "global_step": checkpoint.meta.global_step,
-                     "trained_tokens": checkpoint.meta.tokens}
-        if (key := (target.name, about["checkpoint"])) not in done:
-            done.add(key)
+            about |= {"checkpoint": checkpoint.name, "trained_tokens": checkpoint.meta.tokens,
+                      "global_step": checkpoint.meta.global_step}
+        if about not in done:
+            done.append(about)
             for record in _records(target, slices.get(model.name), quizzes, microbatch_size):
                 if target.run:
                     append_evaluation(target.run.evaluations_path, about | record)
