@@ -1,14 +1,12 @@
 """Checkpoints as files: their names, manifests and links, and which of them are of the run.
 
-A checkpoint's manifest has the sizes and SHA-256 digests of its files, but of `validation.json`,
-which comes later. It is written last and removed first, so a directory without one is partial: it
-is being written or removed, or a kill has left it. `latest` and `best` are links, or plain files
-that hold a name where links are refused.
+A manifest has the sizes and SHA-256 digests of a checkpoint's files, but of `validation.json`,
+which comes later. It is written last and removed first, so a directory without one is partial.
+`latest` and `best` are links, or plain files that hold a name where links are refused.
 
-`identity.json` of a run directory has a random name for what is trained there. It is drawn anew
-when a run starts over (--fresh) or goes on from an earlier checkpoint; each checkpoint's
-`meta.json` has the one that it was saved under. So a checkpoint that the run has left stays left,
-wherever it comes back from.
+`identity.json` has a random name for what a run directory trains, drawn anew when a run starts over
+(--fresh) or goes on from an earlier checkpoint; each `meta.json` has the one that it was saved
+under. So a checkpoint that the run has left stays left, wherever it comes back from.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import os
 import runpy
 import signal
 import sys
-from contextlib import suppress
 from typing import NoReturn
 
 INTERRUPTED = "Interrupted"  # what is printed after Ctrl-C
@@ -73,7 +72,5 @@ def map_every_tensor() -> None:
 
 
 def _set_malloc_options(options: dict[int, int]) -> None:
-    with suppress(OSError, AttributeError):  # not glibc
-        c_library = ctypes.CDLL(None)
-        for parameter, value in options.items():
-            c_library.mallopt(parameter, value)
+    for parameter, value in options.items():
+        ctypes.CDLL(None).mallopt(parameter, value)

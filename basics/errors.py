@@ -69,7 +69,7 @@ def why_not_written(error: OSError) -> str:
 def exit_status(error: BaseException) -> int:
     if isinstance(error, UserError):
         return error.status
-    return DISK_FULL if isinstance(error, OSError) and error.errno == errno.ENOSPC else FAILED
+    return DISK_FULL if isinstance(error, OSError) and error.errno in FULL else FAILED
 
 
 def as_os_error(error: Exception) -> OSError:

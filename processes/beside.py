@@ -1,7 +1,4 @@
-"""Processes that work beside training, for rank 0: none of them holds it up, or outlives it.
-
-`Beside` is their parent; `serve` is what a module calls that is such a process.
-"""
+"""Processes that work beside training, for rank 0: none of them holds it up, or outlives it."""
 
 import os
 import re

@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import resource
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -118,12 +119,8 @@ def end_torchrun(process: Process) -> None:
     The signal may have come to one node's torchrun, which leaves without the others. At their end
     each of them would wait for it for 5 minutes, a time that cannot be set.
     """
-    if not (process.is_main_of_node and spans_nodes()) or os.getppid() != process.torchrun_pid:
-        return
-    with suppress(psutil.Error, OSError):
-        parent = psutil.Process(process.torchrun_pid)
-        if "python" in os.path.basename(parent.exe()):  # not a script between the two
-            parent.terminate()
+    if process.is_main_of_node and spans_nodes() and os.getppid() == process.torchrun_pid:
+        os.kill(process.torchrun_pid, signal.SIGTERM)
 
 
 @contextmanager

@@ -59,16 +59,15 @@ class Deadlines:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the system send SIGTERM to this process when its parent dies. Linux only.
+    """Have the system send SIGTERM to this process when its parent dies.
 
     Args:
         parent: its process id, if known from before: where it is gone, the signal comes now.
     """
-    if sys.platform == "linux":
-        parent = parent or os.getppid()
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGTERM)
+    parent = parent or os.getppid()
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_with_torchrun() -> None:

@@ -76,9 +76,8 @@ def test_gpus_that_no_process_uses_are_warned_of(monkeypatch, used, num_warnings
 def test_only_a_torchrun_that_is_one_of_several_is_ended(monkeypatch, nodes, local_rank,
                                                          parent_is_torchrun, ends):
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
-    monkeypatch.setattr(psutil.Process, "exe", lambda self: "/usr/bin/python3.12")
     ended: list[int] = []
-    monkeypatch.setattr(psutil.Process, "terminate", lambda self: ended.append(self.pid))
+    monkeypatch.setattr(launch.os, "kill", lambda pid, number: ended.append(pid))
     parent = os.getppid()
     end_torchrun(Process(2, local_rank, 4, CPU, torchrun_pid=parent if parent_is_torchrun else 1))
     assert ended == ([parent] if ends else [])
