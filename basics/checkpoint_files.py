@@ -20,7 +20,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from basics.errors import UserError, cannot_be_written, status_of_place
+from basics.errors import UserError, status_of_place, writing_to
 from basics.files import partial_file, read_regular_file, write_atomically
 from basics.json_files import FrozenConfig
 
@@ -151,7 +151,5 @@ def read_identity(run_dir: Path) -> Identity | None:
 
 
 def write_identity(run_dir: Path, identity: Identity) -> None:
-    try:
+    with writing_to(run_dir):
         write_atomically(run_dir / IDENTITY, identity.model_dump_json() + "\n", durable=True)
-    except OSError as error:
-        raise cannot_be_written(run_dir, error) from None

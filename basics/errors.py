@@ -8,7 +8,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Exit statuses, beside 0 and 128 + n for a run that signal n stopped.
@@ -55,6 +56,15 @@ class UserError(Exception):
 def cannot_be_written(place: Path, error: OSError) -> UserError:
     line = f"{place}: cannot be written: {why_not_written(error)}"
     return UserError(line, DISK_FULL if error.errno in FULL else status_of_place(error))
+
+
+@contextmanager
+def writing_to(place: Path) -> Iterator[None]:
+    """Raise a UserError that names this place where something inside cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_be_written(place, error) from None
 
 
 def status_of_place(error: BaseException) -> int:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError, writing_to
 from basics.files import MAX_BYTES, read_regular_file, write_atomically
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -81,10 +81,8 @@ def set_number(path: Path, key: str, number: int) -> None:
     changed, count = re.subn(rf'("{key}"\s*:\s*)[^\s,}}]+', rf"\g<1>{number}", text)
     if not count:
         changed = re.sub(r"\{(\s*)", rf'{{\1"{key}": {number},\1', text, count=1)
-    try:
+    with writing_to(path):
         write_atomically(path, changed)
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
 
 
 def found_object(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError, writing_to
 
 STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
 SPLITS = ("train", "validation")
@@ -30,14 +30,12 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
         raise UserError(f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
                         f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json")
     lock_path = dataset_dir.with_name(f".{dataset_dir.name}.lock")
-    try:
+    with writing_to(dataset_dir):
         lock_path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock_path):  # nodes may share the directory: one fetches, the others wait
             if not is_complete(dataset_dir, splits):
                 _make_or_fetch(dataset_dir, name, splits)
             lock_path.unlink(missing_ok=True)
-    except OSError as error:
-        raise cannot_be_written(dataset_dir, error) from None
 
 
 def _make_or_fetch(dataset_dir: Path, name: str, splits: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError, writing_to
 from basics.files import write_atomically
 from preparation.card import Prepared, write_card
 from preparation.journal import Journal, Request, check_disk_space, check_output_dir
@@ -36,7 +36,7 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
     tokenizer, title = choose_tokenizer(tokenizer_choice), source.resolve().name
     splits = _find(source)  # all are checked before anything is written
     dataset = Prepared(Request(source=title, title=title, tokenizer=tokenizer.name), {})
-    try:
+    with writing_to(output_dir):
         journal = Journal(output_dir)
         with journal.locked():  # an import is not resumed
             sizes = [stop - first for pieces in splits.values() for _, first, stop in pieces]
@@ -54,8 +54,6 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
                                  durable=True)
             write_card(journal.dataset_dir, dataset)
             journal.publish()
-    except OSError as error:
-        raise cannot_be_written(output_dir, error) from None
     return dataset
 
 

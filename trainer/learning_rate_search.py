@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from basics.errors import cannot_be_written, print_line
+from basics.errors import print_line, writing_to
 from processes.command_line import Options
 from processes.launch import Process
 from processes.startup_agreement import AgreedError, Agreement
@@ -130,10 +130,8 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
                  ylabel="loss (nats per token)")
         axes.legend(frameon=False)
 
-    try:
+    with writing_to(path):
         charts.draw_by_hand(path, plot)
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
     print_line(f"chart: {path}")
 
 

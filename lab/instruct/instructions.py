@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from basics.errors import UserError, cannot_be_written, first_line
+from basics.errors import UserError, first_line, writing_to
 from basics.files import append_whole, write_atomically
 from basics.json_files import describe
 
@@ -128,9 +128,7 @@ def read_entries(path: Path, kind: TypeAdapter[T]) -> tuple[bytes, T]:
 def check_writable(path: Path) -> None:
     """Check that a file can be written, before the work for it. Raises: UserError."""
     is_new = not os.path.lexists(path)  # do not delete a broken link of the user
-    try:
+    with writing_to(path):
         append_whole(path, "")
         if is_new:
             path.unlink()
-    except OSError as error:
-        raise cannot_be_written(path, error) from None

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from basics.checkpoint_files import CHECKPOINT_NAME
-from basics.errors import UserError, cannot_be_written, one_line, visible
+from basics.errors import UserError, one_line, visible, writing_to
 from basics.files import append_whole
 from basics.text import counted
 from lab.instruct.instructions import AnswersFile, check_writable, read_entries
@@ -135,11 +135,8 @@ def judge_all(judge: Judge, comparisons: list[Comparison], path: Path, known: Ju
                 "instruction": comparison.question.instruction,
                 "order": [*comparison.labels.values()], "scores": scores}
         text = json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n"
-        try:
-            with one_writer:
-                append_whole(path, text)
-        except OSError as error:
-            raise cannot_be_written(path, error) from None
+        with writing_to(path), one_writer:
+            append_whole(path, text)
         known[comparison.key] = scores
 
     pool = ThreadPoolExecutor(concurrency)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from basics.errors import UserError, cannot_be_written, one_line, visible
+from basics.errors import UserError, one_line, visible, writing_to
 from basics.files import write_atomically
 from basics.json_files import to_json
 from basics.text import code, escaped
@@ -174,10 +174,8 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
                  Extras(chat_template=CHAT_TEMPLATE))
     click.echo(visible(f"tuned model in {model_output}"))
     record["answers"] = _answer(target, data.test, options.max_new_tokens)
-    try:
+    with writing_to(output):
         write_atomically(output, to_json(record, indent=2))
-    except OSError as error:
-        raise cannot_be_written(output, error) from None
     click.echo(visible(f"{len(data.test)} answers in {output}"))
 
 

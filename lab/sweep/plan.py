@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from basics.errors import UserError, cannot_be_written, print_line
+from basics.errors import UserError, print_line, writing_to
 from basics.files import locked, write_atomically
 from basics.json_files import FrozenConfig, describe, read_json_object, to_json, unknown_key
 from run_config import (
@@ -192,15 +192,13 @@ class Sweep:
                             f" {getattr(new, key)} now: {self.base.run_dir} or this directory was"
                             " edited since; undo that, or set another --name")
         plan = Plan(base=self.base.name, num_seeds=self.num_seeds, changes=self.variants[1:])
-        try:
+        with writing_to(self.sweep_dir):
             write_atomically(self.sweep_dir / PLAN_NAME,
                              to_json(plan.model_dump(), indent=4) + "\n")
             for path, config in missing.items():
                 path.parent.mkdir(exist_ok=True)
                 write_atomically(path, to_json(
                     config.model_dump(exclude_unset=True), indent=4) + "\n")
-        except OSError as error:
-            raise cannot_be_written(self.sweep_dir, error) from None
 
 
 @contextmanager

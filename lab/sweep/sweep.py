@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from basics.cli import ABOVE_0, DATASETS_DIR, RUNS_DIR, USD_PER_HOUR, print_json, stdout_to_stderr
-from basics.errors import UserError, cannot_be_written, visible
+from basics.errors import UserError, visible, writing_to
 from basics.files import write_atomically
 
 
@@ -73,12 +73,10 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
         entries = entries_of(sweep, execution.outcomes)
         table, path = table_of(sweep, entries), sweep.sweep_dir / "table.md"
         click.echo(visible(f"\n{table.terminal()}"))  # whatever fails below, it is seen
-        try:
+        with writing_to(sweep.sweep_dir):
             drawn = draw_sweep(sweep, entries) if options["charts"] else []
             images = [f"![{chart.stem}]({chart.name})" for chart in drawn]
             write_atomically(path, "\n".join([table.markdown(), *[""] * bool(drawn), *images, ""]))
-        except OSError as error:
-            raise cannot_be_written(sweep.sweep_dir, error) from None
         click.echo(visible("\n".join(f"written: {file}" for file in [path, *drawn])), err=True)
         if execution.stop_reason:
             click.echo(visible(f"sweep stopped: {execution.stop_reason}; the same command, or"

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from basics.cli import RUNS_DIR
-from basics.errors import cannot_be_written, visible
+from basics.errors import visible, writing_to
 from basics.files import write_atomically
 from lab.runs import chosen_runs
 
@@ -37,10 +37,8 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text:
     if as_text:
         return watch_text(watched)
     if export_path:
-        try:
+        with writing_to(export_path):
             write_atomically(export_path, exported_page(watched))
-        except OSError as error:
-            raise cannot_be_written(export_path, error) from None
         return click.echo(visible(f"written: {export_path}"))
     with Server(watched, port) as server:
         number = server.server_port
