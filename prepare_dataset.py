@@ -131,9 +131,7 @@ def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -
         "subset", "split", "revision", "text_column", "keep_raw")})
     preparation = PrepareOptions(
         **options, num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS))
-    journal = Journal(check_output_dir(output))
-    journal.read()
-    documents = find_source(named, raw_dir=journal.raw_dir, unfinished=journal.request)
+    documents = find_source(named, raw_dir=Journal(check_output_dir(output)).raw_dir)
     if preparation.part and documents.request.revision != named.revision:
         print_line(f"use --revision {documents.request.revision} on the other machines")
     return prepare_dataset(documents, output, preparation)

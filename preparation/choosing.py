@@ -15,7 +15,6 @@ from basics.errors import UserError, one_line, print_error
 from basics.text import counted
 
 if TYPE_CHECKING:
-    from preparation.journal import Request
     from preparation.sources import Source
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -68,13 +67,11 @@ class SourceOptions:
                 + f" split {self.split}" * bool(self.split))
 
 
-def find_source(options: SourceOptions, *, raw_dir: Path,
-                unfinished: Request | None = None) -> Source:
-    """Find the documents that SOURCE names. Raises: UserError.
+def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
+    """Find the documents that SOURCE names; downloads that are not kept go to `raw_dir`.
 
-    Args:
-        raw_dir: for downloads that are not kept.
-        unfinished: of an earlier launch, which continues with the same commit of a hub dataset.
+    Raises:
+        UserError: there are none, or the hub cannot be reached.
     """
     # Imported here, so that --help does not wait for it.
     from preparation.sources import find_documents, python_stdlib
@@ -83,12 +80,7 @@ def find_source(options: SourceOptions, *, raw_dir: Path,
     if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
         from preparation.hub import hub_source
 
-        asked = revision = options.revision
-        if unfinished is not None and unfinished.source == options.label() and (
-                asked in ("", unfinished.asked_revision)):  # a branch may have got new commits
-            asked, revision = unfinished.asked_revision, unfinished.revision
-        found = hub_source(replace(options, revision=revision), raw_dir=raw_dir)
-        return replace(found, request=found.request.changed(asked_revision=asked))
+        return hub_source(options, raw_dir=raw_dir)
     if options.keep_raw or options.revision:
         raise UserError(f"{source}: --keep-raw and --revision need a dataset on the hub, given as"
                         " owner/name")

@@ -33,21 +33,18 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
     with writing_to(dataset_dir):
         lock_path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock_path):  # nodes may share the directory: one fetches, the others wait
-            if not is_complete(dataset_dir, splits):
-                _make_or_fetch(dataset_dir, name, splits)
+            if is_complete(dataset_dir, splits):
+                pass
+            elif name == STDLIB_DATASET:
+                from preparation.pipeline import PrepareOptions, prepare_dataset
+                from preparation.sources import python_stdlib
+
+                prepare_dataset(python_stdlib(), dataset_dir, PrepareOptions(tokenizer="bytes"))
+            else:
+                from preparation.hub import fetch_dataset
+
+                fetch_dataset(dataset_dir, name, splits)
             lock_path.unlink(missing_ok=True)
-
-
-def _make_or_fetch(dataset_dir: Path, name: str, splits: Sequence[str]) -> None:
-    if name == STDLIB_DATASET:
-        from preparation.pipeline import PrepareOptions, prepare_dataset
-        from preparation.sources import python_stdlib
-
-        prepare_dataset(python_stdlib(), dataset_dir, PrepareOptions(tokenizer="bytes"))
-    else:
-        from preparation.hub import fetch_dataset
-
-        fetch_dataset(dataset_dir, name, splits)
 
 
 def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:
@@ -63,17 +60,16 @@ def verify_digests(paths: Iterable[Path]) -> int:
     """
     num_known = 0
     for path in paths:
-        if (known := digest_of_download(path)) is None:
-            continue
-        try:
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        if found != known:
-            raise UserError(f"{path}: is damaged: its SHA-256 is not what the hub gave for it;"
-                            " delete it and run the same command again")
-        num_known += 1
+        if (known := digest_of_download(path)) is not None:
+            try:
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+            if found != known:
+                raise UserError(f"{path}: is damaged: its SHA-256 is not what the hub gave for it;"
+                                " delete it and run the same command again")
+            num_known += 1
     return num_known
 
 
@@ -81,16 +77,15 @@ def digest_of_download(path: Path) -> str | None:
     """Return the SHA-256 that the hub gave for a file; None if it is not known.
 
     In the hub client's cache it is the name of the file that a link leads to. In a directory of
-    our own the client keeps a record: the commit, the digest and the time in seconds, each on a
-    line. It does not hold for a file that was written later.
+    our own the client keeps a record of three lines: the commit, the digest, the time in seconds.
     """
-    if path.is_symlink():
-        name = path.resolve().name
-        return name if SHA256.fullmatch(name) else None
-    record = path.parent / ".cache/huggingface/download" / f"{path.name}.metadata"
-    try:
-        _, digest, written_at = record.read_text().splitlines()[:3]
-        is_later = path.stat().st_mtime - CLOCK_SECONDS > float(written_at)
-    except (OSError, ValueError):
-        return None
-    return digest if SHA256.fullmatch(digest) and not is_later else None
+    digest = path.resolve().name
+    if not path.is_symlink():
+        record = path.parent / ".cache/huggingface/download" / f"{path.name}.metadata"
+        try:
+            _, digest, written_at = record.read_text().splitlines()[:3]
+            if path.stat().st_mtime - CLOCK_SECONDS > float(written_at):
+                return None  # the file was written later
+        except (OSError, ValueError):
+            return None
+    return digest if SHA256.fullmatch(digest) else None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from preparation.sources import Shard
 
 TOKENS = "train.safetensors"  # all tokens, until the last ones are moved to the validation file
-FACTS = ("asked_revision", "title", "licence", "languages", "hub_name")  # may differ
+FACTS = ("title", "licence", "languages", "hub_name")  # may differ
 
 
 class Record(BaseModel):
@@ -35,8 +35,7 @@ class Request(Record):
     """What a preparation was asked for, besides the content of its files."""
 
     source: str
-    revision: str = ""
-    asked_revision: str = ""  # what --revision said, perhaps a branch; `revision` is its commit
+    revision: str = ""  # the commit of a hub dataset
     text_column: str = ""
     tokenizer: str = Field("", pattern="^(gpt2|bytes|sha256:.*|)$")
     validation_fraction: float = Field(0.01, gt=0, lt=1)
@@ -55,7 +54,7 @@ class Request(Record):
 
     def difference(self, earlier: Request) -> str:
         """Say how it differs from an earlier one; empty if it does not."""
-        changes = [f"{key.replace('_', ' ')} was {value or 'none'}, is {new or 'none'}"
+        changes = [f"{key.replace('_', ' ')} was {value or 'none'}, is {str(new or 'none')[:12]}"
                    for key, value in earlier if key not in FACTS
                    and value != (new := getattr(self, key))]
         return ", ".join(changes)
@@ -150,8 +149,7 @@ class Journal:
                                           " or removed")
             if changes:
                 raise UserError(f"{self.dir}: an unfinished preparation differs: {changes}; repeat"
-                                " its command to finish it, or delete that directory to begin"
-                                " again")
+                                " its command, or delete it")
         else:
             shutil.rmtree(self.dataset_dir, ignore_errors=True)  # of another request
         self.dataset_dir.mkdir(exist_ok=True)

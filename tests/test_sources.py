@@ -489,18 +489,15 @@ def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path):
             for folder in ("en", "de")}
 
 
-@pytest.mark.parametrize("arguments", [(), ("--revision", "main-2")])
-def test_a_preparation_that_was_stopped_continues_with_the_commit_that_it_had(lines_hub, tmp_path,
-                                                                              arguments):
+def test_a_preparation_that_was_stopped_continues_with_the_commit_that_it_had(lines_hub, tmp_path):
     *first, last = sorted(lines_hub.files)
-    lines_hub.sha, lines_hub.branches = "a" * 40, {"main-2": "a" * 40}
-    lines_hub.faults = [Fault(last, times=-1, status=403)]
-    assert prepare_from(lines_hub, tmp_path, *arguments).returncode == 2
-    lines_hub.sha, lines_hub.branches, lines_hub.faults = "b" * 40, {"main-2": "b" * 40}, []
-    other = prepare_from(lines_hub, tmp_path, "--revision", "b" * 40)
-    assert other.returncode == 2 and "revision was aaaaaaa" in other.stderr
+    lines_hub.sha, lines_hub.faults = "a" * 40, [Fault(last, times=-1, status=403)]
+    assert prepare_from(lines_hub, tmp_path).returncode == 2
+    lines_hub.sha, lines_hub.faults = "b" * 40, []
+    newer = prepare_from(lines_hub, tmp_path)
+    assert newer.returncode == 2 and f"revision was {'a' * 40}, is bbb" in newer.stderr
     lines_hub.requests.clear()
-    succeeded(prepare_from(lines_hub, tmp_path, *arguments))
+    succeeded(prepare_from(lines_hub, tmp_path, "--revision", "a" * 40))
     assert lines_hub.downloads(last) and not any(map(lines_hub.downloads, first))
     assert_is_whole(tmp_path)
     assert metadata_of(tmp_path / "out")["revision"] == "a" * 40
