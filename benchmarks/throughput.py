@@ -158,11 +158,6 @@ def run(arguments: list[str], folder: Path, seconds: float) -> str:
     return done.stdout
 
 
-def folder_of(row: str) -> str:
-    """Return a folder's name without spaces, which compilers would take for the end of a path."""
-    return re.sub(r"\W+", "-", row)
-
-
 def losses_off(line: Line, reference: list[float]) -> float:
     """Return the largest difference of the losses, which may be of fewer steps."""
     return max(abs(a - b) for a, b in zip(line["losses"], reference, strict=False))
@@ -183,22 +178,22 @@ def differences(lines: list[Line]) -> list[str]:
     return found
 
 
-def speed_table(lines: list[Line], flops: float, against: list[str]) -> list[str]:
+def speed_table(lines: list[Line], flops: float) -> list[str]:
     """Format measurements of one shape as Markdown: medians of the rounds, or why there are none.
 
     Args:
         flops: of a token.
-        against: rows to divide each speed by.
     """
     rows: dict[str, list[Line]] = {}
     for line in lines:
         rows.setdefault(line["row"], []).append(line)
+    against = (ORIGINAL, HUGGING_FACE.format("fp32"))
     speeds = {name: statistics.median(known) for name, measured in rows.items() if (
         known := [line["tokens_per_second"] for line in measured if line["status"] == "ok"])}
     reference = next((line["losses"] for line in lines if line.get("losses")), [])
     columns = [Column("", "left"), *map(Column, (
-        "precision", "microbatch", "peak MiB", "tokens/s", "MFU", "compiling, s", "CPU ms a step",
-        "losses off", *(f"/ {name}" for name in against)))]
+        "precision", "microbatch", "peak MiB", "tokens/s", "MFU", "compiling, s", "losses off",
+        *(f"/ {name}" for name in against)))]
     cells = []
     for name, measured in rows.items():
         if name not in speeds:
@@ -210,8 +205,7 @@ def speed_table(lines: list[Line], flops: float, against: list[str]) -> list[str
             "-" if value is None else format(value, form) for value, form in (
                 (one["microbatch_size"], ""), (one["peak_mib"], ",.0f"), (speeds[name], ",.0f"),
                 (gpu and speeds[name] * flops / gpu.peak(one["precision"]), ".3f"),
-                (one["compile_seconds"], ".0f"), (one.get("cpu_ms"), ".1f"),
-                (off and losses_off(one, reference), ".4f"),
+                (one["compile_seconds"], ".0f"), (off and losses_off(one, reference), ".4f"),
                 *((speeds[name] / speeds[other] if other in speeds else None, ".2f")
                   for other in against)))])
     return Table(columns, cells).markdown().splitlines()
@@ -249,7 +243,7 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
                 if seconds < 0 or latest().get((task.name, number), {}).get("status") == "ok":
                     continue
                 line: Line = {"bench": title, "row": task.name, "round": number, "status": "ok"}
-                place = Path(folder) / folder_of(task.name)
+                place = Path(folder) / re.sub(r"\W+", "-", task.name)  # no spaces
                 try:
                     line |= measure_row(task, tokens_path, place, seconds)
                 except RowFailed as error:
@@ -262,8 +256,7 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
         lines = list(latest().values())
         wrong = differences(lines)
         is_good &= not wrong and all(line["status"] == "ok" for line in lines)
-        click.echo("\n".join(["", title, *speed_table(
-            lines, flops_per_token(shape), [ORIGINAL, HUGGING_FACE.format("fp32")]), *wrong]))
+        click.echo("\n".join(["", title, *speed_table(lines, flops_per_token(shape)), *wrong]))
     sys.exit(0 if is_good else 1)
 
 

@@ -126,7 +126,7 @@ def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_p
     second = call()
     assert second.exit_code == 0 and asked[4:] == [ORIGINAL]
     (cells,) = [line.split("|") for line in second.stdout.splitlines() if "| ours " in line]
-    assert cells[5].strip() == "2,000" and cells[10].strip() == "0.40"
+    assert cells[5].strip() == "2,000" and cells[9].strip() == "0.40"
     wrong = call("--only", "none")
     assert wrong.exit_code == 2 and "--only none: wanted one of" in wrong.stderr
 
