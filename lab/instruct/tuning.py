@@ -163,9 +163,7 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
         click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
                    f" {counts['skipped']} skipped because the prompt alone is longer")
     epochs, best = tune(target.model, train, validation, options)
-    click.echo(f"validation loss rose: using the weights of epoch {best.number}"
-               if best is not epochs[-1] else
-               "stopped by --max-epochs before validation loss rose")
+    click.echo(f"using the weights of epoch {best.number}")
     record = {
         "model": target.name, "checkpoint": target.checkpoint and target.checkpoint.name,
         "data": {"file": str(data.path), **counts}, "options": asdict(options),
@@ -180,7 +178,7 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
 
 
 def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list[dict[str, str]]:
-    """Return the entries with the model's answers: greedy, up to the end of text."""
+    """Return the entries with the model's answers, greedy."""
     model, tokenizer = target.model, target.load_tokenizer()
     greedy = SamplingOptions(max_new_tokens, temperature=0, top_k=0)
     answers, num_long = [], 0
