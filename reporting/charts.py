@@ -15,6 +15,7 @@ import numpy as np
 
 from basics.failpoints import failpoint
 from basics.files import replacing
+from basics.text import dollars
 from processes.beside import serve
 from reporting.metrics_file import read_metrics
 
@@ -128,12 +129,10 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
     x = np.array([record["global_step"] + 1 for record in priced], dtype=float)
     ticks = np.linspace(x[0], x[-1], 5)
     usd = np.interp(ticks, x, [record["usd"] for record in priced])
-    least = np.diff(usd).min()  # the labels have as many digits as they need to differ
-    digits = max(0, int(np.ceil(-np.log10(least))) + 1) if least > 0 else 2
     limits, above = axes.get_xlim(), axes.twiny()
     for both in (axes, above):
         both.set_xlim(limits)
-    above.set_xticks(ticks, [f"{value:,.{digits}f}" for value in usd])
+    above.set_xticks(ticks, [dollars(value) for value in usd])
     above.set_xlabel("US$")
 
 

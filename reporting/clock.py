@@ -23,12 +23,8 @@ SPENT_VARIABLE = "DDP_TRAIN_SPENT_SECONDS"  # from the process that starts torch
 class PhaseClock:
     """Seconds and dollars of a run by phase, added to those of earlier launches.
 
-    Args:
-        since: the value of `time.perf_counter()` when this launch began.
-
-    Attributes:
-        current: the phase.
-        longest: the longest stay in each phase in this launch.
+    `longest` is the longest stay in each phase in this launch, which began at the value `since` of
+    `time.perf_counter()`.
     """
 
     def __init__(self, since: float | None = None) -> None:
@@ -53,8 +49,7 @@ class PhaseClock:
     def count_lost(self, seconds: float, usd: float | None = None) -> None:
         """Book to `LOST` what earlier launches spent in all and the checkpoint does not record.
 
-        Args:
-            usd: by default those of the lost seconds at this launch's price.
+        By default the dollars are those of the lost seconds at this launch's price.
         """
         lost = max(0.0, seconds - sum(self._earlier_seconds.values()))
         self._earlier_seconds[LOST] += lost
@@ -65,10 +60,7 @@ class PhaseClock:
             self._earlier_usd[LOST] = self._earlier_usd.get(LOST, 0.0) + usd - spent
 
     def set_price(self, usd_per_hour: float | None) -> str:
-        """Set this launch's price; where it or that of earlier launches is missing, use the other.
-
-        Returns: a line that says so, or "".
-        """
+        """Set this launch's price; where it or an earlier one is missing, use the other; say so."""
         hours, usd = sum(self._earlier_seconds.values()) / 3600, sum(self._earlier_usd.values())
         self.usd_per_hour = usd_per_hour or (usd / hours if usd and hours else None)
         if usd_per_hour and hours and not usd:

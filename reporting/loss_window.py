@@ -21,29 +21,23 @@ LAG = {"cuda": 1, "cpu": 0}  # closed windows that stay unread until `close` is 
 
 @dataclass
 class Window:
-    """The steps since the last report; `global_step` is the last one.
+    """The steps since the last report."""
 
-    Attributes:
-        seconds, usd: what the run had spent when the window was closed, by phase.
-        numbers: keys of a record, set when the window is read. Averages are over all processes
-            and tokens, without skipped steps; NaN if all were skipped.
-        steps_per_second: on the device; None if no step was timed: the first one compiles.
-    """
-
-    global_step: int
+    global_step: int  # the last one
     learning_rate: float
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # what the run had spent when the window was closed, by phase
     usd: dict[str, float]
+    # Keys of a record, set when the window is read. Averages are over all processes and tokens,
+    # without skipped steps; NaN if all were skipped.
     numbers: dict[str, Any] = field(default_factory=dict)
-    steps_per_second: float | None = None
+    steps_per_second: float | None = None  # None if no step was timed: the first one compiles
 
 
 class LossWindow:
     """Losses and gradient norms since the last report, kept on the device until then.
 
-    Attributes:
-        longest_skipped: the longest run of steps with a non-finite gradient that ended in a window
-            read last or still goes on; it is counted across reports.
+    `longest_skipped` is the longest run of steps with a non-finite gradient that ended in a window
+    read last or still goes on; it is counted across reports.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -22,14 +22,8 @@ class MachineMeter:
     """Reads the machine every 15 s while a run trains. Rank 0 starts it.
 
     In a thread of its own: a driver or a disk in trouble answers late or never. While it waits,
-    there are only no new readings. It writes nothing: the training thread puts the last reading
-    into its next record, so `metrics.jsonl` has one writer.
-
-    Args:
-        gpu_uuids: the GPUs that this run uses on this machine, in the order of the lists.
-
-    Attributes:
-        energy_kwh: what they and earlier launches have used; None if it cannot be read.
+    there are only no new readings. `energy_kwh` is what the run's GPUs on this machine have used
+    in all launches; None if it cannot be read.
     """
 
     def __init__(self, run_dir: Path, gpu_uuids: Sequence[str], *,
@@ -46,7 +40,6 @@ class MachineMeter:
         self._counters: list[float] = []  # of the last reading, in joules
 
     def start(self, earlier_kwh: float = 0.0) -> None:
-        """Start to read, with the energy that earlier launches have used."""
         self._joules = earlier_kwh * JOULES_PER_KWH
         self._thread.start()
 

@@ -41,7 +41,7 @@ class KeyValueCache:
     def next_logits(self, context: list[int]) -> Tensor:
         """Return the logits after some tokens, (V,) float32.
 
-        Those of the call before and more of them, or another beginning, which is at most as long.
+        They are those of the call before and more, or others, which are not more than those.
         """
         self._first = self._length if len(context) > self._length else 0
         self._length = len(context)
@@ -52,7 +52,6 @@ class KeyValueCache:
         return F.linear(self._model.final_norm(x), self._model.head_weight).float()
 
     def _run(self, block: Block, x: Tensor) -> Tensor:
-        """Run one layer, (1, T, C) to (1, T, C)."""
         q, k, v = block.attention.project(block.attention_norm(x))  # each (B, H, T, D)
         B, H, T, D = k.shape
         if block not in self._layers:
@@ -134,23 +133,15 @@ def decoded(pieces: Iterable[bytes], stops: tuple[str, ...] = ()) -> Iterator[st
 
 @dataclass(frozen=True)
 class Sampler:
-    """Generates text during training, with a heartbeat for each token. Rank 0.
-
-    Attributes:
-        tokenizer_name: None if the tokenizer of the data is not known.
-        tokenizer_path: of its file, if it has one.
-    """
+    """Generates text during training, with a heartbeat for each token. Rank 0."""
 
     model: GPTModel
-    tokenizer_name: str | None
+    tokenizer_name: str | None  # None if that of the data is not known
     heartbeat: Callable[[], None]
     tokenizer_path: Path | None = None
 
     def try_to_write(self, path: Path, prompts: Sequence[str], global_step: int) -> str:
-        """Append a JSON line with the continuation of each prompt; return any error as text.
-
-        Errors must not stop training. The model is left in training mode.
-        """
+        """Append a JSON line with the continuation of each prompt; return any error as text."""
         try:
             append_whole(path, "".join(to_json({
                 "global_step": global_step, "prompt": prompt,
@@ -163,7 +154,6 @@ class Sampler:
         return ""
 
     def text(self, prompt: str = "", options: SamplingOptions = LONG_SAMPLE) -> str:
-        """Generate text that continues a prompt."""
         tokenizer = load_tokenizer(self.tokenizer_name or "", self.tokenizer_path)
         text = ""
         for piece in stream_text(self.model, tokenizer, prompt, options):

@@ -71,7 +71,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
 
 
 def step_seconds(seconds: dict[str, float]) -> float:
-    """Return the seconds of all global steps, with waiting for data and other processes."""
+    """Return the seconds of all steps, with waiting for data and other processes."""
     return seconds[TRAINING] + seconds[WAITING]
 
 
@@ -121,8 +121,7 @@ def final_figures(summary: dict[str, Any]) -> dict[str, float]:
 def final_status(run: Run, status: int) -> int:
     """Return the exit status of a launch whose processes have ended, and correct its summary.
 
-    Args:
-        status: torchrun's; it is 0 also if a signal to one process has stopped the run.
+    That of torchrun is 0 also if a signal to one process has stopped the run.
     """
     summary = read_summary(run)
     stopped_by = next((128 + number for number, name in STOP_SIGNALS.items()
@@ -169,7 +168,6 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
 
 
 def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:
-    """Return what was spent as text, in all and by phase."""
     parts = {TRAINING: spent[TRAINING]} | {phase: spent[phase] for phase in PHASES}
     named = [f"{show(value)} {phase}" for phase, value in parts.items()
              if phase == TRAINING or show(value) != show(0.0)]
@@ -181,7 +179,7 @@ def _loss(loss: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as h:mm:ss."""
+    """Format seconds as h:mm:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"

@@ -170,11 +170,8 @@ def points_of(columns: Arrays, within: Range | None = None) -> Answer:
 
     A point is a bucket of consecutive rows: x is that of the last one, and a line has the mean `y`
     of its numbers. Where they differ it also has the extremes, `low` and `high`: of the bucket,
-    of the steps in a report, and of the GPUs. `is_long`: a point is more than one record.
-
-    Args:
-        columns: as `Columns.read` returns them.
-        within: only values in this range, and one more at each end.
+    of the steps in a report, and of the GPUs. `is_long`: a point is more than one record. A range
+    has one more value at each end.
     """
     first, num_rows = 0, len(columns["global_step"])
     if within is not None:

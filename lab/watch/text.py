@@ -42,11 +42,7 @@ def watch_text(watched: Watched) -> None:
 
 
 def screen(watched: Watched, width: int) -> RenderableType:
-    """Return all that is shown: a panel for each run that trains or is named, a table of the rest.
-
-    Args:
-        width: of the terminal, in characters.
-    """
+    """Return a panel for each run that trains or is named, and a table of the rest."""
     states = sorted((read_state(watched.runs_dir, name)
                      for name in chosen_runs(watched.runs_dir, watched.names)),
                     key=lambda state: not state.is_running)
@@ -101,8 +97,7 @@ def _progress(state: RunState, done: int) -> str:
     text = f"{'━' * round(BAR * share):{BAR}}  {share:.0%}, step {done:,} of {state.num_steps:,}"
     if state.seconds_left:
         end = time.localtime(time.time() + state.seconds_left)
-        text += (f", {duration(state.seconds_left)} left"
-                 f" (until {time.strftime('%a %d %b %H:%M', end)})")
+        text += f", {duration(state.seconds_left)} left (until {time.strftime('%a %H:%M', end)})"
     return text
 
 
