@@ -82,13 +82,7 @@ class HubShard(Shard):
 
 
 def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
-    """Find the documents of a dataset on the hub: parquet or JSON lines files, by name.
-
-    Args:
-        raw_dir: for downloads that are not kept.
-
-    Raises:
-        UserError: the hub cannot be reached, or has no such documents for this user.
+    """Find the documents of a dataset on the hub, parquet or JSON lines files; see `find_source`.
     """
     repository, is_kept = options.source, options.keep_raw is not None
     raw_dir = options.keep_raw or raw_dir

@@ -87,11 +87,7 @@ class Journal:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Create and lock the directory, and read the progress of an earlier launch.
-
-        Raises:
-            UserError: another process has locked it, or it cannot be created.
-        """
+        """Create and lock the directory, and read what is in it. Raises: UserError."""
         with locked(self.dir, busy=f"{self.dir}: another process is preparing this dataset; wait"
                                    " for it, or name another output"):
             self.read()
@@ -172,11 +168,8 @@ class Journal:
 
 
 def check_output_dir(output_dir: Path) -> Path:
-    """Return the output directory with links resolved; it must be empty or missing.
-
-    Raises:
-        UserError: it is not empty, or it cannot be replaced.
-    """
+    """Return the output directory with links resolved; it must be empty or missing, and none
+    that cannot be replaced. Raises: UserError."""
     output_dir = Path(os.path.realpath(output_dir))  # Path.resolve() raises on loops of links
     if output_dir.is_mount() or output_dir == Path.cwd():
         raise UserError(f"{output_dir}: is a mount point or the current directory; name a directory"

@@ -27,6 +27,8 @@ MAX_ROWS = 64  # of a parquet file read at a time; fewer if the rows are large
 BATCH_BYTES = 2**22  # of those rows, roughly
 TEXT_TYPES = ("string", "large_string", "string_view", "null")
 T = TypeVar("T")
+# A worker gets many tasks of the same file.
+_footer = functools.lru_cache(maxsize=2)(pyarrow.parquet.read_metadata)
 
 
 class BadFile(NamedTuple):
@@ -103,11 +105,11 @@ def printable(path: Path) -> str:
     return str(path).encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
 
 
-def _in_memory(pieces: Iterator[Piece], cuts: Cuts, path: Path,
+def _in_memory(pieces: Iterator[Piece], cuts: Cuts, name: object = "texts",
                share: float = 1) -> Iterator[Task]:
-    """Yield tasks with text of one file, which has `share` bytes for each of text."""
+    """Yield tasks with text of a file, which has `share` bytes for each of text."""
     sizes = ((piece, sys.getsizeof(piece.text))  # up to four bytes a character
-             for piece in joined(pieces, cuts, name=str(path)))
+             for piece in joined(pieces, cuts, name=str(name)))
     for batch, size in grouped(sizes, TASK_BYTES):
         yield Task(partial(_given, batch), size,
                    int(share * sum(len(piece.text.encode()) for piece in batch)))
@@ -117,11 +119,9 @@ def _given(pieces: Sequence[Piece], _: list[BadFile]) -> Iterator[Piece]:
     return iter(pieces)
 
 
-def memory_tasks(texts: Sequence[bytes], _: Cuts) -> Iterator[Task]:
+def memory_tasks(texts: Sequence[bytes], cuts: Cuts) -> Iterator[Task]:
     """Yield texts that are in memory, one document each."""
-    for group, size in grouped(((text, len(text)) for text in texts), TASK_BYTES, 1000):
-        yield Task(partial(_given, [piece for text in group for piece in cut_document([text])]),
-                   size, size)
+    return _in_memory((piece for text in texts for piece in cut_document([text])), cuts)
 
 
 def json_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
@@ -143,10 +143,15 @@ def json_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
 
 
 def _blocks_of_lines(path: Path) -> Iterator[tuple[bytearray, int]]:
-    """Yield whole lines, and how many bytes of the file they took. Raises: BadShard."""
-    position = 0
+    """Yield whole lines, and how many bytes of the file they took."""
+    position, suffix = 0, path.suffix.lower()
     try:
-        with path.open("rb") as packed, _unpacked(packed, path.suffix.lower()) as file:
+        with path.open("rb") as packed:
+            file: Any = packed
+            if suffix == ".gz":
+                file = gzip.GzipFile(fileobj=packed)
+            elif suffix == ".zst":
+                file = io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"), TASK_BYTES)
             while block := bytearray(file.read(TASK_BYTES)):  # a bytearray grows without a copy
                 while len(block) < LONGEST_LINE and (part := file.readline(TASK_BYTES)):
                     block += part
@@ -158,14 +163,6 @@ def _blocks_of_lines(path: Path) -> Iterator[tuple[bytearray, int]]:
                 position = packed.tell()
     except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
         raise BadShard(f"{path}: damaged or cannot be read: {str(error)[:80]}") from None
-
-
-def _unpacked(packed: Any, suffix: str) -> Any:
-    if suffix == ".gz":
-        return gzip.GzipFile(fileobj=packed)
-    if suffix == ".zst":
-        return io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"), TASK_BYTES)
-    return contextlib.nullcontext(packed)
 
 
 def _read_lines(path: Path, first_line: int, lines: bytes | bytearray, text_column: str,
@@ -229,11 +226,6 @@ def _naming(path: Path) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:100]
         raise BadShard(f"{path}: not a complete parquet file: {reason}") from None
-
-
-@functools.lru_cache(maxsize=2)  # a worker gets many tasks of the same file
-def _footer(path: Path) -> Any:
-    return pyarrow.parquet.read_metadata(path)
 
 
 def _read_groups(path: Path, groups: list[int], text_column: str,
