@@ -272,8 +272,8 @@ def check_room(run: Run, clock: PhaseClock, process: Process) -> None:
     if seconds_left <= 0:
         raise UserError(f"{run.train_path}: {spent}; raise it to go on")
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
-    free_bytes = shutil.disk_usage(place).free
+    disk = shutil.disk_usage(place)
     needed = checkpoint_bytes(run.model, run.train, num_parameters(run.model))
-    if process.is_main and free_bytes < needed:
+    if process.is_main and disk.free < needed and disk.total:  # object stores may have no size
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
-                        f" disk has {free_bytes / 1e9:,.2f} GB free; free some, or set --runs-dir")
+                        f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
