@@ -43,9 +43,8 @@ class Figure(NamedTuple):
 
     def through(self, function: Callable[[float], float]) -> Self:
         """Return a rising function of the figure and of both bounds."""
-        low, high = map(function, self.interval or (0.0, 0.0))
-        return self._replace(value=function(self.value),
-                             interval=self.interval and (low, high))
+        bounds = self.interval and tuple(map(function, self.interval))
+        return self._replace(value=function(self.value), interval=bounds)
 
 
 def share(is_right: np.ndarray) -> Figure:

@@ -113,22 +113,18 @@ def compare(question: Entry, answers: dict[str, str], *, judge_model: str,
 
 
 class Judge:
-    """A language model behind an OpenAI-compatible endpoint. Thread-safe.
+    """A language model behind an OpenAI-compatible endpoint, by default OpenAI's. Thread-safe.
 
-    Args:
-        base_url: the endpoint; None for OpenAI's, which needs the key in OPENAI_API_KEY.
-
-    Raises: UserError: the key is missing, or key or address cannot be one.
+    Raises: UserError: the key in OPENAI_API_KEY or the address cannot be used.
     """
 
     def __init__(self, base_url: str | None, model: str) -> None:
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
-        if base_url is None and not self.key:
-            raise UserError("OPENAI_API_KEY is not set: set it to your key, or name a server that"
-                            " needs none with --base-url")
-        if not re.fullmatch("[!-~]*", self.key):  # an error of the HTTP library would show it
-            raise UserError("OPENAI_API_KEY contains spaces, line ends or non-ASCII characters; set"
-                            " it to your key")
+        # An error of the HTTP library would show a key that cannot be a header.
+        if not re.fullmatch("[!-~]*" if base_url else "[!-~]+", self.key):
+            raise UserError("OPENAI_API_KEY is not set, or has spaces, line ends or non-ASCII"
+                            " characters: set it to your key, or name a server that needs none with"
+                            " --base-url")
         self.model, self.url = model, (base_url or OPENAI).rstrip("/")
         # To be shown: without a name and a password in it.
         self.address = re.sub(r"^(\w*://)?.*@", r"\1", self.url, flags=re.DOTALL)

@@ -27,6 +27,7 @@ from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy ignores
 COMPUTED_ON = {"response": "the response only", "all": "prompt and response"}
+Epoch = dict[str, Any]  # number, train_loss, validation_loss
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,6 @@ class TuneOptions:
     max_epochs: int
     max_new_tokens: int  # in an answer
     seed: int  # of the order of the examples, and of dropout
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """Mean losses in nats per token; epoch 0 is the model before fine-tuning."""
-
-    number: int
-    train_loss: float | None
-    validation_loss: float
 
 
 class Example(NamedTuple):
@@ -113,7 +105,7 @@ def tune(model: GPTModel, train: list[Example], validation: list[Example],
          options: TuneOptions) -> tuple[list[Epoch], Epoch]:
     """Train until validation loss rises, then load the weights of the best epoch.
 
-    Return all epochs, and the best.
+    Return all epochs, of which 0 is the model before, and the best; losses in nats per token.
     """
     optimizer = AdamW(model.parameters(), lr=options.learning_rate,
                       weight_decay=options.weight_decay, fused=True)
@@ -126,15 +118,14 @@ def tune(model: GPTModel, train: list[Example], validation: list[Example],
             shuffled = chance.sample(train, len(train))
             torch.manual_seed(chance.getrandbits(63))
             train_loss = mean_loss(model, shuffled, options.batch_size, optimizer)
-        epoch = Epoch(number, train_loss, mean_loss(model, validation, options.batch_size))
-        epochs.append(epoch)
+        loss = mean_loss(model, validation, options.batch_size)
+        epochs.append({"number": number, "train_loss": train_loss, "validation_loss": loss})
         head = "before training" if train_loss is None else f"train loss {train_loss:.4f}"
-        click.echo(f"epoch {number}: {head}, validation loss {epoch.validation_loss:.4f} nats per"
-                   " token")
-        if best and not epoch.validation_loss < best.validation_loss:
+        click.echo(f"epoch {number}: {head}, validation loss {loss:.4f} nats per token")
+        if best and not loss < best["validation_loss"]:
             break
-        best, best_weights = epoch, {name: tensor.to("cpu", copy=True)
-                                     for name, tensor in model.state_dict().items()}
+        best, best_weights = epochs[-1], {name: tensor.to("cpu", copy=True)
+                                          for name, tensor in model.state_dict().items()}
     model.load_state_dict(best_weights)
     model.eval()
     return epochs, best
@@ -163,11 +154,11 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
         click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
                    f" {counts['skipped']} skipped because the prompt alone is longer")
     epochs, best = tune(target.model, train, validation, options)
-    click.echo(f"using the weights of epoch {best.number}")
+    click.echo(f"using the weights of epoch {best['number']}")
     record = {
         "model": target.name, "checkpoint": target.checkpoint and target.checkpoint.name,
         "data": {"file": str(data.path), **counts}, "options": asdict(options),
-        "epochs": [asdict(epoch) for epoch in epochs], "best_epoch": best.number}
+        "epochs": epochs, "best_epoch": best["number"]}
     write_export(target, model_output, tuned_card(target, data, record),
                  Extras(chat_template=CHAT_TEMPLATE))
     click.echo(visible(f"tuned model in {model_output}"))

@@ -111,10 +111,7 @@ def model_card(target: LoadedModel, request: Request) -> str:
 
 
 def changed_card(path: Path, request: Request) -> str:
-    """Return the card of an exported model with another address, licence, languages or GGUF files.
-
-    Raises: UserError: its front matter cannot be read.
-    """
+    """Return an exported model's card with what a request changes. Raises: UserError."""
     try:
         card = ModelCard(read_regular_file(path))
     except Exception as error:  # the YAML library has errors of its own
@@ -218,10 +215,8 @@ def _training(meta: CheckpointMeta, written: RunFiles) -> dict[str, str]:
 
 
 def _changed(model: ModelConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of model and training that differ from their defaults.
-
-    With Muon also those whose default depends on the width: a card is read without this code.
-    """
+    """Return the settings of model and training that differ from their defaults."""
+    # With Muon also those whose default depends on the width: a card is read without this code.
     always = {*MUON_DEFAULTS, "init"} if settings.get("optimizer") == "muon" else set()
     return {key: values[key]
             for config, values in ((ModelConfig, model.model_dump()), (TrainConfig, settings))

@@ -119,8 +119,8 @@ def test_the_best_epoch_is_restored_when_validation_loss_rises():
     model = new_model()
     epochs, best = tuning.tune(model, examples_of(*(f"Ask {n}" for n in range(8))), validation,
                                OPTIONS)
-    losses = [epoch.validation_loss for epoch in epochs]
-    assert [epoch.number for epoch in epochs] == list(range(len(epochs)))
+    losses = [epoch["validation_loss"] for epoch in epochs]
+    assert [epoch["number"] for epoch in epochs] == list(range(len(epochs)))
     assert 2 < len(epochs) <= OPTIONS.max_epochs  # it falls while "Y" is learnt, then rises
     assert losses[:-1] == sorted(losses[:-1], reverse=True) and losses[-1] > losses[-2]
     assert best is epochs[-2] and not model.training
@@ -135,7 +135,7 @@ def test_the_seed_determines_dropout_and_order():
         torch.seed()  # the earlier random state does not matter
         epochs, _ = tuning.tune(model, train, train, dataclasses.replace(
             OPTIONS, max_epochs=1, seed=seed))
-        return epochs[1].train_loss
+        return epochs[1]["train_loss"]
 
     assert first_loss(1, 0.5) == first_loss(1, 0.5) != first_loss(1, 0.0)
     assert first_loss(1, 0.0) != first_loss(2, 0.0)
@@ -456,7 +456,7 @@ def test_a_redirect_is_refused_and_nothing_is_sent_there(endpoint, files):
     ("http://me:secret@127.0.0.1:9/v1", "",
      "127.0.0.1:9/v1: cannot be reached ([Errno 111] Connection refused)"),
     ("", "", "OPENAI_API_KEY is not set"),
-    *(("http://127.0.0.1:9/v1", key, "OPENAI_API_KEY contains")
+    *(("http://127.0.0.1:9/v1", key, "OPENAI_API_KEY is not set, or has spaces")
       for key in ("sk-my secret", "sk-my\nsecret", "sk-my\x1bsecret", "sk-é")),
 ])
 def test_a_wrong_address_or_key_is_refused_and_shows_no_secret(files, address, key, message):
