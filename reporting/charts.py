@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
 MAX_POINTS, MAX_LAYER_POINTS = 400, 60  # more records are averaged down to as many points
 MAX_SECONDS = 900  # of a drawing; on a machine without spare cores it may take minutes
 
@@ -87,9 +88,11 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
     # Not above: what imports this module need not draw, and importing matplotlib takes a second.
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import get_font_names
 
-    # Without the fonts of that style, which few machines have: each would be a warning.
-    with plt.xkcd(), plt.rc_context({"font.family": "DejaVu Sans"}):
+    installed = set(get_font_names())  # naming others would be a warning
+    fonts = [*filter(installed.__contains__, HAND_DRAWN_FONTS), "DejaVu Sans"]
+    with plt.xkcd(), plt.rc_context({"font.family": fonts}):
         figure = Figure(figsize=(10, 5.6), layout="constrained")  # plt.figure needs a display
         plot(figure)
         for axes in figure.axes:
