@@ -4,7 +4,6 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -127,13 +126,21 @@ def _parsed(content: bytes) -> Arrays:
     columns |= {key: np.full(len(table), np.nan) for key in (SLOWED_DOWN, *(
         f"{key}{end}" for key in BY_GPU for end in ("", "_min", "_max")))}
     for key in (*BY_GPU, THROTTLING):
-        rows = np.flatnonzero(table[key].is_valid().to_numpy())
-        for row, listed in zip(rows, table[key].drop_null().to_pylist(), strict=True):
-            if key == THROTTLING:
-                columns[SLOWED_DOWN][row] = sum(bool(slowdowns_of(one or "")) for one in listed)
-            elif known := [one for one in map(number, listed) if one is not None]:
-                for end, function in (("", fmean), ("_min", min), ("_max", max)):
-                    columns[f"{key}{end}"][row] = function(known)
+        lists = table[key].combine_chunks()
+        lengths, flat = lists.value_lengths().fill_null(0).to_numpy(), lists.flatten()
+        if not len(rows := np.flatnonzero(lengths)):
+            continue
+        starts = (np.cumsum(lengths) - lengths)[rows]
+        if key == THROTTLING:
+            is_slow = {text: bool(slowdowns_of(text or "")) for text in flat.unique().to_pylist()}
+            columns[SLOWED_DOWN][rows] = np.add.reduceat(
+                [float(is_slow[text]) for text in flat.to_pylist()], starts)
+        else:
+            values = flat.to_numpy(zero_copy_only=False)
+            values = np.where((values >= 0) & (values <= LARGEST), values, np.nan)
+            columns[key][rows] = _means(values, starts)
+            columns[f"{key}_min"][rows] = np.fmin.reduceat(values, starts)
+            columns[f"{key}_max"][rows] = np.fmax.reduceat(values, starts)
     return columns
 
 
@@ -203,13 +210,17 @@ def _line(key: str, columns: Arrays, rows: slice,
     low, high = np.fmin.reduceat(least, starts), np.fmax.reduceat(most, starts)
     if key in RISING:
         return {"y": _short(high)}
-    is_known = np.isfinite(values)
-    with np.errstate(invalid="ignore"):  # 0 / 0: a bucket without numbers
-        means = (np.add.reduceat(np.where(is_known, values, 0), starts)
-                 / np.add.reduceat(is_known.astype(int), starts))
-    line = {"y": _short(means)}
+    line = {"y": _short(_means(values, starts))}
     return line if np.array_equal(low, high, equal_nan=True) else line | {
         "low": _short(low), "high": _short(high)}
+
+
+def _means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return the mean of the numbers in each bucket; NaN if it has none."""
+    is_known = np.isfinite(values)
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        return (np.add.reduceat(np.where(is_known, values, 0), starts)
+                / np.add.reduceat(is_known.astype(int), starts))
 
 
 def _short(values: np.ndarray, digits: int = 6) -> list[float | None]:
