@@ -61,14 +61,14 @@ def command(
     losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.evaluate.measure import choose_models, datasets_of, measure_all, open_slices
+    from lab.evaluate.measure import choose_models, measure_all, open_slices
 
     records, failed = [], None
     with stdout_to_stderr(as_json):
-        models = choose_models(targets, checkpoints, runs_dir)
+        models = choose_models(targets, checkpoints, dataset, runs_dir)
         quizzes = [read_quiz(*text.partition("=")[::2]) for text in tasks]
-        slices = {} if quizzes else open_slices(
-            datasets_of(models, dataset, runs_dir), datasets_dir, split, start_token, num_tokens)
+        slices = {} if quizzes else open_slices(models, datasets_dir, split, start_token,
+                                                num_tokens)
         try:
             for record in measure_all(models, slices, quizzes, runs_dir, microbatch_size):
                 records.append(record)

@@ -24,6 +24,7 @@ class Chosen(NamedTuple):
     """A target by its name, and of a run one of its checkpoints: `latest`, `best` or its name."""
 
     name: str
+    dataset: str | None  # the one that is asked for, or that of the run
     checkpoint: str = ""
     is_optional: bool = False  # it is one of all, so that it may be missing or damaged
 
@@ -70,7 +71,8 @@ def _records(target: LoadedModel, part: Slice | None, quizzes: list[Quiz],
         yield score(target, quiz, encoded, microbatch_size=microbatch_size)
 
 
-def choose_models(targets: tuple[str, ...], checkpoints: str, runs_dir: Path) -> list[Chosen]:
+def choose_models(targets: tuple[str, ...], checkpoints: str, dataset: str | None,
+                  runs_dir: Path) -> list[Chosen]:
     """Return all models that are asked for. Raises: UserError: one does not exist, or is damaged.
 
     Args: checkpoints: of runs without an @CHECKPOINT: `all`, or names separated by commas.
@@ -82,41 +84,37 @@ def choose_models(targets: tuple[str, ...], checkpoints: str, runs_dir: Path) ->
             name, own = text, ""  # a directory may have an @ in its name
         check_name(name, runs_dir)
         if is_run(name, runs_dir):
-            directory, wanted = load_run(runs_dir, name).checkpoints_dir, own or checkpoints
+            run, wanted = load_run(runs_dir, name), own or checkpoints
             if wanted == "all":
-                names = [path.name for path in named_as_checkpoints(directory)]
+                names = [path.name for path in named_as_checkpoints(run.checkpoints_dir)]
             else:
-                names = [each for each in wanted.split(",") if find_checkpoint(directory, each)]
+                names = [each for each in wanted.split(",")
+                         if find_checkpoint(run.checkpoints_dir, each)]
             if not names:
-                raise UserError(f"{directory}: no checkpoint yet; train the run first")
-            found += [Chosen(name, each, wanted == "all") for each in names]
+                raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
+            found += [Chosen(name, dataset or run.train.dataset, each, wanted == "all")
+                      for each in names]
         elif own:
             raise UserError(f"{text}: {name} is no run, so it has no checkpoints; give {name}"
                             " alone")
         else:
-            found.append(Chosen(name))
+            found.append(Chosen(name, dataset))
     return found
 
 
-def datasets_of(models: list[Chosen], dataset: str | None, runs_dir: Path) -> dict[str, str]:
-    """Return each model's dataset by its name: the given one, its run's, or the first run's."""
-    names = dict.fromkeys(model.name for model in models)
-    own = {name: dataset or load_run(runs_dir, name).train.dataset for name in names
-           if dataset or is_run(name, runs_dir)}
-    if not own:
-        raise UserError("--dataset: name the dataset to evaluate all targets on (no target is a"
-                        " run)")
-    return {name: own.get(name, next(iter(own.values()))) for name in names}
-
-
-def open_slices(datasets: dict[str, str], datasets_dir: Path, split: str, start_token: int | None,
+def open_slices(models: list[Chosen], datasets_dir: Path, split: str, start_token: int | None,
                 num_tokens: int | None) -> dict[str, Slice]:
     """Open the datasets and choose the tokens of each model, by its name.
 
-    Runs whose datasets are the same text in other tokens are measured on all of it, each on its
-    own dataset. What is missing is downloaded or prepared. Raises: UserError.
+    A model that is no run is measured on the dataset of the first run. Runs whose datasets are the
+    same text in other tokens are measured on all of it, each on its own dataset. What is missing is
+    downloaded or prepared. Raises: UserError.
     """
-    slices = {}
+    slices, first = {}, next(filter(None, (model.dataset for model in models)), None)
+    if first is None:
+        raise UserError("--dataset: name the dataset to evaluate all targets on (no target is a"
+                        " run)")
+    datasets = {model.name: model.dataset or first for model in models}
     for dataset in dict.fromkeys(datasets.values()):
         if not re.fullmatch(DATASET_NAME, dataset):
             raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")
