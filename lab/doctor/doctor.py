@@ -140,9 +140,10 @@ def print_checks(checks: Checks, run_name: str | None) -> None:
         [[found.verdict, name, "\n-> ".join(filter(None, [found.text, found.advice]))]
          for name, found in checks.items()])
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 0)).columns)
-    for line in visible(table.terminal(width)).splitlines():
+    for line in table.terminal(width).splitlines():
         verdict = line.partition(" ")[0]
-        click.echo(click.style(verdict, fg=COLORS.get(verdict)) + line.removeprefix(verdict))
+        click.echo(click.style(visible(verdict), fg=COLORS.get(verdict))
+                   + visible(line.removeprefix(verdict)))
     verdicts = [found.verdict for found in checks.values()]
     click.echo(click.style(visible(
         f"{'not ' * (PROBLEM in verdicts)}fit to train{f' {run_name}' if run_name else ''}:"
