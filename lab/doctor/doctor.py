@@ -14,7 +14,6 @@ from basics.errors import FAILED, UserError, visible
 from basics.gpu_readings import nvml_failure, read_gpus
 from basics.machine import available_ram_gib, within
 from basics.text import counted
-from lab.doctor import run_checks
 from lab.doctor.checks import (
     CHECKS,
     NO_ANSWER,
@@ -31,6 +30,7 @@ from lab.doctor.checks import (
     visible_gpus,
 )
 from lab.doctor.load_tests import check_load, load_tests
+from lab.doctor.run_checks import RUN_CHECKS
 from lab.table import Column, Table
 from processes.run_lock import trained_by
 from run_config import RUN_NAME, load_run
@@ -85,8 +85,7 @@ def examine(subject: Subject) -> tuple[Subject, Checks]:
     Raises: UserError: there is no such run.
     """
     subject, checks = with_run(with_machine(subject))
-    checks |= make_checks(CHECKS | run_checks.CHECKS
-                          | (run_checks.OF_RUN if subject.run else {}), subject)
+    checks |= make_checks(CHECKS | (RUN_CHECKS if subject.run else {}), subject)
     processes = load_tests(subject)
     gpus = compare_gpus(subject, processes[0].found("PyTorch") or {})
     return subject, {"GPUs": gpus} | check_load(processes) | checks

@@ -75,13 +75,12 @@ def check_dataset(subject: Subject) -> Finding:
 def check_ram(subject: Subject) -> Finding:
     """Compare the RAM with what the processes and the snapshot of a checkpoint need."""
     on_gpu, available = bool(subject.gpus), subject.available_gib
-    needed = subject.num_processes * (PROCESS_GIB if on_gpu else CPU_PROCESS_GIB)
-    if subject.run:
-        needed += (pinned_bytes if on_gpu else bytes_of_checkpoint)(subject.run) / 2**30
-        needed += 0 if on_gpu else subject.num_processes * training_gib(subject)
+    process_gib = PROCESS_GIB if on_gpu else CPU_PROCESS_GIB + training_gib(subject)
+    snapshot = (pinned_bytes if on_gpu else bytes_of_checkpoint)(subject.run)
+    needed = subject.num_processes * process_gib + snapshot / 2**30
     return ok_if(
-        available >= needed, f"{available:,.1f} GiB available; training needs about"
-        f" {gib(needed * 2**30)}{'' if subject.run else ' or more: name a run to have it counted'}",
+        available >= needed,
+        f"{available:,.1f} GiB available; training needs about {gib(needed * 2**30)}",
         "end other programs, or take a machine with more RAM"
         + ("" if on_gpu else "; a smaller microbatch_size or fewer processes need less"),
         is_fatal=available < needed / 2)
@@ -155,6 +154,6 @@ def check_checkpoints(subject: Subject) -> Finding:
                  f"{text}; at most {number:,} are kept: {gb(number * size)}", advice)
 
 
-CHECKS = {"RAM": check_ram}
-OF_RUN = {"configs": check_configs, "dataset": check_dataset, "batch": check_batch,
-          "microbatch": check_microbatch, "checkpoints": check_checkpoints}
+RUN_CHECKS = {
+    "configs": check_configs, "RAM": check_ram, "dataset": check_dataset, "batch": check_batch,
+    "microbatch": check_microbatch, "checkpoints": check_checkpoints}

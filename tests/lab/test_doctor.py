@@ -89,8 +89,8 @@ def subject(place, *, train=None, model=None, **about):
                    run=load_run(place.runs_dir, "tiny"), **{"available_gib": 100.0} | about)
 
 
-def checks_of(about, functions=run_checks.CHECKS):
-    return make_checks(functions | (run_checks.OF_RUN if about.run else {}), about)
+def checks_of(about):
+    return make_checks(run_checks.RUN_CHECKS, about)
 
 
 def outcome(last=PARTS[-1], began=20.0, **changes):
