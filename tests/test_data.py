@@ -90,7 +90,7 @@ BATCH_OF_24 = {"gradient_accumulation_steps": None, "global_batch_size": 24}
 
 @pytest.mark.parametrize(("microbatch_size", "world_size", "outcome"), [
     (24, 1, 1), (6, 1, 4), (1, 8, 3), (2, 4, 3),
-    (5, 1, "microbatch_size 5 x 1 processes; the nearest microbatch_size that divides is 4 or 6"),
+    (5, 1, "microbatch_size 5 x 1 processes; the nearest microbatch_size that divides is 4"),
     (50, 2, "microbatch_size 50 x 2 processes; the nearest microbatch_size that divides is 12"),
     (2, 5, "5 processes; change the number of processes, or make it 20 or 25"),
     (2, 48, "48 processes; change the number of processes, or make it 48 or 96"),

@@ -1,6 +1,5 @@
 """Divide a run's tokens into global steps, accumulation steps, processes, microbatches, chunks."""
 
-import math
 from dataclasses import dataclass
 
 from basics.errors import UserError
@@ -54,19 +53,14 @@ def accumulation_steps_of(run: Run, *, world_size: int) -> int:
         raise UserError(f"{problem} {world_size} processes; change the number of processes, or make"
                         f" it {fits} or {fits + world_size}")
     if per_process % size:
-        below, above = nearest_divisors(per_process, size)
         raise UserError(f"{problem} microbatch_size {size} x {world_size} processes; the nearest"
-                        f" microbatch_size that divides is {below}"
-                        + (f" or {above}" if above else ""))
+                        f" microbatch_size that divides is {largest_divisor(per_process, size)}")
     return per_process // size
 
 
-def nearest_divisors(number: int, wanted: int) -> tuple[int, int | None]:
-    """Return the largest divisor of a number up to `wanted`, and the smallest above it, if any."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = {*small, *(number // d for d in small)}
-    return (max(d for d in divisors if d <= wanted),
-            min((d for d in divisors if d > wanted), default=None))
+def largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a number up to a limit."""
+    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
 def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:

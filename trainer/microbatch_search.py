@@ -18,7 +18,7 @@ from basics.text import gib
 from processes.command_line import Options
 from processes.launch import num_gpus, spans_nodes, start_torchrun
 from run_config import OLD_NAME, Run, load_run
-from tokens.batch_plan import nearest_divisors
+from tokens.batch_plan import largest_divisor
 from trainer.microbatch_trial import TRIAL_VARIABLE, Trial
 
 MAX_TRIALS = 8
@@ -155,7 +155,7 @@ def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
     size, batch = fitting[-1].microbatch_size, run.train.global_batch_size
     accumulation = run.train.gradient_accumulation_steps
     if batch is not None:
-        size, _ = nearest_divisors(batch // num_processes, size)
+        size = largest_divisor(batch // num_processes, size)
         accumulation = batch // num_processes // size
     key = OLD_NAME if OLD_NAME in read_json_object(run.train_path) else "microbatch_size"
     set_number(run.train_path, key, size)

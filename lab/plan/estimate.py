@@ -23,7 +23,7 @@ from reporting.speed import (
     usable_gib,
 )
 from run_config import Precision, Run, TrainConfig
-from tokens.batch_plan import BatchPlan, nearest_divisors, plan_batches
+from tokens.batch_plan import BatchPlan, largest_divisor, plan_batches
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
 MAX_TOKENS = 2**50  # of a length that a budget buys
@@ -87,7 +87,7 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None,
     if batch and batch % num_gpus:
         return found | {"reason": "batch not divisible"}
     if batch and largest:
-        size, _ = nearest_divisors(batch // num_gpus, largest)
+        size = largest_divisor(batch // num_gpus, largest)
     if size > largest:
         return found | {"reason": "does not fit in memory"}
     sized = replace(run, train=train.model_copy(update={"microbatch_size": size}))
