@@ -1,8 +1,6 @@
 """The parts of a preparation that several machines share, and their content as a source."""
 
-import bisect
 import hashlib
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -48,30 +46,18 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def share_of(source: Source, part: str) -> Source:
-    """Return the shards of one part: in all parts about the same number of bytes.
+    """Return the shards of one part: in all parts about the same number of them.
 
     Raises:
         UserError: there are more parts than shards.
     """
     number, total = parse_part(part)
-    if total > len(source.shards):
-        raise UserError(f"--part {part}: {source.request.source} has only {len(source.shards)}"
-                        " shards, which are files or groups of text files; use fewer parts")
-    cuts = part_cuts([shard.num_bytes for shard in source.shards], total)
-    return replace(source, shards=source.shards[cuts[number - 1]:cuts[number]])
-
-
-def part_cuts(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Return where each part begins, and the end; no part is empty."""
-    sums = [0, *itertools.accumulate(sizes)]
-    cuts = [0]
-    for number in range(1, num_parts):
-        wanted = sums[-1] * number // num_parts
-        cut = bisect.bisect_left(sums, wanted)
-        if cut and wanted - sums[cut - 1] < sums[cut] - wanted:
-            cut -= 1
-        cuts.append(min(max(cut, cuts[-1] + 1), len(sizes) - num_parts + number))
-    return [*cuts, len(sizes)]
+    shards = source.shards
+    if total > len(shards):
+        raise UserError(f"--part {part}: {source.request.source} has only {len(shards)} shards,"
+                        " which are files or groups of text files; use fewer parts")
+    first, stop = (place * len(shards) // total for place in (number - 1, number))
+    return replace(source, shards=shards[first:stop])
 
 
 def names_and_sizes(source: Source) -> str:

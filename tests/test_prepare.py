@@ -29,7 +29,7 @@ from preparation.cutting import BadShard, cut_document
 from preparation.encoding import cuts_of, encode_batch, encode_task
 from preparation.hub import fetch_dataset
 from preparation.journal import Journal, Request
-from preparation.parts import part_cuts
+from preparation.parts import share_of
 from preparation.pipeline import PrepareOptions, join_parts, prepare_dataset
 from preparation.reading import Task, text_tasks
 from preparation.token_stream import num_training_documents
@@ -538,14 +538,12 @@ def test_a_part_that_there_cannot_be_is_refused(tmp_path, options, message):
     assert not list(tmp_path.iterdir())
 
 
-@given(sizes=st.lists(st.integers(0, 100), min_size=1, max_size=30), num_parts=st.integers(1, 30))
-def test_parts_have_about_the_same_size_and_none_is_empty(sizes, num_parts):
-    num_parts = min(num_parts, len(sizes))
-    cuts = part_cuts(sizes, num_parts)
-    assert cuts[0] == 0 and cuts[-1] == len(sizes) and len(cuts) == num_parts + 1
-    assert all(first < second for first, second in zip(cuts, cuts[1:], strict=False))
-    if len(set(sizes)) == 1 and sizes[0] and len(sizes) % num_parts == 0:
-        assert {b - a for a, b in zip(cuts, cuts[1:], strict=False)} == {len(sizes) // num_parts}
+@given(num_shards=st.integers(1, 30), num_parts=st.integers(1, 30))
+def test_parts_have_about_the_same_number_of_shards_and_together_all(num_shards, num_parts):
+    num_parts, source = min(num_parts, num_shards), texts_source(*[["a"]] * num_shards)
+    parts = [share_of(source, f"{number + 1}/{num_parts}").shards for number in range(num_parts)]
+    assert [shard for part in parts for shard in part] == list(source.shards)
+    assert {len(part) - num_shards // num_parts for part in parts} <= {0, 1}
 
 
 def test_the_commands_of_several_machines_and_of_the_join(tmp_path):
