@@ -55,11 +55,12 @@ def draw_charts(run_dir: Path, records: Records) -> None:
     """Draw the charts of a run into its directory: those for which there are records."""
     title = run_dir.resolve().name
 
-    def draw(name: str, plot: Callable[..., object], *shown: Records) -> None:
+    def draw(name: str, ylabel: str, plot: Callable[..., object], *shown: Records) -> None:
         def lay_out(figure: Figure) -> None:
             axes = figure.subplots()
             axes.set_title(title)
             _label_steps(axes)
+            axes.set_ylabel(ylabel)
             plot(axes, *shown)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(frameon=False)
@@ -67,10 +68,11 @@ def draw_charts(run_dir: Path, records: Records) -> None:
         draw_by_hand(run_dir / name, lay_out)
 
     if steps := [record for record in records if record.get("train_loss") is not None]:
-        draw("loss-chart.png", plot_losses, steps,
+        draw("loss-chart.png", "loss (nats per token)", plot_losses, steps,
              [record for record in records if record.get("validation_loss") is not None])
-        draw("grad-norm-chart.png", _plot_grad_norms, steps)
-        draw("learning-rate-chart.png", _plot_rates, steps)
+        draw("grad-norm-chart.png", "gradient norm", _plot_grad_norms, steps)
+        draw("learning-rate-chart.png", "learning rate", lambda axes, shown: axes.plot(
+            *_columns(shown, "learning_rate"), color="tab:green"), steps)
     if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(run_dir / "layers-chart.png",
                      lambda figure: plot_layers(figure, measured, title))
@@ -104,7 +106,6 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
 
 def plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
     """Plot the training loss with its range, the validation loss and the best one; and dollars."""
-    axes.set_ylabel("loss (nats per token)")
     x, mean = _columns(steps, "train_loss")
     _, low = _columns(steps, "train_loss_min", pool=np.ma.min)
     _, high = _columns(steps, "train_loss_max", pool=np.ma.max)
@@ -140,7 +141,6 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
 
 
 def _plot_grad_norms(axes: Axes, steps: Records) -> None:
-    axes.set_ylabel("gradient norm")
     if skipped := sum(record.get("skipped_steps") or 0 for record in steps):
         axes.plot([], [], linestyle="none", label=f"skipped steps (gradient not finite): {skipped}")
     x, mean = _columns(steps, "grad_norm")
@@ -148,11 +148,6 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
     axes.plot(x, mean, color="tab:blue", label="mean between two points")
     axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0,
                       label="up to the largest step between them")
-
-
-def _plot_rates(axes: Axes, steps: Records) -> None:
-    axes.set_ylabel("learning rate")
-    axes.plot(*_columns(steps, "learning_rate"), color="tab:green")
 
 
 def _columns(records: Records, key: str, pool: Callable[..., Any] = np.ma.mean,

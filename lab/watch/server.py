@@ -32,7 +32,6 @@ HEADERS = {
 # `ssh -L` may use any port; another name would be another site that points to this machine.
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 TOKEN_HEADER = "X-Token"
-MIN_COMPRESSED = 1000  # bytes; shorter answers are sent as they are
 # In an exported page: what is loaded; what would end a script or a comment in it, or a line of
 # JavaScript, is written as \uXXXX.
 LOADED = re.compile(r'<link rel="stylesheet" href="([\w.]+)">|<script src="([\w.]+)"></script>')
@@ -92,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in HEADERS.items():
             self.send_header(name, value)
         self.send_header("Content-Type", f"{content_type}; charset=utf-8")
-        if len(body) >= MIN_COMPRESSED and "gzip" in self.headers.get("Accept-Encoding", ""):
+        if "gzip" in self.headers.get("Accept-Encoding", ""):
             body = gzip.compress(body, compresslevel=4, mtime=0)
             self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(body)))
