@@ -48,13 +48,13 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
     def do(part: str, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """Do one part and write what it returns, or the error that it raises."""
         with (folder / str(rank)).open("a", buffering=1) as file:
-            print(to_json({"part": part, "begun": time.time()}), file=file)
+            file.write(to_json({"part": part, "begun": time.time()}) + "\n")
             try:
                 found = work(*arguments)
             except Exception as error:  # whatever it is, the other parts go on
-                print(to_json({"part": part, "error": describe(error)}), file=file)
+                file.write(to_json({"part": part, "error": describe(error)}) + "\n")
                 return {}
-            print(to_json({"part": part, "found": found}), file=file)
+            file.write(to_json({"part": part, "found": found}) + "\n")
             return found
 
     facts = do("PyTorch", torch_facts)

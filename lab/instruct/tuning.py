@@ -154,7 +154,7 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
         click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
                    f" {counts['skipped']} skipped because the prompt alone is longer")
     epochs, best = tune(target.model, train, validation, options)
-    click.echo(f"using the weights of epoch {best['number']}")
+    click.echo(f"using the weights of epoch {best['number']:,}")
     record = {
         "model": target.name, "checkpoint": target.checkpoint and target.checkpoint.name,
         "data": {"file": str(data.path), **counts}, "options": asdict(options),
