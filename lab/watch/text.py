@@ -66,24 +66,22 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
         if last is not None:
             values = [y for y in answer["lines"].get(key, {"y": ()})["y"] if y is not None]
             rows.add_row(label, f"{last:.4f}  {sparkline(values, room)}")
-    cost = [f"${dollars(state.usd)}" if state.usd else "",
-            f"of about ${dollars(state.usd_at_end)}" if state.usd_at_end else "",
-            f"at ${state.usd_per_hour:,.2f}/h" if state.usd_per_hour else ""]
     for label, found in {
-            "speed": [f"{state.tokens_per_second:,.0f} tokens/s" if state.tokens_per_second else "",
-                      f"{state.mfu:.1%} MFU" if state.mfu else "",
-                      f"{state.memory_gib:.1f} GiB" if state.memory_gib else "",
-                      f"{short_count(state.tokens)} tokens" if state.tokens else ""],
-            "spent": [duration(state.seconds) if state.seconds else "",
-                      " ".join(filter(None, cost))]}.items():
-        if any(found):
-            rows.add_row(label, ", ".join(filter(None, found)))
+            "speed": {"{:,.0f} tokens/s": state.tokens_per_second, ", {:.1%} MFU": state.mfu,
+                      ", {:.1f} GiB": state.memory_gib,
+                      ", {} tokens": state.tokens and short_count(state.tokens)},
+            "spent": {"{}": state.seconds and duration(state.seconds),
+                      ", ${}": state.usd and dollars(state.usd),
+                      " of about ${}": state.usd_at_end and dollars(state.usd_at_end),
+                      " at ${:,.2f}/h": state.usd_per_hour}}.items():
+        if text := "".join(form.format(value) for form, value in found.items() if value):
+            rows.add_row(label, text.removeprefix(", "))
     for warning in state.warnings:
         rows.add_row("warning", Text(one_line(warning), style="yellow"))
     for sample in answer["samples"][:MAX_SAMPLES]:
-        text = Text(" ".join(visible(sample["prompt"] + sample["text"]).split()))
-        text.truncate(MAX_SAMPLE_LENGTH, overflow="ellipsis")
-        rows.add_row(f"step {sample['step']:,}", text)
+        shown = Text(" ".join(visible(sample["prompt"] + sample["text"]).split()))
+        shown.truncate(MAX_SAMPLE_LENGTH, overflow="ellipsis")
+        rows.add_row(f"step {sample['step']:,}", shown)
     status = state.status + (f" in {state.phase}" if state.phase else "") + (
         f" ({state.reason})" if state.reason else "")
     return Panel(rows, title=Text(state.name, style="bold"), title_align="left",
