@@ -1,7 +1,7 @@
 """Documents to a token dataset: two safetensors files that appear only when complete.
 
-All tokens go to one file, with a table of where the documents end; then the last ones are moved to
-the validation file. A part keeps that file and that table; parts are joined by reading them.
+All tokens go to one file; then those of the last documents are moved to the validation file. A part
+keeps the one file; the parts of a preparation are joined by reading them.
 """
 
 import contextlib
