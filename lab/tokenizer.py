@@ -14,7 +14,6 @@ from preparation.choosing import SourceOptions, find_source, source_options
 from preparation.cutting import BadShard
 
 if TYPE_CHECKING:
-    from preparation.reading import BadFile
     from preparation.sources import Source
 
 SMALLEST, MAX_ENTRIES = 257, 2**16  # the 256 bytes and the end of text; ids have 16 bits
@@ -71,18 +70,20 @@ def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
 
     A damaged file is left out, with a warning.
     """
+    from preparation.reading import Reading
+
     texts, num_bytes = [], 0
     for shard in source.shards:
         shard.fetch()
         try:
             for task in shard.tasks("any"):
-                bad_files: list[BadFile] = []
-                for piece in task.read(bad_files):
+                reading = Reading("any", [])
+                for piece in task.read(reading):
                     texts.append(piece.text)
                     num_bytes += len(piece.text.encode("utf-8", "replace"))
                     if num_bytes >= max_bytes:
                         return texts, num_bytes
-                for file in bad_files:
+                for file in reading.bad_files:
                     print_error(one_line(f"warning: left out: {file.reason}"))
         except BadShard as error:  # what could be read of it has been
             print_error(one_line(f"warning: left out: {error}"))

@@ -25,20 +25,23 @@ class Piece(NamedTuple):
 
     text: str
     ends_document: bool
-    ends_safely: bool = True  # where GPT-2's tokenizer is certain to split the text
 
 
-def cut_document(blocks: Iterable[bytes | memoryview]) -> Iterator[Piece]:
+def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts,
+                 name: object) -> Iterator[Piece]:
     """Cut UTF-8 text, in blocks of any size, into pieces of about LARGE_DOCUMENT bytes.
 
-    The tokens of the pieces are those of the whole document, unless there is no place for a safe
-    cut in twice LARGE_DOCUMENT bytes: then the text is cut between any two characters.
+    With `safe` cuts the tokens of the pieces are those of the whole document. With `any` cuts the
+    text is cut between two characters if twice LARGE_DOCUMENT bytes have no place for a safe one.
+
+    Raises:
+        BadShard: what may not be cut, in the file `name`, is too long to be encoded at once.
     """
     rest: bytes | memoryview = b""
     for block in blocks:
         view, start = memoryview(bytes(rest) + block if rest else block), 0
-        while len(view) - start > LARGE_DOCUMENT:
-            limit = min(start + 2 * LARGE_DOCUMENT, len(view))
+        while cuts != "none" and len(view) - start > LARGE_DOCUMENT:
+            limit = min(start + 2 * LARGE_DOCUMENT, len(view)) if cuts == "any" else len(view)
             found = SAFE_CUT.search(view, start + LARGE_DOCUMENT - 1, limit)
             if found:
                 stop = found.end() - 1
@@ -47,29 +50,10 @@ def cut_document(blocks: Iterable[bytes | memoryview]) -> Iterator[Piece]:
                              if view[place] & 0xC0 != 0x80), limit)  # the start of a character
             else:
                 break  # there may be a place in the next block
-            yield Piece(str(view[start:stop], "utf-8", "replace"), False, found is not None)
+            yield Piece(str(view[start:stop], "utf-8", "replace"), False)
             start = stop
         rest = view[start:]
-    yield Piece(str(rest, "utf-8", "replace"), True)
-
-
-def joined(pieces: Iterable[Piece], cuts: Cuts, *, name: str = "") -> Iterator[Piece]:
-    """Join the pieces that a tokenizer needs as one text.
-
-    Raises:
-        BadShard: a document, of the file `name`, is too long for that.
-    """
-    if cuts == "any":
-        yield from pieces
-        return
-    waiting: list[str] = []
-    for text, ends_document, ends_safely in pieces:
-        waiting.append(text)
-        if sum(map(len, waiting)) > MAX_UNCUT:
+        if len(rest) > MAX_UNCUT and len(str(rest, "utf-8", "replace")) > MAX_UNCUT:
             raise BadShard(f"{name}: a document of more than {MAX_UNCUT >> 20} million characters"
                            " in which the tokenizer allows no cut")
-        if ends_document or (ends_safely and cuts == "safe"):
-            yield Piece("".join(waiting), ends_document, ends_safely)
-            waiting = []
-    if waiting:  # the document continues in the next task
-        yield Piece("".join(waiting), ends_document=False, ends_safely=False)
+    yield Piece(str(rest, "utf-8", "replace"), True)

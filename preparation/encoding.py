@@ -19,8 +19,8 @@ import numpy as np
 import tiktoken
 
 from basics.errors import UserError
-from preparation.cutting import BadShard, Cuts, Piece, joined
-from preparation.reading import BadFile, Task, grouped
+from preparation.cutting import BadShard, Cuts, Piece
+from preparation.reading import BadFile, Reading, Task, grouped
 from preparation.sources import Shard
 from preparation.token_stream import Counts, counts_of
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
@@ -56,10 +56,10 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
     """Tokenise a task; return the error if it cannot be read."""
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     tokens: list[np.ndarray] = [end_of_text[:0]]
-    bad_files: list[BadFile] = []
+    reading = Reading(cuts_of(tokenizer), [])
     num_documents = num_bytes = num_empty = bytes_before = 0
     try:
-        for (text, ends_document, _), ids in encoded_pieces(task.read(bad_files), tokenizer):
+        for (text, ends_document), ids in encoded_pieces(task.read(reading), tokenizer):
             tokens.append(ids)
             num_bytes += len(text) if text.isascii() else len(text.encode())
             if ends_document:
@@ -70,7 +70,8 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
     except BadShard as error:
         return error
     together = np.concatenate(tokens)
-    return Encoded(together, Counts(num_documents, together.size, num_bytes), num_empty, bad_files)
+    return Encoded(together, Counts(num_documents, together.size, num_bytes), num_empty,
+                   reading.bad_files)
 
 
 def cuts_of(tokenizer: Tokenizer) -> Cuts:
@@ -84,7 +85,7 @@ def encoded_pieces(pieces: Iterable[Piece],
                    tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield pieces of text with their tokens, (n,) uint16. Raises: BadShard."""
     if isinstance(tokenizer, FileTokenizer):
-        for piece in joined(pieces, cuts_of(tokenizer)):
+        for piece in pieces:
             yield piece, np.array(tokenizer.encode_ordinary(piece.text), dtype=np.uint16)
         return
     sizes = ((piece, len(piece.text)) for piece in pieces)

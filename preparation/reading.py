@@ -18,7 +18,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from basics.errors import UserError
-from preparation.cutting import LARGE_DOCUMENT, BadShard, Cuts, Piece, cut_document, joined
+from preparation.cutting import LARGE_DOCUMENT, BadShard, Cuts, Piece, cut_document
 
 TASK_BYTES = 2**22  # of text in a task, roughly
 LONGEST_LINE = 2**27  # bytes: a small compressed file may unpack to one endless line
@@ -38,10 +38,17 @@ class BadFile(NamedTuple):
     reason: str
 
 
+class Reading(NamedTuple):
+    """How documents are read, and the files that are left out."""
+
+    cuts: Cuts
+    bad_files: list[BadFile]
+
+
 class Task(NamedTuple):
     """The unit of work of a worker. It is pickled and sent to another process."""
 
-    read: Callable[[list[BadFile]], Iterator[Piece]]  # notes files left out; raises BadShard
+    read: Callable[[Reading], Iterator[Piece]]  # raises BadShard
     num_bytes: int  # of text, roughly
     source_bytes: int  # of the files that it is read from, roughly
 
@@ -72,17 +79,17 @@ def text_tasks(paths: Sequence[Path], root: Path, cuts: Cuts) -> Iterator[Task]:
         if size <= WHOLE_BYTES:
             yield Task(partial(_read_texts, group, root), size, size)
         else:
-            yield from _in_memory(cut_document(_text_blocks(group[0])), cuts, group[0])
+            yield from _in_memory(cut_document(_text_blocks(group[0]), cuts, group[0]))
 
 
-def _read_texts(paths: Sequence[Path], root: Path, bad_files: list[BadFile]) -> Iterator[Piece]:
+def _read_texts(paths: Sequence[Path], root: Path, reading: Reading) -> Iterator[Piece]:
     for path in paths:
         try:
             blocks = list(_text_blocks(path))
         except BadShard as error:
-            bad_files.append(BadFile(printable(path.relative_to(root)), str(error)))
+            reading.bad_files.append(BadFile(printable(path.relative_to(root)), str(error)))
         else:
-            yield from cut_document(blocks)
+            yield from cut_document(blocks, reading.cuts, path)
 
 
 def _text_blocks(path: Path) -> Iterator[bytes]:
@@ -105,23 +112,21 @@ def printable(path: Path) -> str:
     return str(path).encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
 
 
-def _in_memory(pieces: Iterator[Piece], cuts: Cuts, name: object = "texts",
-               share: float = 1) -> Iterator[Task]:
+def _in_memory(pieces: Iterator[Piece], share: float = 1) -> Iterator[Task]:
     """Yield tasks with text of a file, which has `share` bytes for each of text."""
-    sizes = ((piece, sys.getsizeof(piece.text))  # up to four bytes a character
-             for piece in joined(pieces, cuts, name=str(name)))
+    sizes = ((piece, sys.getsizeof(piece.text)) for piece in pieces)  # up to 4 bytes a character
     for batch, size in grouped(sizes, TASK_BYTES):
         yield Task(partial(_given, batch), size,
                    int(share * sum(len(piece.text.encode()) for piece in batch)))
 
 
-def _given(pieces: Sequence[Piece], _: list[BadFile]) -> Iterator[Piece]:
+def _given(pieces: Sequence[Piece], _: Reading) -> Iterator[Piece]:
     return iter(pieces)
 
 
 def memory_tasks(texts: Sequence[bytes], cuts: Cuts) -> Iterator[Task]:
     """Yield texts that are in memory, one document each."""
-    return _in_memory((piece for text in texts for piece in cut_document([text])), cuts)
+    return _in_memory(piece for text in texts for piece in cut_document([text], cuts, "texts"))
 
 
 def json_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
@@ -133,8 +138,8 @@ def json_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
     first_line = 1
     for block, source_bytes in _blocks_of_lines(path):
         if len(block) > 2 * TASK_BYTES:  # a large document: split it into several tasks
-            yield from _in_memory(_read_lines(path, first_line, block, text_column, []), cuts,
-                                  path, source_bytes / len(block))
+            pieces = _read_lines(path, first_line, block, text_column, Reading(cuts, []))
+            yield from _in_memory(pieces, source_bytes / len(block))
         else:
             yield Task(partial(_read_lines, path, first_line, bytes(block), text_column),
                        len(block), source_bytes)
@@ -166,10 +171,11 @@ def _blocks_of_lines(path: Path) -> Iterator[tuple[bytearray, int]]:
 
 
 def _read_lines(path: Path, first_line: int, lines: bytes | bytearray, text_column: str,
-                _: list[BadFile]) -> Iterator[Piece]:
+                reading: Reading) -> Iterator[Piece]:
     for number, line in enumerate(io.BytesIO(lines), start=first_line):
         if line.strip():
-            yield from cut_document([_text_of(line, f"{path}: line {number}", text_column)])
+            text = _text_of(line, f"{path}: line {number}", text_column)
+            yield from cut_document([text], reading.cuts, path)
 
 
 def _text_of(line: bytes, place: str, text_column: str) -> bytes:
@@ -211,7 +217,7 @@ def parquet_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
     for groups, size in grouped(enumerate(sizes), TASK_BYTES):
         read = partial(_read_groups, path, groups, text_column)
         if size > WHOLE_BYTES:
-            yield from _in_memory(read([]), cuts, path, share)
+            yield from _in_memory(read(Reading(cuts, [])), share)
         else:
             yield Task(read, size, int(size * share))
 
@@ -229,7 +235,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _read_groups(path: Path, groups: list[int], text_column: str,
-                 _: list[BadFile]) -> Iterator[Piece]:
+                 reading: Reading) -> Iterator[Piece]:
     with _naming(path):
         sizes = [_footer(path).row_group(group) for group in groups]
         row_bytes = sum(size.total_byte_size for size in sizes) // max(
@@ -241,10 +247,10 @@ def _read_groups(path: Path, groups: list[int], text_column: str,
                                          page_checksum_verification=True) as file:
             for batch in file.iter_batches(num_rows, row_groups=groups,
                                            columns=[text_column], use_threads=False):
-                yield from _column_pieces(batch.column(0))
+                yield from _column_pieces(batch.column(0), reading.cuts, path)
 
 
-def _column_pieces(column: pyarrow.Array) -> Iterator[Piece]:
+def _column_pieces(column: pyarrow.Array, cuts: Cuts, path: Path) -> Iterator[Piece]:
     if str(column.type) not in TEXT_TYPES[:2]:
         column = column.cast(pyarrow.large_string())
     longest = pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
@@ -253,4 +259,5 @@ def _column_pieces(column: pyarrow.Array) -> Iterator[Piece]:
             yield from [Piece(text or "", True) for text in column.to_pylist()]
             return
     for value in column:  # as buffers: a text of 100 MB never becomes one Python string
-        yield from cut_document([memoryview(value.as_buffer()) if value.is_valid else b""])
+        blocks = [memoryview(value.as_buffer())] if value.is_valid else []
+        yield from cut_document(blocks, cuts, path)

@@ -26,7 +26,7 @@ from preparation.cutting import cut_document
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset
 from preparation.pipeline import prepare_dataset
-from preparation.reading import Task, json_tasks, parquet_tasks, text_tasks
+from preparation.reading import Reading, Task, json_tasks, parquet_tasks, text_tasks
 from preparation.sources import python_stdlib
 from tests.support.hub_server import (
     Fault,
@@ -131,7 +131,7 @@ def test_sources_that_cannot_be_used(tmp_path, make, message):
 def test_the_documents_of_the_standard_library_are_always_the_same():
     first, second = (python_stdlib().shards[0] for _ in range(2))
     assert first.identity == second.identity
-    text = "".join(piece.text for task in first.tasks("any") for piece in task.read([]))
+    text = "".join(documents(first.tasks("any")))
     assert len(text) > 5_000_000 and "def " in text
     assert "The \"if\" statement" in text, "the reference documentation is missing"
 
@@ -254,7 +254,7 @@ def documents(tasks):
     """Join the pieces of tasks to documents."""
     found, parts = [], []
     for task in tasks:
-        for text, ends_document, *_ in task.read([]):
+        for text, ends_document in task.read(Reading("any", [])):
             parts.append(text)
             if ends_document:
                 found.append("".join(parts))
@@ -267,21 +267,20 @@ def documents(tasks):
 @example(text="abcdefg\n\n\nh", block=99)  # the first two line ends are one token
 @given(text=TEXT, block=st.integers(1, 99))
 def test_a_cut_document_has_the_tokens_of_the_whole(text, block):
-    data = text.encode()
+    data, tokenizer = text.encode(), load_tokenizer("gpt2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "LARGE_DOCUMENT", 8)
-        pieces = list(cut_document([data]))
-        in_blocks = cut_document(data[i:i + block] for i in range(0, len(data), block))
-        assert list(in_blocks) == pieces
-    assert "".join(piece.text for piece in pieces) == text
-    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    tokenizer = load_tokenizer("gpt2")
-    # Safe cuts do not change the tokens; forced cuts elsewhere still keep the text.
-    whole = tokenizer.encode(text, disallowed_special=())
-    apart = [id for piece in pieces for id in tokenizer.encode(piece.text, disallowed_special=())]
-    if all(piece.ends_safely for piece in pieces):
-        assert apart == whole
-    assert tokenizer.decode(apart) == text
+        for cuts in ("any", "safe", "none"):
+            pieces = list(cut_document([data], cuts, "text"))
+            blocks = (data[i:i + block] for i in range(0, len(data), block))
+            assert list(cut_document(blocks, cuts, "text")) == pieces
+            assert "".join(piece.text for piece in pieces) == text
+            assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+            ids = [token for piece in pieces
+                   for token in tokenizer.encode(piece.text, disallowed_special=())]
+            # Forced cuts may change the tokens, but keep the text.
+            assert cuts == "any" or ids == tokenizer.encode(text, disallowed_special=())
+            assert tokenizer.decode(ids) == text
 
 
 @settings(max_examples=25)
@@ -345,7 +344,7 @@ def test_bytes_that_are_not_utf8_are_replaced_in_every_format(tmp_path, other):
 def test_a_long_run_of_one_character_is_encoded(character):
     data = character * 600_000 + b"a"  # more than the largest piece, 2 * LARGE_DOCUMENT
     text = data.decode("utf-8", "replace")
-    task = Task(lambda bad_files: cut_document([data]), 1, 1)
+    task = Task(lambda reading: cut_document([data], reading.cuts, "text"), 1, 1)
     encoded = encode_task(task, load_tokenizer("gpt2"))
     assert load_tokenizer("gpt2").decode(encoded.tokens[:-1].tolist()) == text
 
