@@ -28,22 +28,16 @@ MAX_POINTS, MAX_LAYER_POINTS = 400, 60  # more records are averaged down to as m
 MAX_SECONDS = 900  # of a drawing; on a machine without spare cores it may take minutes
 
 PANELS = {  # of the chart of layers: a quantity, and its title
-    "grad_norm": "gradient norm",
-    "update_ratio": "update / weights (norms)",
-    "activation_norm": "residual stream (norm)",
-    "max_attention_logit": "largest attention logit",
-    "attention_entropy": "attention entropy (nats)",
-    "logit": "logits",
+    "grad_norm": "gradient norm", "update_ratio": "update / weights (norms)",
+    "activation_norm": "residual stream (norm)", "max_attention_logit": "largest attention logit",
+    "attention_entropy": "attention entropy (nats)", "logit": "logits",
     "token_loss": "loss of a token (nats)",
 }
 LOGARITHMIC = ("grad_norm", "update_ratio", "activation_norm")
 LINES = {  # prefix and suffix of the quantity in a key: the line's name and colour
-    ("embedding_", ""): ("embedding", "tab:red"),
-    ("head_", ""): ("head", "tab:orange"),
-    ("", "_max"): ("largest", "black"),
-    ("", "_p99"): ("99%", "tab:purple"),
-    ("", "_p50"): ("median", "tab:blue"),
-    ("", "_p1"): ("1%", "tab:gray"),
+    ("embedding_", ""): ("embedding", "tab:red"), ("head_", ""): ("head", "tab:orange"),
+    ("", "_max"): ("largest", "black"), ("", "_p99"): ("99%", "tab:purple"),
+    ("", "_p50"): ("median", "tab:blue"), ("", "_p1"): ("1%", "tab:gray"),
 }
 PLAIN: dict[str, Any] = {"path_effects": [], "sketch_params": None}  # crossing lines would be cut
 MAX_LINES = 16  # of a deeper model, so many layers are drawn

@@ -91,8 +91,7 @@ GPUS = (
     Gpu("H200-NVL", r"H200 NVL", 139.8, 835e12, 417e12, 60e12,
         Mfu(0.053, "from H100"), Mfu(0.42, "from H200"), Mfu(0.35, "from H100-NVL")),
     # The original's machines had 160 GiB a B200; others have about 178.
-    Gpu("B200", r"B200", 160, 2250e12, 1125e12, 75e12, Mfu(0.038),
-        public_mfu=Mfu(0.24)),
+    Gpu("B200", r"B200", 160, 2250e12, 1125e12, 75e12, Mfu(0.038), public_mfu=Mfu(0.24)),
     Gpu("B300", r"B300( SXM6( AC)?)?", 267, 2250e12, 1125e12, 75e12, Mfu(0.038, "from B200"),
         public_mfu=Mfu(0.24, "from B200")),
     Gpu("MI300X", r"MI300X( OAM| VF)?", 191, 1307e12, 654e12, 163e12),

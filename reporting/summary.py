@@ -53,10 +53,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "status": "failed" if end.failure else FINISHED if is_finished else "stopped",
         "reason": end.failure or (reason and reason.text),
         "stopped_by": reason and reason.kind,
-        "global_step": end.global_step,
-        "num_steps": plan.num_steps,
-        "tokens": tokens,
-        **last,
+        "global_step": end.global_step, "num_steps": plan.num_steps, "tokens": tokens, **last,
         "skipped_steps": sum(record.get("skipped_steps") or 0 for record in records),
         **_spent(clock),
         "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
@@ -64,10 +61,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "this_launch": {"steps": num_measured, "tokens": num_measured * plan.tokens_per_step,
                         "seconds": step_seconds(this_launch)},
         **end.facts,
-        "batch": asdict(plan),
-        "model": run.model.model_dump(),
-        "train": run.train.model_dump(),
-    }
+        "batch": asdict(plan), "model": run.model.model_dump(), "train": run.train.model_dump()}
 
 
 def step_seconds(seconds: dict[str, float]) -> float:
