@@ -74,8 +74,7 @@ def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
     try:
         if not part:
             check_name(output)
-        # Imported here, and below, so that --help does not wait for it.
-        if is_join:
+        if is_join:  # imported here, and below, so that --help does not wait for it
             check_options("--join", "is_join", "skip_bad_shards")
             from preparation.pipeline import join_parts
 

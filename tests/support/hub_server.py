@@ -40,7 +40,6 @@ class Hub:
     repository: str = "someone/texts"
     kind: str = "datasets"  # or models, or any: both, of the same name and with the same files
     sha: str = SHA
-    branches: dict[str, str] = field(default_factory=dict)  # the commit of each
     card: dict[str, object] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     endpoint: str = ""
@@ -178,8 +177,7 @@ def _handler_of(hub: Hub) -> type[Handler]:
         def answer(self, path: str) -> object:
             sha = hub.sha
             if path.startswith("/revision/"):
-                asked = path.removeprefix("/revision/")
-                sha = hub.branches.get(asked, asked)
+                sha = path.removeprefix("/revision/")
             if path.startswith("/tree/"):
                 _, _, sha, *rest = path.split("/")
                 folder = "".join(f"{part}/" for part in rest)
