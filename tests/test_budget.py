@@ -58,9 +58,11 @@ def test_a_budget_is_the_nearer_of_its_limits(now):
 class Simulated(Stop):
     """A run whose steps, validations, checkpoints and writes only let time pass."""
 
-    def __init__(self, seconds, *, limit, plan=None, first_step=0, **options):
+    def __init__(self, seconds, *, limit, plan=None, first_step=0, validate_on="rank0",
+                 **options):
         self.seconds, self.now, self.written_at = seconds, 30.0, 0.0
-        train = train_config(validation_interval=50, max_hours=limit / 3600)
+        train = train_config(validation_interval=50, max_hours=limit / 3600,
+                             validate_on=validate_on)
         self.clock, self.saver = PhaseClock(since=0.0), SimpleNamespace(longest_write_seconds=0.0)
         self.clock._now = lambda: self.now
         saved = SimpleNamespace(meta=SimpleNamespace(global_step=first_step - 1))
@@ -138,12 +140,17 @@ MEASURED = {"compile": 30, "training": 4, "waiting": 0.5, "diagnostics": 0.5}  #
     (49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 * 2 + 2 * 12 + 2),
     (0, {"compile": 30}, 10 * 30 + 12 + 2),
 ])
-def test_the_time_ahead_has_due_work_and_a_quarter_more(global_step, spent, seconds):
+def test_the_time_ahead_has_due_work_and_a_quarter_more(global_step, spent, seconds, **options):
     for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
         stop = Simulated({}, limit=30 + sum(spent.values()) + left,
-                         plan=BatchPlan(4, 2, 2, 16, num_steps=1000))
+                         plan=BatchPlan(4, 2, 2, 16, num_steps=1000), **options)
         stop.pass_time(**spent)
         assert stop.after(global_step, is_report_due=True) == is_spent
+
+
+def test_a_validation_on_all_processes_is_estimated_as_one():
+    test_the_time_ahead_has_due_work_and_a_quarter_more(
+        49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 + 2 * 12 + 2, validate_on="all")
 
 
 @pytest.mark.parametrize(("shared", "reason"), [

@@ -70,8 +70,8 @@ class Stop:
         """Return whether the steps up to the next report would exceed the budget. Rank 0.
 
         By what the parts have taken in this launch. One that has not happened yet is estimated: a
-        validation as forward passes, a third of a step's work each, on one process; a checkpoint
-        as written to a slow disk.
+        validation as forward passes, a third of a step's work each; a checkpoint as written to a
+        slow disk.
         """
         clock, prepared, config = self._clock, self._prepared, self._config
         spent = clock.read_this_launch()
@@ -79,6 +79,8 @@ class Stop:
         seconds = sum(spent[each] for each in (phases.TRAINING, phases.DIAGNOSTICS, phases.WAITING))
         step = seconds / num_measured if num_measured else spent[phases.COMPILE]
         num_batches = math.ceil(config.num_validation_sequences / prepared.plan.microbatch_size)
+        if config.validate_on == "all":
+            num_batches = math.ceil(num_batches / prepared.plan.world_size)
         validation = clock.longest[phases.VALIDATION] or (
             step / prepared.plan.gradient_accumulation_steps / 3 * num_batches)
         save = clock.longest[phases.CHECKPOINT] + clock.longest[phases.CHART] or (
