@@ -119,8 +119,8 @@ def schedule_warning(config: TrainConfig, step: int, before: float | None, *,
     if before is None or step + 1 == num_steps or rate <= RAISED * before:
         return ""
     return (f"the schedule ({config.resolved_schedule}, now {num_steps:,} steps) raises the"
-            f" learning rate from {before:.2g} to {next_rate:.2g}; with \"wsd\" a run can be continued"
-            " from a checkpoint before its decay")
+            f" learning rate from {before:.2g} to {next_rate:.2g}; with the schedule wsd a run can"
+            " be continued from a checkpoint before its decay")
 
 
 @dataclass(frozen=True)
