@@ -33,6 +33,7 @@ from basics.files import append_whole
 from basics.machine import code_version
 from benchmarks.systems import Task
 from lab.plan.memory import GPT2_SMALL, size_name
+from lab.plan.speed_sources import Measurement
 from lab.table import Column, Table
 from preparation.token_stream import TokenFileWriter
 from reporting.metrics_file import read_metrics
@@ -257,6 +258,13 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
         wrong = differences(lines)
         is_good &= not wrong and all(line["status"] == "ok" for line in lines)
         click.echo("\n".join(["", title, *speed_table(lines, flops_per_token(shape)), *wrong]))
+        if device == "cuda" and (whole := latest().get((WHOLE_RUN, 0), {})).get("blocks"):
+            machine = whole["machine"]
+            click.echo("\nfor benchmarks/measured.json: " + Measurement(
+                device=machine["device"], processes=machine["processes"],
+                precision=whole["precision"], tokens_per_second=whole["tokens_per_second"],
+                model=shape, source=f"benchmarks/throughput.py, {whole['time'][:10]}, PyTorch"
+                                    f" {machine['torch']}").model_dump_json())
     sys.exit(0 if is_good else 1)
 
 

@@ -1,12 +1,8 @@
 """Output head and cross-entropy: the mean loss of a microbatch, whole or in chunks of its tokens.
 
 Shapes as in `gpt.py`, and: N tokens in a microbatch, n in a chunk, V' padded vocabulary size.
-Compiled code has the softmax written out, so that the compiler fuses it with what reads it; it
-masks padded columns by their index, since slicing (N, V') would copy it. Eager code has PyTorch's
-softmax, which is one pass instead of six.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -41,10 +37,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
             losses = [_chunk(part @ head.T, part_targets, vocab_size, differentiate=False)[0]
                       for part, part_targets in chunks]
             return sum(losses) / len(x)  # type: ignore[return-value]
-        logits = F.linear(x, head)
-        if torch.compiler.is_compiling():
-            return _WholeCrossEntropy.apply(logits, targets, vocab_size)
-        return F.cross_entropy(logits[:, :vocab_size].float(), targets)
+        return F.cross_entropy(F.linear(x, head)[:, :vocab_size].float(), targets)
 
 
 def pad_rows(weight: Tensor, multiple: int) -> Tensor:
@@ -98,63 +91,14 @@ def _chunk(logits: Tensor, targets: Tensor, vocab_size: int, *,
     The gradients, (n, V') in the logits' dtype, are the probabilities, minus 1 at each target.
     """
     grad = None
-    if torch.compiler.is_compiling():
-        parts = _softmax_parts(logits, vocab_size)
-        if differentiate:
-            grad = _gradients(logits, targets, *parts, vocab_size).to(logits.dtype)
-        return _losses(logits, targets, *parts).sum(), grad
     log_probabilities = F.log_softmax(logits[:, :vocab_size], 1, dtype=torch.float32)  # (n, V)
     loss = -log_probabilities.gather(1, targets[:, None]).sum()
     if differentiate:
         grad = log_probabilities.exp_()
-        grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
+        if torch.compiler.is_compiling():  # fused; scattering would be a pass of its own
+            grad = grad - (torch.arange(vocab_size, device=grad.device) == targets[:, None]).float()
+        else:
+            grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
         grad, padding = grad.to(logits.dtype), logits.shape[1] - vocab_size
         grad = F.pad(grad, (0, padding)) if padding else grad
     return loss, grad
-
-
-class _WholeCrossEntropy(torch.autograd.Function):
-    """The mean loss of logits (N, V'), of which V columns count; keeps the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        largest, total = _softmax_parts(logits, vocab_size)
-        ctx.save_for_backward(logits, targets, largest, total)
-        ctx.vocab_size = vocab_size
-        return _losses(logits, targets, largest, total).mean()
-
-    @staticmethod
-    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, largest, total = ctx.saved_tensors
-        grad = (_gradients(logits, targets, largest, total, ctx.vocab_size)
-                * (loss_grad / len(logits)))
-        return grad.to(logits.dtype), None, None
-
-
-def _softmax_parts(logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return each row's largest logit m, and its sum of exp(logit - m): (n, 1) float32 each.
-
-    Written out, because inductor knows this form: it reads the logits once.
-    """
-    logits = _masked(logits, vocab_size)
-    largest = logits.amax(1, keepdim=True)
-    return largest, (logits - largest).exp().sum(1, keepdim=True)
-
-
-def _losses(logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor) -> Tensor:
-    """Return the loss of each row, (n, 1) float32."""
-    return total.log() - (logits.gather(1, targets[:, None]).float() - largest)
-
-
-def _gradients(logits: Tensor, targets: Tensor, largest: Tensor, total: Tensor,
-               vocab_size: int) -> Tensor:
-    """Return the gradients of the losses, (n, V') float32."""
-    probabilities = (_masked(logits, vocab_size) - largest).exp() / total
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    return probabilities - is_target.float()
-
-
-def _masked(logits: Tensor, vocab_size: int) -> Tensor:
-    """Return the logits in float32, with -inf in padded columns."""
-    columns = torch.arange(logits.shape[1], device=logits.device)  # (V',)
-    return torch.where(columns < vocab_size, logits.float(), -math.inf)

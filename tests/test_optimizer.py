@@ -299,7 +299,7 @@ ASKED = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing":
     (GPU, {"precision": "fp16"}, {"head_multiple": 128}), (GPU, {"precision": "fp32"}, {}),
     (CPU, {"precision": "bf16"}, {"head_chunk_tokens": CHUNK, "attention": "blocks"}),
     (CPU, {"precision": "fp32"}, {"head_chunk_tokens": CHUNK}),
-    (CPU, {"precision": "bf16", "compile": True}, {}),
+    (CPU, {"precision": "bf16", "compile": True}, {"head_multiple": 128}),
     (GPU, {"precision": "bf16"} | ASKED, {  # 128 tokens in 3 chunks
         "head_chunk_tokens": 43, "activation_checkpointing": True, "head_multiple": 128}),
 ])

@@ -18,6 +18,7 @@ from tokens.batch_plan import head_chunk_tokens
 DTYPES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # any of these makes bf16 fast
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
+LARGE_VOCABULARY = 8192  # on CPUs, whose matrix products also want rows of whole cache lines
 
 
 def resolve_for_device(config: TrainConfig, device: torch.device) -> TrainConfig:
@@ -58,11 +59,12 @@ def choose_forward_options(model: ModelConfig, config: TrainConfig,
                            device: torch.device) -> ForwardOptions:
     on_gpu, in_16_bits = device.type == "cuda", config.precision in ("bf16", "fp16")
     is_eager_on_cpu = not on_gpu and not config.compile
+    pads_head = in_16_bits if on_gpu else config.compile and model.vocab_size >= LARGE_VOCABULARY
     return ForwardOptions(
         residual_dtype=torch.bfloat16 if config.residual_dtype == "bf16" else None,
         head_chunk_tokens=head_chunk_tokens(model, config, is_eager_on_cpu=is_eager_on_cpu),
         activation_checkpointing=config.activation_checkpointing,
-        head_multiple=HEAD_MULTIPLE if on_gpu and in_16_bits else 1,
+        head_multiple=HEAD_MULTIPLE if pads_head else 1,
         attention=("blocks" if is_eager_on_cpu and in_16_bits and config.attention == "auto"
                    else config.attention))
 
