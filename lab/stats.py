@@ -31,18 +31,20 @@ def t_95(freedom: int) -> float:
     return T_95[freedom - 1] if freedom <= len(T_95) else 1.960 + 2.372 / freedom
 
 
-@dataclass(frozen=True)
+@dataclass
 class Difference:
     """The mean difference of paired losses, variant minus baseline.
 
     Attributes:
-        deviation: sample standard deviation of the differences; None with one pair.
+        deviation: standard deviation of a difference, of this sample or pooled; None with one pair.
         num_pairs: seeds with which both were trained.
+        freedom: degrees of freedom of the deviation; 0 with one pair.
     """
 
     mean: float
     deviation: float | None
     num_pairs: int
+    freedom: int
 
     @classmethod
     def of(cls, differences: list[float]) -> Self | None:
@@ -50,7 +52,7 @@ class Difference:
         if not differences:
             return None
         deviation = statistics.stdev(differences) if len(differences) > 1 else None
-        return cls(statistics.fmean(differences), deviation, len(differences))
+        return cls(statistics.fmean(differences), deviation, len(differences), len(differences) - 1)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -60,7 +62,7 @@ class Difference:
         """
         if self.deviation is None:
             return None
-        half = t_95(self.num_pairs - 1) * self.deviation / math.sqrt(self.num_pairs)
+        half = t_95(self.freedom) * self.deviation / math.sqrt(self.num_pairs)
         return self.mean - half, self.mean + half
 
     @property

@@ -90,6 +90,11 @@ def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
         entries.append(Entry(name, changes, group, is_comparable,
                              difference if changes and is_comparable else None,
                              reached if is_comparable else None))
+    several = [entry.difference for entry in entries if entry.difference
+               and entry.difference.freedom]
+    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in several)
+    for one in several:  # two seeds alone tell too little about the noise
+        one.deviation, one.freedom = deviation, freedom
     return entries
 
 
@@ -181,17 +186,15 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
 def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
     """Explain the table: the noise and how many seeds it asks for, ranges, the cost."""
     found = [entry.difference for entry in entries if entry.difference]
-    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in found
-                                          if one.deviation is not None)
     noise = ["noise: not known with one finished seed of each variant; measure it with --seeds 3 or"
              " more"]
-    if freedom:
+    if known := [one for one in found if one.freedom]:  # with one pooled deviation
         smallest = min((abs(one.mean) for one in found if one.mean), default=ROUND_DIFFERENCE)
-        needed = [f"{seeds_needed(size, deviation):,} for a difference of {size:.2g}"
+        needed = [f"{seeds_needed(size, known[0].deviation):,} for a difference of {size:.2g}"
                   for size in dict.fromkeys((smallest, ROUND_DIFFERENCE))]
         noise = ["noise: the standard deviation of a difference with one seed is"
-                 f" {deviation:.4f} ({counted(freedom, 'degree')} of freedom); inside: the 95%"
-                 " interval contains 0",
+                 f" {known[0].deviation:.4f} ({counted(known[0].freedom, 'degree')} of freedom);"
+                 " inside: the 95% interval contains 0",
                  f"seeds needed (80% power, 5% level): {', '.join(needed)}"]
     figures = [found.figures for entry in entries for found in entry.outcomes]
     usd = sum(one["usd"] or 0.0 for one in figures)

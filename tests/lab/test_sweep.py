@@ -92,6 +92,27 @@ def test_each_variant_is_trained_with_each_seed_and_compared(sweeps, capfd):
     assert document.stop_reason is None
 
 
+def test_intervals_and_verdicts_take_the_deviation_pooled_over_all_variants():
+    """By hand: squares of 0.02, 0 and 0 with one degree of freedom each; t is 3.182 with three."""
+    losses = {"baseline": (4.0, 4.0), "far": (3.9, 3.7), "near": (3.9, 3.9), "high": (4.4, 4.4),
+              "short": (3.9, None)}
+    variants = [{"name": name} if name != "baseline" else {} for name in losses]
+    sweep = SimpleNamespace(names=list(losses), variants=variants)
+    result = SimpleNamespace(validation_slice=(), records=())
+    outcomes = {(name, seed): SimpleNamespace(
+        run=SimpleNamespace(changes=changes), loss=loss, result=result)
+        for (name, pair), changes in zip(losses.items(), variants, strict=True)
+        for seed, loss in enumerate(pair)}
+    entries = report.entries_of(sweep, outcomes)
+    assert {entry.name: entry.verdict for entry in entries} == {
+        "baseline": "", "far": "better", "near": "inside", "high": "worse",
+        "short": "lower, noise unknown"}
+    half = 3.182 * (0.02 / 3 / 2) ** 0.5
+    for entry, mean in zip(entries[1:4], (-0.2, -0.1, 0.4), strict=True):
+        assert entry.difference.interval == pytest.approx((mean - half, mean + half))
+    assert entries[4].difference.interval is None
+
+
 def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
     succeeded(sweeps.run("--change", "weight_decay=0", "--seeds", "2"))
     base, changed, second = map(sweeps.train_json, (
