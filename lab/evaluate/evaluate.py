@@ -44,15 +44,12 @@ DECIMALS = {"loss": 6, "accuracy": 4, "normalised_accuracy": 4, "perplexity": 3,
               help="Score a task instead of the loss, as lm-eval does; may be repeated. NAME:"
                    f" {', '.join(TASKS)}. FILE: JSON lines, parquet, a directory of them, or"
                    " owner/name on the hub.  [default: the task's dataset on the hub]")
-@click.option("--json", "as_json", is_flag=True,
-              help="Print one JSON document instead, for scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
 @RUNS_DIR
 @DATASETS_DIR
-def command(
-    targets: tuple[str, ...], checkpoints: str, dataset: str | None, split: str,
-    start_token: int | None, num_tokens: int | None, microbatch_size: int,
-    tasks: tuple[str, ...], as_json: bool, runs_dir: Path, datasets_dir: Path,
-) -> None:
+def command(targets: tuple[str, ...], checkpoints: str, dataset: str | None, split: str,
+            start_token: int | None, num_tokens: int | None, microbatch_size: int,
+            tasks: tuple[str, ...], as_json: bool, runs_dir: Path, datasets_dir: Path) -> None:
     """Measure models on held-out tokens and print one table, lowest loss first.
 
     A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
@@ -149,12 +146,10 @@ def as_document(records: list[Record]) -> dict[str, Any]:
 
 def draw_over_tokens(records: list[Record], runs_dir: Path) -> list[Path]:
     """Draw a chart in the directory of each run with several checkpoints. Raises: OSError."""
-    of_runs: dict[str, list[Record]] = {}
-    for record in records:
-        if record["checkpoint"] is not None:
-            of_runs.setdefault(record["target"], []).append(record)
-    return [draw_by_hand(runs_dir / run / CHART, partial(_plot, records=found))
-            for run, found in of_runs.items()
+    of_targets = {name: [record for record in records if record["target"] == name]
+                  for name in dict.fromkeys(record["target"] for record in records)}
+    return [draw_by_hand(runs_dir / name / CHART, partial(_plot, records=found))
+            for name, found in of_targets.items()
             if len({record["trained_tokens"] for record in found}) > 1]
 
 

@@ -33,9 +33,8 @@ def measure_all(models: list[Chosen], slices: dict[str, Slice], quizzes: list[Qu
                 runs_dir: Path, microbatch_size: int) -> Iterator[Record]:
     """Measure every model and yield a record of its loss, or of each task; add runs' records.
 
-    Args: slices: by the model's name; empty if tasks are scored instead.
-
-    Raises: UserError: a model, tokens or questions cannot be used; earlier records are good.
+    `slices` are by the model's name; there are none if tasks are scored instead. Raises: UserError:
+    a model, tokens or questions cannot be used; earlier records are good.
     """
     done: list[Record] = []
     for model in models:
@@ -73,10 +72,7 @@ def _records(target: LoadedModel, part: Slice | None, quizzes: list[Quiz],
 
 def choose_models(targets: tuple[str, ...], checkpoints: str, dataset: str | None,
                   runs_dir: Path) -> list[Chosen]:
-    """Return all models that are asked for. Raises: UserError: one does not exist, or is damaged.
-
-    Args: checkpoints: of runs without an @CHECKPOINT: `all`, or names separated by commas.
-    """
+    """Return the models asked for. Raises: UserError: one does not exist, or is damaged."""
     found: list[Chosen] = []
     for text in targets:
         name, _, own = text.partition("@")
@@ -85,11 +81,9 @@ def choose_models(targets: tuple[str, ...], checkpoints: str, dataset: str | Non
         check_name(name, runs_dir)
         if is_run(name, runs_dir):
             run, wanted = load_run(runs_dir, name), own or checkpoints
-            if wanted == "all":
-                names = [path.name for path in named_as_checkpoints(run.checkpoints_dir)]
-            else:
-                names = [each for each in wanted.split(",")
-                         if find_checkpoint(run.checkpoints_dir, each)]
+            present = [path.name for path in named_as_checkpoints(run.checkpoints_dir)]
+            names = present if wanted == "all" else [
+                each for each in wanted.split(",") if find_checkpoint(run.checkpoints_dir, each)]
             if not names:
                 raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
             found += [Chosen(name, dataset or run.train.dataset, each, wanted == "all")

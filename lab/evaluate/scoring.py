@@ -139,12 +139,11 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
     loss, bits = ratio(nats, num_tokens), Figure(None, None)
     if num_bytes.any():
         bits = ratio(nats, num_bytes).through(lambda nats_per_byte: nats_per_byte / math.log(2))
-    return {
-        "dataset": part.dataset, "split": part.file.path.stem, "start_token": part.start_token,
-        "num_tokens": part.num_tokens, "sequences": -(-part.num_tokens // longest),
-        "tokenizer": target.tokenizer_name, "text": part.text_identity(),
-        **entries("loss", loss), **entries("perplexity", loss.through(exp)),
-        **entries("bits_per_byte", bits)}
+    return {"dataset": part.dataset, "split": part.file.path.stem, "start_token": part.start_token,
+            "num_tokens": part.num_tokens, "sequences": -(-part.num_tokens // longest),
+            "tokenizer": target.tokenizer_name, "text": part.text_identity(),
+            **entries("loss", loss), **entries("perplexity", loss.through(exp)),
+            **entries("bits_per_byte", bits)}
 
 
 def _token_lengths(target: LoadedModel, file: TokenFile) -> np.ndarray | None:
@@ -171,10 +170,7 @@ def _losses(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
 
 
 def _head_losses(model: GPTModel, x: Tensor, targets: Tensor) -> Tensor:
-    """Return each token's cross-entropy, and 1 where another is likelier: (N, 2) float64.
-
-    Args: x: (N, C), the output of the last layer; targets: (N,) int64.
-    """
+    """Return each token's loss, and 1 where another is likelier: (N, C), (N,) to (N, 2) float64."""
     found = []
     for part, wanted in zip(model.final_norm(x).split(TOKENS_PER_CHUNK),
                             targets.split(TOKENS_PER_CHUNK), strict=True):

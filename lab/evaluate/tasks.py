@@ -1,8 +1,5 @@
-"""The tasks of `lab evaluate`: where their questions are, and what a record of them means.
-
-Prompts, choices and figures are those of lm-eval's tasks of the same names (LAMBADA is its
-lambada_openai, and BLiMP all files that are given, as one task).
-"""
+"""The tasks of `lab evaluate`. Prompts, choices and figures are those of lm-eval's tasks of the
+same names (LAMBADA is its lambada_openai, and BLiMP all files that are given, as one task)."""
 
 import json
 import re
@@ -150,13 +147,11 @@ def read_quiz(name: str, source: str = "") -> Quiz:
         raise UserError(f"--task {name[:60]}: is unknown; wanted {', '.join(TASKS)}, or one of"
                         " them with =FILE")
     task = TASKS[name]
-    place, split = Path(source or task.hub_name), None
+    place = Path(source or task.hub_name)
+    title, paths, split = place.resolve().name, [place], None
     if place.is_dir():
-        title = place.resolve().name
         paths = sorted(file for file in place.iterdir() if file.suffix in KINDS and file.is_file())
-    elif place.exists() or not HUB_NAME.fullmatch(str(place)):
-        title, paths = place.resolve().name, [place]
-    else:
+    elif not place.exists() and HUB_NAME.fullmatch(str(place)):
         title, paths = str(place), _download(str(place), task)
         split = task.split if title == task.hub_name else None
     questions = [question for path in paths for question in _questions(path, task)]

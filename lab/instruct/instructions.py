@@ -25,23 +25,18 @@ HEAD = ("Below is an instruction that describes a task. Write a response that ap
         " completes the request.\n\n### Instruction:\n")
 INPUT = "\n\n### Input:\n"
 RESPONSE = "\n\n### Response:\n"
-# `Entry.prompt` as the Jinja template of a tokenizer, for one user message: its `content` is the
-# instruction, its `input` is optional. Answers, and further messages, follow as in training: each
-# answer ends with the end of text.
+# `Entry.prompt` as the Jinja template of a tokenizer: a user message's `content` is the
+# instruction, its `input` is optional. Each answer ends with the end of text, as in training.
 CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{%- if message['role'] == 'user' -%}"
+    "{%- for message in messages -%}{%- if message['role'] == 'user' -%}"
     f"{{{{- {json.dumps(HEAD)} + message['content'] -}}}}"
     "{%- if message['input'] -%}"
     f"{{{{- {json.dumps(INPUT)} + message['input'] -}}}}"
     "{%- endif -%}"
     f"{{{{- {json.dumps(RESPONSE)} -}}}}"
-    "{%- elif message['role'] == 'assistant' -%}"
-    "{{- message['content'] + eos_token -}}"
-    "{%- else -%}"
-    "{{- raise_exception('this model knows user and assistant messages only') -}}"
-    "{%- endif -%}"
-    "{%- endfor -%}")
+    "{%- elif message['role'] == 'assistant' -%}{{- message['content'] + eos_token -}}"
+    "{%- else -%}{{- raise_exception('this model knows user and assistant messages only') -}}"
+    "{%- endif -%}{%- endfor -%}")
 T = TypeVar("T")
 
 
@@ -53,7 +48,6 @@ class Entry(BaseModel):
     output: str
 
     def prompt(self) -> str:
-        """Return the prompt that the response follows, in Alpaca's template."""
         input_part = f"{INPUT}{self.input}" if self.input else ""
         return f"{HEAD}{self.instruction}{input_part}{RESPONSE}"
 

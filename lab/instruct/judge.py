@@ -131,9 +131,8 @@ def judge_all(judge: Judge, comparisons: list[Comparison], path: Path, known: Ju
 
     def work(comparison: Comparison) -> None:
         scores = judge.score(comparison)
-        line = {"key": comparison.key, "judge": judge.model,
-                "instruction": comparison.question.instruction,
-                "order": [*comparison.labels.values()], "scores": scores}
+        line = {"key": comparison.key, "judge": judge.model, "order": [*comparison.labels.values()],
+                "instruction": comparison.question.instruction, "scores": scores}
         text = json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n"
         with writing_to(path), one_writer:
             append_whole(path, text)

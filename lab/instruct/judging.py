@@ -79,8 +79,7 @@ class Comparison:
     def read_scores(self, reply: str) -> dict[str, float]:
         """Return each model's score from a reply, which may have other text around the JSON.
 
-        Raises:
-            UnusableReplyError: no JSON object has scores for exactly the labels, or several differ.
+        Raises: UnusableReplyError: none has scores for exactly the labels, or several differ.
         """
         usable, problem = [], "it contains no JSON object"
         for scores in filter(None, map(parsed_object, FLAT_OBJECT.findall(reply))):
@@ -138,9 +137,7 @@ class Judge:
     def score(self, comparison: Comparison) -> dict[str, float]:
         """Ask the judge to score all answers to a question, until a reply can be used.
 
-        Raises:
-            UnusableReplyError: no reply could be used.
-            UserError: no other question can be judged either.
+        Raises: UnusableReplyError; UserError: no other question can be judged either.
         """
         complaint, num_failed, problem = "", 0, Exception()
         for pause in PAUSES:

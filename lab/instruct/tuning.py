@@ -74,10 +74,7 @@ def encode_entries(entries: list[Entry], tokenizer: Tokenizer, *, context_length
 
 def mean_loss(model: GPTModel, examples: list[Example], batch_size: int,
               optimizer: AdamW | None = None) -> float:
-    """Go through the examples once, training if there is an optimizer; return their mean loss.
-
-    In nats per token. Without training, it does not depend on the batch size.
-    """
+    """Return the examples' mean loss in nats per token; train on them if there is an optimizer."""
     device = model.token_embedding.weight.device
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     model.train(optimizer is not None)
@@ -155,10 +152,9 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
                    f" {counts['skipped']} skipped because the prompt alone is longer")
     epochs, best = tune(target.model, train, validation, options)
     click.echo(f"using the weights of epoch {best['number']:,}")
-    record = {
-        "model": target.name, "checkpoint": target.checkpoint and target.checkpoint.name,
-        "data": {"file": str(data.path), **counts}, "options": asdict(options),
-        "epochs": epochs, "best_epoch": best["number"]}
+    record = {"model": target.name, "checkpoint": target.checkpoint and target.checkpoint.name,
+              "data": {"file": str(data.path), **counts}, "options": asdict(options),
+              "epochs": epochs, "best_epoch": best["number"]}
     write_export(target, model_output, tuned_card(target, data, record),
                  Extras(chat_template=CHAT_TEMPLATE))
     click.echo(visible(f"tuned model in {model_output}"))
@@ -169,7 +165,6 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
 
 
 def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list[dict[str, str]]:
-    """Return the entries with the model's answers, greedy."""
     model, tokenizer = target.model, target.load_tokenizer()
     greedy = SamplingOptions(max_new_tokens, temperature=0, top_k=0)
     answers, num_long = [], 0

@@ -13,15 +13,7 @@ from basics.text import counted
 from lab.plan.memory import Setting, largest_microbatch, num_parameters
 from lab.plan.speed_sources import Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run
-from reporting.speed import (
-    SLOW_DISK_BYTES_PER_SECOND,
-    Gpu,
-    checkpoint_bytes,
-    find_gpu,
-    flops_per_token,
-    shared_validation,
-    usable_gib,
-)
+from reporting import speed
 from run_config import Precision, Run, TrainConfig
 from tokens.batch_plan import BatchPlan, largest_divisor, plan_batches
 
@@ -32,8 +24,7 @@ MAX_NAME = 16  # characters, so that the table fits a terminal
 MACHINE = re.compile(rf"([^=]{{1,{MAX_NAME}}})=([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")
 KNOWN_MACHINES = (  # those of the original system's runs, at the prices of December 2025
     "8x A100-40=8xA100-40@10.32", "8x A100-80=8xA100-80@14.32", "8x H100=8xH100@23.92",
-    "8x B200=8xB200@39.92", "2x H100=2xH100@6.38",
-)
+    "8x B200=8xB200@39.92", "2x H100=2xH100@6.38")
 
 
 @dataclass(frozen=True)
@@ -42,24 +33,22 @@ class Machine:
 
     name: str
     num_gpus: int
-    gpu: Gpu
+    gpu: speed.Gpu
     usd_per_hour: float
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse `name=COUNTxGPU@USD_PER_HOUR`. Raises: UserError."""
         match = MACHINE.fullmatch(text)
-        if match is None or not float(match[4]):
-            raise UserError(f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR,"
-                            f" for example box=8xH100@23.92 (name: {MAX_NAME} characters at most)")
-        gpu = find_gpu(match[3])
-        if gpu is None:
-            raise UserError(f"--machine: unknown GPU {match[3][:30]!r}; wanted one that lab plan"
-                            " --help lists")
+        gpu = match and speed.find_gpu(match[3])
+        if gpu is None or not float(match[4]):
+            raise UserError(f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR, with a"
+                            " GPU that lab plan --help lists, for example box=8xH100@23.92 (name:"
+                            f" {MAX_NAME} characters at most)")
         return cls(match[1], int(match[2]), gpu, float(match[4]))
 
 
-def default_precision(train: TrainConfig, gpu: Gpu | None = None) -> Precision:
+def default_precision(train: TrainConfig, gpu: speed.Gpu | None = None) -> Precision:
     """Return the precision of a run on a GPU; without one, on a GPU that has bf16."""
     fastest = "bf16" if gpu is None or gpu.has_bf16 else "fp16"
     return train.precision or (fastest if train.use_amp else "fp32")
@@ -69,16 +58,12 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None,
              measured: dict[str, list[Measurement]]) -> dict[str, Any]:
     """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
 
-    Args:
-        tokens: training tokens of the dataset, where `min_train_tokens` is -1.
-
-    Returns:
-        The values of one machine as in `lab plan --json`; only those until `reason`, if that says
-        why the machine cannot train the run.
+    Return the values of one machine as in `lab plan --json`; only those until `reason`, if that
+    says why it cannot train the run. `tokens` are the dataset's, where `min_train_tokens` is -1.
     """
     gpu, train, num_gpus = machine.gpu, run.train, machine.num_gpus
     setting = Setting(run.model, train, default_precision(train, gpu), num_gpus)
-    largest = largest_microbatch(setting, usable_gib(gpu.memory_gib))
+    largest = largest_microbatch(setting, speed.usable_gib(gpu.memory_gib))
     found = {"name": machine.name, "gpu": gpu.name, "num_gpus": num_gpus,
              "usd_per_hour": machine.usd_per_hour, "largest_microbatch": largest, "reason": None}
     size, batch = train.microbatch_size, train.global_batch_size
@@ -101,8 +86,8 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None,
               "high": min(gpu.low_mfu.share, mfu)}
     hours = {name: flops_of(run, plan) / gpu.peak(setting.precision) / share / 3600
              for name, share in shares.items()}
-    saving = num_checkpoints(run, plan) * bytes_of_checkpoint(run) / SLOW_DISK_BYTES_PER_SECOND
-    hours["high"] += saving / 3600
+    saved = num_checkpoints(run, plan) * bytes_of_checkpoint(run)
+    hours["high"] += saved / speed.SLOW_DISK_BYTES_PER_SECOND / 3600
     return found | {
         "microbatch_size": size, "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "global_batch_size": plan.global_batch_size, "steps": plan.num_steps,
@@ -114,12 +99,12 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None,
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
     """Count the FLOPs of training and validation on the GPU that the others wait for."""
-    per_token, sequences = flops_per_token(run.model), run.train.num_validation_sequences
+    per_token, sequences = speed.flops_per_token(run.model), run.train.num_validation_sequences
     training = plan.num_tokens * per_token / plan.world_size
     if not run.train.validates:
         return training
     number = -(-plan.num_steps // run.train.validation_interval)
-    share = shared_validation(sequences, plan) if run.train.validate_on == "all" else 1
+    share = speed.shared_validation(sequences, plan) if run.train.validate_on == "all" else 1
     return training + number * share * sequences * plan.context_length * per_token * FORWARD_SHARE
 
 
@@ -134,17 +119,13 @@ def num_checkpoints(run: Run, plan: BatchPlan) -> int:
 
 
 def most_checkpoints(run: Run, plan: BatchPlan) -> int:
-    """Return the most checkpoints on disk at one time.
-
-    With `keep_checkpoints` they are the newest ones, the best one and the one being written.
-    """
+    """Return the most checkpoints on disk at a time: newest, best and the one being written."""
     kept = run.train.keep_checkpoints
     return min(num_checkpoints(run, plan), UNLIMITED_TOKENS if kept is None else kept + 2)
 
 
 def bytes_of_checkpoint(run: Run) -> int:
-    """Return the size of a run's largest checkpoint."""
-    return checkpoint_bytes(run.model, run.train, num_parameters(run.model))
+    return speed.checkpoint_bytes(run.model, run.train, num_parameters(run.model))
 
 
 def pinned_bytes(run: Run) -> int:
@@ -158,7 +139,6 @@ def amount(value: float) -> str:
 
 
 def verdict(usd: dict[str, float], budget: float) -> str:
-    """Judge whether a run fits a budget by its dollars."""
     if usd["high"] <= budget:
         return "fits"
     if usd["expected"] <= budget:
@@ -169,19 +149,19 @@ def verdict(usd: dict[str, float], budget: float) -> str:
 def save_length(run: Run, budget: float) -> str:
     """Write the `min_train_tokens` that a budget in US$ buys into `train.json`; return a report.
 
-    Raises:
-        UserError: the price or the speed is not known, or the run has begun with another length.
+    Raises: UserError: the price or speed is not known, or the run has begun with another length.
     """
     price = run.train.usd_per_hour
     if price is None:
         raise UserError(f"{run.train_path}: --save needs the machine's price; set usd_per_hour, or"
                         " pass --usd-per-hour")
     lock_run(run.run_dir)  # a launch keeps the length that it has read
-    speed, world_size, measured = measured_speed(run)
+    tokens_per_second, world_size, measured = measured_speed(run)
     one_token = run.train.model_copy(update={"min_train_tokens": 1})
     step = plan_batches(replace(run, train=one_token), world_size=world_size,
                         file_tokens=UNLIMITED_TOKENS)
-    flops_per_usd = speed / world_size * flops_per_token(run.model) * 3600 / price  # of a process
+    flops_per_second = tokens_per_second / world_size * speed.flops_per_token(run.model)
+    flops_per_usd = flops_per_second * 3600 / price  # of a process
 
     def usd(num_steps: int) -> float:
         return flops_of(run, replace(step, num_steps=num_steps)) / flops_per_usd
@@ -196,7 +176,6 @@ def save_length(run: Run, budget: float) -> str:
                         " away")
     tokens, cost = num_steps * step.tokens_per_step, usd(num_steps)
     set_number(run.train_path, "min_train_tokens", tokens)
-    return (f"saved in {run.train_path}: min_train_tokens {tokens}"
-            f" ({counted(num_steps, 'step')})\n"
+    return (f"saved in {run.train_path}: min_train_tokens {tokens} ({counted(num_steps, 'step')})\n"
             f"{amount(cost / price)} hours, US${amount(cost)} at {price:g} an hour: training and"
             f" validation, without start-up and checkpoints\nmeasured: {measured}")

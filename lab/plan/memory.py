@@ -1,9 +1,8 @@
 """The sizes of a model, and the memory that training needs, by part, from a run's configs alone.
 
 It counts the tensors that the trainer holds (PyTorch's allocated memory) at the peak of a step,
-from the second step on. Activations are those of code that is not compiled: compiled code keeps
-fewer. The loss is that of compiled code where the run compiles on a GPU. Letters as in `gpt.py`;
-H heads, L layers.
+from the second step on. Activations are those of code that is not compiled, the loss that of
+compiled code where the run compiles on a GPU. Letters as in `gpt.py`; H heads, L layers.
 """
 
 from bisect import bisect_right
@@ -93,8 +92,7 @@ class Memory:
 def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     """Return the memory at the peak of a step: in the backward pass, or in the optimizer's step."""
     C, L, model = setting.model.emb_dim, setting.model.n_layers, setting.model
-    in_backward = _held(setting, microbatch_size,
-                        temporary=max(_in_backward(setting, microbatch_size)))
+    in_backward = _held(setting, microbatch_size, max(_in_backward(setting, microbatch_size)))
     # Before the optimizer's step a tied matrix has two gradients, and in float32 their sum too.
     tied = model.vocab_size * C * model.tie_weights * (2 if setting.element == FLOAT32 else 1)
     orthogonalising = 0 if setting.train.optimizer != "muon" else max(
@@ -103,7 +101,7 @@ def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     # With diagnostics the weights before the step are kept.
     before = FLOAT32 * num_parameters(model) if setting.train.diagnostics_interval else 0
     # No activations are left, and all gradients are there.
-    in_update = _held(setting, 0, temporary=max(FLOAT32 * tied, orthogonalising + before))
+    in_update = _held(setting, 0, max(FLOAT32 * tied, orthogonalising + before))
     if setting.num_processes == 1:
         in_update = replace(in_update, gradients=in_update.weights)
     return max(in_backward, in_update, key=lambda memory: memory.total)
@@ -118,8 +116,7 @@ def largest_microbatch(setting: Setting, memory_gib: float) -> int:
     if (setting.train.global_batch_size or 0) > setting.num_processes:
         accumulating = {"global_batch_size": None, "gradient_accumulation_steps": 2}
         setting = replace(setting, train=setting.train.model_copy(update=accumulating))
-    sizes = range(1, MAX_MICROBATCH)
-    return bisect_right(sizes, memory_gib * 2**30,
+    return bisect_right(range(1, MAX_MICROBATCH), memory_gib * 2**30,
                         key=lambda size: peak_memory(setting, size).total)
 
 
@@ -163,14 +160,12 @@ def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int)
     own = element * share * one
     gradients = FLOAT32 * num_matrix_parameters(setting.model)
     return gradients + max(
-        own + 2 * FLOAT32 * share * one,
-        3 * own + 2 * element * share * C**2,
+        own + 2 * FLOAT32 * share * one, 3 * own + 2 * element * share * C**2,
         (own if setting.num_processes > 1 else 0) + element * gathered * one,
-        (element * gathered + FLOAT32 * num_matrices) * one,
-    )
+        (element * gathered + FLOAT32 * num_matrices) * one)
 
 
-def _held(setting: Setting, microbatch_size: int, *, temporary: float) -> Memory:
+def _held(setting: Setting, microbatch_size: int, temporary: float) -> Memory:
     """Return what is held at a moment: temporary tensors, and all that lasts longer."""
     model, is_distributed = setting.model, setting.num_processes > 1
     weights, matrices = FLOAT32 * num_parameters(model), num_matrix_parameters(model)
@@ -187,23 +182,17 @@ def _held(setting: Setting, microbatch_size: int, *, temporary: float) -> Memory
     if model.drop_rate:
         activations += (1 if setting.on_gpu else FLOAT32) * model.emb_dim
     return Memory(
-        weights=weights,
-        optimizer=2 * weights - has_muon * FLOAT32 * matrices,
+        weights=weights, optimizer=2 * weights - has_muon * FLOAT32 * matrices,
         gradients=weights if accumulates and not is_distributed else 0,
         buckets=weights if is_distributed else 0,
         weight_copies=setting.element * matmul_weights if has_copies else 0,
-        activations=tokens * activations,
-        logits=temporary,
-    )
+        activations=tokens * activations, logits=temporary)
 
 
 def _norm_bytes(setting: Setting) -> float:
-    """Return a norm's bytes per token: input, output as the next product reads it, two statistics.
-
-    On a GPU autocast casts the input to float32, and that copy is kept.
-    """
-    casts_input = setting.on_gpu and setting.element < FLOAT32
-    input_element = FLOAT32 if casts_input else setting.residual
+    """Return a norm's bytes per token: input, output as the product reads it, two statistics."""
+    # On a GPU autocast casts the input to float32, and that copy is kept.
+    input_element = FLOAT32 if setting.on_gpu and setting.element < FLOAT32 else setting.residual
     return (input_element + setting.element) * setting.model.emb_dim + 2 * FLOAT32
 
 

@@ -10,17 +10,8 @@ import click
 from basics.cli import ABOVE_0, RUNS_DIR, USD_PER_HOUR, print_json
 from basics.errors import UserError, visible
 from basics.text import dollars, gb, gib
-from lab.plan.estimate import (
-    KNOWN_MACHINES,
-    Machine,
-    amount,
-    bytes_of_checkpoint,
-    default_precision,
-    estimate,
-    pinned_bytes,
-    save_length,
-    verdict,
-)
+from lab.plan import estimate
+from lab.plan.estimate import amount, bytes_of_checkpoint, default_precision, pinned_bytes
 from lab.plan.memory import Setting, largest_microbatch, num_parameters, peak_memory, size_name
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
@@ -35,8 +26,7 @@ PARTS = {
     "weights": "weights", "optimizer": "optimizer state", "gradients": "gradients",
     "buckets": "DDP buckets, which hold the gradients",
     "weight_copies": "weight copies in low precision", "activations": "activations",
-    "logits": "logits, loss and their gradients", "total": "total",
-}
+    "logits": "logits, loss and their gradients", "total": "total"}
 BY_GPUS = [Column("one GPU"), Column("several GPUs")]
 HOURS_RANGE, USD_PRICE = "hours, fewest to most", "US$ per hour"  # columns
 MACHINE_COLUMNS = [
@@ -71,19 +61,19 @@ def command(run: str, more: tuple[str, ...], budget: float | None, tokens: int |
         if not (options["save"] and budget) or more or tokens or options["as_json"]:
             raise UserError("--save needs --budget, --usd-per-hour needs --save; neither goes with"
                             " --machine, --tokens or --json")
-        click.echo(visible(save_length(loaded.priced(options["usd_per_hour"]), budget)))
+        click.echo(visible(estimate.save_length(loaded.priced(options["usd_per_hour"]), budget)))
         return
     if (loaded.train.min_train_tokens == -1) != (tokens is not None):
         raise UserError(f"{loaded.train_path}: min_train_tokens is"
                         f" {loaded.train.min_train_tokens}; --tokens goes with -1 (all tokens of"
                         f" the dataset): {'add' if tokens is None else 'drop'} it")
     measured = read_measured(options["runs_dir"])
-    machines = [estimate(loaded, Machine.parse(text), tokens=tokens, measured=measured)
-                for text in (*KNOWN_MACHINES, *more)]
+    machines = [estimate.estimate(loaded, machine, tokens=tokens, measured=measured)
+                for machine in map(estimate.Machine.parse, (*estimate.KNOWN_MACHINES, *more))]
     machines.sort(key=lambda found: found["usd"]["expected"] if "usd" in found else math.inf)
     for found in machines:
         if "usd" in found:
-            found["budget"] = None if budget is None else verdict(found["usd"], budget)
+            found["budget"] = None if budget is None else estimate.verdict(found["usd"], budget)
     settings = {name: Setting(loaded.model, loaded.train, default_precision(loaded.train), number)
                 for name, number in (("one_gpu", 1), ("several_gpus", 8))}
     num_tokens = tokens or loaded.train.min_train_tokens
@@ -91,14 +81,14 @@ def command(run: str, more: tuple[str, ...], budget: float | None, tokens: int |
         print_json(_document(loaded, settings, machines, num_tokens))
         return
     tables = [*_memory_tables(loaded, settings), _machine_table(loaded, machines, budget)]
-    click.echo(visible("\n\n".join(["\n".join(_run_lines(loaded, num_tokens)),
-                                    *(table.terminal() for table in tables)])))
+    parts = [_about(loaded, num_tokens), *(table.terminal() for table in tables)]
+    click.echo(visible("\n\n".join(parts)))
 
 
-def _run_lines(run: Run, num_tokens: int) -> list[str]:
+def _about(run: Run, num_tokens: int) -> str:
     parameters, per_token = num_parameters(run.model), flops_per_token(run.model)
     chinchilla, dtype = CHINCHILLA_TOKENS_PER_PARAMETER, run.train.all_reduce_dtype
-    return [
+    return "\n".join([
         f"{run.name}: {size_name(run.model)}, {parameters:,} parameters; {num_tokens:,} tokens",
         f"{num_tokens / parameters:.1f} tokens per parameter (Chinchilla: {chinchilla}, or"
         f" {chinchilla * parameters:,} tokens)",
@@ -109,12 +99,10 @@ def _run_lines(run: Run, num_tokens: int) -> list[str]:
         f"host RAM: rank 0 pins about {gib(pinned_bytes(run))} on a GPU, for the copy from which"
         " checkpoints are written",
         f"between several GPUs: {gb(NUM_BYTES[dtype] * parameters)} of gradients a step"
-        f" (all_reduce_dtype {dtype})",
-    ]
+        f" (all_reduce_dtype {dtype})"])
 
 
 def _memory_tables(run: Run, settings: dict[str, Setting]) -> list[Table]:
-    """Show the memory peak by part for the run's own microbatch, and the largest one by card."""
     size = run.train.microbatch_size
     peaks = [peak_memory(setting, size) for setting in settings.values()]
     factor, unit = (2**30, "GiB") if peaks[0].total >= 2**30 else (2**20, "MiB")
@@ -131,7 +119,6 @@ def _memory_tables(run: Run, settings: dict[str, Setting]) -> list[Table]:
 
 
 def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | None) -> Table:
-    """Show how each machine would divide the run, its hours and dollars and where they are from."""
     rows, possible = [], [found for found in machines if not found["reason"]]
     for found in machines:
         row = [found["name"], amount(found["usd_per_hour"])]
@@ -146,8 +133,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
             f"{found['steps']:,}", f"{kept:,} ({gb(kept * bytes_of_checkpoint(run))})",
             amount(hours["expected"]), f"{amount(hours['low'])} to {amount(hours['high'])}",
             amount(usd["expected"]), f"{amount(usd['low'])} to {amount(usd['high'])}",
-            f"{found['mfu']:.0%}", found["source"],
-            *([] if budget is None else [found["budget"]])])
+            f"{found['mfu']:.0%}", found["source"], *([] if budget is None else [found["budget"]])])
     gpus = [find_gpu(name) for name in dict.fromkeys(found["gpu"] for found in possible)]
     notes = [
         "Hours and US$ count validation, not startup; prices are those of December 2025, or of"
@@ -161,17 +147,17 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
         *dict.fromkeys(f"  {found['gpu']}, {found['source']}: {found['detail']}"
                        for found in possible),
     ] if possible else ["no machine in the table can train this run"]
-    columns = [*MACHINE_COLUMNS, *([] if budget is None else [
-        Column(f"budget\n${dollars(budget)}", "left")])]
-    return Table(columns, rows, [line for note in notes for line in textwrap.wrap(
-        note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)], (HOURS_RANGE, USD_PRICE))
+    of_budget = [] if budget is None else [Column(f"budget\n${dollars(budget)}", "left")]
+    lines = [line for note in notes for line in textwrap.wrap(
+        note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
+    return Table([*MACHINE_COLUMNS, *of_budget], rows, lines, (HOURS_RANGE, USD_PRICE))
 
 
 def _document(run: Run, settings: dict[str, Setting], machines: list[dict[str, Any]],
               num_tokens: int) -> dict[str, Any]:
     """Return what the tables show, with all digits: bytes, hours and US dollars."""
-    peaks = {name: peak_memory(setting, run.train.microbatch_size)
-             for name, setting in settings.items()}
+    size = run.train.microbatch_size
+    peaks = {name: peak_memory(setting, size) for name, setting in settings.items()}
     return {
         "schema": "plan/1", "run": run.name, "model": size_name(run.model),
         "parameters": num_parameters(run.model), "tokens": num_tokens,

@@ -1,8 +1,5 @@
-"""The MFU that a run is expected to reach on a GPU, and where that figure comes from.
-
-First choice is a run of one's own on that GPU, then a measurement that ships with the project,
-then an estimate.
-"""
+"""The MFU that a run is expected to reach on a GPU: that of a run of one's own, else a measurement
+that ships with the project, else an estimate."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +52,6 @@ class Measurement(FrozenConfig):
     def fits(self, wanted: Setting, gpu: Gpu) -> bool:
         """Return whether this is the speed of such a run on such a GPU; how many is not asked."""
         train, precisions = wanted.train, {self.precision, wanted.precision}
-        low, high = CREDIBLE_MFU
         return (find_gpu(self.device) is gpu
                 and (len(precisions) == 1 or precisions == set(LOW_PRECISIONS))
                 and self.compile == (train.compile is not False)
@@ -63,7 +59,7 @@ class Measurement(FrozenConfig):
                 and self.activation_checkpointing == train.activation_checkpointing
                 and bool(self.model.drop_rate) == bool(wanted.model.drop_rate)
                 and _size_ratio(wanted, flops_per_token(self.model)) <= MAX_SIZE_RATIO
-                and low <= self.mfu(gpu) <= high)
+                and CREDIBLE_MFU[0] <= self.mfu(gpu) <= CREDIBLE_MFU[1])
 
 
 class ExpectedSpeed(NamedTuple):
@@ -114,8 +110,7 @@ def _launch_speed(summary: Record) -> float:
 def measured_speed(run: Run) -> tuple[float, int, str]:
     """Return tokens per second, on how many processes, and where: of a launch, or the search.
 
-    Raises:
-        UserError: no speed was measured with the run's settings on this machine.
+    Raises: UserError: no speed was measured with the run's settings on this machine.
     """
     gpus = [gpu.name for gpu in read_gpus() if gpu.name]
     for path in sorted((run.summary_path, run.search_path), reverse=True, key=_mtime):
@@ -147,18 +142,17 @@ def expected_speed(wanted: Setting, gpu: Gpu,
                 f" ({nearest.source})"))
     train, known = wanted.train, gpu.public_mfu
     mfu = gpu.expected_mfu * (RECOMPUTING if train.activation_checkpointing else 1)
-    is_like_public = (
-        wanted.precision in LOW_PRECISIONS and train.compile is not False
-        and train.attention != "math" and not train.activation_checkpointing
-        and not wanted.model.drop_rate
-        and _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) <= MAX_SIZE_RATIO)
+    is_other = (train.attention == "math" or train.activation_checkpointing
+                or train.compile is False or wanted.precision not in LOW_PRECISIONS
+                or wanted.model.drop_rate
+                or _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO)
     detail = (f"{known} in public runs on several GPUs, none of this trainer" if known else
               f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
               f" {EXPECTED_SHARE:.0%} of {gpu.high_mfu}")
-    if is_like_public:
-        return ExpectedSpeed(mfu, PUBLIC if known else ROUGH, detail)
-    return ExpectedSpeed(mfu, ROUGH, f"{detail}; a guess, as public runs are of GPT-2 small,"
-                         " compiled, in 16 bits, without dropout and recomputation")
+    if is_other:
+        return ExpectedSpeed(mfu, ROUGH, f"{detail}; a guess, as public runs are of GPT-2 small,"
+                             " compiled, in 16 bits, without dropout and recomputation")
+    return ExpectedSpeed(mfu, PUBLIC if known else ROUGH, detail)
 
 
 def _size_ratio(wanted: Setting, flops: float) -> float:

@@ -142,8 +142,6 @@ def is_own_file(path: Path) -> bool:
 
 
 class Upload(NamedTuple):
-    """The files to upload to the hub."""
-
     folder: Path
     files: list[str]  # names in the folder
     kind: str  # model or dataset

@@ -1,8 +1,6 @@
-"""The files from which other programs load a tokenizer and a model: transformers, llama.cpp.
+"""The files from which transformers and llama.cpp load a tokenizer and a model. Imports no torch.
 
-GGUF is the format of llama.cpp: weights and tokenizer in one file. Source: the tensors and keys
-that it reads of its architecture `gpt2`, as the package `gguf` names them. Imports no torch.
-"""
+GGUF is llama.cpp's format. Source: its architecture `gpt2`, as the package `gguf` names it."""
 
 from __future__ import annotations
 
@@ -14,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from basics.errors import UserError
 from basics.json_files import read_json_object
-from tokens.tokenizer import (
-    BYTE_LETTERS,
-    END_OF_TEXT,
-    END_OF_TEXT_IDS,
-    TOKENIZER_FILE,
-    gpt2_file,
-    parse_tokenizer,
-)
+from tokens.tokenizer import BYTE_LETTERS, END_OF_TEXT, TOKENIZER_FILE, gpt2_file, parse_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -51,9 +42,9 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
                 "use_regex": splits_words}
     write_json(directory / TOKENIZER_FILE, {  # bytes as characters, merged by rank
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": [{"id": END_OF_TEXT_IDS[tokenizer_name], "content": END_OF_TEXT,
-                          "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": True}],
+        "added_tokens": [{"id": vocabulary.get(END_OF_TEXT, len(vocabulary)),
+                          "content": END_OF_TEXT, "single_word": False, "lstrip": False,
+                          "rstrip": False, "normalized": False, "special": True}],
         "pre_tokenizer": as_bytes, "post_processor": None, "decoder": as_bytes,
         "model": {"type": "BPE", "dropout": None, "unk_token": None,
                   "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
@@ -68,10 +59,7 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
 
 def write_own_tokenizer(directory: Path, content: bytes, *,
                         context_length: int | None = None) -> None:
-    """Write a tokenizer.json unchanged, with what `AutoTokenizer` needs beside it.
-
-    Args: context_length: in tokens, of a model; None if there is none yet.
-    """
+    """Write a tokenizer.json unchanged, and what `AutoTokenizer` needs beside it."""
     (directory / TOKENIZER_FILE).write_bytes(content)
     special = dict.fromkeys(("bos_token", "eos_token"), parse_tokenizer(content).eot_text)
     write_json(directory / "special_tokens_map.json", special)
@@ -81,7 +69,6 @@ def write_own_tokenizer(directory: Path, content: bytes, *,
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a JSON file, non-ASCII characters as they are."""
     path.write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
 
 

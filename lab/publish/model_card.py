@@ -92,9 +92,8 @@ def model_card(target: LoadedModel, request: Request) -> str:
         front_matter=front_matter.to_yaml(), title=request.source, config=config, meta=meta,
         address=request.repository or HERE, num_parameters=target.model.num_parameters(),
         start=f"the weights of {code(str(start))}" if start else "scratch", dataset=code(dataset),
-        so_far="" if written.status != RUNNING else (
-            f" so far:\nthese are the weights after step {meta.global_step + 1:,}; training goes"
-            " on"),
+        so_far="" if written.status != RUNNING else " so far:\nthese are the weights after step"
+        f" {meta.global_step + 1:,}; training goes on",
         tokenizer=TOKENIZER_FILE if target.tokenizer_path else (
             target.tokenizer_name or "unknown tokenizer"),
         head="tied to the token embedding" if config.tie_weights else "separate",
@@ -225,6 +224,5 @@ def _changed(model: ModelConfig, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows(facts: dict[str, str]) -> str:
-    """Return further rows of a Markdown table of two columns."""
     return "".join("\n| {} | {} |".format(*(escaped(one_line(text)) for text in row))
                    for row in facts.items())

@@ -52,8 +52,7 @@ def command(**options: Any) -> None:
         click.echo(visible(f"written to {upload.folder}"))
     elif request.is_dry_run:
         kind = "public" if request.is_public else "private"
-        click.echo("dry run, nothing uploaded: would upload to the"
-                   f" {kind} {visible(upload.kind)} repository"
-                   f" {visible(request.repository)} on the Hugging Face hub")
+        click.echo(visible(f"dry run, nothing uploaded: would upload to the {kind} {upload.kind}"
+                           f" repository {request.repository} on the Hugging Face hub"))
     else:
         send(upload, request.repository, is_public=request.is_public)
