@@ -201,8 +201,7 @@ def encode_questions(target: LoadedModel, quiz: Quiz) -> list[list[Text]]:
 
 
 @torch.inference_mode()
-def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], *,
-          microbatch_size: int) -> Record:
+def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], microbatch_size: int) -> Record:
     """Score a model on all questions of a task, whose texts are those of `encode_questions`.
 
     A text is scored once: two equal choices must have exactly equal log probabilities. A forward

@@ -77,10 +77,7 @@ class Comparison:
                 {"role": "user", "content": f"{boundary}\n{encoded}\n{boundary}"}]
 
     def read_scores(self, reply: str) -> dict[str, float]:
-        """Return each model's score from a reply, which may have other text around the JSON.
-
-        Raises: UnusableReplyError: none has scores for exactly the labels, or several differ.
-        """
+        """Return each model's score; other text may surround it. Raises: UnusableReplyError."""
         usable, problem = [], "it contains no JSON object"
         for scores in filter(None, map(parsed_object, FLAT_OBJECT.findall(reply))):
             wrong = [label for label in self.labels
@@ -98,8 +95,7 @@ class Comparison:
         return {model: usable[0][label] for label, model in self.labels.items()}
 
 
-def compare(question: Entry, answers: dict[str, str], *, judge_model: str,
-            seed: int) -> Comparison:
+def compare(question: Entry, answers: dict[str, str], judge_model: str, seed: int) -> Comparison:
     """Shuffle the answers to one question; the same answers and seed give the same order."""
     named = sorted(answers.items())  # independent of the order of the files
     identity = json.dumps([judge_model, seed, question.instruction, question.input,
@@ -135,10 +131,7 @@ class Judge:
         self.stopped = threading.Event()  # then nothing is asked again; what is asked may complete
 
     def score(self, comparison: Comparison) -> dict[str, float]:
-        """Ask the judge to score all answers to a question, until a reply can be used.
-
-        Raises: UnusableReplyError; UserError: no other question can be judged either.
-        """
+        """Ask until a reply is usable. Raises: UnusableReplyError; UserError: none ever will be."""
         complaint, num_failed, problem = "", 0, Exception()
         for pause in PAUSES:
             ask = partial(self._post, comparison.messages(complaint))

@@ -130,10 +130,7 @@ def tune(model: GPTModel, train: list[Example], validation: list[Example],
 
 def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
         model_output: Path) -> None:
-    """Fine-tune, write the tuned model completely or not at all, then its answers.
-
-    Raises: UserError: no entry can be used, or a file cannot be written.
-    """
+    """Fine-tune, write the tuned model whole or not at all, then its answers. Raises: UserError."""
     tokenizer, length = target.load_tokenizer(), target.model.config.context_length
     (train, num_cut), (validation, more_cut) = (
         encode_entries(part, tokenizer, context_length=length, loss_on=options.loss_on)

@@ -142,9 +142,8 @@ def expected_speed(wanted: Setting, gpu: Gpu,
                 f" ({nearest.source})"))
     train, known = wanted.train, gpu.public_mfu
     mfu = gpu.expected_mfu * (RECOMPUTING if train.activation_checkpointing else 1)
-    is_other = (train.attention == "math" or train.activation_checkpointing
-                or train.compile is False or wanted.precision not in LOW_PRECISIONS
-                or wanted.model.drop_rate
+    is_other = (train.compile is False or train.activation_checkpointing or wanted.model.drop_rate
+                or train.attention == "math" or wanted.precision not in LOW_PRECISIONS
                 or _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO)
     detail = (f"{known} in public runs on several GPUs, none of this trainer" if known else
               f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"

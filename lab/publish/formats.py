@@ -57,8 +57,7 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
         "clean_up_tokenization_spaces": False})
 
 
-def write_own_tokenizer(directory: Path, content: bytes, *,
-                        context_length: int | None = None) -> None:
+def write_own_tokenizer(directory: Path, content: bytes, context_length: int | None = None) -> None:
     """Write a tokenizer.json unchanged, and what `AutoTokenizer` needs beside it."""
     (directory / TOKENIZER_FILE).write_bytes(content)
     special = dict.fromkeys(("bos_token", "eos_token"), parse_tokenizer(content).eot_text)
@@ -95,11 +94,7 @@ def check_gguf(target: LoadedModel) -> None:
 
 
 def write_gguf_files(target: LoadedModel, directory: Path) -> None:
-    """Write the files of `GGUF_FILES` beside a model's exported card and tokenizer.
-
-    Vectors and position embeddings stay float32, as llama.cpp expects; rows that are no multiple of
-    a type's block become float16.
-    """
+    """Write the files of `GGUF_FILES` beside a model's exported card and tokenizer."""
     import gguf
     from gguf.quants import quantize
     from huggingface_hub import ModelCard
@@ -128,7 +123,7 @@ def write_gguf_files(target: LoadedModel, directory: Path) -> None:
         for theirs, weight in to_gpt2(weights, config).items():
             tensor, stored_as = names.get_name(theirs, (".weight", ".bias")), types[kind]
             if weight.dim() == 1 or tensor == "position_embd.weight":
-                stored_as = types.F32
+                stored_as = types.F32  # as llama.cpp expects
             matrix = (weight.T if TRANSPOSED.search(theirs) else weight).contiguous().numpy()
             if matrix.shape[-1] % gguf.GGML_QUANT_SIZES[stored_as][0]:
                 stored_as = types.F16

@@ -125,10 +125,7 @@ def changed_card(path: Path, request: Request) -> str:
 
 
 def public_name(name: str, *, beside: Path | None = None) -> str:
-    """Return a model's name as others may read it: of a path on this machine the last part.
-
-    A path may be relative to this directory or to one above `beside`.
-    """
+    """Return a model's name as others may read it: of a path on this machine the last part."""
     places = [Path(), *(beside.absolute().parents if beside else ())]
     if HUB_NAME.fullmatch(name) and not any((place / name).exists() for place in places):
         return name
