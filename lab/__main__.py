@@ -13,19 +13,11 @@ import click
 from basics.cli import run_and_exit
 
 MODULES = {
-    "compare": "lab.compare.compare",
-    "doctor": "lab.doctor.doctor",
-    "evaluate": "lab.evaluate.evaluate",
-    "export-metrics": "lab.export_metrics",
-    "generate": "lab.generate",
-    "judge": "lab.instruct.judge",
-    "list": "lab.list_runs",
-    "plan": "lab.plan.plan",
-    "publish": "lab.publish.publish",
-    "sweep": "lab.sweep.sweep",
-    "tokenizer": "lab.tokenizer",
-    "tune": "lab.instruct.tune",
-    "watch": "lab.watch.watch",
+    "compare": "lab.compare.compare", "doctor": "lab.doctor.doctor",
+    "evaluate": "lab.evaluate.evaluate", "export-metrics": "lab.export_metrics",
+    "generate": "lab.generate", "judge": "lab.instruct.judge", "list": "lab.list_runs",
+    "plan": "lab.plan.plan", "publish": "lab.publish.publish", "sweep": "lab.sweep.sweep",
+    "tokenizer": "lab.tokenizer", "tune": "lab.instruct.tune", "watch": "lab.watch.watch",
 }
 
 
@@ -52,7 +44,6 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     run_and_exit(cli, sys.argv[1:] or ["--help"], name="lab",
                  smaller="--microbatch-size, --batch-size or --samples")
 

@@ -70,21 +70,10 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run does, or how it ended.
-
-    Attributes:
-        status, heartbeat_seconds: as in `RunFiles`.
-        tokens_per_second, mfu: as last reported; mfu is a fraction.
-        seconds, usd: spent by all launches.
-        seconds_left: at the pace of the last reports; None of a run that does not train.
-        usd_per_hour: the mean until now; usd_at_end: at that price. None of a run that does not
-            train, and without a price.
-        memory_gib: of the fullest GPU as last reported, else the peak of a process.
-        warnings: one line each.
-    """
+    """What a run does, or how it ended."""
 
     name: str
-    status: str
+    status: str  # as in `RunFiles`, and so is `heartbeat_seconds`
     reason: str | None = None
     phase: str | None = None
     heartbeat_seconds: float | None = None
@@ -93,15 +82,15 @@ class RunState:
     tokens: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    seconds: float | None = None
+    tokens_per_second: float | None = None  # as last reported
+    mfu: float | None = None  # as last reported, a fraction
+    seconds: float | None = None  # spent by all launches, as `usd` is
     usd: float | None = None
-    seconds_left: float | None = None
-    usd_per_hour: float | None = None
-    usd_at_end: float | None = None
-    memory_gib: float | None = None
-    warnings: tuple[str, ...] = ()
+    seconds_left: float | None = None  # at the pace of the last reports, while it trains
+    usd_per_hour: float | None = None  # the mean until now, while it trains and has a price
+    usd_at_end: float | None = None  # at that price
+    memory_gib: float | None = None  # of the fullest GPU as last reported, else a process's peak
+    warnings: tuple[str, ...] = ()  # one line each
 
     @property
     def is_running(self) -> bool:
@@ -135,8 +124,7 @@ def read_state(runs_dir: Path, name: str) -> RunState:
         seconds=seconds, usd=usd, seconds_left=left, usd_per_hour=price, usd_at_end=at_end,
         memory_gib=max((gib for gib in gpus if gib), default=number(
             files.part("machine").get("peak_memory_gib"))),
-        warnings=tuple(_warnings(files, records)),
-    )
+        warnings=tuple(_warnings(files, records)))
 
 
 def _last_list(records: Sequence[Record], key: str) -> list:
@@ -168,10 +156,8 @@ def _warnings(files: RunFiles, records: Sequence[Record]) -> list[str]:
         return [f"last written {ago} ago, and no heartbeat.json: a copy, or it was killed"]
     if files.status not in (RUNNING, NO_HEARTBEAT):
         return []
-    found = []
-    if files.status == NO_HEARTBEAT:
-        found.append(f"no heartbeat for {duration(files.heartbeat_seconds)}: the run may have been"
-                     " killed")
+    found = [] if files.status == RUNNING else [
+        f"no heartbeat for {duration(files.heartbeat_seconds)}: the run may have been killed"]
     if skipped := sum(record.get("skipped_steps") or 0 for record in records[-PACE_RECORDS:]):
         found.append(f"{skipped:.0f} of the last steps skipped: a gradient was not finite")
     by_reason: dict[str, list[str]] = {}
@@ -186,10 +172,7 @@ def _warnings(files: RunFiles, records: Sequence[Record]) -> list[str]:
 
 
 def slowdowns_of(reasons: str) -> list[str]:
-    """Return why a GPU is too hot or gets too little power, by an item of `gpu_throttling`.
-
-    A GPU at its power limit is none: that is usual.
-    """
+    """Return which of `SLOWDOWNS` an item of `gpu_throttling` has; a power limit is usual."""
     return [reason for reason in reasons.split(", ") if reason in SLOWDOWNS]
 
 

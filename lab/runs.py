@@ -19,13 +19,7 @@ from typing import Any, Self
 from basics.errors import UserError, one_line, print_error
 from basics.files import append_whole
 from basics.json_files import found_object, to_json
-from reporting.metrics_file import (
-    LARGEST,
-    MAX_RECORDS_BYTES,
-    is_number,
-    read_records,
-    valid_records,
-)
+from reporting.metrics_file import MAX_RECORDS_BYTES, is_number, read_records, valid_records
 from run_config import RUN_NAME
 
 MAX_WORDS = 200  # characters of a status, a phase or a reason
@@ -44,7 +38,7 @@ Version = tuple[int, int, int]  # of a file: inode, bytes, nanoseconds of its la
 
 def number(value: Any) -> float | None:
     """Return a number that a run can have measured unchanged, and None for everything else."""
-    return value if is_number(value, 0, LARGEST) else None
+    return value if is_number(value, 0) else None
 
 
 def words(value: object) -> str | None:
@@ -53,10 +47,7 @@ def words(value: object) -> str | None:
 
 
 def version_of(path: Path) -> Version | None:
-    """Return what changes when a file is appended to or replaced.
-
-    None if there is no file, or one that is too large to be read.
-    """
+    """Return what changes when a file is appended to or replaced; None if missing or too large."""
     with suppress(OSError):
         found = path.stat()
         if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_RECORDS_BYTES:
@@ -86,7 +77,6 @@ def _last_records(path: Path, version: Version) -> tuple[Record, ...]:
 
 
 def last_value(records: Iterable[Record], key: str) -> float | None:
-    """Return the last number that was recorded under a key."""
     return next((n for record in reversed(tuple(records))
                  if (n := number(record.get(key))) is not None), None)
 
@@ -130,11 +120,7 @@ def append_evaluation(path: Path, record: Record) -> None:
 
 
 def launched_runs(runs_dir: Path) -> list[str]:
-    """Return the names of all runs that have been launched, in alphabetical order.
-
-    Raises:
-        UserError: the directory cannot be read.
-    """
+    """Return the names of all runs that have been launched, sorted. Raises: UserError."""
     try:
         names = sorted(os.listdir(runs_dir))
     except OSError as error:
@@ -144,17 +130,12 @@ def launched_runs(runs_dir: Path) -> list[str]:
 
 
 def is_launched(runs_dir: Path, name: str) -> bool:
-    """Return whether there is such a run in `runs_dir`, and it has been launched."""
     return bool(RUN_NAME.fullmatch(name)) and any(
         (found := version_of(runs_dir / name / file)) and found[1] for file in LAUNCHED)
 
 
 def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
-    """Return these runs, or all that have been launched.
-
-    Raises:
-        UserError: there is no such run, or it has not been launched.
-    """
+    """Return these runs, or all that have been launched. Raises: UserError: one of them is not."""
     launched, names = launched_runs(runs_dir), list(dict.fromkeys(names))
     for name in names:
         if name not in launched:
@@ -168,25 +149,17 @@ def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """What a run's `summary.json` and `heartbeat.json` tell.
-
-    Attributes:
-        status: as in `summary.json`; "no heartbeat" if it should run and may have been killed;
-            "running when last written" if it has no heartbeat.json, as in a copy of a run.
-        heartbeat_seconds: since the last heartbeat; None if there is none.
-    """
+    """What a run's `summary.json` and `heartbeat.json` tell."""
 
     run_dir: Path
     summary: Record
     beat: Record
-    status: str
-    heartbeat_seconds: float | None
+    status: str  # as in `summary.json`; NO_HEARTBEAT if it should run and may have been killed
+    heartbeat_seconds: float | None  # since the last heartbeat; None if there is none
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:
-        """Read them; the run may be training."""
-        summary, beat = (found_object(run_dir / f"{name}.json")
-                         for name in ("summary", "heartbeat"))
+        summary, beat = map(found_object, (run_dir / "summary.json", run_dir / "heartbeat.json"))
         age, status = seconds_since(run_dir, "heartbeat.json"), words(summary.get("status"))
         is_alive = age is not None and age <= HEARTBEAT_SECONDS
         if status is None:

@@ -20,11 +20,10 @@ LEVEL, POWER = 0.05, 0.8  # of a two-sided test; of finding a difference that is
 
 
 def t_95(freedom: int) -> float:
-    """Return the half width of a 95% interval, in standard errors.
+    """Return the half width of a 95% interval, in standard errors, for 1 degree of freedom or more.
 
-    Args:
-        freedom: degrees of freedom, at least 1. Above 30 the normal distribution's 1.960 with
-            the first term of its expansion in 1 / freedom, right to 0.003.
+    Above 30 the normal distribution's 1.960 with the first term of its expansion in 1 / freedom,
+    right to 0.003.
 
     Source: Student 1908, Biometrika 6; Fisher and Cornish 1960, Technometrics 2 (the expansion).
     """
@@ -33,18 +32,12 @@ def t_95(freedom: int) -> float:
 
 @dataclass
 class Difference:
-    """The mean difference of paired losses, variant minus baseline.
-
-    Attributes:
-        deviation: standard deviation of a difference, of this sample or pooled; None with one pair.
-        num_pairs: seeds with which both were trained.
-        freedom: degrees of freedom of the deviation; 0 with one pair.
-    """
+    """The mean difference of paired losses, variant minus baseline."""
 
     mean: float
-    deviation: float | None
-    num_pairs: int
-    freedom: int
+    deviation: float | None  # of a difference, of this sample or pooled; None with one pair
+    num_pairs: int  # seeds with which both were trained
+    freedom: int  # degrees of freedom of the deviation; 0 with one pair
 
     @classmethod
     def of(cls, differences: list[float]) -> Self | None:
@@ -68,20 +61,13 @@ class Difference:
     @property
     def is_noise(self) -> bool | None:
         """Whether the interval contains 0; None with one pair."""
-        if self.interval is None:
-            return None
-        low, high = self.interval
-        return low <= 0 <= high
+        return None if self.interval is None else self.interval[0] <= 0 <= self.interval[1]
 
 
 def pooled_deviation(groups: Iterable[tuple[float, int]]) -> tuple[float, int]:
-    """Return the standard deviation of several groups, which is taken to be equal in all.
+    """Return the common standard deviation of several groups, and its degrees of freedom.
 
-    Args:
-        groups: the sample standard deviation and the number of values of each, at least 2.
-
-    Returns:
-        It and its degrees of freedom; 0 and 0 without a group.
+    A group is its sample standard deviation and number of values, at least 2. Without any: 0, 0.
     """
     known = [(deviation, size - 1) for deviation, size in groups]
     freedom = sum(free for _, free in known)
@@ -92,11 +78,8 @@ def pooled_deviation(groups: Iterable[tuple[float, int]]) -> tuple[float, int]:
 def seeds_needed(difference: float, deviation: float) -> int:
     """Return how many seeds find a difference with 80% power at the 5% level; at least 2.
 
-    n = ((z(1 - level / 2) + z(power)) * deviation / difference)^2 + z(1 - level / 2)^2 / 2
-
-    Args:
-        difference: not 0.
-        deviation: standard deviation of the paired differences.
+    n = ((z(1 - level / 2) + z(power)) * deviation / difference)^2 + z(1 - level / 2)^2 / 2, with
+    the standard deviation of the paired differences, and a difference other than 0.
 
     Source: Guenther 1981, The American Statistician 35, 243-244 (paired t-test; the second term
         corrects the normal approximation).
@@ -106,13 +89,11 @@ def seeds_needed(difference: float, deviation: float) -> int:
     return max(2, math.ceil(ratio**2 + z_level**2 / 2)) if deviation else 2
 
 
-def fit_log_quadratic(
-    x: Sequence[float], y: Sequence[float]
-) -> tuple[Polynomial, tuple[float, float] | None]:
+def fit_log_quadratic(x: Sequence[float], y: Sequence[float]) -> tuple[
+        Polynomial, tuple[float, float] | None]:
     """Fit a quadratic in ln(x), which has at least three different values above 0.
 
-    Returns:
-        The curve as a function of ln(x); x and y of its minimum, None if that is outside of `x`.
+    Returns it as a function of ln(x), and x and y of its minimum, None if outside of `x`.
     """
     curve = Polynomial(np.polynomial.polynomial.polyfit(np.log(x), y, 2))
     _, linear, quadratic = curve.coef

@@ -24,19 +24,16 @@ RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    ", ascii=True)  # a l
 
 @dataclass(frozen=True)
 class Column:
-    """A column.
+    """A column, with a head of one or several lines.
 
-    Attributes:
-        head: of one or several lines.
-        min_width: characters to which its text can be wrapped in a terminal, the same for all
-            columns of a table; 0 for a column of figures, whose cells stay on one line.
-        key: its name where it is hidden.
+    Its text can be wrapped in a terminal to `min_width` characters, the same for all columns of a
+    table; 0 for a column of figures, whose cells stay on one line.
     """
 
     head: str
     align: str = "right"
     min_width: int = 0
-    key: str = ""
+    key: str = ""  # its name where it is hidden
 
     @property
     def whole_head(self) -> str:
@@ -45,24 +42,16 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns, the texts of their cells, and notes below.
-
-    Attributes:
-        hidden_first: keys of columns, in the order in which a narrow terminal leaves them out.
-        values: the rows by key, with all digits, for CSV and JSON.
-    """
+    """Columns, the texts of their cells, and notes below."""
 
     columns: list[Column]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
-    hidden_first: tuple[str, ...] = ()
-    values: list[dict[str, Any]] = field(default_factory=list)
+    hidden_first: tuple[str, ...] = ()  # column keys, in the order in which they are left out
+    values: list[dict[str, Any]] = field(default_factory=list)  # by key, all digits: CSV and JSON
 
     def terminal(self, width: int = 0) -> str:
-        """Format the table for so many characters, or for the terminal.
-
-        It is wider if even its least widths are too much.
-        """
+        """Format the table for so many characters or the terminal; wider if its least width is."""
         width = width or shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
         least = {}  # widths by place
         for place, column in enumerate(self.columns):

@@ -66,10 +66,7 @@ def command(source: str, output: Path, **options: Any) -> None:
 
 
 def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
-    """Read the first texts of a source, up to a number of bytes; return also their bytes.
-
-    A damaged file is left out, with a warning.
-    """
+    """Read the first texts of a source, up to `max_bytes`, but damaged files; and their bytes."""
     from preparation.reading import Reading
 
     texts, num_bytes = [], 0

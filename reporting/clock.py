@@ -119,7 +119,6 @@ class PhaseClock:
                 for phase, seconds in self.read_this_launch().items()}
 
     def export_to_children(self) -> None:
-        """Pass this process's seconds on to the processes that it starts."""
         os.environ[SPENT_VARIABLE] = json.dumps(self.read_this_launch())
 
     def import_from_parent(self) -> None:

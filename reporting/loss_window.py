@@ -1,7 +1,4 @@
-"""Training losses between two reports, and their averages.
-
-On a GPU a window is read when the next one is full: the device never waits for a report.
-"""
+"""Training losses between two reports, and their averages; the device never waits for a report."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,7 +13,7 @@ from basics.tensors import Moment
 from reporting.clock import PhaseClock
 
 REPORT_INTERVAL = 10  # global steps between two reports of the losses
-LAG = {"cuda": 1, "cpu": 0}  # closed windows that stay unread until `close` is told to wait
+LAG = {"cuda": 1, "cpu": 0}  # closed windows that stay unread, but when `close` is told to wait
 
 
 @dataclass
@@ -85,8 +82,7 @@ class LossWindow:
             read.append(self._read(*self._closed.pop(0)))
         return read
 
-    def _read(self, window: Window, values: Tensor, moments: list[Moment],
-              ended: Moment) -> Window:
+    def _read(self, window: Window, values: Tensor, moments: list[Moment], ended: Moment) -> Window:
         """Wait for the values of a window, losses and gradient norms, (2, n), and average them."""
         ended.wait()
         losses, grad_norms = values

@@ -106,7 +106,7 @@ def _is_valid(key: str, value: Any) -> bool:
                for one in (value if is_list(key) else [value]))
 
 
-def is_number(value: Any, least: float, most: float) -> bool:
+def is_number(value: Any, least: float, most: float = LARGEST) -> bool:
     """Return whether a value of JSON is a number between two others; NaN is not."""
     return type(value) in (int, float) and least <= value <= most
 
@@ -132,9 +132,9 @@ def spent_before(records: list[dict[str, Any]], summary_path: Path) -> tuple[flo
         known["energy_kwh"] = summary.get("energy_kwh")
         known["seconds"] = sum(summary["seconds"].values())
         known["usd"] = (summary["usd"] or {"total": 0.0})["total"]
-    seconds, usd, energy_kwh = (max((found[key] for found in [*records, known]
-                                     if is_number(found.get(key), 0, 1e12)), default=0.0)
-                                for key in ("seconds", "usd", "energy_kwh"))
+    seconds, usd, energy_kwh = (
+        max((found[key] for found in [*records, known] if is_number(found.get(key), 0, 1e12)),
+            default=0.0) for key in ("seconds", "usd", "energy_kwh"))
     return seconds, usd, energy_kwh
 
 

@@ -70,8 +70,8 @@ class RunLog:
         recurring = sum(spent.values()) - sum(spent[phase] for phase in ONE_TIME_PHASES)
         seconds_left = (num_steps - 1 - global_step) * recurring / (global_step + 1)
         said = (f"loss {window.numbers['train_loss']:.4f}"
-                f" | grad norm {window.numbers['grad_norm']:.2f} | lr {window.learning_rate:.2e}"
-                f" | {speed or 0:,.0f} tok/s"
+                f" | grad norm {window.numbers['grad_norm']:.2f}"
+                f" | lr {window.learning_rate:.2e} | {speed or 0:,.0f} tok/s"
                 f" | {spent[VALIDATION] / sum(spent.values()):.0%} in validation")
         if self.clock.usd_per_hour is not None:
             usd = sum(window.usd.values())
@@ -103,8 +103,7 @@ class RunLog:
         spent = self.clock.read() if window is None else window.seconds
         usd = self.clock.usd() if window is None else window.usd
         self._unwritten += to_json({
-            "global_step": global_step,
-            "tokens": (global_step + 1) * self.plan.tokens_per_step,
+            "global_step": global_step, "tokens": (global_step + 1) * self.plan.tokens_per_step,
             "seconds": round(sum(spent.values()), 3), **values,
             **({"usd": round(sum(usd.values()), 6)} if usd else {})}) + "\n"
         failure = self._write_records()
@@ -146,9 +145,8 @@ def batch_arithmetic(plan: BatchPlan) -> list[str]:
     return [
         f"microbatch {plan.microbatch_size} x accumulation {plan.gradient_accumulation_steps} x"
         f" {counted(plan.world_size, 'process', 'processes')} = global batch"
-        f" {plan.global_batch_size} sequences"
-        f" x {plan.context_length:,} tokens = {plan.tokens_per_step:,} tokens per step",
+        f" {plan.global_batch_size} sequences x {plan.context_length:,} tokens ="
+        f" {plan.tokens_per_step:,} tokens per step",
         f"{plan.num_steps:,} steps = {plan.num_tokens:,} tokens" + (
             f", {plan.num_tokens / plan.epoch_tokens:.2f} times the dataset's"
-            f" {plan.epoch_tokens:,}" if plan.epoch_tokens else ""),
-    ]
+            f" {plan.epoch_tokens:,}" if plan.epoch_tokens else "")]

@@ -139,10 +139,7 @@ def flops_per_token(model: ModelConfig) -> float:
 
 
 def checkpoint_bytes(model: ModelConfig, config: TrainConfig, num_parameters: int) -> int:
-    """Return the size of a run's largest checkpoint.
-
-    Float32 numbers: the weights, AdamW's two moments or Muon's one of each hidden matrix.
-    """
+    """Return the size of a run's largest checkpoint: float32 weights and optimizer moments."""
     numbers = 3 * num_parameters
     if config.optimizer == "muon":
         numbers -= 12 * model.n_layers * model.emb_dim**2
@@ -166,7 +163,6 @@ class Speed:
     drop_rate: float = 0.0
 
     def line(self) -> str:
-        """Format the speed as one line, beside the MFU that this GPU should reach."""
         flops = self.tokens_per_second * self.flops_per_token / self.num_processes
         line = (f"speed: {self.tokens_per_second:,.0f} tokens/s,"
                 f" {flops / 1e12:,.3g} TFLOP/s per process")
@@ -188,8 +184,7 @@ class Speed:
                 self.microbatch_tokens < SMALL_MICROBATCH_TOKENS,
             "the model is not compiled": not self.is_compiled,
             f"dropout {self.drop_rate:g}, whose masks have kernels of their own":
-                self.drop_rate > 0,
-        }
+                self.drop_rate > 0}
         found = ", ".join(reason for reason, applies in reasons.items() if applies)
         return f"{line}; likely reason: {found or 'none found'}"
 

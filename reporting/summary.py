@@ -51,8 +51,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
     return {
         "run": run.name,
         "status": "failed" if end.failure else FINISHED if is_finished else "stopped",
-        "reason": end.failure or (reason and reason.text),
-        "stopped_by": reason and reason.kind,
+        "reason": end.failure or (reason and reason.text), "stopped_by": reason and reason.kind,
         "global_step": end.global_step, "num_steps": plan.num_steps, "tokens": tokens, **last,
         "skipped_steps": sum(record.get("skipped_steps") or 0 for record in records),
         **_spent(clock),
@@ -157,8 +156,7 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f" {saved['longest_write_seconds']:.2f} s",
         f"best checkpoint: {run.checkpoints_dir / best['checkpoint']}"
         f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})"
-        if best else "no checkpoint could be written",
-    ]
+        if best else "no checkpoint could be written"]
 
 
 def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:

@@ -2,7 +2,6 @@
 
 It reads `metrics.jsonl` as it grows, so a tracker that fails, hangs or is slow loses nothing and
 holds nothing up: another start, the next launch, or `lab export-metrics` sends what is missing.
-Each tracker's package is imported where a run uses it, and its errors are raised as they are.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class TrackedRun(BaseModel):
         with suppress(OSError, ValidationError):  # none yet, or damaged
             if not starts_over:
                 return cls.model_validate_json(read_regular_file(run_dir / STATE_NAME))
-        began = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        return cls(id=f"{began}-{secrets.token_hex(2)}")
+        return cls(id=time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(2)}", time.gmtime()))
 
     def save(self, run_dir: Path) -> None:
         write_atomically(run_dir / STATE_NAME, self.model_dump_json() + "\n")

@@ -11,22 +11,14 @@ import numpy as np
 from basics.errors import UserError, visible
 from lab.list_runs import read_state, slowdowns_of
 from lab.runs import RUNNING, is_launched, launched_runs, number, parsed_object, version_of
-from reporting.metrics_file import (
-    LARGEST,
-    METRICS,
-    THROTTLING,
-    is_list,
-    is_step,
-    valid_records,
-    whole_lines,
-)
+from reporting.metrics_file import LARGEST, METRICS, THROTTLING, is_step, valid_records, whole_lines
 
 AXES = {"steps": "global_step", "tokens": "tokens", "time": "seconds", "dollars": "usd"}
 # What can be drawn: of each metric of these kinds a number, or one for each GPU.
 DRAWN = [key for key, name in METRICS.items()
          if name.startswith(("train/", "validation/", "machine/")) and key != THROTTLING]
-NUMBERS = [*AXES.values(), *(key for key in DRAWN if not is_list(key))]
-BY_GPU = [key for key in DRAWN if is_list(key)]
+BY_GPU = [key for key in DRAWN if "{gpu}" in METRICS[key]]
+NUMBERS = [*AXES.values(), *(key for key in DRAWN if key not in BY_GPU)]
 SLOWED_DOWN = "gpus_slowed_down"
 RISING = ("usd", "energy_kwh")  # sums: their means would be those of the past
 MAX_POINTS = 1000  # of one line
@@ -47,10 +39,7 @@ class Watched:
         self._lock = threading.Lock()
 
     def runs(self) -> Answer:
-        """Return the states of the runs, those that train first.
-
-        Each with the second of its last change, and a version that changes with its points.
-        """
+        """Return the states of the runs, those that train first; `version` is of the points."""
         try:
             launched = launched_runs(self.runs_dir)
         except UserError:  # removed meanwhile, or not mounted
@@ -66,7 +55,6 @@ class Watched:
         return {"runs": sorted(found, key=lambda run: (run["status"] != RUNNING, run["name"]))}
 
     def has(self, name: str) -> bool:
-        """Return whether this is one of the runs."""
         return (not self.names or name in self.names) and is_launched(self.runs_dir, name)
 
     def run(self, name: str, within: Range | None = None) -> Answer:
@@ -120,7 +108,6 @@ class Columns:
 
 
 def _parsed(content: bytes) -> Arrays:
-    """Return the columns of some lines of a `metrics.jsonl`."""
     table = _table(content)
     columns = {key: table[key].to_numpy().astype(np.float64) for key in NUMBERS}
     columns |= {key: np.full(len(table), np.nan) for key in (SLOWED_DOWN, *(
@@ -157,10 +144,8 @@ def _table(content: bytes) -> Any:
                         THROTTLING: pa.list_(pa.string())})
     with suppress(pa.ArrowException):
         table = pa_json.read_json(
-            pa.BufferReader(content),
-            read_options=pa_json.ReadOptions(block_size=BLOCK_BYTES),
-            parse_options=pa_json.ParseOptions(explicit_schema=schema,
-                                               unexpected_field_behavior="ignore"))
+            pa.BufferReader(content), pa_json.ReadOptions(block_size=BLOCK_BYTES),
+            pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"))
         values = [table[key].to_numpy() for key in NUMBERS]
         if not table["global_step"].null_count and not any(
                 ((found < 0) | (found > LARGEST)).any() for found in values):
@@ -202,8 +187,7 @@ def points_of(columns: Arrays, within: Range | None = None) -> Answer:
             "is_long": size > 1}
 
 
-def _line(key: str, columns: Arrays, rows: slice,
-          starts: np.ndarray) -> dict[str, list[float | None]]:
+def _line(key: str, columns: Arrays, rows: slice, starts: np.ndarray) -> Answer:
     """Return the numbers of one line in some rows, a bucket at each of `starts` among them."""
     values, least, most = (columns.get(f"{key}{end}", columns[key])[rows]
                            for end in ("", "_min", "_max"))

@@ -25,15 +25,12 @@ HEADERS = {
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src"
         " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
         " require-trusted-types-for 'script'; trusted-types 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
+    "X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store"}
 # `ssh -L` may use any port; another name would be another site that points to this machine.
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 TOKEN_HEADER = "X-Token"
-# In an exported page: what is loaded; what would end a script or a comment in it, or a line of
-# JavaScript, is written as \uXXXX.
+# In an exported page: what is loaded; what could end a script or a line of it, as \uXXXX.
 LOADED = re.compile(r'<link rel="stylesheet" href="([\w.]+)">|<script src="([\w.]+)"></script>')
 ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
@@ -134,10 +131,9 @@ def exported_page(watched: Watched) -> str:
 
     policy = (f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}';"
               " img-src data:; base-uri 'none'; form-action 'none'")
-    data = json.dumps({
-        "runs": runs, "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "run": {run["name"]: watched.run(run["name"]) for run in runs},
-    }, separators=(",", ":")).translate(ESCAPED)
+    data = json.dumps({"runs": runs, "run": {run["name"]: watched.run(run["name"]) for run in runs},
+                       "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())},
+                      separators=(",", ":")).translate(ESCAPED)
     page = LOADED.sub(content, (STATIC / "page.html").read_text(encoding="utf-8"))
     for place, new in (
             ('<link rel="icon" href="icon.svg">', '<link rel="icon" href="data:,">'),

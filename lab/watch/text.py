@@ -90,7 +90,6 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
 
 
 def _progress(state: RunState, done: int) -> str:
-    """Draw the steps, the time left and the time of the end."""
     share = min(1.0, done / state.num_steps)
     text = f"{'━' * round(BAR * share):{BAR}}  {share:.0%}, step {done:,} of {state.num_steps:,}"
     if state.seconds_left:

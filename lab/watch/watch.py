@@ -42,8 +42,7 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text:
         return click.echo(visible(f"written: {export_path}"))
     with Server(watched, port) as server:
         number = server.server_port
-        click.echo(visible(
-            f"{runs_dir} at {server.address} (Ctrl-C ends it)\n"
-            f"from another machine: ssh -N -L {number}:127.0.0.1:{number} HOST"))
+        click.echo(visible(f"{runs_dir} at {server.address} (Ctrl-C ends it)\n"
+                           f"from another machine: ssh -N -L {number}:127.0.0.1:{number} HOST"))
         with suppress(KeyboardInterrupt):
             server.serve_forever()
