@@ -49,7 +49,7 @@ class Deadlines:
     after_checkpoint: float = 900.0  # for the last --after-checkpoint, at the end of a launch
     orphans: float = 30.0  # for a run's lock: processes that have lost their torchrun may save
     lost: float = 600.0  # for heartbeats of other machines, until hang_timeout_seconds is known
-    first_step: float = 3600.0  # of compiling, without a heartbeat; max-autotune takes minutes
+    first_step: float = 3600.0  # of compiling, without a heartbeat
     store: float = 20.0  # for an answer of torchrun's store; after that it counts as down
 
     @classmethod

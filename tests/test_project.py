@@ -265,10 +265,27 @@ def test_the_defaults_with_muon_are_documented():
 
 def test_the_readme_is_short_and_names_every_folder_of_code():
     assert len(README.splitlines()) <= 150
-    assert not re.search(r"@[A-Z]+@|TODO|TBD", README)
+    assert not [path for path in DOCUMENTS if re.search(r"@[A-Z]+@|TODO|TBD", path.read_text())]
     for path in [*PROJECT_DIR.glob("*/__init__.py"), *PROJECT_DIR.glob("*.py")]:
         name = path.name if path.parent == PROJECT_DIR else f"{path.parent.name}/"
         assert name in README, name
+
+
+def test_the_sizes_in_the_readme_are_those_of_the_code():
+    def num_lines(names):
+        return sum(len((PROJECT_DIR / name).read_text().splitlines()) for name in names)
+
+    code = [name for name in project_files() if name.endswith(".py")
+            and not name.startswith(("tests/", "benchmarks/"))]
+    lab = [name for name in code if name.startswith("lab/")]
+    step = ("ddp_train.py", "gpt.py", "optim.py", "tokens/batches.py")
+    shown = re.findall(r"trainer \(([\d,]+) lines\).*lab \(([\d,]+)\)|four files, ([\d,]+) lines",
+                       README)
+    trainer, its_lab, its_step = (int(text.replace(",", "")) for found in shown for text in found
+                                  if text)
+    assert abs(trainer - num_lines({*code} - {*lab})) <= 100
+    assert abs(its_lab - num_lines(lab)) <= 100
+    assert abs(its_step - num_lines(step)) <= 20
 
 
 def test_links_and_test_files_named_in_the_documents_exist():

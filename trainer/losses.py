@@ -86,8 +86,8 @@ def compile_now(work: Callable[[], object]) -> None:
         reason = (lines or [type(error).__name__])[0][:42].strip()  # all of it fits into a line
         # A process that was killed while it compiled may have left a truncated file.
         cache = os.environ.get(CACHE_VARIABLE, "PyTorch's cache of compiled code")
-        raise UserError(f"compiling failed: {reason}; install g++ and python3-dev, remove {cache},"
-                        ' or set "compile": false') from None
+        raise UserError(f"compiling failed: {reason}; install gcc, g++ and python3-dev,"
+                        f' remove {cache}, or set "compile": false') from None
 
 
 class Losses:

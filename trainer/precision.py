@@ -1,6 +1,6 @@
 """The number format, attention kernel and form of the forward pass, decided before building.
 
-Every config here and in what is built later, but the first one, is after `resolve_for_device`.
+All functions but `resolve_for_device`, and all that is built later, take its result.
 """
 
 import os

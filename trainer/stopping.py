@@ -76,8 +76,8 @@ class Stop:
         clock, prepared, config = self._clock, self._prepared, self._config
         spent = clock.read_this_launch()
         num_measured = global_step - prepared.first_step  # all but the first one
-        seconds = sum(spent[each] for each in (phases.TRAINING, phases.DIAGNOSTICS, phases.WAITING))
-        step = seconds / num_measured if num_measured else spent[phases.COMPILE]
+        trained = sum(spent[each] for each in (phases.TRAINING, phases.DIAGNOSTICS, phases.WAITING))
+        step = trained / num_measured if num_measured else spent[phases.COMPILE]
         num_batches = math.ceil(config.num_validation_sequences / prepared.plan.microbatch_size)
         if config.validate_on == "all":
             num_batches = math.ceil(num_batches / prepared.plan.world_size)
@@ -87,7 +87,7 @@ class Stop:
             self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND)
         ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, self.last_step) + 1)
         due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
-        num_saves = 1 + sum(prepared.is_save_due(step) for step in due if step != self.last_step)
+        num_saves = 1 + sum(prepared.is_save_due(each) for each in due if each != self.last_step)
         # A launch ends with a save, whose write may have to wait for the one before.
         seconds = (len(ahead) * step + num_saves * save
                    + sum(map(prepared.is_validation_due, due)) * validation
