@@ -83,7 +83,7 @@ def compile_now(work: Callable[[], object]) -> None:
             raise
         lines = [line.strip() for line in str(error).splitlines()
                  if line.strip() and not line.endswith("raised:")]
-        reason = (lines or [type(error).__name__])[0][:42].strip()  # all of it fits into a line
+        reason = (lines or [type(error).__name__])[0][:36].strip()  # all of it fits into a line
         # A process that was killed while it compiled may have left a truncated file.
         cache = os.environ.get(CACHE_VARIABLE, "PyTorch's cache of compiled code")
         raise UserError(f"compiling failed: {reason}; install gcc, g++ and python3-dev,"
