@@ -2,11 +2,9 @@
 
     uv run python -m benchmarks.prepare
 
-Builds a corpus in FineWeb's layout from the English text in Python's standard library, then gives
-tokens per second, in turn and in new processes, of: prepare_dataset.py; one process per core that
-only encodes text that is already in memory; and the method of the original, which keeps everything
-in memory. The first and the last are timed from the start of the command to its end, and must write
-the same tokens.
+Gives tokens per second, in turn and in new processes, of: prepare_dataset.py; one process per core
+that only encodes text in memory; and the method of the original, which keeps all in memory. The
+first and the last are timed from start to end, and must write the same tokens.
 """
 
 import ast
@@ -32,10 +30,9 @@ import pyarrow.ipc
 import pyarrow.parquet
 from safetensors.numpy import load_file
 
-from basics.machine import num_cpu_cores
+from basics.machine import PROJECT_DIR, num_cpu_cores
 from tokens.tokenizer import load_tokenizer
 
-PROJECT_DIR = Path(__file__).resolve().parent.parent
 MEAN_SENTENCES = 30  # FineWeb's documents have about 3,000 characters
 AS_THE_ORIGINAL = ("import sys; from pathlib import Path; from benchmarks import prepare;"
                    " prepare.prepare_as_the_original(*map(Path, sys.argv[1:]))")
@@ -70,20 +67,15 @@ def build_corpus(folder: Path, num_bytes: int, *, num_files: int = 4) -> None:
         table = pyarrow.table({
             "text": rows, "id": ids, "dump": ["CC-MAIN-2024-10"] * len(rows),
             "url": [f"https://example.org/{i}" for i in ids], "language": ["en"] * len(rows),
-            "language_score": [0.95] * len(rows), "token_count": [len(row) // 4 for row in rows],
-        })
+            "language_score": [0.95] * len(rows), "token_count": [len(row) // 4 for row in rows]})
         pyarrow.parquet.write_table(table, folder / f"{number:03}_00000.parquet",
                                     row_group_size=1000, compression="zstd")
 
 
 def peak_memory_of(command: Sequence[str | Path]) -> float:
-    """Run a command; return the peak memory of its process tree in MiB.
+    """Run a command; return the peak PSS of its process tree in MiB, sampled five times a second.
 
-    Memory is the proportional set size (PSS), which counts shared pages once. It is sampled five
-    times per second.
-
-    Raises:
-        subprocess.CalledProcessError: the command failed.
+    PSS counts shared pages once. Raises: subprocess.CalledProcessError.
     """
     peak = 0
     with tempfile.TemporaryFile("w+") as output:

@@ -4,9 +4,8 @@
     uv run python prepare_dataset.py corpora/prose datasets/prose-bytes --tokenizer bytes
 
 Needs `apt-get` and `dpkg-deb`, 93 MB of download and 500 MB of temporary disk space; installs
-nothing. Keeps paragraphs that read as sentences: no code, tables or menus. They are cut into
-documents of about 3,000 characters, which are shuffled with a fixed seed, so that training and
-validation data come from the same distribution.
+nothing. Keeps paragraphs that read as sentences, cut into documents of about 3,000 characters, and
+shuffles them with a fixed seed: training and validation data have the same distribution.
 """
 
 import gzip
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import click
 
+from basics.cli import run_and_exit
 from basics.errors import UserError, print_line
 from basics.files import write_atomically
 
@@ -101,18 +101,13 @@ def paragraphs_of(path: Path) -> list[str]:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Tell whether a paragraph is long enough, ends a sentence, and is mostly words."""
     num_letters = sum(c.isascii() and (c.isalpha() or c == " ") for c in paragraph)
     return (len(paragraph) >= MIN_PARAGRAPH_CHARACTERS and paragraph[-1] in ".?!:\"')”"
             and num_letters >= MIN_LETTERS * len(paragraph))
 
 
 def documents_of(folder: Path, seen: set[str]) -> Iterator[str]:
-    """Yield the documents of an unpacked package, in the order of its files.
-
-    Args:
-        seen: the paragraphs so far, each of which is used once; extended.
-    """
+    """Yield the documents of a package by file; a paragraph in `seen`, which grows, is left out."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder).as_posix()
         if (path.is_symlink() or not path.is_file() or path.name.startswith(GENERATED)
@@ -150,7 +145,4 @@ def main(output: Path, names: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(error.line()) from None
+    run_and_exit(main, smaller="")

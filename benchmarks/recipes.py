@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import click
 
+from basics.cli import run_and_exit
 from basics.errors import UserError, print_line
 from lab.compare.results import Result, first_reaching, read_result
 from lab.stats import Difference
@@ -61,8 +62,6 @@ def read_variants(sweep_dir: Path) -> list[Variant]:
 
 
 def compare(baseline: Variant, recipe: Variant) -> list[str]:
-    """Return the cells of a row: both variants, the difference of their losses, and after how many
-    tokens the recipe had the baseline's loss."""
     seeds = sorted(baseline.runs.keys() & recipe.runs.keys())
     difference = Difference.of([recipe.losses[seed] - baseline.losses[seed] for seed in seeds])
     name, tokens, loss = recipe.cells
@@ -98,7 +97,4 @@ def main(sweeps_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(error.line()) from None
+    run_and_exit(main, smaller="")

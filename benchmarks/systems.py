@@ -1,7 +1,7 @@
 """The systems that `throughput.py` compares: the same weights, tokens and global batches.
 
 `python -m benchmarks.systems TASK TOKENS` measures one of them: TASK is a `Task` as JSON, TOKENS
-the path of a training split. The last line printed is the speed, losses and memory, as JSON.
+the path of a training split. The last line printed is the result as JSON.
 """
 
 import json
@@ -72,7 +72,6 @@ class Task:
 
     @property
     def train_values(self) -> dict[str, Any]:
-        """The keys of train.json with which ours trains as the other systems do."""
         return {"dataset": "zipf", "microbatch_size": self.microbatch_size,
                 "checkpoint_interval": 2**30, "learning_rate": LEARNING_RATE,
                 "weight_decay": WEIGHT_DECAY, "random_seed": SEED,
@@ -150,7 +149,6 @@ def original(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimi
 
 
 def hugging_face(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
-    """Build GPT2LMHeadModel of `transformers` with SDPA, and a fused AdamW."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config.from_dict(gpt2_config(task.model, None) | {"use_cache": False},
@@ -162,10 +160,7 @@ def hugging_face(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Op
 
 
 def nanogpt(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
-    """Build those of a copy of nanoGPT in `folder`: its own weights, a head tied to the embedding.
-
-    Biases are on and dropout is off, as in the other rows.
-    """
+    """Build those of nanoGPT in `folder`: own weights, a tied head; biases, no dropout, as here."""
     sys.path.insert(0, task.changes["folder"])
     from model import GPT, GPTConfig
 
@@ -183,7 +178,6 @@ OTHERS = {"original": original, "hugging face": hugging_face, "nanogpt": nanogpt
 
 
 def initial_model(config: ModelConfig) -> GPTModel:
-    """Build the model whose weights all systems begin with."""
     torch.manual_seed(SEED)
     return GPTModel(config)
 
@@ -198,10 +192,7 @@ def _with_adamw(model: nn.Module, logits_of: Callable[[Tensor], Tensor],
 
 
 class NaiveGPT(nn.Module):
-    """The network and weights of a `GPTModel` as the original system computes them.
-
-    Norms, attention and GELU in single operations, three projections, a stored mask.
-    """
+    """A `GPTModel` as the original computes it: in single operations, three projections, a mask."""
 
     def __init__(self, model: GPTModel) -> None:
         super().__init__()
@@ -239,10 +230,9 @@ def _naive_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
 
 def time_steps(step: Callable[[], Any], num_steps: int, tokens_per_step: int,
                device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Take all steps; time the last ones as blocks of equal length.
+    """Take all steps; time the last ones as blocks of equal length; return results and speeds.
 
-    Within a block nothing waits for the device, as in a run. Returns what the steps returned, and
-    the speed: of the median block, and of each.
+    Within a block nothing waits for the device, as in a run.
     """
     length = max(1, (num_steps - WARM_UP_STEPS) // NUM_BLOCKS)
     ends = {num_steps - length * blocks for blocks in range(NUM_BLOCKS + 1)}
@@ -260,16 +250,13 @@ def time_steps(step: Callable[[], Any], num_steps: int, tokens_per_step: int,
 
 
 def measure(task: Task, tokens_path: Path) -> dict[str, Any]:
-    """Train in this process; return the speed after the warm-up, losses and peak memory."""
     import torch._inductor.compile_fx  # its import takes seconds: not compiling
-    process = Process(0, 0, 1, torch.device("cuda", 0) if task.device == "cuda"
-                      else torch.device("cpu"))
+    process = Process(0, 0, 1, torch.device("cuda:0" if task.device == "cuda" else "cpu"))
     started = time.perf_counter()
-    step, precision, is_compiled = (ours if task.system == "ours" else other)(
-        task, tokens_path, process)
+    build = ours if task.system == "ours" else other
+    step, precision, is_compiled = build(task, tokens_path, process)
     built_seconds = time.perf_counter() - started
-    results, speed = time_steps(step, task.num_steps, task.plan.tokens_per_step,
-                                process.device)
+    results, speed = time_steps(step, task.num_steps, task.plan.tokens_per_step, process.device)
     peak = (torch.cuda.max_memory_allocated() if task.device == "cuda" else
             1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     compiling = built_seconds + speed["first_step_seconds"] - speed["step_ms"] / 1e3

@@ -2,11 +2,10 @@
 
     uv run --group test python -m benchmarks.throughput --nanogpt FOLDER
 
-Each row is measured in fresh processes; rows take turns, and the first one is measured again at the
-end. All see the same tokens in the same global batches and, but for nanoGPT, whose head is tied,
-begin with the same weights and must have the same loss curve. A measurement is a line of OUTPUT as
-soon as it is made, a failure with its reason; the same command measures what is missing, and what
-has failed. The table is made from that file.
+Rows take turns in fresh processes; the first one is measured again at the end. All see the same
+tokens in the same global batches and, but for nanoGPT, whose head is tied, begin with the same
+weights and must have the same loss curve. Each measurement or failure is a line of OUTPUT, from
+which the table is made; the same command measures what is missing or has failed.
 """
 
 import itertools
@@ -30,7 +29,7 @@ import torch
 
 from basics.errors import one_line
 from basics.files import append_whole
-from basics.machine import code_version
+from basics.machine import PROJECT_DIR, code_version
 from benchmarks.systems import Task
 from lab.plan.memory import GPT2_SMALL, size_name
 from lab.plan.speed_sources import Measurement
@@ -39,7 +38,6 @@ from preparation.token_stream import TokenFileWriter
 from reporting.metrics_file import read_metrics
 from reporting.speed import find_gpu, flops_per_token
 
-PROJECT_DIR = Path(__file__).parents[1]
 ORIGINAL, HUGGING_FACE, WHOLE_RUN = "original", "Hugging Face, {}, compiled", "ours, whole run"
 REFERENCE = "ours, fp32"  # the row whose loss curve all others are compared with
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 0.02, "fp16": 0.02}
@@ -64,13 +62,7 @@ def read(path: Path) -> list[Line]:
 
 
 def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
-    """Return the rows of each shape: GPT-2 small on a GPU, on a CPU two vocabularies.
-
-    With GPT-2's vocabulary the head decides.
-
-    Args:
-        nanogpt: a copy of its repository.
-    """
+    """Return the rows of each shape: GPT-2 small on a GPU, on a CPU two vocabularies."""
     systems = [("ours", "ours", {}), ("Hugging Face", "hugging face", {}),
                *([("nanoGPT", "nanogpt", {"folder": str(nanogpt)})] if nanogpt else [])]
     rows = [("ours", "ours", {}), *(
@@ -109,11 +101,7 @@ def write_tokens(dataset_dir: Path, task: Task) -> Path:
 
 
 def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Line:
-    """Measure a row in processes of its own; `folder` keeps its output and compiled code.
-
-    Raises:
-        RowFailed: it has no speed.
-    """
+    """Measure a row in processes of its own; `folder` has compiled code. Raises: RowFailed."""
     if task.system != "whole run":
         printed = run(["-m", "benchmarks.systems", json.dumps(asdict(task)), str(tokens_path)],
                       folder, seconds)
@@ -140,11 +128,7 @@ def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> 
 
 
 def run(arguments: list[str], folder: Path, seconds: float) -> str:
-    """Run Python in the project's directory, compiled code in `folder`; return its stdout.
-
-    Raises:
-        RowFailed: it failed, or ran out of time.
-    """
+    """Run Python in the project's directory; return its standard output. Raises: RowFailed."""
     try:
         done = subprocess.run(
             [sys.executable, *arguments], cwd=PROJECT_DIR, capture_output=True, text=True,
@@ -160,12 +144,10 @@ def run(arguments: list[str], folder: Path, seconds: float) -> str:
 
 
 def losses_off(line: Line, reference: list[float]) -> float:
-    """Return the largest difference of the losses, which may be of fewer steps."""
     return max(abs(a - b) for a, b in zip(line["losses"], reference, strict=False))
 
 
 def differences(lines: list[Line]) -> list[str]:
-    """Compare every loss curve with the reference's; return a line for each difference."""
     curves = [line for line in lines if line.get("losses")]
     if not curves:
         return []
@@ -180,11 +162,7 @@ def differences(lines: list[Line]) -> list[str]:
 
 
 def speed_table(lines: list[Line], flops: float) -> list[str]:
-    """Format measurements of one shape as Markdown: medians of the rounds, or why there are none.
-
-    Args:
-        flops: of a token.
-    """
+    """Format measurements of one shape, `flops` a token, as Markdown: medians, or why not."""
     rows: dict[str, list[Line]] = {}
     for line in lines:
         rows.setdefault(line["row"], []).append(line)

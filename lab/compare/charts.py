@@ -1,7 +1,4 @@
-"""Charts of a comparison: loss curves, and the fits of the original's notes.
-
-The fits are the loss over the batch size and the memory over the microbatch.
-"""
+"""Charts of a comparison: loss curves, and the fits of the original's notes."""
 
 from __future__ import annotations
 
@@ -74,11 +71,7 @@ def _grouped(found: Iterable[tuple[tuple[str, ...], Row, float | None, float | N
 def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list[str]]:
     """Draw the charts that have data, and delete those of an earlier comparison.
 
-    Returns:
-        The paths of the charts, and for each missing chart a line with the reason.
-
-    Raises:
-        OSError: a file cannot be written.
+    Returns their paths, and a line with the reason for each missing chart. Raises: OSError.
     """
     charts_dir.mkdir(parents=True, exist_ok=True)
     kind = deciding_loss([row for row in rows if not row.is_published] or rows)
@@ -107,7 +100,6 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
 
 
 def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
-    """Return x and y of a loss, of the records that have both."""
     points = [(x, y) for record in result.records
               if (x := number(record.get(x_key))) is not None
               and (y := number(record.get(key))) is not None]
@@ -171,8 +163,8 @@ def plot_points(groups: Points, fit: Callable[..., object], labels: tuple[str, s
                               textcoords="offset points", xytext=(7, 5), color="gray")
         fit(axes, x, y, color)
     axes.set(xlabel=labels[0], ylabel=labels[1])
-    axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13),
-                ncols=2)
+    axes.legend(frameon=False, fontsize="small", loc="upper center", ncols=2,
+                bbox_to_anchor=(0.5, -0.13))
 
 
 def plot_fit(axes: Axes, x: list[float], y: list[float], color: str) -> None:

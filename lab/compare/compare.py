@@ -45,10 +45,7 @@ HIDDEN_FIRST = (  # in a terminal that is too narrow
 LOSSES = ("test_loss", "validation_loss", "train_loss")
 BITS = {"validation_bits_per_byte", "test_bits_per_byte"}
 WIDTH = 24  # to which names and settings are wrapped in a terminal
-
-
-def whole(value: float) -> str:
-    return f"{value:,.0f}"
+whole = "{:,.0f}".format
 
 
 def precise(value: float) -> str:
@@ -123,12 +120,9 @@ def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html
 
 
 def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
-    """Read the runs with these names, or all runs that have been launched.
+    """Read the runs with these names, or all that have been launched and can be read.
 
-    Where no names are given, a run whose files cannot be read is left out, with a warning.
-
-    Raises:
-        UserError: there is no such run, or it has not been launched, or its files cannot be read.
+    Raises: UserError: a named run does not exist, was not launched, or cannot be read.
     """
     from lab.compare.results import read_result
 

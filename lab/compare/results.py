@@ -57,9 +57,7 @@ class Result:
         config: `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
         tests: tests on held-out tokens, by the text or the slice; the longest first.
         code: the version of the code that ended the run, if it recorded one.
-        notes: of a published row.
         machine: device, precision, number of processes.
-        device: name of the GPU, or of the CPU.
         judge: who gave the instruction score, and when.
         size: as `size_name` gives it; empty if it is not known.
         loss_group: results with an equal one form a curve of the loss over the batch size.
@@ -95,7 +93,6 @@ class Result:
         return tuple(shown(self.config.get(key)) for key in keys)
 
     def priced(self, usd_per_hour: float) -> Self:
-        """Return the run as if all of its time had cost as much."""
         def usd(seconds: float | None) -> float | None:
             return None if seconds is None else seconds * usd_per_hour / 3600
 
@@ -183,7 +180,6 @@ def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
 
 
 def slice_of(test: Record) -> str:
-    """Describe the tokens that a test loss was measured on."""
     start, count = (number(test.get(key)) for key in ("start_token", "num_tokens"))
     if start is None or count is None:
         return "unknown tokens"

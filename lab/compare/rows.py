@@ -29,16 +29,11 @@ LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
 
 @dataclass
 class Row:
-    """One run, one published row, or the mean of runs that differ only in their seed.
-
-    Attributes:
-        values: by column of CSV and JSON; None for what is not known.
-        is_of_other_text: its test loss does not compare with those of the other rows.
-    """
+    """One run, one published row, or the mean of runs that differ only in their seed."""
 
     results: list[Result]
-    values: dict[str, Any]
-    is_of_other_text: bool
+    values: dict[str, Any]  # by column of CSV and JSON; None for what is not known
+    is_of_other_text: bool  # its test loss does not compare with those of the other rows
 
     @property
     def first(self) -> Result:
@@ -63,28 +58,20 @@ class Row:
 
 
 class Comparison(NamedTuple):
-    """Rows, the best first, and notes for the reader.
-
-    Attributes:
-        sorted_by: a column; bits per byte if the tokenizers differ.
-        reference: the row whose final loss the column of tokens to a loss is about, if any.
-    """
+    """Rows, the best first, and notes for the reader."""
 
     rows: list[Row]
     notes: list[str]
-    sorted_by: str
-    reference: Row | None
+    sorted_by: str  # a column; bits per byte if the tokenizers differ
+    reference: Row | None  # whose final loss the column of tokens to a loss is about
 
 
 def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
     """Group results into rows, sort the rows and write the notes.
 
-    Args:
-        to_loss_of: the reference; without it, the finished row with the highest loss, if there are
-            two: all others have reached that.
+    Without a reference `to_loss_of` it is the finished row with the highest loss, if there are two.
 
-    Raises:
-        UserError: the reference is not in the comparison or has no final validation loss.
+    Raises: UserError: the reference is not in the comparison or has no final validation loss.
     """
     rows = _group_seeds(results)
     differences, kind = _mark_differences(rows), deciding_loss(rows)
@@ -136,7 +123,6 @@ def _group_seeds(results: list[Result]) -> list[Row]:
 
 
 def _row_of(group: list[Result], text: str) -> Row:
-    """Return the means of the figures that all runs of a group have, and what follows from them."""
     first, is_one = group[0], len(group) == 1
     chosen = text if text in first.tests else next(iter(first.tests), text)
     tests = [result.tests.get(chosen, {}) for result in group]

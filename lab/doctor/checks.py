@@ -73,12 +73,10 @@ def ok_if(is_fine: bool, text: str, advice: str, *, is_fatal: bool = False) -> F
 
 
 def unknown(reason: str, advice: str = "") -> Finding:
-    """Return the finding of a check that could not be made: nothing is known to be wrong."""
     return warning(f"could not be checked: {reason}", advice)
 
 
 def refused(error: UserError) -> Finding:
-    """Return the problem of an error with which training would end."""
     text, _, remedy = str(error).partition("; ")
     return problem(text, remedy or OTHER_CONFIG)
 
@@ -130,7 +128,6 @@ def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuRe
 
 
 def in_use(gpus: Sequence[GpuReading]) -> str:
-    """Return which GPUs others use; empty if none is in use."""
     used = [f"GPU {number} ({gpu.memory_used_gib or 0:,.1f} GiB, {gpu.use_percent or 0:.0f}%)"
             for number, gpu in enumerate(gpus) if (gpu.use_percent or 0) >= BUSY_PERCENT
             or (gpu.memory_used_gib or 0) >= BUSY_MEMORY_SHARE * (gpu.memory_total_gib or 1e9)]
@@ -138,11 +135,7 @@ def in_use(gpus: Sequence[GpuReading]) -> str:
 
 
 def compare_gpus(subject: Subject, facts: Mapping[str, Any]) -> Finding:
-    """Compare the GPUs that the driver sees with those that PyTorch sees.
-
-    Args:
-        facts: what PyTorch says, `torch_facts` of `load.py`; empty without an answer.
-    """
+    """Compare the GPUs that the driver sees with PyTorch's `torch_facts`, empty if unknown."""
     seen, by_torch, version = len(subject.gpus), facts.get("num_gpus"), facts.get("version")
     cause, remedy = facts.get("problem") or ("", "")
     if cause:
@@ -254,7 +247,7 @@ def check_disk(place: Path) -> Finding:
 
 
 def existing(place: Path) -> Path:
-    """Return a directory, or the nearest one above it that exists."""
+    """Return the nearest directory that exists: this one, or one above it."""
     place = place.absolute()
     return next(path for path in (place, *place.parents) if path.is_dir())
 

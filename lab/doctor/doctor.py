@@ -37,9 +37,7 @@ from run_config import RUN_NAME, load_run
 
 COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
 MIN_WIDTH, WIDEST = 30, 100  # characters: of what was found, of a report
-# For the driver, which needs milliseconds, and to read a run's files: one in trouble, or a network
-# disk, may never answer.
-ANSWER_SECONDS = 8.0
+ANSWER_SECONDS = 8.0  # for the driver and a run's files; a network disk may never answer
 
 
 @click.command()
@@ -80,10 +78,7 @@ def command(as_json: bool, **about: Any) -> None:
 
 
 def examine(subject: Subject) -> tuple[Subject, Checks]:
-    """Find out what is to be checked, and make all checks of this machine.
-
-    Raises: UserError: there is no such run.
-    """
+    """Make all checks of this machine. Raises: UserError: there is no such run."""
     subject, checks = with_run(with_machine(subject))
     checks |= make_checks(CHECKS | (RUN_CHECKS if subject.run else {}), subject)
     processes = load_tests(subject)
@@ -109,10 +104,7 @@ def with_machine(subject: Subject) -> Subject:
 
 
 def with_run(subject: Subject) -> tuple[Subject, Checks]:
-    """Read the run, if one is named; return what is wrong with its configs, too.
-
-    Raises: UserError: there is no such run.
-    """
+    """Read the run, if named, and what is wrong with its configs. Raises: UserError: none such."""
     runs_dir, name = subject.runs_dir, subject.run_name
     if name is None:
         return subject, {}

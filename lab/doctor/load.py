@@ -37,16 +37,13 @@ MEET_SECONDS = 60.0  # more than the checks of a node take, without its load tes
 
 
 def main(folder: Path, spec: SimpleNamespace) -> None:
-    """Do all parts that this process takes part in.
+    """Do all parts that this process takes part in, by the `spec` of `load_tests`.
 
-    Args:
-        spec: what `load_tests` says. Nothing is loaded unless it says `is_loading`, nor if PyTorch
-            sees other GPUs than the driver, `num_gpus`.
+    Nothing is loaded unless `is_loading`, nor if PyTorch sees other GPUs than the driver.
     """
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
 
     def do(part: str, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-        """Do one part and write what it returns, or the error that it raises."""
         with (folder / str(rank)).open("a", buffering=1) as file:
             file.write(to_json({"part": part, "begun": time.time()}) + "\n")
             try:
@@ -69,7 +66,7 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Report PyTorch's version and the GPUs that it sees. Puts nothing on a GPU."""
+    """Report what PyTorch sees. Puts nothing on a GPU."""
     return {"version": torch.__version__, "num_gpus": torch.cuda.device_count(),
             "problem": cuda_problem()}
 
@@ -129,9 +126,7 @@ def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[st
 def check_nodes(is_busy: bool, time_limit: float) -> Checks:
     """Compare all nodes; add up numbers over all GPUs, unless one is in use. Every rank.
 
-    Args:
-        is_busy: this node, as its first process knows.
-        time_limit: seconds for the exchange, as for each node's own load tests.
+    Its first process knows whether a node `is_busy`; the exchange has `time_limit` seconds.
     """
     versions = {"PyTorch": torch.__version__, "the project's code": code_digest(),
                 "Python": ".".join(platform.python_version_tuple()[:2])}
@@ -155,12 +150,9 @@ def check_nodes(is_busy: bool, time_limit: float) -> Checks:
     if busy := [str(each["node"]) for each in facts if each["is_busy"]]:
         return {"nodes": nodes, "all-reduce of all nodes": warning(
             f"left out, because of node {', '.join(busy)}", "see that node's report")}
-
-    def exchange() -> dict[str, Any]:
-        return all_reduce(this_process(), store, timedelta(seconds=time_limit))
-
     try:
-        found = judge_exchange([within(time_limit, exchange)])
+        found = judge_exchange([within(time_limit, lambda: all_reduce(
+            this_process(), store, timedelta(seconds=time_limit)))])
     except Exception as error:  # whatever it is, the report is printed
         text = f"has not ended after {time_limit:g} s" if isinstance(
             error, TimeoutError) else describe(error)

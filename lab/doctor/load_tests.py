@@ -107,7 +107,6 @@ def load_tests(subject: Subject) -> list[Outcome]:
 
 
 def check_load(processes: list[Outcome]) -> Checks:
-    """Judge what the processes have found, or why not all have finished, part by part."""
     checks = {part: judge_part(part, processes) for part in PARTS}
     return {part: found for part, found in checks.items() if found is not None}
 
@@ -140,7 +139,6 @@ def judge_part(part: str, processes: list[Outcome]) -> Finding | None:
 
 
 def advice_on(part: str, error: str = "") -> str:
-    """Return what to do about a part that fails."""
     return next((advice for word, advice in ADVICE_ON_ERROR.items() if word in error),
                 ADVICE.get(part, OTHER_MACHINE))
 

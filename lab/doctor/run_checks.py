@@ -4,17 +4,7 @@ import shutil
 
 from basics.errors import UserError
 from basics.text import counted, gb, gib
-from lab.doctor.checks import (
-    OTHER_CONFIG,
-    Finding,
-    Subject,
-    existing,
-    ok,
-    ok_if,
-    problem,
-    unknown,
-    warning,
-)
+from lab.doctor.checks import OTHER_CONFIG, Finding, Subject, existing, ok, ok_if, problem, warning
 from lab.plan.estimate import (
     UNLIMITED_TOKENS,
     bytes_of_checkpoint,
@@ -117,7 +107,8 @@ def check_microbatch(subject: Subject) -> Finding | None:
     free = {number: gpu.memory_total_gib - (gpu.memory_used_gib or 0.0)
             for number, gpu in enumerate(subject.gpus) if gpu.memory_total_gib}
     if not free:
-        return unknown("the driver does not tell the GPUs' memory") if subject.gpus else None
+        return warning("could not be checked: the driver does not tell the GPUs' memory"
+                       ) if subject.gpus else None
     there = usable_gib(min(subject.gpus[number].memory_total_gib for number in free))
     needed = training_gib(subject)
     text = (f"microbatch {subject.run.train.microbatch_size:,} takes about {gib(needed * 2**30)} of"

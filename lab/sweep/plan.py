@@ -65,7 +65,6 @@ def _parse_value(text: str) -> Any:
 
 
 def label(changes: Changes) -> str:
-    """Return changes as text, as on the command line."""
     texts = {key: value if isinstance(value, str) else json.dumps(value)
              for key, value in changes.items()}
     return ",".join(f"{key}={text[:LONGEST_VALUE]}{'...' * (len(text) > LONGEST_VALUE)}"
@@ -75,8 +74,7 @@ def label(changes: Changes) -> str:
 def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
     """Return a run's configs with changes; null takes a key out, so that it has its default.
 
-    Raises:
-        UserError: a key is unknown, a value is bad, or the changed run cannot be compared.
+    Raises: UserError: a key is unknown, a value is bad, or the changed run cannot be compared.
     """
     known = [*ModelConfig.model_fields, *TrainConfig.model_fields]
     for key in changes:
@@ -175,8 +173,7 @@ class Sweep:
     def write(self) -> None:
         """Write `sweep.json` and the files of the runs that are missing.
 
-        Raises:
-            UserError: the base or a run's files were edited, or something cannot be written.
+        Raises: UserError: the base or a run's files were edited, or cannot be written.
         """
         missing = {}
         for run in self.runs:
@@ -197,8 +194,8 @@ class Sweep:
                              to_json(plan.model_dump(), indent=4) + "\n")
             for path, config in missing.items():
                 path.parent.mkdir(exist_ok=True)
-                write_atomically(path, to_json(
-                    config.model_dump(exclude_unset=True), indent=4) + "\n")
+                text = to_json(config.model_dump(exclude_unset=True), indent=4)
+                write_atomically(path, f"{text}\n")
 
 
 @contextmanager
@@ -206,8 +203,7 @@ def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes],
                num_seeds: int) -> Iterator[Sweep]:
     """Lock a sweep's directory; yield its earlier plan, with these variants and seeds, written.
 
-    Raises:
-        UserError: something is wrong with the changes, the plan or the directory.
+    Raises: UserError: something is wrong with the changes, the plan or the directory.
     """
     path = sweep_dir / PLAN_NAME
     for change in ({}, *changes):  # refused before anything is written

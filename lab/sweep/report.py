@@ -24,8 +24,8 @@ from reporting.summary import duration
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = [Column("change", "left", 28), *map(Column, ("seeds", "loss", "difference",
-                                                       "95% interval")),
+COLUMNS = [Column("change", "left", 28),
+           *map(Column, ("seeds", "loss", "difference", "95% interval")),
            Column("against noise", "left"),
            *map(Column, ("tokens to\nbaseline's loss", "seconds", "US$"))]
 NEEDED_FOR_FIT = 3  # different values
@@ -51,7 +51,6 @@ class Entry:
         return [found.loss for found in self.outcomes if found.loss is not None]
 
     def mean(self, key: str) -> float | None:
-        """Return the mean of a figure over the finished seeds."""
         values = [found.figures[key] for found in self.outcomes if found.loss is not None]
         return statistics.fmean(values) if values and None not in values else None
 
@@ -244,7 +243,6 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
 
 
 def _plot_differences(entries: list[Entry], figure: Figure) -> None:
-    """Plot the difference of each variant to the baseline, and its 95% interval if known."""
     figure.set_size_inches(10, 2 + 0.5 * len(entries))
     axes = figure.subplots()
     axes.axvline(0, color="black", linewidth=1)
