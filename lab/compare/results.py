@@ -180,6 +180,7 @@ def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
 
 
 def slice_of(test: Record) -> str:
+    """Describe the tokens that a test loss was measured on."""
     start, count = (number(test.get(key)) for key in ("start_token", "num_tokens"))
     if start is None or count is None:
         return "unknown tokens"
