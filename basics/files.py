@@ -121,6 +121,9 @@ def _lock(descriptor: int, kind: int) -> int:
     return descriptor
 
 
+held: set[int] = set()  # descriptors of locks; a forked process that outlives this one closes them
+
+
 @contextmanager
 def locked(directory: Path, *, busy: str) -> Iterator[None]:
     """Create a directory if it is missing, and lock it while the block runs.
@@ -134,7 +137,9 @@ def locked(directory: Path, *, busy: str) -> Iterator[None]:
         raise UserError(busy) from None
     except OSError as error:
         raise cannot_be_written(directory, error) from None
+    held.add(descriptor)
     try:
         yield
     finally:
+        held.remove(descriptor)
         os.close(descriptor)

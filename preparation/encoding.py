@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 import numpy as np
 import tiktoken
 
+from basics import files
 from basics.errors import UserError
 from preparation.cutting import BadShard, Cuts, Piece
 from preparation.reading import BadFile, Reading, Task, grouped
@@ -142,6 +143,8 @@ def _start_worker(tokenizer: Tokenizer) -> None:
         wait([multiprocessing.parent_process().sentinel])
         os._exit(1)
 
+    for descriptor in files.held:  # a killed command's lock must not wait for its workers
+        os.close(descriptor)
     global _tokenizer
     _tokenizer = tokenizer
     threading.Thread(target=exit_with_parent, daemon=True).start()
