@@ -131,26 +131,22 @@ def test_no_limit_is_exceeded(step, validation, checkpoint, write, extra):
 MEASURED = {"compile": 30, "training": 4, "waiting": 0.5, "diagnostics": 0.5}  # 5 s a step
 
 
-@pytest.mark.parametrize(("global_step", "spent", "seconds"), [
-    (1, MEASURED | {"validation": 7, "checkpoint": 9, "chart": 1}, 10 * 5 + 10 + 2),
-    (49, MEASURED | {"training": 244, "validation": 7, "checkpoint": 9, "chart": 1},
+@pytest.mark.parametrize(("validate_on", "global_step", "spent", "seconds"), [
+    ("rank0", 1, MEASURED | {"validation": 7, "checkpoint": 9, "chart": 1}, 10 * 5 + 10 + 2),
+    ("rank0", 49, MEASURED | {"training": 244, "validation": 7, "checkpoint": 9, "chart": 1},
      10 * 5 + 7 + 2 * 10 + 2),  # with the validation of step 49
     # Estimates: two validation microbatches, each a third of one of a step's two; 1.2 GB at
     # 100 MB/s. Before any step is measured, one takes as long as the first.
-    (49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 * 2 + 2 * 12 + 2),
-    (0, {"compile": 30}, 10 * 30 + 12 + 2),
+    ("rank0", 49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 * 2 + 2 * 12 + 2),
+    ("all", 49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 + 2 * 12 + 2),  # one each
+    ("rank0", 0, {"compile": 30}, 10 * 30 + 12 + 2),
 ])
-def test_the_time_ahead_has_due_work_and_a_quarter_more(global_step, spent, seconds, **options):
+def test_the_time_ahead_has_due_work_and_a_quarter_more(validate_on, global_step, spent, seconds):
     for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
         stop = Simulated({}, limit=30 + sum(spent.values()) + left,
-                         plan=BatchPlan(4, 2, 2, 16, num_steps=1000), **options)
+                         plan=BatchPlan(4, 2, 2, 16, num_steps=1000), validate_on=validate_on)
         stop.pass_time(**spent)
         assert stop.after(global_step, is_report_due=True) == is_spent
-
-
-def test_a_validation_on_all_processes_is_estimated_as_one():
-    test_the_time_ahead_has_due_work_and_a_quarter_more(
-        49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 + 2 * 12 + 2, validate_on="all")
 
 
 @pytest.mark.parametrize(("shared", "reason"), [

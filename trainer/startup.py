@@ -130,7 +130,6 @@ class PreparedRun:
                        f" {self.plan.num_tokens:,} tokens; --fresh starts it over")
 
 
-
 def prepare_run(options: Options, process: Process, clock: PhaseClock,
                 agreement: Agreement) -> PreparedRun:
     """Check everything that can be checked before the first collective. Every rank."""

@@ -65,7 +65,6 @@ class Stop:
             self.reason = StopReason(BUDGET, spent + (reserve if left > 0 else ""))
         return bool(number or is_spent)
 
-
     def _is_spent_after(self, global_step: int) -> bool:
         """Return whether the steps up to the next report would exceed the budget. Rank 0.
 
