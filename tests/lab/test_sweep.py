@@ -92,25 +92,29 @@ def test_each_variant_is_trained_with_each_seed_and_compared(sweeps, capfd):
     assert document.stop_reason is None
 
 
-def test_intervals_and_verdicts_take_the_deviation_pooled_over_all_variants():
-    """By hand: squares of 0.02, 0 and 0 with one degree of freedom each; t is 3.182 with three."""
-    losses = {"baseline": (4.0, 4.0), "far": (3.9, 3.7), "near": (3.9, 3.9), "high": (4.4, 4.4),
-              "short": (3.9, None)}
+def test_intervals_and_verdicts_take_the_noise_that_variants_and_seeds_do_not_explain():
+    """By hand: the second seed's losses are 0.06 higher, in one of four 0.06 lower: by 0.03 mean.
+
+    So the residuals are plus and minus 0.015 in three variants and 0.045 in one.
+    """
+    losses = {"baseline": (3.97, 4.03), "far": (3.65, 3.59), "near": (3.87, 3.93),
+              "high": (4.37, 4.43), "short": (3.99, None), "other": (9.0, 1.0)}
     variants = [{"name": name} if name != "baseline" else {} for name in losses]
     sweep = SimpleNamespace(names=list(losses), variants=variants)
-    result = SimpleNamespace(validation_slice=(), records=())
     outcomes = {(name, seed): SimpleNamespace(
-        run=SimpleNamespace(changes=changes), loss=loss, result=result)
+        run=SimpleNamespace(changes=changes), loss=loss,
+        result=SimpleNamespace(validation_slice=name == "other", records=()))
         for (name, pair), changes in zip(losses.items(), variants, strict=True)
         for seed, loss in enumerate(pair)}
     entries = report.entries_of(sweep, outcomes)
     assert {entry.name: entry.verdict for entry in entries} == {
-        "baseline": "", "far": "better", "near": "inside", "high": "worse",
-        "short": "lower, noise unknown"}
-    half = 3.182 * (0.02 / 3 / 2) ** 0.5
-    for entry, mean in zip(entries[1:4], (-0.2, -0.1, 0.4), strict=True):
+        "baseline": "", "far": "better", "near": "inside", "high": "worse", "short": "inside",
+        "other": ""}
+    noise = 2 * (6 * 0.015**2 + 2 * 0.045**2) / 3
+    for entry, mean, num_pairs in zip(entries[1:5], (-0.38, -0.1, 0.4, 0.02), (2, 2, 2, 1),
+                                      strict=True):
+        half = 3.182 * (noise / num_pairs) ** 0.5
         assert entry.difference.interval == pytest.approx((mean - half, mean + half))
-    assert entries[4].difference.interval is None
 
 
 def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
