@@ -61,6 +61,7 @@ class Cluster:
                                  "--datasets-dir", str(datasets_dir)],
                 num_processes=1, environment=environment, folder=folder,
                 min_nodes=2, max_nodes=2, run_id="cluster", rdzv_endpoint=f"127.0.0.1:{port}",
+                rdzv_configs={"is_host": int(name == NODES[0])},  # else whichever is faster
                 max_restarts=max_restarts))
 
     def end(self):
