@@ -39,10 +39,9 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver
 from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
-from trainer.launcher import launch
+from trainer.launcher import launch, search
 from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
 from trainer.losses import Losses, validate
-from trainer.microbatch_search import check_search, search
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
 from trainer.precision import autocast
 from trainer.reports import Reports
@@ -60,7 +59,7 @@ def main() -> None:
             run_worker(agreement, clock)
             leave(0)
         else:
-            leave(launch(__file__, read_command_line(), clock, agreement))
+            leave(launch(read_command_line(), clock, agreement))
     except AgreedError as error:
         agreement.exit(error)
     except Exception as error:
@@ -76,8 +75,7 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     if TRIAL_VARIABLE in os.environ:
         return measure_microbatch(MicrobatchTrial(options, process, agreement))
     if options.find_max_microbatch:  # one process starts the trials
-        agreement.run("search", lambda: check_search(options, process.world_size))
-        return search(__file__, options, process.world_size) if process.is_main else None
+        return search(options, process.world_size) if process.is_main else None
     if process.device.type == "cpu":
         keep_freed_memory()
     options = options.after_restart(agreement.step_before_restart())

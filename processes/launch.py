@@ -7,6 +7,7 @@ import platform
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from basics.errors import STOP_SIGNALS, UserError, print_error
-from basics.machine import cuda_problem, num_cpu_cores
+from basics.machine import PROJECT_DIR, cuda_problem, num_cpu_cores
 from processes.signals import stop_signals
 from run_config import Precision, TrainConfig
 
@@ -64,11 +65,11 @@ def unused_gpus() -> list[str]:
         " hide the others with CUDA_VISIBLE_DEVICES"]
 
 
-def start_torchrun(script: str, arguments: list[str], *, num_processes: int,
-                   logs_dir: Path | None = None) -> int:
-    """Run a script under torchrun on this machine; return the status of the first that failed.
+def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
+    """Run `ddp_train.py` under torchrun on this machine, with the arguments of this process.
 
-    That is 128 + n if signal n stopped this process. `logs_dir` gets what the processes print.
+    Returned is the status of the first process that failed; 128 + n if signal n stopped this one.
+    `logs_dir` gets what the processes print.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -81,7 +82,7 @@ def start_torchrun(script: str, arguments: list[str], *, num_processes: int,
     command = ["--standalone", "--local-addr=127.0.0.1", f"--signals-to-handle={passed_on}",
                f"--nproc-per-node={num_processes}",
                *(["--redirects=3", f"--log-dir={logs_dir}"] if logs_dir else []),
-               script, *arguments]
+               str(PROJECT_DIR / "ddp_train.py"), *sys.argv[1:]]
     try:
         run(parse_args(command))
     except ChildFailedError as error:

@@ -46,10 +46,8 @@ from tests.support.workplace import (
     succeeded,
     torchrun_command,
 )
-from trainer import launcher, learning_rate_search, microbatch_search, microbatch_trial
-from trainer.learning_rate_search import CHART_NAME, RATES, run_range_test, suggest, suggested_rates
-from trainer.losses import build_training_state
-from trainer.microbatch_search import (
+from trainer import launcher, learning_rate_search, microbatch_trial
+from trainer.launcher import (
     MAX_TRIALS,
     by_size,
     find_max_microbatch,
@@ -57,6 +55,8 @@ from trainer.microbatch_search import (
     search,
     try_microbatch,
 )
+from trainer.learning_rate_search import CHART_NAME, RATES, run_range_test, suggest, suggested_rates
+from trainer.losses import build_training_state
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial, Trial, check_idle
 from trainer.precision import resolve_for_device
 
@@ -128,10 +128,10 @@ def simulated_search(workplace, monkeypatch, *, capacity, num_processes=1, **opt
     It never initialises CUDA, whose context would take memory that the trials measure.
     """
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
-    monkeypatch.setattr(microbatch_search, "try_microbatch",
-                        lambda script, size, *_, **__: memory(1.0, 0.5, capacity)(size))
-    search("ddp_train.py", Options("tiny", runs_dir=workplace.runs_dir,
-                                   **{"memory_limit_gib": 20.0} | options), num_processes)
+    monkeypatch.setattr(launcher, "try_microbatch",
+                        lambda size, *_, **__: memory(1.0, 0.5, capacity)(size))
+    search(Options("tiny", runs_dir=workplace.runs_dir, **{"memory_limit_gib": 20.0} | options),
+           num_processes)
 
 
 def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys):
@@ -183,7 +183,7 @@ LOST_PEER = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer"
 ])
 def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(monkeypatch, on_gpu, size,
                                                                     errors, stderr, message):
-    def start(script, arguments, *, num_processes, logs_dir):
+    def start(num_processes, logs_dir):
         logs_dir.mkdir()
         (logs_dir / "stderr.log").write_text(stderr)
         for rank, text in enumerate(errors):  # in the order in which they fail
@@ -192,12 +192,12 @@ def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(monkeypatch,
             os.utime(path, (rank, rank))
         return 139
 
-    monkeypatch.setattr(microbatch_search, "start_torchrun", start)
+    monkeypatch.setattr(launcher, "start_torchrun", start)
     if message is None:
-        assert not try_microbatch("ddp_train.py", size, 2, on_gpu=on_gpu).fits
+        assert not try_microbatch(size, 2, on_gpu=on_gpu).fits
         return
     with pytest.raises(UserError, match=message):
-        try_microbatch("ddp_train.py", size, 2, on_gpu=on_gpu)
+        try_microbatch(size, 2, on_gpu=on_gpu)
 
 
 @pytest.fixture
@@ -511,14 +511,14 @@ def test_what_is_downloaded_is_verified(workplace, hub):
 def test_the_step_is_compiled_by_as_many_processes_as_train(workplace, monkeypatch, capsys):
     run_dir, asked, fits = workplace.add_run(train={"compile": True}), [], [True, False]
     workplace.add_dataset()
-    monkeypatch.setattr(launcher, "try_microbatch", lambda script, *task, **options: (
+    monkeypatch.setattr(launcher, "try_microbatch", lambda *task, **options: (
         asked.append((*task, options)), Trial(2, fits.pop(0)))[1])
     options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir)
-    launcher.prefetch_run("ddp_train.py", options, replace(ONE_PROCESS, world_size=4))
+    launcher.prefetch_run(options, replace(ONE_PROCESS, world_size=4))
     assert "compiled code: of 4 processes\n" in capsys.readouterr().out
     assert asked == [(2, 4, {"prefetches": True})]
     with pytest.raises(UserError, match=f"{run_dir}/train.json: microbatch_size 2 does not fit"):
-        launcher.prefetch_run("ddp_train.py", options, replace(ONE_PROCESS, world_size=4))
+        launcher.prefetch_run(options, replace(ONE_PROCESS, world_size=4))
 
 
 def test_a_gpu_in_use_is_refused(monkeypatch):

@@ -1,36 +1,53 @@
-"""A launch without torchrun: check the run, then train it, search, or only prepare it."""
+"""A launch without torchrun: train under it, search for a microbatch, or only prepare the run."""
 
+import json
+import os
 import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from basics.errors import UserError, print_line
+from basics.errors import FAILED, STOP_SIGNALS, UserError, print_line, says_out_of_memory
+from basics.files import write_atomically
+from basics.json_files import read_json_object, set_number, to_json
+from basics.text import gib
 from preparation.ensure_dataset import verify_digests
 from processes.command_line import Options
-from processes.launch import Process, num_gpus, start_torchrun
+from processes.launch import Process, num_gpus, spans_nodes, start_torchrun
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.summary import final_status
+from run_config import OLD_NAME, Run, load_run
+from tokens.batch_plan import largest_divisor
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
-from trainer.microbatch_search import search, try_microbatch
+from trainer.microbatch_trial import TRIAL_VARIABLE, Trial
 from trainer.models import DOWNLOADED, model_directory
 from trainer.side_processes import run_when_done
 from trainer.startup import prepare_run
 
+MAX_TRIALS = 8
+GROWTH = 4  # times the largest that fits: tried without a line, and trusted of its prediction
+SAFETY = 0.9  # share of a larger prediction that is tried: small microbatches may mislead
+MAX_GROWTH = 64  # times the largest that fits: never extrapolate further
+ROUNDING = 1e-6  # of the prediction
 
-def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreement) -> int:
+
+def launch(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
     """Check a run in this process, then train it under torchrun; return its exit status."""
     num_processes = options.nproc_per_node or max(1, num_gpus())
     if options.find_max_microbatch:
-        search(script, options, num_processes)
+        search(options, num_processes)
         return 0
     if options.find_learning_rate:  # the processes check the run
-        return start_torchrun(script, sys.argv[1:], num_processes=num_processes)
+        return start_torchrun(num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
     if options.prefetch:
-        prefetch_run(script, options, process)
+        prefetch_run(options, process)
         return 0
     prepared = prepare_run(options, process, clock, agreement)
     if prepared.is_finished:
@@ -38,11 +55,11 @@ def launch(script: str, options: Options, clock: PhaseClock, agreement: Agreemen
         run_when_done(prepared, process, stop_signal=0)
         return 0
     clock.export_to_children()
-    status = start_torchrun(script, sys.argv[1:], num_processes=num_processes)
+    status = start_torchrun(num_processes)
     return final_status(prepared.run, status)
 
 
-def prefetch_run(script: str, options: Options, process: Process) -> None:
+def prefetch_run(options: Options, process: Process) -> None:
     """Fetch and verify a run's dataset, tokenizer, initial weights and compiled code.
 
     Nothing is written into the run directory, and it is not locked: the run may be training.
@@ -67,7 +84,7 @@ def prefetch_run(script: str, options: Options, process: Process) -> None:
         _verify("initial weights", model_directory(config.init_from, options.runs_dir), DOWNLOADED)
     size = config.microbatch_size
     compiles = num_gpus() > 0 if config.compile is None else config.compile
-    if compiles and not try_microbatch(script, size, process.world_size, prefetches=True).fits:
+    if compiles and not try_microbatch(size, process.world_size, prefetches=True).fits:
         raise UserError(f"{run.train_path}: microbatch_size {size} does not fit into the memory;"
                         " make it smaller, or set head_chunks 8 (--find-max-microbatch measures"
                         " what fits)")
@@ -81,3 +98,144 @@ def _verify(what: str, directory: Path, patterns: list[str]) -> None:
     size = sum(path.stat().st_size for path in files) / 1e6
     print_line(f"{what}: {directory}: {size:,.2f} MB, {verify_digests(files)} of {len(files)} files"
                " compared with the hub's digests")
+
+
+def search(options: Options, num_processes: int) -> None:
+    """Find the largest microbatch of a run, and print it. One process; it starts the others.
+
+    Raises: UserError: not even a microbatch of 1 fits, or a trial failed for another reason.
+    """
+    run, on_gpu = _run_to_search(options, num_processes), num_gpus() > 0
+    print_line(f"microbatch {'memory' if on_gpu else 'mapped memory':>14}     tokens/s")
+
+    def try_size(size: int) -> Trial:
+        trial = try_microbatch(size, num_processes, on_gpu=on_gpu)
+        print_line(f"{size:>10,} {gib(trial.demand_gib * 2**30):>14}"
+                   f" {trial.tokens_per_second:>12,.0f}"
+                   if trial.fits else f"{size:>10,} {'out of memory':>14}")
+        return trial
+
+    trials = find_max_microbatch(try_size)
+    fitting, failure = by_size(trials)
+    if not fitting:
+        raise UserError(f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
+                        " context_length smaller, or use a larger card (see: lab plan)")
+    largest = fitting[-1].microbatch_size
+    limit = "" if failure == largest + 1 else f" (limit of {MAX_TRIALS} trials: more may fit)"
+    print_line(f"largest microbatch: {largest:,}{limit}")
+    fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
+    print_line(f"fastest microbatch: {fastest.microbatch_size:,}"
+               f" ({fastest.tokens_per_second:,.0f} tokens/s)")
+    if options.save:
+        print_line(save_result(run, trials, num_processes))
+
+
+def _run_to_search(options: Options, num_processes: int) -> Run:
+    """Return the run, if it can be searched. Raises: UserError."""
+    run = load_run(options.runs_dir, options.run)
+    if spans_nodes():
+        raise UserError("--find-max-microbatch runs on one machine: start it there without"
+                        " torchrun, or with --nnodes 1")
+    if not num_gpus() and options.memory_limit_gib is None:
+        raise UserError("--find-max-microbatch without a GPU: give --memory-limit-gib, the memory"
+                        " that a process may use")
+    batch = run.train.global_batch_size
+    if options.save and batch is not None and batch % num_processes:
+        raise UserError(f"{run.train_path}: global_batch_size {batch} is not divisible by"
+                        f" {num_processes} processes, so nothing could be saved; change it, or the"
+                        " number of processes")
+    return run
+
+
+def try_microbatch(microbatch_size: int, num_processes: int, *, on_gpu: bool = True,
+                   prefetches: bool = False) -> Trial:
+    """Train a few steps under torchrun, with the arguments of this process.
+
+    On a CPU libraries fail in many ways where the address space is at its limit, so each failure of
+    a microbatch above 1 counts as one that does not fit.
+
+    Args:
+        prefetches: compile the validation, too; not where another program uses the GPU.
+
+    Raises: UserError: they failed for another reason than memory.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result_path = Path(folder) / "result.json"
+        os.environ[TRIAL_VARIABLE] = json.dumps({
+            "microbatch_size": microbatch_size, "path": str(result_path),
+            "prefetches": prefetches})
+        try:
+            status = start_torchrun(num_processes, logs_dir=Path(folder) / "logs")
+        finally:
+            del os.environ[TRIAL_VARIABLE]
+        if status - 128 in STOP_SIGNALS:
+            sys.exit(status)
+        if result_path.exists():
+            return Trial(**json.loads(result_path.read_text()))
+        # The rank that failed first says why; others say that they have lost a peer.
+        failures = sorted(Path(folder).glob("result.rank*"), reverse=True,
+                          key=lambda path: path.stat().st_mtime_ns)
+        said = "\n".join(path.read_text(errors="replace")
+                         for path in (*Path(folder).rglob("stderr.log"), *failures))
+    if says_out_of_memory(said) or not on_gpu and microbatch_size > 1:
+        return Trial(microbatch_size, fits=False)
+    reason = (said.strip() or f"exit status {status}").splitlines()[-1].strip()
+    raise UserError(f"microbatch {microbatch_size} failed: {reason}", FAILED)
+
+
+def find_max_microbatch(try_size: Callable[[int], Trial]) -> list[Trial]:
+    """Try larger microbatches, then ones in between, until the largest that fits is known.
+
+    A line through the memory of the two largest that fit predicts the next one to try. In smaller
+    ones the optimizer's step sets the peak, not the microbatch. The first trial has a size of 1.
+    """
+    trials = [try_size(1)]
+    while len(trials) < MAX_TRIALS:
+        fitting, failure = by_size(trials)
+        if not fitting or failure == fitting[-1].microbatch_size + 1:
+            break
+        low = fitting[-1].microbatch_size
+        predicted: float = low * GROWTH
+        if len(fitting) > 1:
+            slope, fixed = np.polyfit([trial.microbatch_size for trial in fitting[-2:]],
+                                      [trial.demand_gib for trial in fitting[-2:]], 1)
+            if slope > 0:
+                predicted = (fitting[-1].capacity_gib - fixed) / slope * (1 - ROUNDING)
+        if predicted > low * GROWTH:
+            predicted = min(predicted * SAFETY, low * MAX_GROWTH)
+        size = max(int(predicted), low + 1 + low // 100)
+        if failure is not None and size >= failure:  # the line does not know the allocator's waste
+            size = (low + failure) // 2
+        trials.append(try_size(size))
+    return trials
+
+
+def by_size(trials: list[Trial]) -> tuple[list[Trial], int | None]:
+    """Return the trials that fitted, by size, and the smallest microbatch that did not fit."""
+    fitting = sorted((trial for trial in trials if trial.fits), key=lambda one: one.microbatch_size)
+    return fitting, min((one.microbatch_size for one in trials if not one.fits), default=None)
+
+
+def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
+    """Write the largest microbatch that keeps `global_batch_size` into `train.json`; say so.
+
+    The trials go into `microbatch-search.json`, for `lab plan` and `lab compare`.
+    """
+    fitting, _ = by_size(trials)
+    size, batch = fitting[-1].microbatch_size, run.train.global_batch_size
+    accumulation = run.train.gradient_accumulation_steps
+    if batch is not None:
+        size = largest_divisor(batch // num_processes, size)
+        accumulation = batch // num_processes // size
+    key = OLD_NAME if OLD_NAME in read_json_object(run.train_path) else "microbatch_size"
+    set_number(run.train_path, key, size)
+    write_atomically(run.search_path, to_json({
+        "tokens_per_second": np.interp(size, [trial.microbatch_size for trial in fitting],
+                                       [trial.tokens_per_second for trial in fitting]),
+        "machine": {"device": fitting[-1].device, "processes": num_processes},
+        "model": run.model.model_dump(),
+        "train": run.train.model_dump() | {"microbatch_size": size},
+        "trials": [asdict(trial) for trial in trials]}, indent=2) + "\n")
+    return (f"saved in {run.train_path}: microbatch_size {size}; x accumulation {accumulation}"
+            f" x {num_processes} = global batch {size * accumulation * num_processes}"
+            f" ({'kept' if batch else 'it follows the microbatch; global_batch_size fixes it'})")
