@@ -1,7 +1,5 @@
 """Turn documents into the token files that a run trains on: the command."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     from basics.entry_points import begin_command
 
@@ -12,7 +10,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -21,10 +19,7 @@ from basics.cli import FiniteRange, run_and_exit
 from basics.entry_points import INTERRUPTED
 from basics.errors import UserError, print_error, print_line
 from basics.machine import num_cpu_cores
-from preparation.choosing import SourceOptions, find_source, source_options
-
-if TYPE_CHECKING:
-    from preparation.card import Prepared
+from preparation.choosing import SourceOptions, source_options
 
 MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of memory
 
@@ -56,8 +51,8 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
 @click.option("--join", "is_join", is_flag=True,
               help="Each SOURCE is a part: join all of them to the dataset that one machine would"
                    " have made.")
-def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool, part: str,
-         tokenizer: str, skip_bad_shards: bool, **options: Any) -> None:
+def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
+         **options: Any) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
     OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
 
@@ -72,14 +67,14 @@ def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
     prepare_dataset.py --join PART... OUTPUT.
     """
     try:
-        if not part:
+        if not options["part"]:
             check_name(output)
         if is_join:  # imported here, and below, so that --help does not wait for it
             check_options("--join", "is_join", "skip_bad_shards")
             from preparation.pipeline import join_parts
 
-            dataset = join_parts([Path(part) for part in sources], output,
-                                 skip_bad_shards=skip_bad_shards)
+            summary = join_parts([Path(part) for part in sources], output,
+                                 skip_bad_shards=options["skip_bad_shards"]).summary(output)
         elif len(sources) > 1:
             raise UserError(f"{sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
                             " around a pattern of files, or join parts with --join")
@@ -87,11 +82,10 @@ def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
             check_options("--import", "is_import", "tokenizer")
             from preparation.import_bin import import_tokens
 
-            dataset = import_tokens(Path(sources[0]), output, tokenizer)
+            summary = import_tokens(Path(sources[0]), output, options["tokenizer"]).summary(output)
         else:
-            dataset = prepare(sources[0], output, part=part, tokenizer=tokenizer,
-                              skip_bad_shards=skip_bad_shards, **options)
-        print_line(dataset.summary(output))
+            summary = prepare(sources[0], output, **options)
+        print_line(summary)
     except OSError as error:  # while reading the source or examining the output directory
         place = error.filename or sources[0]
         raise UserError(f"{place}: {error.strerror or error}") from None
@@ -121,10 +115,11 @@ def check_options(mode: str, *accepted: str) -> None:
                             " SOURCE")
 
 
-def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> Prepared:
-    """Find the documents and tokenise them. Raises: UserError."""
+def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> str:
+    """Find the documents and tokenise them; return a summary. Raises: UserError."""
     from preparation.journal import Journal, check_output_dir
     from preparation.pipeline import PrepareOptions, prepare_dataset
+    from preparation.sources import find_source
 
     named = SourceOptions(source, **{key: options.pop(key) for key in (
         "subset", "split", "revision", "text_column", "keep_raw")})
@@ -133,11 +128,10 @@ def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -
     documents = find_source(named, raw_dir=Journal(check_output_dir(output)).raw_dir)
     if preparation.part and documents.request.revision != named.revision:
         print_line(f"use --revision {documents.request.revision} on the other machines")
-    return prepare_dataset(documents, output, preparation)
+    return prepare_dataset(documents, output, preparation).summary(output)
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line."""
     run_and_exit(main, arguments, smaller="--workers")
 
 

@@ -11,7 +11,6 @@ under. So a checkpoint that the run has left stays left, wherever it comes back 
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 from contextlib import suppress
@@ -21,7 +20,7 @@ from typing import Annotated
 from pydantic import Field
 
 from basics.errors import UserError, status_of_place, writing_to
-from basics.files import partial_file, read_regular_file, write_atomically
+from basics.files import partial_file, read_regular_file, sha256_of, write_atomically
 from basics.json_files import FrozenConfig
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
@@ -49,7 +48,7 @@ class Manifest(FrozenConfig):
 
 def write_manifest(directory: Path, *, global_step: int, tokens: int) -> None:
     """Write the manifest of a directory's files. Call fsync on each of them first."""
-    files = {path.name: FileFacts(bytes=path.stat().st_size, sha256=_sha256(path))
+    files = {path.name: FileFacts(bytes=path.stat().st_size, sha256=sha256_of(path))
              for path in sorted(directory.iterdir())}
     manifest = Manifest(global_step=global_step, tokens=tokens, files=files)
     write_atomically(directory / MANIFEST, manifest.model_dump_json(indent=2) + "\n", durable=True)
@@ -71,18 +70,13 @@ def find_damage(directory: Path, *, thoroughly: bool = False) -> str:
             size = (directory / name).lstat().st_size  # of a link: another one
             if size != facts.bytes:
                 return f"{name} has {size:,} bytes, not {facts.bytes:,}"
-            if thoroughly and _sha256(directory / name) != facts.sha256:
+            if thoroughly and sha256_of(directory / name) != facts.sha256:
                 return f"{name} has changed since it was written"
     except FileNotFoundError:
         return f"{name} is missing"
     except (OSError, ValueError) as error:
         return f"{name} cannot be read ({getattr(error, 'strerror', None) or 'damaged'})"
     return ""
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def named_as_checkpoints(checkpoints_dir: Path, *, partial: bool = False) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -30,6 +31,12 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
         if found.st_size > max_bytes:
             raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes")
         return file.read(max_bytes).decode(errors="replace")
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's digest, about a second a GB."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def append_whole(path: Path, text: str) -> None:

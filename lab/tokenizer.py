@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
-from preparation.choosing import SourceOptions, find_source, source_options
+from preparation.choosing import SourceOptions, source_options
 from preparation.cutting import BadShard
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def command(source: str, output: Path, **options: Any) -> None:
     # Imported here so that --help is fast.
     from lab.publish.formats import write_own_tokenizer
     from preparation.journal import check_output_dir
+    from preparation.sources import find_source
 
     vocab_size, max_bytes = options.pop("vocab_size"), options.pop("max_megabytes") * 10**6
     output_dir = check_output_dir(output)

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from basics.errors import one_line, print_error
 from basics.text import counted, escaped
-from preparation.journal import Request
+from preparation.sources import Request
 from preparation.token_stream import Counts
 from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
 
@@ -59,8 +59,7 @@ class _Lines:
 def progress_bar(total: int, first: int, unit: str) -> tqdm:
     """Return a bar on a terminal, which elsewhere prints a line every LINE_INTERVAL seconds.
 
-    Args:
-        total: bytes or documents, `first` of them by an earlier launch.
+    `total` is in bytes or documents, `first` of them by an earlier launch.
     """
     if sys.stderr.isatty():
         where = {"dynamic_ncols": True}
@@ -86,11 +85,11 @@ class Prepared:
     def metadata(self, split: str, max_token_id: int) -> dict[str, str]:
         """Return the metadata of a token file."""
         counts, request = self.splits[split], self.request
-        metadata = {
-            "num_documents": counts.num_documents, "num_tokens": counts.num_tokens,
-            "max_token_id": max_token_id, "num_text_bytes": counts.num_text_bytes,
-            "tokenizer": request.tokenizer, "source": request.source[:400],
-            "revision": request.revision[:100], "num_bad_files": len(self.bad_files) or None}
+        metadata = {"num_documents": counts.num_documents, "num_tokens": counts.num_tokens,
+                    "max_token_id": max_token_id, "num_text_bytes": counts.num_text_bytes,
+                    "tokenizer": request.tokenizer, "source": request.source[:400],
+                    "revision": request.revision[:100],
+                    "num_bad_files": len(self.bad_files) or None}
         return {key: str(value) for key, value in metadata.items() if value is not None}
 
     def amount(self) -> str:
@@ -116,8 +115,8 @@ class Prepared:
                          " prepare_dataset.py --join PART... OUTPUT")
         else:
             lines += [f"{output_dir / split}.safetensors:"
-                      f" {counted(counts.num_documents, 'document')}, {counts.num_tokens:,} tokens"
-                      for split, counts in self.splits.items()]
+                      f" {counted(part.num_documents, 'document')}, {part.num_tokens:,} tokens"
+                      for split, part in self.splits.items()]
         if self.bad_files:
             lines.append(f"files {self.left_out()}")
         return "\n".join(lines)
@@ -137,16 +136,15 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
             f" {(dataset_dir / f'{split}.safetensors').stat().st_size:,} |"
             for split, counts in dataset.splits.items()]
     revision = f" (revision {request.revision})" if request.revision else ""
-    notes = ""
-    if request.hub_name is None:
-        notes += ("\nBefore you publish this dataset, set the licence and the language above to"
-                  " those of the source.\n")
+    notes = "" if request.hub_name else (
+        "\nBefore you publish this dataset, set the licence and the language above to those of the"
+        " source.\n")
     if dataset.bad_files:
         notes += f"\nFiles {escaped(dataset.left_out())}.\n"
     card = CARD.format(
         front_matter=card_data.to_yaml(), name=escaped(request.title), rows="\n".join(rows),
-        documents=counted(total.num_documents, "document"),
-        source=escaped(request.source + revision), amount=dataset.amount(), notes=notes,
+        documents=counted(total.num_documents, "document"), amount=dataset.amount(), notes=notes,
+        source=escaped(request.source + revision),
         tokenizer=TOKENIZER_FILE if file else request.tokenizer,
         end_of_text=load_tokenizer(request.tokenizer, file).eot_token)
     (dataset_dir / "README.md").write_text(card, encoding="utf-8")

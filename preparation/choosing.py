@@ -1,26 +1,21 @@
-"""Which documents SOURCE, --subset and --split name, for each command that reads some."""
-
-from __future__ import annotations
+"""Which documents --subset and --split name, for each command that reads some."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from basics.errors import UserError, one_line, print_error
 from basics.text import counted
 
-if TYPE_CHECKING:
-    from preparation.sources import Source
-
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # all but .txt only if named or matched by a pattern
-SUFFIXES = (".parquet", *JSON_SUFFIXES, ".txt")
+# The kinds of document files, by suffix; `file_tasks` in reading.py reads each kind.
+SUFFIXES = {".parquet": "parquet", ".jsonl": "JSON lines", ".jsonl.gz": "JSON lines",
+            ".jsonl.zst": "JSON lines", ".json.gz": "JSON lines", ".txt": "text"}
+NAMED_SUFFIXES = {".md": "text", ".rst": "text", ".py": "text"}  # if named, or by a pattern
 SPLIT_WORDS = {  # in names of files and directories, as Hugging Face's datasets reads them
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
@@ -67,46 +62,17 @@ class SourceOptions:
                 + f" split {self.split}" * bool(self.split))
 
 
-def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
-    """Find the documents that SOURCE names; downloads that are not kept go to `raw_dir`.
-
-    Raises:
-        UserError: there are none, or the hub cannot be reached.
-    """
-    # Imported here, so that --help does not wait for it.
-    from preparation.sources import find_documents, python_stdlib
-
-    source, options = options.source, replace(options, subset=options.subset.strip("/"))
-    if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
-        from preparation.hub import hub_source
-
-        return hub_source(options, raw_dir=raw_dir)
-    if options.keep_raw or options.revision:
-        raise UserError(f"{source}: --keep-raw and --revision need a dataset on the hub, given as"
-                        " owner/name")
-    if source != "python-stdlib":
-        return find_documents(options)
-    if options.label() != source:
-        raise UserError(f"{source}: has no --subset and no --split")
-    return python_stdlib()
-
-
 def kind_of(name: str) -> str:
     """Return the kind of a document file by its name; empty if it is not one."""
-    name = name.lower()
-    if name.endswith(".parquet"):
-        return "parquet"
-    if name.endswith(JSON_SUFFIXES):
-        return "JSON lines"
-    return "text" if name.endswith(TEXT_SUFFIXES) else ""
+    return next((kind for suffix, kind in (SUFFIXES | NAMED_SUFFIXES).items()
+                 if name.lower().endswith(suffix)), "")
 
 
 def files_of_one_kind(names: Iterable[str], options: SourceOptions, place: str,
                       patterns: Patterns) -> tuple[str, dict[str, str]]:
     """Return the kind of the documents in `--subset`, and their files; see `subset_of`.
 
-    Raises:
-        UserError: there are none, or of several kinds.
+    Raises: UserError: there are none, or of several kinds.
     """
     inside = subset_of(names, options, place, patterns)
     kinds = {kind_of(name) for name in inside}
@@ -125,8 +91,7 @@ def subset_of(names: Iterable[str], options: SourceOptions, place: str,
 
     The pattern is compared with directories at any depth, then with the names of configs.
 
-    Raises:
-        UserError: none matches; lists what there is.
+    Raises: UserError: none matches; lists what there is.
     """
     names, configs = list(names), {config for config, _, _ in patterns}
     if not options.subset:
@@ -155,13 +120,9 @@ def split_of_files(paths: Mapping[str, str], options: SourceOptions, place: str,
                    patterns: Patterns) -> list[str]:
     """Return the files of `--split`; without it those named train if there are any.
 
-    A file whose name says no split is of the one that the dataset's card gives it, if any.
-
-    Args:
-        paths: of the files inside the subset, by name.
-
-    Raises:
-        UserError: no file matches, or none is named train but several splits are.
+    A file whose name says no split is of the one that the dataset's card gives it, if any. `paths`
+    are inside the subset, by name. Raises: UserError: no file matches, or none is named train but
+    several splits are.
     """
     # --subset may name a directory, and no config.
     patterns = [row for row in patterns if matches(row[0], options.subset)] or patterns
@@ -193,8 +154,7 @@ def split_of_files(paths: Mapping[str, str], options: SourceOptions, place: str,
 
 
 def split_of(path: str) -> str:
-    """Return train, validation or test if a file or one of its directories is named so, else
-    an empty text."""
+    """Return train, validation or test if a file or one of its directories is named so, or ""."""
     for part in reversed(PurePosixPath(path.lower()).parts):
         if found := SPLIT_WORD.search(part):
             return SPLIT_WORDS[found[0]]
@@ -203,8 +163,7 @@ def split_of(path: str) -> str:
 
 def config_patterns(card_data: Mapping[str, Any]) -> Patterns:
     """Return the patterns in the front matter of a dataset card, which may hold anything."""
-    found = []
-    configs = card_data.get("configs")
+    found, configs = [], card_data.get("configs")
     for config in configs if isinstance(configs, list) else []:
         if isinstance(config, dict):
             folder = config.get("data_dir")
@@ -234,5 +193,4 @@ def listed(names: Iterable[str]) -> str:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a name is the pattern, or matches it."""
     return name == pattern or fnmatchcase(name, pattern)

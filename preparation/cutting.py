@@ -33,9 +33,7 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts,
 
     With `safe` cuts the tokens of the pieces are those of the whole document. With `any` cuts the
     text is cut between two characters if twice LARGE_DOCUMENT bytes have no place for a safe one.
-
-    Raises:
-        BadShard: what may not be cut, in the file `name`, is too long to be encoded at once.
+    Raises: BadShard: what may not be cut, in the file `name`, is too long to be encoded at once.
     """
     rest: bytes | memoryview = b""
     for block in blocks:

@@ -91,15 +91,13 @@ def encoded_pieces(pieces: Iterable[Piece],
         return
     sizes = ((piece, len(piece.text)) for piece in pieces)
     for batch, _ in grouped(sizes, BATCH_CHARACTERS):
-        yield from zip(batch, encode_batch([piece.text for piece in batch], tokenizer),
-                       strict=True)
+        yield from zip(batch, encode_batch([piece.text for piece in batch], tokenizer), strict=True)
 
 
 def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.ndarray]:
     """Return the tokens of each text, (n,) uint16. A literal <|endoftext|> in a text stays text.
 
-    One call encodes them all, with end-of-text tokens between them: faster than a call for each.
-    """
+    One call encodes them all, with end-of-text tokens between them: faster than a call for each."""
     together = END_OF_TEXT.join(texts)
     if together.count(END_OF_TEXT) >= len(texts):  # one of the texts contains it
         encoded = (tokenizer.encode_to_numpy(text, disallowed_special=()) for text in texts)
@@ -118,8 +116,7 @@ Result = Encoded | BadShard | Shard
 def worker_pool(tokenizer: Tokenizer, num_workers: int) -> Iterator[ProcessPoolExecutor | None]:
     """Start worker processes; none for one worker, whose tasks this process does.
 
-    They are forked, so that they share the tokenizer and all modules. This process must not have
-    started threads.
+    They are forked, to share the tokenizer and all modules: this process must not have threads.
     """
     if num_workers == 1:
         yield None
@@ -158,11 +155,7 @@ def encode(items: Iterable[Item | None], tokenizer: Tokenizer, pool: ProcessPool
            num_workers: int) -> Iterator[tuple[Item, Result]]:
     """Yield all items in their order, tasks with their results, others with themselves.
 
-    Args:
-        items: None waits for all tasks submitted so far.
-
-    Raises:
-        UserError: a worker was killed.
+    An item None waits for all tasks submitted so far. Raises: UserError: a worker was killed.
     """
     if pool is None:
         for item in items:

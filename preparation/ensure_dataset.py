@@ -1,6 +1,5 @@
 """Make sure that the dataset of a run is on this machine, and that downloads are whole."""
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from basics.errors import UserError, writing_to
+from basics.files import sha256_of
 
 STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
 SPLITS = ("train", "validation")
@@ -18,11 +18,8 @@ CLOCK_SECONDS = 1.0  # a file's time may be that much later than its record's
 def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS) -> None:
     """Prepare or download a dataset if it is not on this machine. One process of each node.
 
-    Args:
-        splits: that are needed; others are not downloaded.
-
-    Raises:
-        UserError: there is no such dataset, or it cannot be downloaded or written.
+    Other splits are not downloaded. Raises: UserError: there is no such dataset, or it cannot be
+    downloaded or written.
     """
     if is_complete(dataset_dir, splits):
         return
@@ -55,15 +52,13 @@ def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:
 def verify_digests(paths: Iterable[Path]) -> int:
     """Compare files with their digests, about a second a GB; return how many have a known one.
 
-    Raises:
-        UserError: a file is damaged, or cannot be read.
+    Raises: UserError: a file is damaged, or cannot be read.
     """
     num_known = 0
     for path in paths:
         if (known := digest_of_download(path)) is not None:
             try:
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                found = sha256_of(path)
             except OSError as error:
                 raise UserError(f"{path}: cannot be read: {error.strerror}") from None
             if found != known:

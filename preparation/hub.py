@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +23,8 @@ from preparation.choosing import (
     kind_of,
     split_of_files,
 )
-from preparation.journal import Request
-from preparation.sources import Shard, Source, file_tasks
+from preparation.reading import file_tasks
+from preparation.sources import Request, Shard, Source
 from tokens.tokenizer import TOKENIZER_FILE
 
 PAUSES = (1, 5, 20)  # seconds before each further attempt, beside those of the client
@@ -44,11 +45,8 @@ T = TypeVar("T")
 def fetch_dataset(dataset_dir: Path, repository: str, splits: Sequence[str]) -> None:
     """Download splits of a token dataset. One process of all that share the directory.
 
-    Files get their final names when complete; complete files are not downloaded again.
-
-    Raises:
-        UserError: the hub cannot be reached or has no such dataset for this user.
-        OSError: the disk is full.
+    Files get their final names when complete; complete files are not downloaded again. Raises:
+    UserError: the hub cannot be reached or has no such dataset for this user; OSError: a full disk.
     """
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
     present = {file.rfilename for file in info.siblings or ()}
@@ -82,8 +80,7 @@ class HubShard(Shard):
 
 
 def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
-    """Find the documents of a dataset on the hub, parquet or JSON lines files; see `find_source`.
-    """
+    """Find the documents of a dataset on the hub, in files of rows; see `find_source`."""
     repository, is_kept = options.source, options.keep_raw is not None
     raw_dir = options.keep_raw or raw_dir
     info = ask_hub(repository, lambda: HfApi().dataset_info(
@@ -91,13 +88,14 @@ def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
     entries = ask_hub(repository, lambda: _files(repository, options.subset, info.sha))
     check_names(repository, [entry.path for entry in entries])
     files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)
-             if kind_of(entry.path) in ("parquet", "JSON lines")}
+             if kind_of(entry.path) not in ("", "text")}
     place, card = f"{repository} on the hub", info.card_data
     patterns = config_patterns(card.to_dict() if card else {})
     kind, inside = files_of_one_kind(files, options, place, patterns)
     shards = [HubShard(
         name=path, identity=files[path].lfs.sha256 if files[path].lfs else files[path].blob_id,
-        num_bytes=files[path].size, tasks=file_tasks(raw_dir / path, options.text_column),
+        num_bytes=files[path].size,
+        tasks=partial(file_tasks, [raw_dir / path], raw_dir, options.text_column),
         repository=repository, revision=info.sha, raw_dir=raw_dir, is_kept=is_kept)
         for path in split_of_files(inside, options, place, patterns)]
     licences = _names(card and card.license, "unknown")
@@ -131,9 +129,7 @@ def _files(repository: str, subset: str, revision: str) -> list[RepoFile]:
 def ask_hub(subject: str, action: Callable[[], T], *, pauses: Sequence[float] = PAUSES) -> T:
     """Do something with the hub; after errors that may be transient, pause and try again.
 
-    Raises:
-        UserError: it failed; says why, and what to do.
-        OSError: the disk is full.
+    Raises: UserError: it failed; says why, and what to do. OSError: the disk is full.
     """
     logging.set_verbosity_error()  # the client prints its retries, and what servers warn of, raw
     subject += " on the Hugging Face hub"

@@ -7,8 +7,8 @@ import numpy as np
 from basics.errors import UserError, writing_to
 from basics.files import write_atomically
 from preparation.card import Prepared, write_card
-from preparation.journal import Journal, Request, check_disk_space, check_output_dir
-from preparation.sources import without_links_out
+from preparation.journal import Journal, check_disk_space, check_output_dir
+from preparation.sources import Request, without_links_out
 from preparation.token_stream import Counts, TokenFileWriter, num_training_documents
 from tokens.token_file import check_token_ids
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, choose_tokenizer
@@ -23,14 +23,9 @@ Pieces = list[tuple[Path, int, int]]  # of files: the first token, and the end
 def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prepared:
     """Write both token files from the files named train and val, in the order of their names.
 
-    nanoGPT's files contain nothing but uint16 tokens, llm.c's start with a header.
-
-    Args:
-        source: a directory, or one file, whose last tokens are for validation.
-
-    Raises:
-        UserError: files are missing, their sizes do not match their headers, or a token id is
-            outside the tokenizer's vocabulary.
+    nanoGPT's files contain nothing but uint16 tokens, llm.c's start with a header. The last tokens
+    of a single file are for validation. Raises: UserError: files are missing, their sizes do not
+    match their headers, or a token id is outside the tokenizer's vocabulary.
     """
     output_dir = check_output_dir(output_dir)
     tokenizer, title = choose_tokenizer(tokenizer_choice), source.resolve().name
@@ -58,9 +53,7 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
 
 
 def _find(source: Path) -> dict[str, Pieces]:
-    """Return what each split is made of; files are named such as val.bin or
-    fineweb_val_000000.bin. Raises: UserError.
-    """
+    """Return what each split is made of: val.bin, fineweb_val_000000.bin. Raises: UserError."""
     folder = source.parent if source.is_file() else source
     if (folder / "meta.pkl").exists():
         raise UserError(f"{folder}: meta.pkl defines another vocabulary than that of --tokenizer;"

@@ -1,63 +1,22 @@
 """The directory of an unfinished preparation: what was asked, a line for each finished shard."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import NonNegativeInt
 
 from basics.errors import DISK_FULL, UserError
 from basics.failpoints import failpoint
 from basics.files import append_whole, fsync, locked, write_atomically
 from basics.text import gb
+from preparation.sources import Record, Request, Shard
 from preparation.token_stream import DATA_START, Counts
 
-if TYPE_CHECKING:
-    from preparation.sources import Shard
-
 TOKENS = "train.safetensors"  # all tokens, until the last ones are moved to the validation file
-FACTS = ("title", "licence", "languages", "hub_name")  # may differ
-
-
-class Record(BaseModel):
-    """What is written as JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Request(Record):
-    """What a preparation was asked for, besides the content of its files."""
-
-    source: str
-    revision: str = ""  # the commit of a hub dataset
-    text_column: str = ""
-    tokenizer: str = Field("", pattern="^(gpt2|bytes|sha256:.*|)$")
-    validation_fraction: float = Field(0.01, gt=0, lt=1)
-    max_documents: int | None = Field(None, ge=1)
-    part: str = ""  # such as 2/4, of a preparation that several machines share
-    names_and_sizes: str = ""  # of a part: the digest of those of all files of the source
-    # What the dataset card says about the source.
-    title: str = ""
-    licence: str | list[str] = "unknown"
-    languages: list[str] = ["en"]
-    hub_name: str | None = None
-
-    def changed(self, **values: object) -> Request:
-        """Return a copy with other values."""
-        return self.model_copy(update=values)
-
-    def difference(self, earlier: Request) -> str:
-        """Say how it differs from an earlier one; empty if it does not."""
-        changes = [f"{key.replace('_', ' ')} was {value or 'none'}, is {str(new or 'none')[:12]}"
-                   for key, value in earlier if key not in FACTS
-                   and value != (new := getattr(self, key))]
-        return ", ".join(changes)
 
 
 class Finished(Record):
@@ -74,7 +33,7 @@ class Finished(Record):
 class Journal:
     """The directory of an unfinished preparation, next to its output, and its progress file.
 
-    The subdirectory `dataset/` becomes the output; `raw/` is for downloads.
+    Its `dataset/` becomes the output; `raw/` is for downloads.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -106,8 +65,8 @@ class Journal:
             for line in lines:
                 self.lines.append(Finished.model_validate_json(line))
         path = self.dataset_dir / TOKENS
-        if not path.exists() or path.stat().st_size < (
-                DATA_START + 2 * self.last.counts.num_tokens):
+        num_bytes = path.stat().st_size if path.exists() else 0
+        if num_bytes < DATA_START + 2 * self.last.counts.num_tokens:
             self.lines = []
 
     @property
@@ -116,7 +75,6 @@ class Journal:
 
     @property
     def shards(self) -> list[Finished]:
-        """The finished shards."""
         return [line for line in self.lines if line.name]
 
     @property
@@ -130,10 +88,8 @@ class Journal:
     def begin(self, request: Request, shards: Sequence[Shard]) -> None:
         """Start or continue with a request.
 
-        Files that are not finished yet may change: a damaged one may have been replaced.
-
-        Raises:
-            UserError: an earlier launch finished shards of another request, or of other files.
+        Files that are not finished yet may change: a damaged one may have been replaced. Raises:
+        UserError: an earlier launch finished shards of another request, or of other files.
         """
         if self.lines:
             assert self.request is not None
@@ -151,7 +107,6 @@ class Journal:
         self.dataset_dir.mkdir(exist_ok=True)
         records = [record.model_dump_json() + "\n" for record in (request, *self.lines)]
         write_atomically(self.path, "".join(records), durable=True)
-        self.request = request
 
     def add(self, line: Finished) -> None:
         """Record that a shard is finished, or the split. Its tokens must have been fsynced."""
@@ -168,8 +123,8 @@ class Journal:
 
 
 def check_output_dir(output_dir: Path) -> Path:
-    """Return the output directory with links resolved; it must be empty or missing, and none
-    that cannot be replaced. Raises: UserError."""
+    """Return the output directory with links resolved. Raises: UserError: it is not empty, or
+    cannot be replaced."""
     output_dir = Path(os.path.realpath(output_dir))  # Path.resolve() raises on loops of links
     if output_dir.is_mount() or output_dir == Path.cwd():
         raise UserError(f"{output_dir}: is a mount point or the current directory; name a directory"

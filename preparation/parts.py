@@ -12,13 +12,13 @@ import numpy as np
 from pydantic import NonNegativeInt, ValidationError
 
 from basics.errors import UserError
-from basics.files import read_regular_file, write_atomically
+from basics.files import read_regular_file, sha256_of, write_atomically
 from preparation.card import Prepared
 from preparation.cutting import Cuts
 from preparation.encoding import Encoded
-from preparation.journal import TOKENS, Record, Request
+from preparation.journal import TOKENS
 from preparation.reading import BadFile
-from preparation.sources import Shard, Source
+from preparation.sources import Record, Request, Shard, Source
 from preparation.token_stream import Counts, read_tokens
 from tokens.tokenizer import Tokenizer, file_beside, load_tokenizer
 
@@ -48,8 +48,7 @@ def parse_part(text: str) -> tuple[int, int]:
 def share_of(source: Source, part: str) -> Source:
     """Return the shards of one part: in all parts about the same number of them.
 
-    Raises:
-        UserError: there are more parts than shards.
+    Raises: UserError: there are more parts than shards.
     """
     number, total = parse_part(part)
     shards = source.shards
@@ -61,8 +60,7 @@ def share_of(source: Source, part: str) -> Source:
 
 
 def names_and_sizes(source: Source) -> str:
-    """Return the digest of the names and sizes of all files, which must be the same for all parts.
-    """
+    """Return the digest of the names and sizes of all files, which all parts must share."""
     files = [(shard.name, shard.num_bytes, shard.num_files) for shard in source.shards]
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
@@ -71,21 +69,14 @@ def write_part(part_dir: Path, part: Prepared, max_bad_files: int) -> None:
     """Write part.json next to the tokens, which must be complete."""
     content = PartFile(request=part.request, counts=part.total, num_empty=part.num_empty,
                        bad_files=part.bad_files, max_bad_files=max_bad_files,
-                       digest=_digest_of(part_dir / TOKENS))
+                       digest=sha256_of(part_dir / TOKENS))
     write_atomically(part_dir / PART_FILE, content.model_dump_json(indent=1) + "\n", durable=True)
-
-
-def _digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, about a second per GB."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_parts(part_dirs: Sequence[Path]) -> tuple[Source, Tokenizer]:
     """Return the documents of all parts, and their tokenizer.
 
-    Raises:
-        UserError: a part is missing, damaged, or of another preparation.
+    Raises: UserError: a part is missing, damaged, or of another preparation.
     """
     found: dict[int, tuple[Path, PartFile]] = {}
     for path in part_dirs:
@@ -97,13 +88,13 @@ def read_parts(part_dirs: Sequence[Path]) -> tuple[Source, Tokenizer]:
         if changes := own.difference(theirs):
             raise UserError(f"{first_path} and {path} do not belong together: {changes}")
         if number in found:
-            raise UserError(f"{found[number][0]} and {path} are both part {part.request.part};"
-                            " name each part once")
+            raise UserError(f"{found[number][0]} and {path} are both part {part.request.part}; name"
+                            " each part once")
         found[number] = path, part
     missing = [str(number) for number in range(1, total + 1) if number not in found]
     if missing:
-        raise UserError(f"part {', '.join(missing)} of {total} missing; prepare it with"
-                        f" --part {missing[0]}/{total}, or name its directory")
+        raise UserError(f"part {', '.join(missing)} of {total} missing; prepare it with --part"
+                        f" {missing[0]}/{total}, or name its directory")
     shards = [Shard(name=str(path), identity=part.digest, num_bytes=2 * part.counts.num_tokens,
                     tasks=partial(_stored, path, part))
               for _, (path, part) in sorted(found.items())]
@@ -118,7 +109,7 @@ def _read(path: Path) -> PartFile:
         part = PartFile.model_validate_json(
             read_regular_file(path / PART_FILE, max_bytes=MAX_PART_FILE))
         parse_part(part.request.part)
-        if _digest_of(path / TOKENS) == part.digest:
+        if sha256_of(path / TOKENS) == part.digest:
             return part
     raise UserError(f"{path}: is not a whole part: {PART_FILE} or {TOKENS} is missing or damaged;"
                     " repeat its --part command, or copy it again")

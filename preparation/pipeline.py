@@ -19,7 +19,7 @@ from basics.files import write_atomically
 from basics.text import counted
 from preparation.card import MAX_BAD_NAMES, Prepared, progress_bar, write_card
 from preparation.cutting import BadShard
-from preparation.encoding import Encoded, Item, Result, cuts_of, encode, worker_pool
+from preparation.encoding import Item, Result, cuts_of, encode, worker_pool
 from preparation.journal import TOKENS, Finished, Journal, check_disk_space, check_output_dir
 from preparation.parts import names_and_sizes, read_parts, share_of, write_part
 from preparation.reading import TASK_BYTES, Task
@@ -55,9 +55,8 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
     Everything is written next to `output_dir` and renamed to it when it is complete. After a kill
     or an error, the same call continues the work.
 
-    Raises:
-        UserError: `output_dir` is not empty, the source cannot be used or differs from that of an
-            unfinished preparation, or the disk is full.
+    Raises: UserError: `output_dir` is not empty, the source cannot be used or differs from that of
+        an unfinished preparation, or the disk is full.
     """
     output_dir = check_output_dir(output_dir)
     tokenizer = choose_tokenizer(options.tokenizer)
@@ -77,8 +76,7 @@ def join_parts(part_dirs: Sequence[Path], output_dir: Path, *,
                skip_bad_shards: bool = False) -> Prepared:
     """Write the dataset of all parts, as `prepare_dataset` does; they are left as they are.
 
-    Raises:
-        UserError: a part is missing, damaged, or of another preparation; or as there.
+    Raises: UserError: a part is missing, damaged, or of another preparation; or as there.
     """
     output_dir = check_output_dir(output_dir)
     source, tokenizer = read_parts(part_dirs)
@@ -128,6 +126,7 @@ class _Preparation:
             write_atomically(journal.dataset_dir / TOKENIZER_FILE, tokenizer.content, durable=True)
         self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS,
                                        num_tokens=journal.last.counts.num_tokens)
+        self._first_reason = ""  # why a file was left out
         self._begin_shard()
 
     def _begin_shard(self, *, is_bad: bool = False) -> None:
@@ -204,19 +203,17 @@ class _Preparation:
             self._tokens.truncate(self._counts.num_tokens)
             self._leave_out(self._source.shards[len(self._journal.shards)].name, str(result))
         else:
-            self._write(result)
-
-    def _write(self, encoded: Encoded) -> None:
-        encoded = encoded.first_documents(self._limit - self._counts.num_documents,
-                                          self._tokenizer)
-        self._tokens.add(encoded.tokens)
-        self._counts += encoded.counts
-        self._num_empty += encoded.num_empty
-        for file in encoded.bad_files:
-            self._leave_out(file.name, file.reason)
+            wanted = result.first_documents(self._limit - self._counts.num_documents,
+                                            self._tokenizer)
+            self._tokens.add(wanted.tokens)
+            self._counts += wanted.counts
+            self._num_empty += wanted.num_empty
+            for file in wanted.bad_files:
+                self._leave_out(file.name, file.reason)
 
     def _leave_out(self, name: str, reason: str) -> None:
         """Note a file that cannot be read. Raises: UserError, if there are too many."""
+        self._first_reason = self._first_reason or reason
         self._bad_files.append(name)
         count = len(self._journal.bad_files) + len(self._bad_files)
         if count > self._max_bad_files:
@@ -252,7 +249,7 @@ class _Preparation:
             total = replace(total, num_documents=2)
             start = num_training_documents(total.num_tokens, fraction)
         else:
-            _check_documents(self._request.source, total, journal.bad_files)
+            self._check_documents()
             num_train = num_training_documents(total.num_documents, fraction)
             start = start_of_last(self._tokens.path, total.num_tokens,
                                   total.num_documents - num_train, self._tokenizer.eot_token)
@@ -270,17 +267,21 @@ class _Preparation:
         journal.add(Finished(counts=total - validation, validation=validation,
                              num_empty=self._num_empty))
 
-
-def _check_documents(source: str, total: Counts, bad_files: Sequence[str]) -> None:
-    """Refuse a source without text, or one that cannot fill both splits. Raises: UserError."""
-    if total.num_documents < 2:
-        bad = f"; left out: {', '.join(bad_files[:MAX_BAD_NAMES])}" if bad_files else ""
-        raise UserError(f"{source}: {counted(total.num_documents, 'document')} found; wanted at"
-                        " least 2, for training and validation (JSON lines: one document per"
-                        f" line){bad}")
-    if not total.num_text_bytes:
-        raise UserError(f"{source}: has no text: all of its {total.num_documents:,} documents are"
-                        " empty")
+    def _check_documents(self) -> None:
+        """Refuse a source without text, or one that cannot fill both splits. Raises: UserError."""
+        total, bad_files = self._counts, self._journal.bad_files
+        if total.num_documents >= 2 and total.num_text_bytes:
+            return
+        self._journal.lines = []  # its files may be replaced then: there is nothing to continue
+        if total.num_documents >= 2:
+            raise UserError(f"{self._request.source}: has no text: all of its"
+                            f" {total.num_documents:,} documents are empty")
+        hint = "JSON lines: one document per line"
+        if bad_files:
+            more = f" and {len(bad_files) - 1} more" * (len(bad_files) > 1)
+            hint = f"left out: {self._first_reason or bad_files[0]}{more}"
+        raise UserError(f"{self._request.source}: {counted(total.num_documents, 'document')} found;"
+                        f" wanted at least 2, for both splits (--validation-fraction); {hint}")
 
 
 def _fetch(shard: Shard) -> Future[None]:

@@ -18,6 +18,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from basics.errors import UserError
+from preparation.choosing import kind_of
 from preparation.cutting import LARGE_DOCUMENT, BadShard, Cuts, Piece, cut_document
 
 TASK_BYTES = 2**22  # of text in a task, roughly
@@ -46,7 +47,7 @@ class Reading(NamedTuple):
 
 
 class Task(NamedTuple):
-    """The unit of work of a worker. It is pickled and sent to another process."""
+    """The unit of work of a worker, pickled and sent to another process."""
 
     read: Callable[[Reading], Iterator[Piece]]  # raises BadShard
     num_bytes: int  # of text, roughly
@@ -68,11 +69,23 @@ def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int,
         yield group, total
 
 
+def file_tasks(paths: Sequence[Path], root: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
+    """Split files of one kind, a single one unless they are text, into tasks.
+
+    Raises: BadShard: one is damaged. UserError: there is no such column.
+    """
+    kind = kind_of(paths[0].name)
+    if kind == "parquet":
+        return parquet_tasks(paths[0], text_column, cuts)
+    if kind == "JSON lines":
+        return json_tasks(paths[0], text_column, cuts)
+    return text_tasks(paths, root, cuts)
+
+
 def text_tasks(paths: Sequence[Path], root: Path, cuts: Cuts) -> Iterator[Task]:
     """Leave files, one document each, to the workers; read a very large one here, in pieces.
 
-    Raises:
-        BadShard: a large one, which is alone in its shard, cannot be read.
+    Raises: BadShard: a large one, which is alone in its shard, cannot be read.
     """
     sizes = ((path, path.stat().st_size if path.exists() else 0) for path in paths)
     for group, size in grouped(sizes, TASK_BYTES):
@@ -125,15 +138,13 @@ def _given(pieces: Sequence[Piece], _: Reading) -> Iterator[Piece]:
 
 
 def memory_tasks(texts: Sequence[bytes], cuts: Cuts) -> Iterator[Task]:
-    """Yield texts that are in memory, one document each."""
     return _in_memory(piece for text in texts for piece in cut_document([text], cuts, "texts"))
 
 
 def json_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
     """Split a JSON lines file (plain, gzip or zstandard) into tasks of whole lines.
 
-    Raises:
-        BadShard: it is damaged.
+    Raises: BadShard: it is damaged.
     """
     first_line = 1
     for block, source_bytes in _blocks_of_lines(path):
@@ -188,30 +199,27 @@ def _text_of(line: bytes, place: str, text_column: str) -> bytes:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = (f"; its keys are {', '.join(record)[:60]} (--text-column)"
                  if isinstance(error, KeyError) and record else "")
-        raise BadShard(f'{place} is not a JSON object with a text in "{text_column}"{found}'
-                       ) from None
+        raise BadShard(
+            f'{place} is not a JSON object with a text in "{text_column}"{found}') from None
 
 
 def parquet_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
     """Leave small row groups to the workers; read large ones here, a few rows at a time.
 
-    Raises:
-        BadShard: it is not a complete parquet file.
-        UserError: there is no such column.
+    Raises: BadShard: it is not a complete parquet file. UserError: there is no such column.
     """
     with _naming(path):
         footer = pyarrow.parquet.read_metadata(path)
         schema = footer.schema.to_arrow_schema()
         if text_column not in schema.names:
-            raise UserError(f"{path}: has no column {text_column!r}; name one of its"
-                            f" columns with --text-column: {', '.join(schema.names)[:80]}")
+            raise UserError(f"{path}: has no column {text_column!r}; name one of its columns with"
+                            f" --text-column: {', '.join(schema.names)[:80]}")
         kind = schema.field(text_column).type
         if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
-            raise UserError(f"{path}: column {text_column!r} is of type {kind}; name"
-                            " a column of text with --text-column")
-        index = [footer.schema.column(i).path
-                 for i in range(footer.num_columns)].index(text_column)
-        sizes = [footer.row_group(group).column(index).total_uncompressed_size
+            raise UserError(f"{path}: column {text_column!r} is of type {kind}; name a column of"
+                            " text with --text-column")
+        columns = [footer.schema.column(i).path for i in range(footer.num_columns)]
+        sizes = [footer.row_group(group).column(columns.index(text_column)).total_uncompressed_size
                  for group in range(footer.num_row_groups)]
     share = path.stat().st_size / max(sum(sizes), 1)  # of the file, for each byte of text
     for groups, size in grouped(enumerate(sizes), TASK_BYTES):
@@ -243,10 +251,9 @@ def _read_groups(path: Path, groups: list[int], text_column: str,
         num_rows = min(max(BATCH_BYTES // row_bytes, 1), MAX_ROWS)
         # Buffered without read-ahead: this keeps a few rows in memory, not a whole row group.
         with pyarrow.parquet.ParquetFile(path, metadata=_footer(path), buffer_size=2**20,
-                                         pre_buffer=False,
-                                         page_checksum_verification=True) as file:
-            for batch in file.iter_batches(num_rows, row_groups=groups,
-                                           columns=[text_column], use_threads=False):
+                                         pre_buffer=False, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(num_rows, row_groups=groups, columns=[text_column],
+                                           use_threads=False):
                 yield from _column_pieces(batch.column(0), reading.cuts, path)
 
 

@@ -1,31 +1,58 @@
 """The documents of a source: its shards, in a fixed order, each with an identity."""
 
-from __future__ import annotations
-
 import hashlib
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from basics.errors import UserError, one_line, print_error
 from preparation.choosing import SUFFIXES, SourceOptions, files_of_one_kind, kind_of, split_of_files
 from preparation.cutting import Cuts
-from preparation.journal import Request
-from preparation.reading import (
-    WHOLE_BYTES,
-    Task,
-    grouped,
-    json_tasks,
-    memory_tasks,
-    parquet_tasks,
-    printable,
-    text_tasks,
-)
+from preparation.reading import WHOLE_BYTES, Task, file_tasks, grouped, memory_tasks, printable
 
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEXT_FILES_PER_SHARD = 1000
 STDLIB_PIECE_CHARACTERS = 3000
+FACTS = ("title", "licence", "languages", "hub_name")  # may differ
+
+
+class Record(BaseModel):
+    """What is written as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Request(Record):
+    """What a preparation was asked for, besides the content of its files."""
+
+    source: str
+    revision: str = ""  # the commit of a hub dataset
+    text_column: str = ""
+    tokenizer: str = Field("", pattern="^(gpt2|bytes|sha256:.*|)$")
+    validation_fraction: float = Field(0.01, gt=0, lt=1)
+    max_documents: int | None = Field(None, ge=1)
+    part: str = ""  # such as 2/4, of a preparation that several machines share
+    names_and_sizes: str = ""  # of a part: the digest of those of all files of the source
+    # What the dataset card says about the source.
+    title: str = ""
+    licence: str | list[str] = "unknown"
+    languages: list[str] = ["en"]
+    hub_name: str | None = None
+
+    def changed(self, **values: object) -> "Request":
+        return self.model_copy(update=values)
+
+    def difference(self, earlier: "Request") -> str:
+        """Say how it differs from an earlier one; empty if it does not."""
+        changes = [f"{key.replace('_', ' ')} was {value or 'none'}, is {str(new or 'none')[:12]}"
+                   for key, value in earlier
+                   if key not in FACTS and value != (new := getattr(self, key))]
+        return ", ".join(changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +89,30 @@ class Source:
     is_one_text: bool = False  # its tokens are divided, not its documents
 
 
+def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
+    """Find the documents that SOURCE names; downloads that are not kept go to `raw_dir`.
+
+    Raises: UserError: there are none, or the hub cannot be reached.
+    """
+    source, options = options.source, replace(options, subset=options.subset.strip("/"))
+    if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
+        from preparation.hub import hub_source  # slow to import
+
+        return hub_source(options, raw_dir=raw_dir)
+    if options.keep_raw or options.revision:
+        raise UserError(f"{source}: --keep-raw and --revision need a dataset on the hub, given as"
+                        " owner/name")
+    if source != "python-stdlib":
+        return find_documents(options)
+    if options.label() != source:
+        raise UserError(f"{source}: has no --subset and no --split")
+    return python_stdlib()
+
+
 def find_documents(options: SourceOptions) -> Source:
     """Find the document files of a directory (at any depth), a pattern or a single file.
 
-    Raises:
-        UserError: there are no documents, or files of more than one kind.
+    Raises: UserError: there are no documents, or files of more than one kind.
     """
     source = Path(options.source)
     root, found = _look_for(source)
@@ -88,21 +134,13 @@ def find_documents(options: SourceOptions) -> Source:
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in group]
         shards.append(Shard(
             name=printable(group[0].relative_to(root)), num_files=len(group),
-            tasks=(partial(text_tasks, group, root) if kind == "text"
-                   else file_tasks(group[0], options.text_column)),
             identity=hashlib.sha256(repr(stats).encode()).hexdigest(),
-            num_bytes=sum(size for _, size, _ in stats)))
+            num_bytes=sum(size for _, size, _ in stats),
+            tasks=partial(file_tasks, group, root, options.text_column)))
     name = printable(Path(options.label()))
-    request = Request(source=name, title=Path(name).resolve().name,
-                      text_column=options.text_column)
+    request = Request(source=name, title=Path(name).resolve().name, text_column=options.text_column)
     return Source(request, shards, kind, max_bad_files=max(len(chosen) // 100, kind == "text"),
                   is_one_text=kind == "text" and len(chosen) == 1)
-
-
-def file_tasks(path: Path, text_column: str) -> Callable[[Cuts], Iterator[Task]]:
-    """Return what splits a parquet or JSON lines file; each row or line is a document."""
-    is_parquet = kind_of(path.name) == "parquet"
-    return partial(parquet_tasks if is_parquet else json_tasks, path, text_column)
 
 
 def _look_for(source: Path) -> tuple[Path, Iterable[Path]]:
@@ -125,12 +163,11 @@ def _files_below(folder: Path, root: Path) -> Iterator[Path]:
     """Walk through a directory, but skip hidden directories and token datasets.
 
     Linked directories are read where they lead to another place in it; one that leads out is
-    yielded itself.
-    """
+    yielded itself."""
     is_dataset = (folder / "train.safetensors").exists()
     for path in folder.iterdir():
         if not path.is_dir():
-            if not is_dataset and path.name.lower().endswith(SUFFIXES):
+            if not is_dataset and path.name.lower().endswith(tuple(SUFFIXES)):
                 yield path
         elif path.name.startswith(".") or (path.is_symlink() and path.resolve() in [
                 above.resolve() for above in (folder, *folder.parents)]):
@@ -170,10 +207,7 @@ def python_stdlib() -> Source:
 
     Files are cut at blank lines into pieces of some 3,000 characters, in a fixed shuffled order (by
     hash): training reads a token file from front to back, and a small batch should not come from
-    one module.
-
-    Raises:
-        UserError: this installation of Python has no source files.
+    one module. Raises: UserError: this installation of Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",
@@ -196,5 +230,4 @@ def python_stdlib() -> Source:
         raise UserError(f"{root}: no Python source files; install Python with its library")
     shuffled = sorted(pieces, key=lambda piece: hashlib.sha256(piece.encode()).digest())
     name = "Python's standard library"
-    return Source(Request(source=name, title=name, licence="other"),
-                  [texts_shard(name, shuffled)])
+    return Source(Request(source=name, title=name, licence="other"), [texts_shard(name, shuffled)])

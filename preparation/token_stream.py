@@ -44,10 +44,8 @@ def counts_of(tokens: np.ndarray, tokenizer: Tokenizer) -> Counts:
 class TokenFileWriter:
     """A safetensors file of uint16 tokens, which need not fit in memory.
 
-    The header is written last, so a partial file is never valid.
-
-    Args:
-        num_tokens: of an earlier launch, to keep.
+    The header is written last, so a partial file is never valid. The first `num_tokens`, of an
+    earlier launch, are kept.
     """
 
     def __init__(self, path: Path, *, num_tokens: int = 0) -> None:
@@ -57,7 +55,6 @@ class TokenFileWriter:
         self.close = self._file.close
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append tokens."""
         self._file.write(np.ascontiguousarray(tokens, dtype="<u2").data)
 
     def truncate(self, num_tokens: int) -> None:
@@ -66,17 +63,13 @@ class TokenFileWriter:
         self._file.seek(0, os.SEEK_END)
 
     def sync(self) -> None:
-        """Write all tokens so far to the disk, with fsync."""
         self._file.flush()
         fsync(self.path)
 
     def finish(self, metadata: dict[str, str]) -> None:
-        """Write the header and close the file.
+        """Write the header, and close the file. Raises: ValueError: the metadata is too long.
 
         Source: the safetensors format: a length, JSON padded with blanks, then the data.
-
-        Raises:
-            ValueError: the metadata does not fit into the reserved bytes.
         """
         num_tokens = (self._file.tell() - DATA_START) // 2
         header = json.dumps({
@@ -112,9 +105,7 @@ def start_of_last(path: Path, num_tokens: int, num_documents: int, end_of_text: 
 
 
 def num_training_documents(num_documents: int, validation_fraction: float) -> int:
-    """Return the number of training documents; both splits get at least one document.
-
-    The same of tokens, if there is one document.
+    """Return how many documents (of one, how many tokens) are for training; both splits get one.
 
     Source: the slice `train[:99%]` of Hugging Face's datasets: rounded, half to even.
     """

@@ -28,10 +28,11 @@ from preparation import card, cutting, encoding, reading
 from preparation.cutting import BadShard, cut_document
 from preparation.encoding import cuts_of, encode_batch, encode_task
 from preparation.hub import fetch_dataset
-from preparation.journal import Journal, Request
+from preparation.journal import Journal
 from preparation.parts import share_of
 from preparation.pipeline import PrepareOptions, join_parts, prepare_dataset
 from preparation.reading import Task, text_tasks
+from preparation.sources import Request
 from preparation.token_stream import num_training_documents
 from prepare_dataset import MAX_DEFAULT_WORKERS
 from tests.support.hub_server import Hub, serving, used_in_this_process

@@ -21,7 +21,14 @@ from safetensors.numpy import save
 
 from basics.errors import UserError
 from preparation import cutting, hub, reading
-from preparation.choosing import SourceOptions, config_patterns, split_of, split_of_files, subset_of
+from preparation.choosing import (
+    SUFFIXES,
+    SourceOptions,
+    config_patterns,
+    split_of,
+    split_of_files,
+    subset_of,
+)
 from preparation.cutting import cut_document
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset
@@ -45,7 +52,7 @@ from tests.support.preparation import (
     write_parquet,
     write_source,
 )
-from tests.support.workplace import small_disk, succeeded
+from tests.support.workplace import PROJECT_DIR, small_disk, succeeded
 from tokens.tokenizer import load_tokenizer
 
 # --- finding files
@@ -112,8 +119,10 @@ def test_linked_directories_are_read_unless_they_lead_out(tmp_path, capsys):
     (lambda d: None, "contains no documents; wanted a directory"),
     (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
     (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
-    (lambda d: [(d / name).write_text("a", encoding) for name, encoding in (
-        ("a.txt", "utf-8"), ("b.txt", "utf-16"))], "1 document found; .*; left out: b.txt"),
+    (lambda d: [(d / "a.txt").write_text("a"), (d / "b.txt").write_text("b", "utf-16")],
+     r"source: 1 document found; .* \(--validation-fraction\); left out: .*/b.txt: is UTF-16"),
+    (lambda d: (d / "a.txt").write_text("a", "utf-16"),
+     r"source: 0 documents found; .* \(--validation-fraction\); left out: .*/a.txt: is UTF-16"),
     (lambda d: (d / "a.jsonl").write_text('{"text": null}\n' * 3), "no text: all of its 3 docu"),
     (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
      "contains JSON lines and parquet; wanted"),
@@ -125,7 +134,12 @@ def test_sources_that_cannot_be_used(tmp_path, make, message):
     with pytest.raises(UserError, match=message) as caught:
         prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    assert os.listdir(tmp_path) == ["source"], "files that were replaced could not be read"
+
+
+def test_the_suffixes_of_documents_are_those_in_the_documentation_and_the_help():
+    for text in ((PROJECT_DIR / "docs/data.md").read_text(), prepare("--help").stdout):
+        assert not [suffix for suffix in SUFFIXES if suffix[1:] not in text]
 
 
 def test_the_documents_of_the_standard_library_are_always_the_same():

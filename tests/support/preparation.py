@@ -22,10 +22,10 @@ import prepare_dataset as command
 from preparation import encoding, journal, pipeline, reading, sources
 from preparation.choosing import SourceOptions
 from preparation.cutting import Cuts
-from preparation.journal import Journal, Request
+from preparation.journal import Journal
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.reading import Task
-from preparation.sources import Source, texts_shard
+from preparation.sources import Request, Source, texts_shard
 from preparation.token_stream import TokenFileWriter
 
 DOCUMENTS = [f"document {i}: naïve 🎉 <|endoftext|>" for i in range(150)] + [""] * 2
