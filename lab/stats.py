@@ -35,61 +35,32 @@ class Difference:
     """The mean difference of paired losses, variant minus baseline."""
 
     mean: float
+    deviation: float | None  # standard deviation of the differences; None with one pair
     num_pairs: int  # seeds with which both were trained
-    deviation: float | None  # standard, of the difference of one pair; None if it is not known
-    freedom: int  # degrees of freedom of the deviation; 0 if it is not known
 
     @classmethod
     def of(cls, differences: list[float]) -> Self | None:
-        """Return the mean difference with this sample's deviation; None if there is none."""
+        """Return the mean difference; None if there is none."""
         if not differences:
             return None
         deviation = statistics.stdev(differences) if len(differences) > 1 else None
-        return cls(statistics.fmean(differences), len(differences), deviation, len(differences) - 1)
+        return cls(statistics.fmean(differences), deviation, len(differences))
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the mean; None if the deviation is not known.
+        """The 95% interval of the mean; None with one pair.
 
         Source: Student's t-test of paired differences (Student 1908, Biometrika 6).
         """
         if self.deviation is None:
             return None
-        half = t_95(self.freedom) * self.deviation / math.sqrt(self.num_pairs)
+        half = t_95(self.num_pairs - 1) * self.deviation / math.sqrt(self.num_pairs)
         return self.mean - half, self.mean + half
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether the interval contains 0; None if there is no interval."""
+        """Whether the interval contains 0; None with one pair."""
         return None if self.interval is None else self.interval[0] <= 0 <= self.interval[1]
-
-
-def deviation_between_variants(losses: Sequence[Sequence[float | None]]) -> tuple[
-        float | None, int]:
-    """Return the standard deviation of a difference of two variants with the same seed.
-
-    Args:
-        losses: those of each variant (rows) with each seed (columns); None where there is none.
-
-    Returns:
-        The deviation and its degrees of freedom; None, 0 if it cannot be known.
-
-    Each loss is taken for the sum of a level of its variant, a level of its seed and noise of one
-    variance, which is that of the residuals of a least-squares fit.
-
-    Source: the two-way layout without interaction, Scheffe 1959, The Analysis of Variance, ch. 4.
-    """
-    cells = [(variant, len(losses) + seed, loss) for variant, row in enumerate(losses)
-             for seed, loss in enumerate(row) if loss is not None]
-    design = np.zeros((len(cells), len(losses) + max(map(len, losses))))
-    for position, (variant, seed, _) in enumerate(cells):
-        design[position, [variant, seed]] = 1
-    values = np.array([loss for _, _, loss in cells])
-    levels, _, rank, _ = np.linalg.lstsq(design, values)
-    if not (freedom := len(cells) - int(rank)):
-        return None, 0
-    noise = values - design @ levels
-    return math.sqrt(2 * noise @ noise / freedom), freedom
 
 
 def pooled_deviation(groups: Iterable[tuple[float, int]]) -> tuple[float, int]:

@@ -14,7 +14,7 @@ from lab.compare.charts import draw_comparison, plot_fit, plot_points, without_f
 from lab.compare.results import Reached, first_reaching, mean_reached
 from lab.compare.rows import compare
 from lab.runs import number
-from lab.stats import Difference, deviation_between_variants, fit_log_quadratic, seeds_needed
+from lab.stats import Difference, fit_log_quadratic, pooled_deviation, seeds_needed
 from lab.sweep.execution import Outcome
 from lab.sweep.plan import Changes, Sweep, label
 from lab.table import UNKNOWN, Column, Table, short_count
@@ -77,24 +77,18 @@ def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
     """Return the variants with what their runs have come to; the baseline first."""
     groups = [[found for found in outcomes.values() if found.run.changes == changes]
               for changes in sweep.variants]
-    pairs = [[(own, base) for own, base in zip(group, groups[0], strict=True)
-              if own.loss is not None and base.loss is not None] for group in groups]
-    are_comparable = [all(own.result.validation_slice == base.result.validation_slice
-                          for own, base in found) for found in pairs]
-    deviation, freedom = deviation_between_variants([
-        [found.loss for found in group]
-        for group, is_comparable in zip(groups, are_comparable, strict=True) if is_comparable])
     entries = []
-    for name, changes, group, found, is_comparable in zip(
-            sweep.names, sweep.variants, groups, pairs, are_comparable, strict=True):
-        difference = reached = None
-        if found and is_comparable:
-            difference = Difference(statistics.fmean(own.loss - base.loss for own, base in found),
-                                    len(found), deviation, freedom)
-            reached = mean_reached([first_reaching(own.result.records, base.loss)
-                                    for own, base in found])
+    for name, changes, group in zip(sweep.names, sweep.variants, groups, strict=True):
+        pairs = [(own, base) for own, base in zip(group, groups[0], strict=True)
+                 if own.loss is not None and base.loss is not None]
+        is_comparable = all(own.result.validation_slice == base.result.validation_slice
+                            for own, base in pairs)
+        difference = Difference.of([own.loss - base.loss for own, base in pairs])
+        reached = mean_reached([first_reaching(own.result.records, base.loss)
+                                for own, base in pairs])
         entries.append(Entry(name, changes, group, is_comparable,
-                             difference if changes else None, reached))
+                             difference if changes and is_comparable else None,
+                             reached if is_comparable else None))
     return entries
 
 
@@ -186,15 +180,17 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
 def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
     """Explain the table: the noise and how many seeds it asks for, ranges, the cost."""
     found = [entry.difference for entry in entries if entry.difference]
+    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in found
+                                          if one.deviation is not None)
     noise = ["noise: not known with one finished seed of each variant; measure it with --seeds 3 or"
              " more"]
-    if found and found[0].deviation is not None:  # one for all
+    if freedom:
         smallest = min((abs(one.mean) for one in found if one.mean), default=ROUND_DIFFERENCE)
-        needed = [f"{seeds_needed(size, found[0].deviation):,} for a difference of {size:.2g}"
+        needed = [f"{seeds_needed(size, deviation):,} for a difference of {size:.2g}"
                   for size in dict.fromkeys((smallest, ROUND_DIFFERENCE))]
         noise = ["noise: the standard deviation of a difference with one seed is"
-                 f" {found[0].deviation:.4f} ({counted(found[0].freedom, 'degree')} of freedom);"
-                 " inside: the 95% interval contains 0",
+                 f" {deviation:.4f} over all variants ({counted(freedom, 'degree')} of freedom);"
+                 " inside: the 95% interval, from the variant's own seeds, contains 0",
                  f"seeds needed (80% power, 5% level): {', '.join(needed)}"]
     figures = [found.figures for entry in entries for found in entry.outcomes]
     usd = sum(one["usd"] or 0.0 for one in figures)

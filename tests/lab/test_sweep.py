@@ -92,29 +92,23 @@ def test_each_variant_is_trained_with_each_seed_and_compared(sweeps, capfd):
     assert document.stop_reason is None
 
 
-def test_intervals_and_verdicts_take_the_noise_that_variants_and_seeds_do_not_explain():
-    """By hand: the second seed's losses are 0.06 higher, in one of four 0.06 lower: by 0.03 mean.
-
-    So the residuals are plus and minus 0.015 in three variants and 0.045 in one.
-    """
-    losses = {"baseline": (3.97, 4.03), "far": (3.65, 3.59), "near": (3.87, 3.93),
-              "high": (4.37, 4.43), "short": (3.99, None), "other": (9.0, 1.0)}
+def test_intervals_and_verdicts_take_the_noise_of_the_variants_own_seeds():
+    losses = {"baseline": (4.0, 4.0), "noisy": (3.9, 3.7), "quiet": (3.9, 3.899),
+              "high": (4.4, 4.4), "short": (3.9, None), "other tokens": (1.0, 2.0)}
     variants = [{"name": name} if name != "baseline" else {} for name in losses]
     sweep = SimpleNamespace(names=list(losses), variants=variants)
     outcomes = {(name, seed): SimpleNamespace(
         run=SimpleNamespace(changes=changes), loss=loss,
-        result=SimpleNamespace(validation_slice=name == "other", records=()))
+        result=SimpleNamespace(validation_slice=name == "other tokens", records=()))
         for (name, pair), changes in zip(losses.items(), variants, strict=True)
         for seed, loss in enumerate(pair)}
-    entries = report.entries_of(sweep, outcomes)
-    assert {entry.name: entry.verdict for entry in entries} == {
-        "baseline": "", "far": "better", "near": "inside", "high": "worse", "short": "inside",
-        "other": ""}
-    noise = 2 * (6 * 0.015**2 + 2 * 0.045**2) / 3
-    for entry, mean, num_pairs in zip(entries[1:5], (-0.38, -0.1, 0.4, 0.02), (2, 2, 2, 1),
-                                      strict=True):
-        half = 3.182 * (noise / num_pairs) ** 0.5
-        assert entry.difference.interval == pytest.approx((mean - half, mean + half))
+    entries = {entry.name: entry for entry in report.entries_of(sweep, outcomes)}
+    assert {name: entry.verdict for name, entry in entries.items()} == {
+        "baseline": "", "noisy": "inside", "quiet": "better", "high": "worse",
+        "short": "lower, noise unknown", "other tokens": ""}
+    half = 12.706 * 0.1  # t with one degree of freedom, standard error
+    assert entries["noisy"].difference.interval == pytest.approx((-0.2 - half, -0.2 + half))
+    assert entries["short"].difference.interval is None
 
 
 def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
