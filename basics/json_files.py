@@ -88,8 +88,16 @@ def set_number(path: Path, key: str, number: int) -> None:
 def found_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in an untrusted file; empty if there is none that can be read."""
     try:
-        values = json.loads(read_regular_file(path))
-    except (OSError, ValueError, RecursionError):
+        return parsed_object(read_regular_file(path))
+    except OSError:
+        return {}
+
+
+def parsed_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object; return an empty one if the text is damaged or only partly written."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -1,25 +1,28 @@
-"""Runs as their files tell: the one reader of them for all commands of the lab. Needs no torch.
+"""Runs and their states as files tell: the one reader of runs for all of the lab. Needs no torch.
 
 A run may be training, killed or removed meanwhile; its files may be damaged, half-written or of an
 older version. A value that cannot be read, or that no run can have measured, is None.
 """
 
 import datetime
-import json
 import os
 import stat
+import statistics
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 from basics.errors import UserError, one_line, print_error
 from basics.files import append_whole
+from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import found_object, to_json
-from reporting.metrics_file import MAX_RECORDS_BYTES, is_number, read_records, valid_records
+from reporting.metrics_file import MAX_RECORDS_BYTES, THROTTLING, is_number, valid_records
+from reporting.summary import duration
 from run_config import RUN_NAME
 
 MAX_WORDS = 200  # characters of a status, a phase or a reason
@@ -31,6 +34,8 @@ LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run
 END_BYTES = 2**17  # of the records, some 300: what a list shows of a run
 SEARCHED_BYTES = 2**22  # of the records, where the last validation is looked for
 VALIDATION = b'"validation_loss"'
+PACE_RECORDS = 50  # the pace is that of so many reports
+LITTLE_DISK_GIB = 5.0
 
 Record = dict[str, Any]
 Version = tuple[int, int, int]  # of a file: inode, bytes, nanoseconds of its last change
@@ -79,35 +84,6 @@ def _last_records(path: Path, version: Version) -> tuple[Record, ...]:
 def last_value(records: Iterable[Record], key: str) -> float | None:
     return next((n for record in reversed(tuple(records))
                  if (n := number(record.get(key))) is not None), None)
-
-
-def read_evaluations(run_dir: Path) -> list[Record]:
-    """Return the lines of a run's evaluations.jsonl. Raises: UserError: it is too large."""
-    return [parsed_object(line) for line in read_records(run_dir / "evaluations.jsonl").split("\n")]
-
-
-def read_trials(run_dir: Path) -> tuple[tuple[float, float], ...]:
-    """Return the microbatches that fitted in --find-max-microbatch --save, and the GiB of each."""
-    trials = parsed_object(read_records(run_dir / "microbatch-search.json")).get("trials")
-    found = [(number(trial.get("microbatch_size")), number(trial.get("demand_gib")))
-             for trial in (trials if isinstance(trials, list) else ())
-             if isinstance(trial, dict) and trial.get("fits") is True]
-    return tuple((size, gib) for size, gib in found if size and gib is not None)
-
-
-def last_judged(evaluations: list[Record]) -> Record:
-    """Return the last line of `lab judge`; empty if there is none."""
-    return next((line for line in reversed(evaluations)
-                 if number(line.get("score")) is not None and "judge" in line), {})
-
-
-def parsed_object(text: str) -> Record:
-    """Parse a JSON object; return an empty one if the text is damaged or only partly written."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def append_evaluation(path: Path, record: Record) -> None:
@@ -206,3 +182,107 @@ def seconds_since(run_dir: Path, *names: str) -> float | None:
     """Return the age of the newest of some files of a run; None if there is none."""
     times = [found[2] / 1e9 for name in names if (found := version_of(run_dir / name))]
     return max(0.0, time.time() - max(times)) if times else None
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run does, or how it ended."""
+
+    name: str
+    status: str  # as in `RunFiles`, and so is `heartbeat_seconds`
+    reason: str | None = None
+    phase: str | None = None
+    heartbeat_seconds: float | None = None
+    global_step: int | None = None
+    num_steps: int | None = None
+    tokens: float | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    tokens_per_second: float | None = None  # as last reported
+    mfu: float | None = None  # as last reported, a fraction
+    seconds: float | None = None  # spent by all launches, as `usd` is
+    usd: float | None = None
+    seconds_left: float | None = None  # at the pace of the last reports, while it trains
+    usd_per_hour: float | None = None  # the mean until now, while it trains and has a price
+    usd_at_end: float | None = None  # at that price
+    memory_gib: float | None = None  # of the fullest GPU as last reported, else a process's peak
+    warnings: tuple[str, ...] = ()  # one line each
+
+
+def read_state(runs_dir: Path, name: str) -> RunState:
+    """Read the state of one run; the name is one of `launched_runs`."""
+    files = RunFiles.read(runs_dir / name)
+    records = last_records(runs_dir / name / "metrics.jsonl")
+    is_running = files.status == RUNNING
+    step, num_steps = (number(files.summary.get(key)) for key in ("global_step", "num_steps"))
+    if step is None:
+        step = max((record["global_step"] for record in records), default=None)
+    seconds, usd = files.spent(records)
+    left = at_end = price = None
+    if is_running and None not in (step, num_steps, pace := _seconds_per_step(records)):
+        left = max(0, num_steps - 1 - step) * pace
+        if usd and seconds:
+            price = usd / seconds * 3600
+            at_end = usd + left / 3600 * price
+    gpus = _last_list(records, "gpu_memory_gib")
+    return RunState(
+        name=name, status=files.status, reason=words(files.summary.get("reason")),
+        phase=words(files.beat.get("phase")) if is_running else None,
+        heartbeat_seconds=files.heartbeat_seconds,
+        global_step=None if step is None else int(step),
+        num_steps=None if num_steps is None else int(num_steps),
+        **{key: last_value([files.summary, *records], key) for key in (
+            "tokens", "train_loss", "validation_loss", "tokens_per_second", "mfu")},
+        seconds=seconds, usd=usd, seconds_left=left, usd_per_hour=price, usd_at_end=at_end,
+        memory_gib=max((gib for gib in gpus if gib), default=number(
+            files.part("machine").get("peak_memory_gib"))),
+        warnings=tuple(_warnings(files, records)))
+
+
+def _last_list(records: tuple[Record, ...], key: str) -> list:
+    return next((record[key] for record in reversed(records) if key in record), [])
+
+
+def _seconds_per_step(records: tuple[Record, ...]) -> float | None:
+    """Return the pace over the last reports, with validations.
+
+    It is the median between two reports: the start-up of a launch that resumed, and what it lost,
+    lie between two of them and are not to come again.
+    """
+    reports = [record for record in records if None not in (
+        number(record.get("train_loss")), number(record.get("seconds")))][-PACE_RECORDS:]
+    rates = [(after["seconds"] - before["seconds"]) / steps for before, after in pairwise(reports)
+             if (steps := after["global_step"] - before["global_step"]) > 0]
+    if not rates or (pace := statistics.median(rates)) < 0:
+        return None
+    first, last = reports[0], reports[-1]
+    steps = max(1, last["global_step"] - first["global_step"])
+    validating = sum(record.get("validation_seconds") or 0.0 for record in records
+                     if first["global_step"] < record["global_step"] <= last["global_step"])
+    return min(pace + validating / steps, max(pace, (last["seconds"] - first["seconds"]) / steps))
+
+
+def _warnings(files: RunFiles, records: tuple[Record, ...]) -> list[str]:
+    if files.status == LAST_WRITTEN:
+        ago = duration(seconds_since(files.run_dir, "summary.json", "metrics.jsonl"))
+        return [f"last written {ago} ago, and no heartbeat.json: a copy, or it was killed"]
+    if files.status not in (RUNNING, NO_HEARTBEAT):
+        return []
+    found = [] if files.status == RUNNING else [
+        f"no heartbeat for {duration(files.heartbeat_seconds)}: the run may have been killed"]
+    if skipped := sum(record.get("skipped_steps") or 0 for record in records[-PACE_RECORDS:]):
+        found.append(f"{skipped:.0f} of the last steps skipped: a gradient was not finite")
+    by_reason: dict[str, list[str]] = {}
+    for gpu, reasons in enumerate(_last_list(records, THROTTLING)):
+        if slowed_by := slowdowns(reasons):
+            by_reason.setdefault(slowed_by, []).append(str(gpu))
+    found += [f"GPU {', '.join(gpus)}: {reasons}" for reasons, gpus in by_reason.items()]
+    free = last_value(records, "disk_free_gib")
+    if free is not None and free < LITTLE_DISK_GIB:
+        found.append(f"only {free:.1f} GiB free on the disk")
+    return found
+
+
+def slowdowns(reasons: str) -> str:
+    """Return which of `SLOWDOWNS` an item of `gpu_throttling` has; a power limit is usual."""
+    return ", ".join(reason for reason in reasons.split(", ") if reason in SLOWDOWNS)

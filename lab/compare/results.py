@@ -10,17 +10,10 @@ from typing import Any, NamedTuple, Self
 from pydantic import ValidationError
 
 from basics.errors import UserError, one_line
+from basics.json_files import parsed_object
 from lab.plan.memory import size_name
-from lab.runs import (
-    Record,
-    RunFiles,
-    last_judged,
-    last_value,
-    number,
-    read_evaluations,
-    read_trials,
-)
-from reporting.metrics_file import read_metrics
+from lab.runs import Record, RunFiles, last_value, number
+from reporting.metrics_file import read_metrics, read_records
 from reporting.summary import FINISHED
 from run_config import ModelConfig, TrainConfig, load_config, with_defaults
 
@@ -113,8 +106,11 @@ def shown(value: Any) -> str:
 def read_result(run_dir: Path) -> Result:
     """Read the files of one run. Raises: UserError: one of them is too large."""
     files, records = RunFiles.read(run_dir), tuple(read_metrics(run_dir / "metrics.jsonl"))
-    evaluations = read_evaluations(run_dir)
-    judged, tests = last_judged(evaluations), _tests(files, evaluations)
+    evaluations = [parsed_object(line)
+                   for line in read_records(run_dir / "evaluations.jsonl").split("\n")]
+    judged = next((line for line in reversed(evaluations)  # the last line of `lab judge`
+                   if number(line.get("score")) is not None and "judge" in line), {})
+    tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
     tokenizers = [record.get("tokenizer") for record in (files.summary, *tests)]
@@ -137,7 +133,7 @@ def read_result(run_dir: Path) -> Result:
         code=shown(code) if code else "", memory_gib=number(facts.get("peak_memory_gib")),
         judge=f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else "",
         loss_group=group(*LOSS_SETTINGS) if files.status == FINISHED else (),
-        memory_group=(*machine, *group(*MEMORY_SETTINGS)), search=read_trials(run_dir))
+        memory_group=(*machine, *group(*MEMORY_SETTINGS)), search=_trials(run_dir))
 
 
 def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any],
@@ -177,6 +173,15 @@ def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
              and number(line.get("global_step")) == last]
     found += [line for line in tests if best is not None and line.get("checkpoint") == best]
     return sorted(found, key=lambda line: -(number(line.get("num_tokens")) or 0))
+
+
+def _trials(run_dir: Path) -> tuple[tuple[float, float], ...]:
+    """Return the microbatches that fitted in --find-max-microbatch --save, and the GiB of each."""
+    trials = parsed_object(read_records(run_dir / "microbatch-search.json")).get("trials")
+    found = [(number(trial.get("microbatch_size")), number(trial.get("demand_gib")))
+             for trial in (trials if isinstance(trials, list) else ())
+             if isinstance(trial, dict) and trial.get("fits") is True]
+    return tuple((size, gib) for size, gib in found if size and gib is not None)
 
 
 def slice_of(test: Record) -> str:

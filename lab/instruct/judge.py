@@ -14,10 +14,11 @@ from tqdm import tqdm
 from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.errors import UserError, one_line, visible, writing_to
 from basics.files import append_whole
+from basics.json_files import parsed_object
 from basics.text import counted
 from lab.instruct.instructions import AnswersFile, check_writable, read_entries
 from lab.instruct.judging import Comparison, Judge, UnusableReplyError, compare
-from lab.runs import append_evaluation, parsed_object
+from lab.runs import append_evaluation
 from lab.table import Column, Table
 
 LINE_START = b'{"key":"'  # of every line of a file of judgements

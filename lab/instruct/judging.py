@@ -17,9 +17,9 @@ from pydantic import HttpUrl, ValidationError
 from urllib3.exceptions import HTTPError
 
 from basics.errors import UserError
+from basics.json_files import parsed_object
 from basics.machine import within
 from lab.instruct.instructions import Entry
-from lab.runs import parsed_object
 from reporting.metrics_file import is_number
 
 RULES = """\

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from basics.errors import UserError, visible
-from lab.list_runs import read_state, slowdowns_of
-from lab.runs import RUNNING, is_launched, launched_runs, number, parsed_object, version_of
+from basics.json_files import parsed_object
+from lab.runs import RUNNING, is_launched, launched_runs, number, read_state, slowdowns, version_of
 from reporting.metrics_file import LARGEST, METRICS, THROTTLING, is_step, valid_records, whole_lines
 
 AXES = {"steps": "global_step", "tokens": "tokens", "time": "seconds", "dollars": "usd"}
@@ -119,7 +119,7 @@ def _parsed(content: bytes) -> Arrays:
             continue
         starts = (np.cumsum(lengths) - lengths)[rows]
         if key == THROTTLING:
-            is_slow = {text: bool(slowdowns_of(text or "")) for text in flat.unique().to_pylist()}
+            is_slow = {text: bool(slowdowns(text or "")) for text in flat.unique().to_pylist()}
             columns[SLOWED_DOWN][rows] = np.add.reduceat(
                 [float(is_slow[text]) for text in flat.to_pylist()], starts)
         else:

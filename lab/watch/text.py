@@ -14,8 +14,8 @@ from rich.text import Text
 
 from basics.errors import one_line, visible
 from basics.text import dollars
-from lab.list_runs import RunState, read_state, table_of
-from lab.runs import chosen_runs
+from lab.list_runs import table_of
+from lab.runs import RUNNING, RunState, chosen_runs, read_state
 from lab.table import short_count
 from lab.watch.answers import Watched
 from reporting.summary import duration
@@ -45,8 +45,8 @@ def screen(watched: Watched, width: int) -> RenderableType:
     """Return a panel for each run that trains or is named, and a table of the rest."""
     states = sorted((read_state(watched.runs_dir, name)
                      for name in chosen_runs(watched.runs_dir, watched.names)),
-                    key=lambda state: not state.is_running)
-    panels = [state for state in states if state.is_running or watched.names]
+                    key=lambda state: state.status != RUNNING)
+    panels = [state for state in states if state.status == RUNNING or watched.names]
     parts: list[RenderableType] = [_panel(watched, state, width) for state in panels]
     if rest := states[len(panels):]:
         parts.append(Text(table_of(rest).terminal(width), no_wrap=True, overflow="crop"))

@@ -10,8 +10,7 @@ import pytest
 from basics.errors import UserError
 from lab.compare import charts as comparison_charts
 from lab.compare.results import read_result
-from lab.list_runs import read_state
-from lab.runs import END_BYTES, chosen_runs, launched_runs
+from lab.runs import END_BYTES, chosen_runs, launched_runs, read_state
 from lab.stats import Difference, pooled_deviation, seeds_needed, t_95
 from lab.watch.answers import Watched
 from reporting.metrics_file import MAX_RECORDS_BYTES
@@ -51,7 +50,7 @@ def test_the_state_of_a_running_run(runs_dir):
     append(run_dir, report(110, mfu=0.41, usd=0.25, gpu_memory_gib=[10.5, None, 70.25],
                            disk_free_gib=2.0, skipped_steps=3))
     state = read_state(runs_dir, "live")
-    assert (state.status, state.phase, state.is_running) == ("running", "validation", True)
+    assert (state.status, state.phase) == ("running", "validation")
     assert 0 <= state.heartbeat_seconds < 30
     assert (state.mfu, state.usd, state.memory_gib, state.seconds) == (0.41, 0.25, 70.25, 11.0)
     assert [any(part in warning for warning in state.warnings)
