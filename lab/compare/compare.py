@@ -1,24 +1,19 @@
 """`lab compare`: one table of runs, also as Markdown, CSV, JSON or a page, and charts."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import click
 
 from basics.cli import RUNS_DIR, USD_PER_HOUR, print_json
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from basics.text import dollars
+from lab.compare.results import Result, read_published, read_result
+from lab.compare.rows import Comparison, Row, compare
 from lab.runs import chosen_runs
 from lab.table import UNKNOWN, Column, Table, short_count
-
-if TYPE_CHECKING:
-    from lab.compare.results import Result
-    from lab.compare.rows import Comparison, Row
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -94,10 +89,6 @@ def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html
 
     Runs that differ only in random_seed are merged into one row.
     """
-    # Imported here so that --help is fast.
-    from lab.compare.results import read_published
-    from lab.compare.rows import compare
-
     if len(forms) > 1:
         raise UserError(f"--{' and --'.join(forms)} exclude each other; choose one")
     results = {result.name: result for result in find_results(runs_dir, runs)}
@@ -124,8 +115,6 @@ def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
 
     Raises: UserError: a named run does not exist, was not launched, or cannot be read.
     """
-    from lab.compare.results import read_result
-
     results = []
     for name in chosen_runs(runs_dir, names):
         try:
@@ -180,7 +169,7 @@ def _texts(comparison: Comparison, row: Row) -> dict[str, str]:
 
 def _draw(rows: list[Row], table: Table, charts_dir: Path | None, html_path: Path | None) -> None:
     """Draw charts, and write them and the table as a page. Raises: UserError."""
-    from lab.compare.charts import draw_comparison
+    from lab.compare.charts import draw_comparison  # not above: matplotlib takes a second
 
     with TemporaryDirectory() as aside:
         try:

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,21 +15,8 @@ from basics.errors import FAILED, UserError, visible
 from basics.gpu_readings import nvml_failure, read_gpus
 from basics.machine import available_ram_gib, within
 from basics.text import counted
-from lab.doctor.checks import (
-    CHECKS,
-    NO_ANSWER,
-    OK,
-    PROBLEM,
-    WARNING,
-    Checks,
-    Subject,
-    compare_gpus,
-    in_use,
-    make_checks,
-    problem,
-    refused,
-    visible_gpus,
-)
+from lab.doctor import checks
+from lab.doctor.checks import OK, PROBLEM, WARNING, Checks, Subject
 from lab.doctor.load_tests import check_load, load_tests
 from lab.doctor.run_checks import RUN_CHECKS
 from lab.table import Column, Table
@@ -58,18 +46,18 @@ def command(as_json: bool, **about: Any) -> None:
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its node, which it examines
     spans_nodes = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
-    subject, checks = examine(Subject(**about)) if is_first else (Subject(**about), {})
+    subject, found = examine(Subject(**about)) if is_first else (Subject(**about), {})
     if spans_nodes:
         from lab.doctor.load import check_nodes
 
-        checks |= check_nodes(bool(subject.busy), subject.time_limit)
-    is_fit = PROBLEM not in [found.verdict for found in checks.values()]
+        found |= check_nodes(bool(subject.busy), subject.time_limit)
+    is_fit = PROBLEM not in [each.verdict for each in found.values()]
     if is_first and as_json:
         print_json({"schema": "doctor/1", "run": subject.run_name, "is_fit": is_fit, "reports": [
             {"title": socket.gethostname(), "checks": [
-                {"name": name} | found._asdict() for name, found in checks.items()]}]})
+                {"name": name} | each._asdict() for name, each in found.items()]}]})
     elif is_first:
-        print_checks(checks, subject.run_name)
+        print_checks(found, subject.run_name)
     status = FAILED if is_first and not is_fit else 0
     if spans_nodes:  # to destroy the process group could wait for a process that hangs
         sys.stdout.flush()
@@ -79,28 +67,27 @@ def command(as_json: bool, **about: Any) -> None:
 
 def examine(subject: Subject) -> tuple[Subject, Checks]:
     """Make all checks of this machine. Raises: UserError: there is no such run."""
-    subject, checks = with_run(with_machine(subject))
-    checks |= make_checks(CHECKS | (RUN_CHECKS if subject.run else {}), subject)
+    subject, found = with_run(with_machine(subject))
+    functions = checks.CHECKS | (RUN_CHECKS if subject.run else {})
+    found |= checks.make_checks(functions, subject)
     processes = load_tests(subject)
-    gpus = compare_gpus(subject, processes[0].found("PyTorch") or {})
-    return subject, {"GPUs": gpus} | check_load(processes) | checks
+    gpus = checks.compare_gpus(subject, processes[0].found("PyTorch") or {})
+    return subject, {"GPUs": gpus} | check_load(processes) | found
 
 
 def with_machine(subject: Subject) -> Subject:
     """Read the GPUs and the memory that there is."""
-    every, gpus, failure = [], [], NO_ANSWER
-    try:
+    every, gpus, failure = [], [], checks.NO_ANSWER
+    with suppress(TimeoutError):
         every = within(ANSWER_SECONDS, read_gpus)
-        gpus = within(ANSWER_SECONDS, lambda: visible_gpus(
+        gpus = within(ANSWER_SECONDS, lambda: checks.visible_gpus(
             every, os.environ.get("CUDA_VISIBLE_DEVICES")))
         failure = nvml_failure()
-    except TimeoutError:
-        pass
     number = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, len(gpus))))
     return replace(
         subject, all_gpus=tuple(every), gpus=tuple(gpus), nvml_failure=failure,
         num_processes=number, world_size=int(os.environ.get("WORLD_SIZE", number)),
-        available_gib=available_ram_gib(), busy=in_use(gpus))
+        available_gib=available_ram_gib(), busy=checks.in_use(gpus))
 
 
 def with_run(subject: Subject) -> tuple[Subject, Checks]:
@@ -116,26 +103,26 @@ def with_run(subject: Subject) -> tuple[Subject, Checks]:
     except UserError as error:
         if not RUN_NAME.fullmatch(name) or not (runs_dir / name).is_dir():
             raise
-        return subject, {"configs": refused(error)}
+        return subject, {"configs": checks.refused(error)}
     except OSError as error:  # a TimeoutError too
         why = error.strerror or f"no answer within {ANSWER_SECONDS:g} s"
-        return subject, {"configs": problem(f"{error.filename or runs_dir}: {why}",
-                                            "check the disk")}
+        found = checks.problem(f"{error.filename or runs_dir}: {why}", "check the disk")
+        return subject, {"configs": found}
     return replace(subject, run=run), {}
 
 
-def print_checks(checks: Checks, run_name: str | None) -> None:
+def print_checks(found: Checks, run_name: str | None) -> None:
     """Print what was found and what to do about it, then what follows from all of it."""
     table = Table(
         [Column("", "left"), Column("check", "left"), Column("found", "left", MIN_WIDTH)],
-        [[found.verdict, name, "\n-> ".join(filter(None, [found.text, found.advice]))]
-         for name, found in checks.items()])
+        [[each.verdict, name, "\n-> ".join(filter(None, [each.text, each.advice]))]
+         for name, each in found.items()])
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 0)).columns)
     for line in table.terminal(width).splitlines():
         verdict = line.partition(" ")[0]
         click.echo(click.style(visible(verdict), fg=COLORS.get(verdict))
                    + visible(line.removeprefix(verdict)))
-    verdicts = [found.verdict for found in checks.values()]
+    verdicts = [each.verdict for each in found.values()]
     click.echo(click.style(visible(
         f"{'not ' * (PROBLEM in verdicts)}fit to train{f' {run_name}' if run_name else ''}:"
         f" {counted(verdicts.count(PROBLEM), PROBLEM)},"

@@ -15,17 +15,8 @@ from typing import Any, Self
 
 from basics.machine import PROJECT_DIR, num_cpu_cores
 from basics.text import counted
-from lab.doctor.checks import (
-    INSTALL_TORCH,
-    OTHER_MACHINE,
-    Checks,
-    Finding,
-    Subject,
-    ok,
-    ok_if,
-    problem,
-    unknown,
-)
+from lab.doctor import checks
+from lab.doctor.checks import Checks, Finding, Subject, ok, ok_if, problem, unknown
 from reporting.speed import find_gpu
 
 HANG_SECONDS = 8.0  # in one part, since the last process has begun it
@@ -39,7 +30,7 @@ ADVICE = {  # by the part that fails
     EXCHANGE: "set NCCL_DEBUG=INFO and train a few steps: it names the connection that fails"}
 ADVICE_ON_ERROR = {  # by a word of its text
     "gloo": "set GLOO_SOCKET_IFNAME to the interface between the machines",
-    "no kernel image": INSTALL_TORCH}
+    "no kernel image": checks.INSTALL_TORCH}
 MORE_TIME = "give the tests more time with --time-limit"
 
 
@@ -107,8 +98,7 @@ def load_tests(subject: Subject) -> list[Outcome]:
 
 
 def check_load(processes: list[Outcome]) -> Checks:
-    checks = {part: judge_part(part, processes) for part in PARTS}
-    return {part: found for part, found in checks.items() if found is not None}
+    return {part: found for part in PARTS if (found := judge_part(part, processes))}
 
 
 def judge_part(part: str, processes: list[Outcome]) -> Finding | None:
@@ -140,7 +130,7 @@ def judge_part(part: str, processes: list[Outcome]) -> Finding | None:
 
 def advice_on(part: str, error: str = "") -> str:
     return next((advice for word, advice in ADVICE_ON_ERROR.items() if word in error),
-                ADVICE.get(part, OTHER_MACHINE))
+                ADVICE.get(part, checks.OTHER_MACHINE))
 
 
 def judge_products(found: list[Mapping[str, Any]]) -> Finding:

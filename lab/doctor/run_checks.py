@@ -4,14 +4,9 @@ import shutil
 
 from basics.errors import UserError
 from basics.text import counted, gb, gib
-from lab.doctor.checks import OTHER_CONFIG, Finding, Subject, existing, ok, ok_if, problem, warning
-from lab.plan.estimate import (
-    UNLIMITED_TOKENS,
-    bytes_of_checkpoint,
-    default_precision,
-    most_checkpoints,
-    pinned_bytes,
-)
+from lab.doctor import checks
+from lab.doctor.checks import Finding, Subject, existing, ok, ok_if, problem
+from lab.plan import estimate
 from lab.plan.memory import Setting, peak_memory
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete
 from preparation.hub import ask_hub
@@ -31,7 +26,7 @@ def check_configs(subject: Subject) -> Finding:
     try:
         subject.run.priced(None)
     except UserError as error:
-        return warning(str(error), OTHER_CONFIG)
+        return checks.warning(str(error), checks.OTHER_CONFIG)
     return ok(f"model.json and train.json of {subject.run.run_dir} can be used")
 
 
@@ -66,7 +61,7 @@ def check_ram(subject: Subject) -> Finding:
     """Compare the RAM with what the processes and the snapshot of a checkpoint need."""
     on_gpu, available = bool(subject.gpus), subject.available_gib
     process_gib = PROCESS_GIB if on_gpu else CPU_PROCESS_GIB + training_gib(subject)
-    snapshot = (pinned_bytes if on_gpu else bytes_of_checkpoint)(subject.run)
+    snapshot = (estimate.pinned_bytes if on_gpu else estimate.bytes_of_checkpoint)(subject.run)
     needed = subject.num_processes * process_gib + snapshot / 2**30
     return ok_if(
         available >= needed,
@@ -81,7 +76,7 @@ def training_gib(subject: Subject) -> float:
     train, on_gpu = subject.run.train, bool(subject.gpus)
     precision = train.precision or "fp32"
     if on_gpu:
-        precision = default_precision(train, find_gpu(subject.gpus[0].name or ""))
+        precision = estimate.default_precision(train, find_gpu(subject.gpus[0].name or ""))
     setting = Setting(subject.run.model, train, precision, subject.world_size, on_gpu=on_gpu)
     return peak_memory(setting, train.microbatch_size).total / 2**30
 
@@ -89,7 +84,7 @@ def training_gib(subject: Subject) -> float:
 def plan_of(subject: Subject) -> BatchPlan:
     """Divide the run's tokens among its processes. Raises: UserError."""
     path = subject.datasets_dir / subject.run.train.dataset / "train.safetensors"
-    num_tokens = TokenFile(path).num_tokens if path.is_file() else UNLIMITED_TOKENS
+    num_tokens = TokenFile(path).num_tokens if path.is_file() else estimate.UNLIMITED_TOKENS
     return plan_batches(subject.run, world_size=subject.world_size, file_tokens=num_tokens)
 
 
@@ -107,8 +102,7 @@ def check_microbatch(subject: Subject) -> Finding | None:
     free = {number: gpu.memory_total_gib - (gpu.memory_used_gib or 0.0)
             for number, gpu in enumerate(subject.gpus) if gpu.memory_total_gib}
     if not free:
-        return warning("could not be checked: the driver does not tell the GPUs' memory"
-                       ) if subject.gpus else None
+        return checks.unknown("the driver does not tell the GPUs' memory") if subject.gpus else None
     there = usable_gib(min(subject.gpus[number].memory_total_gib for number in free))
     needed = training_gib(subject)
     text = (f"microbatch {subject.run.train.microbatch_size:,} takes about {gib(needed * 2**30)} of"
@@ -128,7 +122,7 @@ def check_microbatch(subject: Subject) -> Finding | None:
 
 def check_checkpoints(subject: Subject) -> Finding:
     """Check that the disk has room for the next checkpoint, and for all that the run keeps."""
-    run, size = subject.run, bytes_of_checkpoint(subject.run)
+    run, size = subject.run, estimate.bytes_of_checkpoint(subject.run)
     free = shutil.disk_usage(existing(run.checkpoints_dir)).free
     text, advice = f"{gb(size)} each, {gb(free)} free", (
         "make room, set keep_checkpoints, or name another place with --runs-dir")
@@ -137,7 +131,7 @@ def check_checkpoints(subject: Subject) -> Finding:
     if free < size or not (has_length or run.train.keep_checkpoints):
         return ok_if(free >= size, text, advice, is_fatal=True)
     try:
-        number = most_checkpoints(run, plan_of(subject))
+        number = estimate.most_checkpoints(run, plan_of(subject))
     except UserError:
         return ok(text)  # the line on the batch tells it
     present = sum(path.is_dir() and not path.is_symlink() for path in run.checkpoints_dir.glob("*"))

@@ -40,11 +40,9 @@ class Watched:
 
     def runs(self) -> Answer:
         """Return the states of the runs, those that train first; `version` is of the points."""
-        try:
+        launched, found = [], []
+        with suppress(UserError):  # the directory was removed meanwhile, or is not mounted
             launched = launched_runs(self.runs_dir)
-        except UserError:  # removed meanwhile, or not mounted
-            launched = []
-        found = []
         for name in launched:
             if not self.names or name in self.names:
                 metrics, samples, summary = (version_of(self.runs_dir / name / file) for file in (

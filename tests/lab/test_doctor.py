@@ -574,7 +574,7 @@ def test_a_microbatch_is_compared_with_the_memory_of_a_gpu(place, size, verdict)
 
 def test_room_for_one_checkpoint_and_for_all(place, monkeypatch):
     about = subject(place)
-    size = run_checks.bytes_of_checkpoint(about.run)
+    size = run_checks.estimate.bytes_of_checkpoint(about.run)
     for free, verdict in ((size - 1, PROBLEM), (size * 2, WARNING), (size * 100, OK)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(free, 0, free))
         assert run_checks.check_checkpoints(about).verdict == verdict
