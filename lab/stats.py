@@ -95,7 +95,7 @@ def fit_log_quadratic(x: Sequence[float], y: Sequence[float]) -> tuple[
     Returns it as a function of ln(x), and x and y of its minimum, None if outside of `x`.
     """
     curve = Polynomial(np.polynomial.polynomial.polyfit(np.log(x), y, 2))
-    _, linear, quadratic = curve.coef
+    _, linear, quadratic = map(float, curve.coef)
     lowest = -linear / (2 * quadratic) if quadratic > 0 else math.inf
     if not math.log(min(x)) <= lowest <= math.log(max(x)):
         return curve, None

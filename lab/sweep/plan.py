@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from basics.errors import UserError, print_line, writing_to
 from basics.files import locked, write_atomically
-from basics.json_files import FrozenConfig, describe, read_json_object, to_json, unknown_key
+from basics.json_files import Config, FrozenConfig, describe, read_json_object, to_json, unknown_key
 from run_config import (
     GONE_KEYS,
     RUN_NAME,
@@ -71,6 +71,17 @@ def label(changes: Changes) -> str:
                     for key, text in texts.items()) or "baseline"
 
 
+def _with_values(config: Config, changes: Changes) -> Config:
+    """Return a config with those changes that are keys of it."""
+    values = config.model_dump(exclude_unset=True) | changes
+    try:
+        return type(config).model_validate(
+            {key: value for key, value in values.items()
+             if value is not None and key in type(config).model_fields})
+    except ValidationError as error:
+        raise UserError(f"--change {label(changes)}: {describe(error)}") from None
+
+
 def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
     """Return a run's configs with changes; null takes a key out, so that it has its default.
 
@@ -82,16 +93,7 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
             wrong = (f'the key "{key}" has gone: {GONE_KEYS[key]}' if key in GONE_KEYS else
                      unknown_key(key, known))
             raise UserError(f"--change {label(changes)}: {wrong}")
-    configs = []
-    for config in (base.model, base.train):
-        values = config.model_dump(exclude_unset=True) | changes
-        try:
-            configs.append(type(config).model_validate(
-                {key: value for key, value in values.items()
-                 if value is not None and key in type(config).model_fields}))
-        except ValidationError as error:
-            raise UserError(f"--change {label(changes)}: {describe(error)}") from None
-    model, train = configs
+    model, train = _with_values(base.model, changes), _with_values(base.train, changes)
     if not train.validates:
         raise UserError(f"{label(changes)}: a sweep compares validation losses; set"
                         f" validation_interval with validation_sequences in {base.train_path}")
@@ -175,12 +177,14 @@ class Sweep:
 
         Raises: UserError: the base or a run's files were edited, or cannot be written.
         """
-        missing = {}
+        missing: dict[Path, FrozenConfig] = {}
         for run in self.runs:
-            files = {run.run_dir / "model.json": run.model, run.run_dir / "train.json": run.train}
+            model_path, train_path = run.run_dir / "model.json", run.run_dir / "train.json"
+            files: dict[Path, FrozenConfig] = {model_path: run.model, train_path: run.train}
             missing |= {path: config for path, config in files.items() if not path.exists()}
-            there = with_defaults(*(config if path in missing else load_config(path, type(config))
-                                    for path, config in files.items()))
+            there = with_defaults(
+                run.model if model_path in missing else load_config(model_path, ModelConfig),
+                run.train if train_path in missing else load_config(train_path, TrainConfig))
             for old, new in zip(there, files.values(), strict=True):
                 for key in type(new).model_fields:
                     if getattr(old, key) != getattr(new, key):

@@ -168,7 +168,7 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
         rows.append([
             label(entry.changes), f"{len(entry.losses)}/{len(entry.outcomes)}",
             text(statistics.fmean(entry.losses) if entry.losses else None, ".4f"),
-            text(found and found.mean, "+.4f"),
+            text(found.mean if found else None, "+.4f"),
             "{:+.4f} to {:+.4f}".format(*found.interval) if found and found.interval else UNKNOWN,
             "; ".join(filter(None, states)) or UNKNOWN,
             short_count(entry.reached.tokens) if entry.reached else
