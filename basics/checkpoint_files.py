@@ -9,8 +9,6 @@ which comes later. It is written last and removed first, so a directory without 
 under. So a checkpoint that the run has left stays left, wherever it comes back from.
 """
 
-from __future__ import annotations
-
 import re
 import uuid
 from contextlib import suppress
@@ -122,7 +120,7 @@ class Identity(FrozenConfig):
         """Return whether a checkpoint belongs to the run, by the name that it was saved under."""
         return name == self.name or global_step <= self.earlier.get(name, -1)
 
-    def after_step_back(self, name: str, global_step: int) -> Identity:
+    def after_step_back(self, name: str, global_step: int) -> "Identity":
         """Return a new identity that goes on from a checkpoint."""
         is_known = name == self.name or name in self.earlier
         branch = min(global_step, self.earlier.get(name, global_step)) if is_known else 0

@@ -20,8 +20,7 @@ UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errn
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Read an untrusted text file. Raises: OSError: it is a link, a pipe, a directory, too large.
-    """
+    """Read an untrusted text file. Raises: OSError: a link, a pipe, a directory, or too large."""
     # Without O_NONBLOCK, a pipe that nobody writes to would block.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:

@@ -104,15 +104,8 @@ def parsed_object(text: str) -> dict[str, Any]:
 
 def to_json(values: Any, **options: Any) -> str:
     """Return JSON with null for NaN and infinity, which JSON does not have."""
-    return json.dumps(_finite(values), allow_nan=False, **options)
-
-
-def _finite(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: _finite(value) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_finite(value) for value in values]
-    return finite_or_none(values) if isinstance(values, float) else values
+    finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    return json.dumps(finite, allow_nan=False, **options)
 
 
 def finite_or_none(number: float | None) -> float | None:

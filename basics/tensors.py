@@ -1,7 +1,5 @@
 """safetensors files, untrusted ones too; moments on a device's own time line."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -39,8 +37,7 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor],
                   metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the permissions of other new files; the library's are private.
-    """
+    """Write a safetensors file; its permissions are those of other new files, not private."""
     path.touch()
     mode = path.stat().st_mode
     safetensors.torch.save_file(tensors, path, metadata)
@@ -62,7 +59,7 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: "Moment") -> float:
         """Return the seconds between two moments of one device. Waits for this one."""
         self.wait()
         if self._event is None:

@@ -1,13 +1,11 @@
 """The command line of ddp_train.py, and what is checked before torch is imported, for seconds."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import click
 
@@ -63,7 +61,7 @@ class Options:
         if self.prefetch and "RANK" in os.environ and "DDP_TRAIN_TRIAL" not in os.environ:
             raise UserError("--prefetch needs no torchrun; start it with python ddp_train.py")
 
-    def after_restart(self, began_at: int | None) -> Options:
+    def after_restart(self, began_at: int | None) -> Self:
         """Return the options of processes that torchrun has started again: they resume.
 
         Args:

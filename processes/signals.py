@@ -1,7 +1,5 @@
 """What ends the processes of a run: signals, deadlines, and what they tell each other. No torch."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -11,7 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
@@ -53,7 +51,7 @@ class Deadlines:
     store: float = 20.0  # for an answer of torchrun's store; after that it counts as down
 
     @classmethod
-    def read(cls) -> Deadlines:
+    def read(cls) -> Self:
         """Return the deadlines, with the changes that the environment variable asks for."""
         return cls(**json.loads(os.environ.get(DEADLINES, "{}")))
 
@@ -107,7 +105,8 @@ class Peers:
             are sent: keys read as missing, and what is set is dropped.
     """
 
-    def __init__(self, process: Process, store: dist.Store, *, timeout_seconds: float) -> None:
+    def __init__(self, process: "Process", store: "dist.Store", *,
+                 timeout_seconds: float) -> None:
         self.is_up = True
         self._rank, self._ranks, self._store = process.rank, range(process.world_size), store
         self._timeout_seconds = timeout_seconds

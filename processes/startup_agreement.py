@@ -1,14 +1,12 @@
 """All processes go through the start-up together, or all stop with the same error."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -36,7 +34,7 @@ class Agreement:
     def __init__(self, rank: int, world_size: int,
                  open_root: Callable[[], dist.Store] | None = None) -> None:
         self._rank, self._world_size = rank, world_size
-        self._open_root = open_root or _open_torchrun_store
+        self._open_root = open_root or open_torchrun_store
         try:
             self._root = self._open_root()
             self._name = _agree_on_name(self._root, rank, world_size)
@@ -46,7 +44,7 @@ class Agreement:
         self._store = self.connect()
 
     @classmethod
-    def in_one_process(cls) -> Agreement:
+    def in_one_process(cls) -> Self:
         store = dist.HashStore()
         return cls(0, 1, lambda: store)
 
@@ -126,17 +124,10 @@ class Agreement:
         leave(error.status)  # destroying the process group could wait for the other ranks
 
 
-def open_store(name: str) -> dist.Store:
-    """Return torchrun's store for the keys that begin with a name."""
-    return dist.PrefixStore(name, _open_torchrun_store())
-
-
-def _open_torchrun_store() -> dist.Store:
+def open_torchrun_store() -> dist.Store:
     """Return the store that all processes of a launch share, also those of torchrun's restarts."""
     timeout = timedelta(seconds=Deadlines.read().store)  # either it answers, or torchrun is gone
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    while isinstance(store, dist.PrefixStore):  # of one attempt, in older versions of PyTorch
-        store = store.underlying_store
     store.set_timeout(STARTUP_TIMEOUT)
     return store
 

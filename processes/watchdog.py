@@ -1,7 +1,5 @@
 """A thread beside training: stop signals, hangs, failures of other ranks, the heartbeat file."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -11,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -75,7 +73,7 @@ class Watchdog(AbstractContextManager):
         else:
             self.fail(error)
 
-    def start(self) -> Watchdog:
+    def start(self) -> Self:
         """Start watching the others, and handle stop signals. Call it in the main thread.
 
         Python's handlers run in the main thread, and wait there for the end of what it does in C++.

@@ -61,7 +61,7 @@ def on_each_rank(work, num_ranks=3):
 def store(monkeypatch):
     """One store for all ranks, as torchrun has it."""
     store = dist.HashStore()
-    monkeypatch.setattr(startup_agreement, "_open_torchrun_store", lambda: store)
+    monkeypatch.setattr(startup_agreement, "open_torchrun_store", lambda: store)
     return store
 
 

@@ -27,7 +27,7 @@ from lab.doctor.checks import OTHER_MACHINE, Checks, ok, problem, warning
 from lab.doctor.load_tests import EXCHANGE, PRODUCTS, advice_on, judge_exchange
 from processes.launch import Process, join_process_group, share_cpu_cores, this_process
 from processes.signals import end_with_parent
-from processes.startup_agreement import open_store
+from processes.startup_agreement import open_torchrun_store
 
 MATMUL_SIZE, MATMUL_SIZE_ON_CPU = 8192, 1024
 MATMUL_SECONDS = 0.5
@@ -130,7 +130,7 @@ def check_nodes(is_busy: bool, time_limit: float) -> Checks:
     """
     versions = {"PyTorch": torch.__version__, "the project's code": code_digest(),
                 "Python": ".".join(platform.python_version_tuple()[:2])}
-    store, ranks = open_store("lab doctor"), range(int(os.environ["WORLD_SIZE"]))
+    store, ranks = open_torchrun_store(), range(int(os.environ["WORLD_SIZE"]))
     store.set(f"process/{os.environ['RANK']}", json.dumps(
         {"node": int(os.environ["GROUP_RANK"]), "is_busy": is_busy, "versions": versions}))
     try:

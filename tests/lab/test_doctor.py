@@ -663,9 +663,9 @@ def nodes(monkeypatch):
         for name, value in ("RANK", 0), ("WORLD_SIZE", world_size), ("GROUP_RANK", 0):
             monkeypatch.setenv(name, str(value))
         for name, value in {
-                "open_store": lambda _: store, "all_reduce": lambda *_: work(), "MEET_SECONDS": 0.1,
-                "this_process": lambda: SimpleNamespace(device=torch.device("cpu")),
-                "code_digest": lambda: "abc"}.items():
+                "open_torchrun_store": lambda: store, "all_reduce": lambda *_: work(),
+                "MEET_SECONDS": 0.1, "code_digest": lambda: "abc",
+                "this_process": lambda: SimpleNamespace(device=torch.device("cpu"))}.items():
             monkeypatch.setattr(load, name, value)
         return load.check_nodes(is_busy=False, time_limit=time_limit)
 

@@ -146,7 +146,7 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
         patch.setattr(entry_points, "keep_freed_memory", lambda: None)
         if under_torchrun:
             store = dist.HashStore()
-            patch.setattr(startup_agreement, "_open_torchrun_store", lambda: store)
+            patch.setattr(startup_agreement, "open_torchrun_store", lambda: store)
             for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
                                 "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}.items():
                 patch.setenv(name, value)

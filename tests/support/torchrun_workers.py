@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ddp_train
 from processes.launch import Process, process_group, this_process
-from processes.startup_agreement import open_store
+from processes.startup_agreement import open_torchrun_store
 from reporting import clock, loss_window
 from reporting.clock import PhaseClock
 from reporting.speed import find_gpu
@@ -100,7 +100,7 @@ def main() -> None:
 def peak_memory(root: Path) -> None:
     """Print the peak memory of a step of the run `tiny`."""
     process, run = this_process(), load_run(root / "runs", "tiny")
-    with process_group(process, open_store("test"), TrainConfig(**TINY_TRAIN)):
+    with process_group(process, open_torchrun_store(), TrainConfig(**TINY_TRAIN)):
         peak = peak_of_training(run.model, run.train, process)
         if process.is_main:
             print(peak)
