@@ -158,10 +158,9 @@ def main(corpus: Path | None, megabytes: int, repeats: int, workers: int) -> Non
             corpus = Path(folder) / "sample" / "10BT"
             build_corpus(corpus, megabytes * 10**6)
         output = Path(folder) / "tokens"
-        commands = {
-            "ours": [sys.executable, PROJECT_DIR / "prepare_dataset.py", corpus, output,
-                     "--workers", str(workers)],
-            "original": [sys.executable, "-c", AS_THE_ORIGINAL, corpus, output]}
+        ours = [PROJECT_DIR / "prepare_dataset.py", corpus, output, "--workers", str(workers)]
+        commands = {"ours": [sys.executable, *ours],
+                    "original": [sys.executable, "-c", AS_THE_ORIGINAL, corpus, output]}
         rates: dict[str, list[float]] = {"ours": [], "bare": [], "original": []}
         for _ in range(repeats):
             tokens = []

@@ -8,7 +8,6 @@ reads the sweeps that `benchmarks/recipes.md` lists and prints its first table.
 import re
 import statistics
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
@@ -27,51 +26,42 @@ RUN_DIR = re.compile(r"(.+)-seed-(\d+)")
 HEADS = ["baseline", "its tokens", "its loss", "recipe", "its tokens", "share", "its loss",
          "difference", "95% interval", "reached after", "share", "95% interval"]
 BASELINE = "baseline"  # in the directories of a sweep: its base without changes
+Runs = dict[int, Result]  # the finished runs of one variant of a sweep, by seed
 
 
-class Variant(NamedTuple):
-    """The finished runs of one variant of a sweep, by seed."""
-
-    name: str  # of the sweep, and of the change if there is one
-    runs: dict[int, Result]
-
-    @property
-    def losses(self) -> dict[int, float]:
-        return {seed: run.figures["validation_loss"] for seed, run in self.runs.items()}
-
-    @property
-    def tokens(self) -> float:
-        return statistics.fmean(run.figures["tokens"] for run in self.runs.values())
-
-    @property
-    def cells(self) -> list[str]:
-        return [self.name, f"{self.tokens:,.0f}",
-                f"{statistics.fmean(self.losses.values()):.3f} ({len(self.runs)} seeds)"]
-
-
-def read_variants(sweep_dir: Path) -> list[Variant]:
-    """Read the variants of a sweep, in order of their tokens; empty if there is no such sweep."""
-    runs: dict[str, dict[int, Result]] = {}
+def read_variants(sweep_dir: Path) -> list[tuple[str, Runs]]:
+    """Read the variants of a sweep by name, in order of their tokens; none if it does not exist."""
+    variants: dict[str, Runs] = {}
     for path in sorted(sweep_dir.glob("*-seed-*")):
         found, result = RUN_DIR.fullmatch(path.name), read_result(path)
         if found and result.status == FINISHED and result.figures["validation_loss"] is not None:
             change, seed = found.groups()
             name = sweep_dir.name if change == BASELINE else f"{sweep_dir.name}: {change}"
-            runs.setdefault(name, {})[int(seed)] = result
-    return sorted((Variant(*found) for found in runs.items()), key=lambda found: found.tokens)
+            variants.setdefault(name, {})[int(seed)] = result
+    return sorted(variants.items(), key=lambda found: mean("tokens", found[1]))
 
 
-def compare(baseline: Variant, recipe: Variant) -> list[str]:
-    seeds = sorted(baseline.runs.keys() & recipe.runs.keys())
-    difference = Difference.of([recipe.losses[seed] - baseline.losses[seed] for seed in seeds])
-    name, tokens, loss = recipe.cells
-    cells = [*baseline.cells, name, tokens, f"{recipe.tokens / baseline.tokens:.0%}", loss,
-             f"{difference.mean:+.3f}" if difference else UNKNOWN,
-             interval_of(difference, "{:+.3f} to {:+.3f}")]
-    reached = [first_reaching(recipe.runs[seed].records, baseline.losses[seed]) for seed in seeds]
+def mean(figure: str, runs: Runs) -> float:
+    return statistics.fmean(run.figures[figure] for run in runs.values())
+
+
+def compare(baseline: tuple[str, Runs], recipe: tuple[str, Runs]) -> list[str]:
+    (_, theirs), (_, ours) = baseline, recipe
+    cells, (name, tokens, loss) = (
+        [name, f"{mean('tokens', runs):,.0f}",
+         f"{mean('validation_loss', runs):.3f} ({len(runs)} seeds)"]
+        for name, runs in (baseline, recipe))
+    seeds = sorted(theirs.keys() & ours.keys())
+    losses = {seed: theirs[seed].figures["validation_loss"] for seed in seeds}
+    difference = Difference.of([ours[seed].figures["validation_loss"] - losses[seed]
+                                for seed in seeds])
+    cells += [name, tokens, f"{mean('tokens', ours) / mean('tokens', theirs):.0%}", loss,
+              f"{difference.mean:+.3f}" if difference else UNKNOWN,
+              interval_of(difference, "{:+.3f} to {:+.3f}")]
+    reached = [first_reaching(ours[seed].records, losses[seed]) for seed in seeds]
     if not seeds or None in reached:
         return [*cells, "not reached" if seeds else UNKNOWN, UNKNOWN, UNKNOWN]
-    shares = Difference.of([found.tokens / baseline.runs[seed].figures["tokens"]
+    shares = Difference.of([found.tokens / theirs[seed].figures["tokens"]
                             for seed, found in zip(seeds, reached, strict=True)])
     return [*cells, f"{statistics.fmean(found.tokens for found in reached):,.0f}",
             f"{shares.mean:.1%}", interval_of(shares, "{:.1%} to {:.1%}")]

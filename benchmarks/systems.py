@@ -72,10 +72,10 @@ class Task:
 
     @property
     def train_values(self) -> dict[str, Any]:
-        return {"dataset": "zipf", "microbatch_size": self.microbatch_size,
-                "checkpoint_interval": 2**30, "learning_rate": LEARNING_RATE,
-                "weight_decay": WEIGHT_DECAY, "random_seed": SEED,
-                "decay_norms_and_biases": True} | self.changes
+        return {
+            "dataset": "zipf", "microbatch_size": self.microbatch_size, "random_seed": SEED,
+            "checkpoint_interval": 2**30, "learning_rate": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY, "decay_norms_and_biases": True} | self.changes
 
 
 def ours(task: Task, tokens_path: Path, process: Process) -> System:
@@ -104,6 +104,7 @@ def other(task: Task, tokens_path: Path, process: Process) -> System:
     num_microbatches = task.plan.gradient_accumulation_steps
     torch.set_float32_matmul_precision(
         "highest" if precision == "fp32" and not is_original else "high")
+    torch.manual_seed(SEED)
     loss_of, optimizer = OTHERS[task.system](task, device)
     if compiles:
         loss_of = torch.compile(loss_of, dynamic=False)
@@ -144,17 +145,17 @@ def plain_microbatches(tokens_path: Path, plan: BatchPlan, device: torch.device,
 
 
 def original(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
-    model = NaiveGPT(initial_model(task.model)).to(device)
+    model = NaiveGPT(GPTModel(task.model)).to(device)
     return _with_adamw(model, model)
 
 
 def hugging_face(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config.from_dict(gpt2_config(task.model, None) | {"use_cache": False},
-                                  attn_implementation="sdpa")
-    model = GPT2LMHeadModel(config)
-    model.load_state_dict(to_gpt2(initial_model(task.model).state_dict(), task.model))
+    weights = to_gpt2(GPTModel(task.model).state_dict(), task.model)
+    model = GPT2LMHeadModel(GPT2Config.from_dict(
+        gpt2_config(task.model, None) | {"use_cache": False}, attn_implementation="sdpa"))
+    model.load_state_dict(weights)
     model.to(device).train()
     return _with_adamw(model, lambda token_ids: model(token_ids).logits, fused=True)
 
@@ -164,7 +165,6 @@ def nanogpt(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimiz
     sys.path.insert(0, task.changes["folder"])
     from model import GPT, GPTConfig
 
-    torch.manual_seed(SEED)
     shape = task.model
     model = GPT(GPTConfig(
         block_size=shape.context_length, n_layer=shape.n_layers, n_head=shape.n_heads,
@@ -175,11 +175,6 @@ def nanogpt(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimiz
 
 
 OTHERS = {"original": original, "hugging face": hugging_face, "nanogpt": nanogpt}
-
-
-def initial_model(config: ModelConfig) -> GPTModel:
-    torch.manual_seed(SEED)
-    return GPTModel(config)
 
 
 def _with_adamw(model: nn.Module, logits_of: Callable[[Tensor], Tensor],

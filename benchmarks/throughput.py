@@ -57,19 +57,15 @@ class RowFailed(Exception):
     """A row has no result; the message is the reason."""
 
 
-def read(path: Path) -> list[Line]:
-    return list(map(json.loads, path.open())) if path.exists() else []
-
-
 def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
     """Return the rows of each shape: GPT-2 small on a GPU, on a CPU two vocabularies."""
-    systems = [("ours", "ours", {}), ("Hugging Face", "hugging face", {}),
-               *([("nanoGPT", "nanogpt", {"folder": str(nanogpt)})] if nanogpt else [])]
+    systems = {"ours": {}, "Hugging Face": {}} | (
+        {"nanoGPT": {"folder": str(nanogpt)}} if nanogpt else {})
     rows = [("ours", "ours", {}), *(
-        (f"{name}, {precision}{', compiled' * compiles}", system,
+        (f"{name}, {precision}{', compiled' * compiles}", name.lower(),
          changes | {"precision": precision, "compile": compiles})
-        for (name, system, changes), precision, compiles in itertools.product(
-            systems, ("bf16", "fp32"), (False, True))),
+        for (name, changes), precision, compiles in itertools.product(
+            systems.items(), ("bf16", "fp32"), (False, True))),
         (WHOLE_RUN, "whole run", {}), (ORIGINAL, "original", {})]
     if device == "cuda":  # the original keeps all attention weights
         rows += [(name, "ours", changes) for name, changes in ON_GPU.items()]
@@ -203,23 +199,20 @@ def speed_table(lines: list[Line], flops: float) -> list[str]:
 def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **options: Any) -> None:
     """Measure training speed, and print a table for each shape."""
     ends_at, output = time.monotonic() + 60 * minutes, options["output"]
+    known = list(map(json.loads, output.open())) if output.exists() else []
     tasks, is_good = tasks_of(device, options["nanogpt"]), True
     names = {task.name for task in tasks}
     if unknown := set(only) - names:
         raise click.UsageError(f"--only {min(unknown)}: wanted one of: {'; '.join(sorted(names))}")
     for shape, group in itertools.groupby(tasks, lambda task: task.model):
-        title, chosen = f"{size_name(shape)}, {device}", [
-            task for task in group if task.name in (only or names)]
-
-        def latest(title: str = title) -> dict[tuple[str, int], Line]:
-            return {(line["row"], line["round"]): line for line in read(output)
-                    if line["bench"] == title}
-
+        title = f"{size_name(shape)}, {device}"
+        chosen = [task for task in group if task.name in (only or names)]
+        latest = {(line["row"], line["round"]): line for line in known if line["bench"] == title}
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
             tokens_path = write_tokens(Path(folder) / "zipf", chosen[0])
             for number, task in [*itertools.product(range(rounds), chosen), (rounds, chosen[0])]:
                 seconds = min(ROW_SECONDS, ends_at - time.monotonic())
-                if seconds < 0 or latest().get((task.name, number), {}).get("status") == "ok":
+                if seconds < 0 or latest.get((task.name, number), {}).get("status") == "ok":
                     continue
                 line: Line = {"bench": title, "row": task.name, "round": number, "status": "ok"}
                 place = Path(folder) / re.sub(r"\W+", "-", task.name)  # no spaces
@@ -227,16 +220,17 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
                     line |= measure_row(task, tokens_path, place, seconds)
                 except RowFailed as error:
                     line |= {"status": "failed", "reason": str(error)}
-                append_whole(output, json.dumps(line | {
+                latest[task.name, number] = line = line | {
                     "torch": torch.__version__, "code": code_version(),
-                    "time": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
+                    "time": datetime.now(UTC).isoformat(timespec="seconds")}
+                append_whole(output, json.dumps(line) + "\n")
                 click.echo(f"{task.name}: {line.get('reason') or line['tokens_per_second']}",
                            err=True)
-        lines = list(latest().values())
+        lines = list(latest.values())
         wrong = differences(lines)
         is_good &= not wrong and all(line["status"] == "ok" for line in lines)
         click.echo("\n".join(["", title, *speed_table(lines, flops_per_token(shape)), *wrong]))
-        if device == "cuda" and (whole := latest().get((WHOLE_RUN, 0), {})).get("blocks"):
+        if device == "cuda" and (whole := latest.get((WHOLE_RUN, 0), {})).get("blocks"):
             machine = whole["machine"]
             click.echo("\nfor benchmarks/measured.json: " + Measurement(
                 device=machine["device"], processes=machine["processes"],

@@ -19,7 +19,6 @@ from benchmarks.throughput import (
     RowFailed,
     differences,
     measure_row,
-    read,
     run,
     tasks_of,
     write_tokens,
@@ -121,7 +120,8 @@ def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_p
     first = call()
     assert first.exit_code == 1 and asked == [REFERENCE, "ours", ORIGINAL, REFERENCE]
     assert "| failed: not compiled: no compiler " in first.stdout
-    assert [line["status"] for line in read(tmp_path / "out.jsonl")] == ["ok", "ok", "failed", "ok"]
+    statuses = [line["status"] for line in read_lines(tmp_path / "out.jsonl")]
+    assert statuses == ["ok", "ok", "failed", "ok"]
     fails.clear()
     second = call()
     assert second.exit_code == 0 and asked[4:] == [ORIGINAL]
