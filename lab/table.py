@@ -33,7 +33,7 @@ class Column:
     head: str
     align: str = "right"
     min_width: int = 0
-    key: str = ""  # its name where it is hidden
+    key: str = ""  # its name where it is hidden, if that is not its head
 
     @property
     def whole_head(self) -> str:
@@ -58,7 +58,8 @@ class Table:
             cells = [*column.head.split("\n"), *(visible(row[place]) for row in self.rows)]
             whole = max(map(cell_len, cells))
             least[place] = min(whole, column.min_width or whole)
-        places, hidden = {column.key: place for place, column in enumerate(self.columns)}, []
+        places, hidden = {column.key or column.whole_head: place
+                          for place, column in enumerate(self.columns)}, []
         for key in self.hidden_first:
             if sum(least.values()) + GAP * (len(least) - 1) > width and key in places:
                 del least[places[key]]

@@ -54,7 +54,7 @@ def default_precision(train: TrainConfig, gpu: speed.Gpu | None = None) -> Preci
     return train.precision or (fastest if train.use_amp else "fp32")
 
 
-def estimate(run: Run, machine: Machine, *, tokens: int | None,
+def estimate(run: Run, machine: Machine, budget: float | None = None, *, tokens: int | None,
              measured: dict[str, list[Measurement]]) -> dict[str, Any]:
     """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
 
@@ -88,13 +88,13 @@ def estimate(run: Run, machine: Machine, *, tokens: int | None,
              for name, share in shares.items()}
     saved = num_checkpoints(run, plan) * bytes_of_checkpoint(run)
     hours["high"] += saved / speed.SLOW_DISK_BYTES_PER_SECOND / 3600
+    usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
     return found | {
         "microbatch_size": size, "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "global_batch_size": plan.global_batch_size, "steps": plan.num_steps,
         "checkpoints": num_checkpoints(run, plan), "checkpoints_kept": most_checkpoints(run, plan),
-        "hours": hours,
-        "usd": {name: value * machine.usd_per_hour for name, value in hours.items()},
-        "mfu": mfu, "source": source, "detail": detail}
+        "hours": hours, "usd": usd, "mfu": mfu, "source": source, "detail": detail,
+        "budget": None if budget is None else verdict(usd, budget)}
 
 
 def flops_of(run: Run, plan: BatchPlan) -> float:

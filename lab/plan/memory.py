@@ -134,9 +134,9 @@ def _in_backward(setting: Setting, microbatch_size: int) -> Iterator[float]:
         yield (2 * e if is_compiled else 3 * FLOAT32) * V * tokens
         yield e * V * tokens + head + is_low * e * V * C  # the head's gradient, before the cast too
     else:
-        # A chunk's logits, float32 logits and probabilities, or two buffers of compiled code, which
-        # it uses in turn; part of the head's gradient, float32 in fp16; the whole gradients of the
-        # head and of its input.
+        # A chunk's logits, float32 logits and probabilities, or two buffers of compiled code (one
+        # suffices on a CPU, which is not known of GPUs); part of the head's gradient, float32 in
+        # fp16; the whole gradients of the head and of its input.
         logit = 2 * e if is_compiled else 2 * FLOAT32 + is_low * e
         part = (FLOAT32 if setting.precision == "fp16" else e) * V * C
         whole = (e + is_low * FLOAT32) * tokens * C + head

@@ -28,13 +28,11 @@ PARTS = {
     "weight_copies": "weight copies in low precision", "activations": "activations",
     "logits": "logits, loss and their gradients", "total": "total"}
 BY_GPUS = [Column("one GPU"), Column("several GPUs")]
-HOURS_RANGE, USD_PRICE = "hours, fewest to most", "US$ per hour"  # columns
-MACHINE_COLUMNS = [
-    Column("machine", "left"), Column("US$\nper hour", key=USD_PRICE),
-    *map(Column, ("microbatch x\naccumulation", "largest\nmicrobatch", "global\nbatch", "steps",
-                  "checkpoints on\ndisk, at most", "hours,\nexpected")),
-    Column("hours,\nfewest to most", key=HOURS_RANGE),
-    *map(Column, ("US$,\nexpected", "US$,\nfewest to most", "MFU")), Column("source", "left")]
+MACHINE_COLUMNS = [Column("machine", "left"), *map(Column, (
+    "US$\nper hour", "microbatch x\naccumulation", "largest\nmicrobatch", "global\nbatch", "steps",
+    "checkpoints on\ndisk, at most", "hours,\nexpected", "hours,\nfewest to most",
+    "US$,\nexpected", "US$,\nfewest to most", "MFU")), Column("source", "left")]
+HIDDEN_FIRST = ("hours, fewest to most", "US$ per hour")  # in a narrow terminal
 
 
 @click.command(epilog=f"GPUs: {', '.join(gpu.name for gpu in GPUS)}.")
@@ -68,12 +66,9 @@ def command(run: str, more: tuple[str, ...], budget: float | None, tokens: int |
                         f" {loaded.train.min_train_tokens}; --tokens goes with -1 (all tokens of"
                         f" the dataset): {'add' if tokens is None else 'drop'} it")
     measured = read_measured(options["runs_dir"])
-    machines = [estimate.estimate(loaded, machine, tokens=tokens, measured=measured)
+    machines = [estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured)
                 for machine in map(estimate.Machine.parse, (*estimate.KNOWN_MACHINES, *more))]
     machines.sort(key=lambda found: found["usd"]["expected"] if "usd" in found else math.inf)
-    for found in machines:
-        if "usd" in found:
-            found["budget"] = None if budget is None else estimate.verdict(found["usd"], budget)
     settings = {name: Setting(loaded.model, loaded.train, default_precision(loaded.train), number)
                 for name, number in (("one_gpu", 1), ("several_gpus", 8))}
     num_tokens = tokens or loaded.train.min_train_tokens
@@ -81,8 +76,8 @@ def command(run: str, more: tuple[str, ...], budget: float | None, tokens: int |
         print_json(_document(loaded, settings, machines, num_tokens))
         return
     tables = [*_memory_tables(loaded, settings), _machine_table(loaded, machines, budget)]
-    parts = [_about(loaded, num_tokens), *(table.terminal() for table in tables)]
-    click.echo(visible("\n\n".join(parts)))
+    click.echo(visible("\n\n".join([_about(loaded, num_tokens),
+                                    *(table.terminal() for table in tables)])))
 
 
 def _about(run: Run, num_tokens: int) -> str:
@@ -150,7 +145,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
     of_budget = [] if budget is None else [Column(f"budget\n${dollars(budget)}", "left")]
     lines = [line for note in notes for line in textwrap.wrap(
         note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
-    return Table([*MACHINE_COLUMNS, *of_budget], rows, lines, (HOURS_RANGE, USD_PRICE))
+    return Table([*MACHINE_COLUMNS, *of_budget], rows, lines, HIDDEN_FIRST)
 
 
 def _document(run: Run, settings: dict[str, Setting], machines: list[dict[str, Any]],
