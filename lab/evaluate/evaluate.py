@@ -1,11 +1,9 @@
 """`lab evaluate`: the loss of models on held-out tokens, and their scores on tasks."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,10 +14,6 @@ from lab.runs import Record
 from lab.table import Column, Table
 from reporting.charts import draw_by_hand
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-CHART = "evaluations-chart.png"
 ABOUT = ("target", "checkpoint", "global_step", "trained_tokens")  # of what a record is
 DECIMALS = {"loss": 6, "accuracy": 4, "normalised_accuracy": 4, "perplexity": 3,
             "bits_per_byte": 6}  # of figures, in the order of a table
@@ -148,12 +142,12 @@ def draw_over_tokens(records: list[Record], runs_dir: Path) -> list[Path]:
     """Draw a chart in the directory of each run with several checkpoints. Raises: OSError."""
     of_targets = {name: [record for record in records if record["target"] == name]
                   for name in dict.fromkeys(record["target"] for record in records)}
-    return [draw_by_hand(runs_dir / name / CHART, partial(_plot, records=found))
+    return [draw_by_hand(runs_dir / name / "evaluations-chart.png", partial(_plot, records=found))
             for name, found in of_targets.items()
             if len({record["trained_tokens"] for record in found}) > 1]
 
 
-def _plot(chart: Figure, records: list[Record]) -> None:
+def _plot(chart: Any, records: list[Record]) -> None:
     """Plot the main figure of each task, or the loss, and its intervals as vertical lines."""
     from matplotlib.ticker import EngFormatter
 

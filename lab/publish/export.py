@@ -2,7 +2,6 @@
 upload that, or a dataset, to the hub."""
 
 import json
-import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ FILES = {"README.md", "config.json", "generation_config.json", "model.safetensor
          "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
          "merges.txt", *CHARTS, *formats.GGUF_FILES}
 TOKEN_FILES = ("train.safetensors", "validation.safetensors")
-ASIDE, EARLIER = ".ddp-train-", "earlier"  # ends of the names of directories aside of an export
+NEW, EARLIER = ".{}.ddp-train-new", ".{}.ddp-train-earlier"  # names of directories beside an export
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,12 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
     extras = extras or Extras()
     if extras.with_gguf:
         formats.check_gguf(target)
-    aside = f".{output_dir.name}{ASIDE}"
-    new_dir, old_dir = (output_dir.with_name(aside + end) for end in (str(os.getpid()), EARLIER))
+    new_dir, old_dir = (output_dir.with_name(name.format(output_dir.name))
+                        for name in (NEW, EARLIER))
     try:
-        output_dir.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in output_dir.parent.iterdir():  # of a kill
-            if leftover.name.startswith(aside):
-                shutil.rmtree(leftover, ignore_errors=True)
-        new_dir.mkdir()
+        for leftover in (new_dir, old_dir):  # of a kill
+            shutil.rmtree(leftover, ignore_errors=True)
+        new_dir.mkdir(parents=True)
         (new_dir / "README.md").write_text(card, encoding="utf-8")
         _write_files(target, new_dir, extras)
         for path in (*new_dir.iterdir(), new_dir):
@@ -83,15 +80,14 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
 
 def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
     model = target.model
-    tokenizer = None if target.tokenizer_name is None else target.load_tokenizer()
+    tokenizer = target.load_tokenizer() if target.tokenizer_name else None
     config = gpt2_config(model.config, None if tokenizer is None else tokenizer.eot_token)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     for name, values in (("config.json", config), ("generation_config.json", ends)):
         (directory / name).write_text(json.dumps(values, indent=2) + "\n")
-    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-    write_tensors(directory / "model.safetensors", to_gpt2(weights, model.config),
-                  {"format": "pt"})
-    length = model.config.context_length
+    ours = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+    weights, length = to_gpt2(ours, model.config), model.config.context_length
+    write_tensors(directory / "model.safetensors", weights, {"format": "pt"})
     if isinstance(tokenizer, FileTokenizer):
         formats.write_own_tokenizer(directory, tokenizer.content, context_length=length)
     elif target.tokenizer_name is not None:
@@ -100,7 +96,7 @@ def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
         path = directory / "tokenizer_config.json"
         formats.write_json(path, read_json_object(path) | {"chat_template": extras.chat_template})
     if extras.with_gguf:
-        formats.write_gguf_files(target, directory)
+        formats.write_gguf_files(target, weights, directory)
     for path in (extras.charts_dir / name for name in CHARTS if extras.charts_dir):
         if is_own_file(path):
             shutil.copyfile(path, directory / path.name)
@@ -110,7 +106,7 @@ def put_back(output_dir: Path) -> None:
     """Put back an earlier export that a kill left under another name while it was replaced."""
     if not output_dir.exists():
         with suppress(OSError):  # there is none
-            output_dir.with_name(f".{output_dir.name}{ASIDE}{EARLIER}").rename(output_dir)
+            output_dir.with_name(EARLIER.format(output_dir.name)).rename(output_dir)
 
 
 def check_output(output_dir: Path, *, option: str = "--output") -> None:

@@ -15,8 +15,6 @@ from basics.json_files import read_json_object
 from tokens.tokenizer import BYTE_LETTERS, END_OF_TEXT, TOKENIZER_FILE, gpt2_file, parse_tokenizer
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
-
     from trainer.models import LoadedModel
 
 GGUF_FILES = {"model-F16.gguf": "F16", "model-Q8_0.gguf": "Q8_0"}  # by name, the weights' type
@@ -93,19 +91,16 @@ def check_gguf(target: LoadedModel) -> None:
         raise UserError(f"{target.name}: {reason}, which GGUF cannot hold; leave out --gguf")
 
 
-def write_gguf_files(target: LoadedModel, directory: Path) -> None:
+def write_gguf_files(target: LoadedModel, gpt2_weights: dict[str, Any], directory: Path) -> None:
     """Write the files of `GGUF_FILES` beside a model's exported card and tokenizer."""
     import gguf
     from gguf.quants import quantize
     from huggingface_hub import ModelCard
 
-    from trainer.weight_formats import to_gpt2
-
     config, types = target.model.config, gguf.GGMLQuantizationType
     template = read_json_object(directory / "tokenizer_config.json").get("chat_template")
     name = ModelCard.load(directory / "README.md").data.get("model_name")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layers)
-    weights = {key: weight.detach().cpu() for key, weight in target.model.state_dict().items()}
     for file, kind in GGUF_FILES.items():
         writer = gguf.GGUFWriter(directory / file, "gpt2")
         writer.add_name(name or Path(target.name).name)
@@ -120,7 +115,7 @@ def write_gguf_files(target: LoadedModel, directory: Path) -> None:
         _add_tokenizer(writer, target, directory / TOKENIZER_FILE)
         if template:
             writer.add_chat_template(template)
-        for theirs, weight in to_gpt2(weights, config).items():
+        for theirs, weight in gpt2_weights.items():
             tensor, stored_as = names.get_name(theirs, (".weight", ".bias")), types[kind]
             if weight.dim() == 1 or tensor == "position_embd.weight":
                 stored_as = types.F32  # as llama.cpp expects
@@ -134,7 +129,7 @@ def write_gguf_files(target: LoadedModel, directory: Path) -> None:
         writer.close()
 
 
-def _add_tokenizer(writer: GGUFWriter, target: LoadedModel, path: Path) -> None:
+def _add_tokenizer(writer: Any, target: LoadedModel, path: Path) -> None:
     """Add a byte-level BPE; ids that only pad the model's vocabulary become unused tokens."""
     from gguf import TokenType
 
