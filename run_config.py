@@ -1,14 +1,12 @@
 """A run's two JSON files as validated, immutable configs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -60,7 +58,7 @@ class ModelConfig(FrozenConfig):
     init: Literal["gpt2", "torch", "zero_projections"] = "gpt2"
 
     @model_validator(mode="after")
-    def _heads_divide_embedding(self) -> ModelConfig:
+    def _heads_divide_embedding(self) -> Self:
         if self.emb_dim % self.n_heads:
             raise ValueError(f"emb_dim {self.emb_dim} is not divisible by n_heads {self.n_heads}")
         return self
@@ -123,7 +121,7 @@ class TrainConfig(FrozenConfig):
     hang_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
 
     @model_validator(mode="after")
-    def _keys_fit_together(self) -> TrainConfig:
+    def _keys_fit_together(self) -> Self:
         of_validation = self.validation_batches or self.validation_sequences
         for is_wrong, message in (
             (self.min_train_tokens != -1 and self.min_train_tokens < 1,
@@ -193,7 +191,7 @@ class Run:
     train_path = _inside("train.json")  # that `train` was read from
     search_path = _inside("microbatch-search.json")  # the speed that the last search has measured
 
-    def priced(self, usd_per_hour: float | None) -> Run:
+    def priced(self, usd_per_hour: float | None) -> Self:
         """Return the run with the command line's price, if any. Raises: UserError: it needs one."""
         price = usd_per_hour or self.train.usd_per_hour
         if self.train.max_cost_usd and not price:

@@ -4,8 +4,6 @@ It reads `metrics.jsonl` as it grows, so a tracker that fails, hangs or is slow 
 holds nothing up: another start, the next launch, or `lab export-metrics` sends what is missing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -15,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
@@ -48,7 +46,7 @@ class TrackedRun(BaseModel):
     sent: dict[str, NonNegativeInt] = {}
 
     @classmethod
-    def load(cls, run_dir: Path, *, starts_over: bool = False) -> TrackedRun:
+    def load(cls, run_dir: Path, *, starts_over: bool = False) -> Self:
         """Return the tracked run of a run directory; a new one if there is none to go on with."""
         with suppress(OSError, ValidationError):  # none yet, or damaged
             if not starts_over:
@@ -127,7 +125,7 @@ def send_records(run: Run, tracked: TrackedRun, *, note: Callable[[str], None],
 
 
 def open_tracker(run: Run, id: str, last_step: int,
-                 note: Callable[[str], None]) -> TensorBoard | Trackio | Wandb:
+                 note: Callable[[str], None]) -> "TensorBoard | Trackio | Wandb":
     """Return the tracker of a run, which knows it by this id.
 
     What it shows of steps after `last_step` is taken back, if it can do that.

@@ -1,7 +1,5 @@
 """The tokenizers: `gpt2`, `bytes`, and those of a `tokenizer.json`, named by the file's digest."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

@@ -1,13 +1,11 @@
 """Everything that is checked before the first collective, and the run that is ready to train."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -63,7 +61,7 @@ class PreparedRun:
     warnings: tuple[str, ...] = ()
     energy_kwh: float = 0.0  # of earlier launches
 
-    def for_device(self, device: torch.device) -> PreparedRun:
+    def for_device(self, device: torch.device) -> Self:
         """Return the run with its precision decided; initialise CUDA. Raises: UserError."""
         config = resolve_for_device(self.run.train, device)
         check_attention(self.run.model, config, device)
