@@ -24,15 +24,11 @@ RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    ", ascii=True)  # a l
 
 @dataclass(frozen=True)
 class Column:
-    """A column, with a head of one or several lines.
+    """A column of a table, whose `min_width` is the same as of its others, or 0."""
 
-    Its text can be wrapped in a terminal to `min_width` characters, the same for all columns of a
-    table; 0 for a column of figures, whose cells stay on one line.
-    """
-
-    head: str
+    head: str  # of one or several lines
     align: str = "right"
-    min_width: int = 0
+    min_width: int = 0  # to which a terminal may wrap its text; 0: figures, which stay on one line
     key: str = ""  # its name where it is hidden, if that is not its head
 
     @property

@@ -26,9 +26,8 @@ class MachineMeter:
     in all launches; None if it cannot be read.
     """
 
-    def __init__(self, run_dir: Path, gpu_uuids: Sequence[str], *,
-                 seconds: float = READING_SECONDS) -> None:
-        self._run_dir, self._gpu_uuids, self._seconds = run_dir, gpu_uuids, seconds
+    def __init__(self, run_dir: Path, gpu_uuids: Sequence[str]) -> None:
+        self._run_dir, self._gpu_uuids = run_dir, gpu_uuids
         self.energy_kwh: float | None = None
         self._gpus: list[GpuReading] = []
         self._reading: dict[str, Any] = {}  # that no record has yet
@@ -72,8 +71,7 @@ class MachineMeter:
             except Exception as error:  # whatever it is, training needs no readings
                 if self._failure is None:
                     self._failure = describe(error)
-            if not is_last:
-                self._ends.wait(self._seconds)
+            self._ends.wait(READING_SECONDS)
 
     def _read(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()  # of the machine, not of a container's share of it

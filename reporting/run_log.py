@@ -31,7 +31,7 @@ class RunLog:
         self.is_active = is_active
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
-        self._unwritten, self._is_behind = "", False  # records that a full disk refused
+        self._unwritten = ""  # records that a full disk refused
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
@@ -102,15 +102,15 @@ class RunLog:
             return
         spent = self.clock.read() if window is None else window.seconds
         usd = self.clock.usd() if window is None else window.usd
+        was_behind = bool(self._unwritten)
         self._unwritten += to_json({
             "global_step": global_step, "tokens": (global_step + 1) * self.plan.tokens_per_step,
             "seconds": round(sum(spent.values()), 3), **values,
             **({"usd": round(sum(usd.values()), 6)} if usd else {})}) + "\n"
         failure = self._write_records()
-        if failure and not self._is_behind:  # printed once, until a write succeeds
+        if failure and not was_behind:  # printed once, until a write succeeds
             self.say(f"warning: {failure} in {self.run.run_dir}; training continues and tries"
                      " again")
-        self._is_behind = bool(failure)
 
     def _write_records(self) -> str:
         """Write the records that are not on disk yet; return what failed."""

@@ -124,22 +124,6 @@ def send_records(run: Run, tracked: TrackedRun, *, note: Callable[[str], None],
     return num_sent - num_before
 
 
-def open_tracker(run: Run, id: str, last_step: int,
-                 note: Callable[[str], None]) -> "TensorBoard | Trackio | Wandb":
-    """Return the tracker of a run, which knows it by this id.
-
-    What it shows of steps after `last_step` is taken back, if it can do that.
-    """
-    for variable, value in NO_REPORTS.items():
-        os.environ.setdefault(variable, value)
-    config = {"model": run.model.model_dump(), "train": run.train.model_dump()}
-    name = f"{run.name[:MAX_NAME_LENGTH]}-{id}"  # no other tracked run has it
-    if run.train.tracker == "tensorboard":
-        return TensorBoard(run.run_dir / "tensorboard" / id, config, last_step)
-    return Trackio(name, config) if run.train.tracker == "trackio" else Wandb(
-        run, name, config, note)
-
-
 class TensorBoard:
     """Event files in a directory."""
 
@@ -228,6 +212,22 @@ class Wandb:
     def finish(self, step: int, figures: dict[str, Any]) -> None:
         self._run.summary.update(figures)
         self._run.finish()
+
+
+def open_tracker(run: Run, id: str, last_step: int,
+                 note: Callable[[str], None]) -> TensorBoard | Trackio | Wandb:
+    """Return the tracker of a run, which knows it by this id.
+
+    What it shows of steps after `last_step` is taken back, if it can do that.
+    """
+    for variable, value in NO_REPORTS.items():
+        os.environ.setdefault(variable, value)
+    config = {"model": run.model.model_dump(), "train": run.train.model_dump()}
+    name = f"{run.name[:MAX_NAME_LENGTH]}-{id}"  # no other tracked run has it
+    if run.train.tracker == "tensorboard":
+        return TensorBoard(run.run_dir / "tensorboard" / id, config, last_step)
+    return Trackio(name, config) if run.train.tracker == "trackio" else Wandb(
+        run, name, config, note)
 
 
 def track(run_dir: Path, say: Callable[[str], None]) -> None:

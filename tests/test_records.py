@@ -330,7 +330,7 @@ HOST = {"host_ram_gib", "host_load", "disk_free_gib"}
 def meter(tmp_path, monkeypatch):
     """A meter of two GPUs that reads at its start and its end only."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": H100, "GPU-1": H100}))
-    found = MachineMeter(tmp_path, ["GPU-0", "GPU-1"], seconds=1e6)
+    found = MachineMeter(tmp_path, ["GPU-0", "GPU-1"])
     yield found
     found._ends.set()
 
@@ -374,7 +374,7 @@ def test_a_failure_is_told_once_and_readings_go_on(meter, monkeypatch):
         raise OSError("Stale file handle")
 
     failures = []
-    meter._seconds = 0.01
+    monkeypatch.setattr(machine_meter, "READING_SECONDS", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(machine_meter.psutil, "disk_usage", fail)
         meter.start()
@@ -393,7 +393,7 @@ def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(tmp_path, monkey
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
             f"GPU-{n}": {"nvmlDeviceGetCurrentClocksEventReasons": mask}
             for n, mask in enumerate(masks)}))
-        meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"], seconds=1e6)
+        meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"])
         meter.start()
         meter.stop()
         assert ended() and meter.throttling() == reasons

@@ -11,7 +11,7 @@ from basics.cli import RUNS_DIR, USD_PER_HOUR, print_json
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from basics.text import dollars
 from lab.compare.results import Result, read_published, read_result
-from lab.compare.rows import Comparison, Row, compare
+from lab.compare.rows import LOSS_NAMES, Comparison, Row, compare
 from lab.runs import chosen_runs
 from lab.table import UNKNOWN, Column, Table, short_count
 
@@ -37,7 +37,6 @@ HIDDEN_FIRST = (  # in a terminal that is too narrow
     "usd_without_validation", "tokens_per_second", "usd_per_megatoken", "train_loss",
     "seconds_without_validation", "tokens", "seconds", "tokens_to_loss", "usd", "validation_loss",
     "global_batch_size")
-LOSSES = ("test_loss", "validation_loss", "train_loss")
 BITS = {"validation_bits_per_byte", "test_bits_per_byte"}
 WIDTH = 24  # to which names and settings are wrapped in a terminal
 whole = "{:,.0f}".format
@@ -130,7 +129,7 @@ def table_of(comparison: Comparison) -> Table:
     """Format a comparison, without columns in which no value is known."""
     columns = [Column("run", "left", WIDTH, "run"), Column("differences", "left", WIDTH, "differs"),
                Column("model", "left", key="model"),
-               *(Column(head, "left" if key in LOSSES else "right", key=key)
+               *(Column(head, "left" if key in LOSS_NAMES else "right", key=key)
                  for key, (head, _) in SHOWN.items()), Column("machine", "left", key="machine")]
     if comparison.reference:
         loss = comparison.reference.values["validation_loss"]
@@ -152,7 +151,7 @@ def _texts(comparison: Comparison, row: Row) -> dict[str, str]:
     texts |= {key: "" if values[key] is None else form(values[key])
               for key, (_, form) in SHOWN.items()}
     if row.is_published:  # no more digits than were published
-        texts |= {key: texts[key].removesuffix("0") for key in LOSSES}
+        texts |= {key: texts[key].removesuffix("0") for key in LOSS_NAMES}
     if len(row.results) == 1 and None not in (values["ift_low"], values["ift_high"]):
         texts["ift_score"] += " ({ift_low:.2f} to {ift_high:.2f})".format_map(values)
     kind, spread = comparison.sorted_by, values.get(f"{comparison.sorted_by}_spread")

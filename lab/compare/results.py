@@ -42,40 +42,28 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Result:
-    """One run, or one published row.
-
-    Attributes:
-        figures: losses are the last ones, not the best.
-        reason: why it ended or stopped, as its summary says.
-        config: `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
-        tests: tests on held-out tokens, by the text or the slice; the longest first.
-        code: the version of the code that ended the run, if it recorded one.
-        machine: device, precision, number of processes.
-        judge: who gave the instruction score, and when.
-        size: as `size_name` gives it; empty if it is not known.
-        loss_group: results with an equal one form a curve of the loss over the batch size.
-        memory_group: results with an equal one form a line of the memory over the microbatch.
-        search: the microbatches that --find-max-microbatch has tried, and the GiB of each.
-    """
+    """One run, or one published row. Results with an equal group are points of one curve."""
 
     name: str
     status: str
-    figures: Figures
-    reason: str = ""
+    figures: Figures  # losses are the last ones, not the best
+    reason: str = ""  # why it ended or stopped, as its summary says
+    # `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
     config: dict[str, Any] = field(default_factory=dict)
+    # On held-out tokens, by the text or the slice; the longest first.
     tests: dict[str, Record] = field(default_factory=dict)
     tokenizer: str | None = None
-    code: str = ""
+    code: str = ""  # the version of the code that ended the run, if it recorded one
     notes: str = ""
-    machine: tuple[str, ...] = ()
+    machine: tuple[str, ...] = ()  # device, precision, number of processes
     device: str | None = None
     records: tuple[Record, ...] = ()
     memory_gib: float | None = None
-    judge: str = ""
-    size: str = ""
-    loss_group: tuple[str, ...] = ()
-    memory_group: tuple[str, ...] = ()
-    search: tuple[tuple[float, float], ...] = ()
+    judge: str = ""  # who gave the instruction score, and when
+    size: str = ""  # as `size_name` gives it; empty if it is not known
+    loss_group: tuple[str, ...] = ()  # of a curve of the loss over the batch size
+    memory_group: tuple[str, ...] = ()  # of a line of the memory over the microbatch
+    search: tuple[tuple[float, float], ...] = ()  # tried by --find-max-microbatch, and their GiB
 
     @property
     def validation_slice(self) -> tuple[str, ...]:
