@@ -40,8 +40,7 @@ class BatchPlan:
 def accumulation_steps_of(run: Run, *, world_size: int) -> int:
     """Return the accumulation steps: as configured, or as they follow from `global_batch_size`.
 
-    Raises:
-        UserError: `global_batch_size` is not divisible; names the nearest sizes that are.
+    Raises: UserError: `global_batch_size` is not divisible; names the nearest sizes that are.
     """
     size, wanted = run.train.microbatch_size, run.train.global_batch_size
     if wanted is None:
@@ -59,7 +58,6 @@ def accumulation_steps_of(run: Run, *, world_size: int) -> int:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """Return the largest divisor of a number up to a limit."""
     return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)
 
 
@@ -70,9 +68,8 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
     `start_train_token`. The file needs one more token than is trained on: the last target. With
     `repeat_data` the whole sequences of the file, at least one, are read again and again.
 
-    Raises:
-        UserError: the token file (of `file_tokens` tokens) is too short, or `global_batch_size` is
-            not divisible by the microbatches of all processes.
+    Raises: UserError: the token file (of `file_tokens` tokens) is too short, or `global_batch_size`
+        is not divisible by the microbatches of all processes.
     """
     train, path, context_length = run.train, run.train_path, run.model.context_length
     accumulation_steps = accumulation_steps_of(run, world_size=world_size)

@@ -17,15 +17,9 @@ from basics.errors import UserError
 from run_config import Run
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile, check_token_ids
-from tokens.tokenizer import (
-    END_OF_TEXT_IDS,
-    FileTokenizer,
-    byte_lengths,
-    file_beside,
-    load_tokenizer,
-)
+from tokens.tokenizer import KNOWN_SIZES, FileTokenizer, byte_lengths, file_beside, load_tokenizer
 
-TOKENIZERS_BY_VOCABULARY = {50257: "gpt2", 257: "bytes"}  # for files that name no tokenizer
+TOKENIZERS_BY_VOCABULARY = {size: name for name, size in KNOWN_SIZES.items()}  # if none is named
 
 
 class Microbatch(NamedTuple):
@@ -128,9 +122,8 @@ class RunData:
 def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     """Open a run's token files and plan its batches. Every rank; needs no process group.
 
-    Raises:
-        UserError: a file is missing, damaged, of another layout or too short; the tokenizer beside
-            it is not the one that it was made with, or has more entries than the model.
+    Raises: UserError: a file is missing, damaged, of another layout or too short; the tokenizer
+        beside it is not the one that it was made with, or has more entries than the model.
     """
     config, vocab_size = run.train, run.model.vocab_size
     train_file = TokenFile(dataset_dir / "train.safetensors")
@@ -158,7 +151,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     path = file_beside(dataset_dir, name)
     tokenizer = load_tokenizer(name, path) if path and name else None  # of a file
     content = tokenizer.content if isinstance(tokenizer, FileTokenizer) else None
-    num_ids = tokenizer.n_vocab if tokenizer else END_OF_TEXT_IDS.get(name or "", -1) + 1
+    num_ids = tokenizer.n_vocab if tokenizer else KNOWN_SIZES.get(name or "", 0)
     if num_ids > vocab_size:  # prompts could not be encoded
         raise UserError(f"{run.run_dir / 'model.json'}: vocab_size is {vocab_size:,}, but the"
                         f" tokenizer of {dataset_dir} has {num_ids:,} entries; set it to at least"
@@ -167,9 +160,8 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
                    tokenizer_path=path, tokenizer_file=content)
 
 
-def read_ahead(
-    microbatches: Microbatches, indices: Iterable[int], *, device: torch.device
-) -> Generator[Microbatch]:
+def read_ahead(microbatches: Microbatches, indices: Iterable[int], *,
+               device: torch.device) -> Generator[Microbatch]:
     """Yield microbatches on the device, in the order of their `indices`.
 
     A thread reads, checks and pins the next microbatch while the caller computes on this one.
@@ -185,8 +177,7 @@ def read_ahead(
         while upcoming:
             index, tokens = upcoming.pop().result()
             upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]
-            split = microbatches.split(tokens.to(device, non_blocking=True))
-            yield Microbatch(index, *split)
+            yield Microbatch(index, *microbatches.split(tokens.to(device, non_blocking=True)))
 
 
 def dropout_seed(random_seed: int, microbatch_index: int) -> int:

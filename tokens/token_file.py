@@ -15,10 +15,8 @@ FINGERPRINT_TOKENS = 2**11  # in each of the 64 samples of a fingerprint
 class TokenFile:
     """One safetensors file that holds one uint16 vector, `tokens`, read slice by slice.
 
-    The file is memory-mapped: many processes can share one of any size.
-
-    Raises:
-        UserError: the file is missing, damaged, or of another layout.
+    The file is memory-mapped: many processes can share one of any size. Raises: UserError: it is
+    missing, damaged, or of another layout.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,8 +32,8 @@ class TokenFile:
             raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]}); delete it"
                             " and prepare or download the dataset again") from None
         if keys != ["tokens"]:
-            raise UserError(f"{path}: contains {', '.join(keys)[:60] or 'nothing'};"
-                            " wanted one tensor called tokens")
+            raise UserError(f"{path}: contains {', '.join(keys)[:60] or 'nothing'}; wanted one"
+                            " tensor called tokens")
         self._tokens = self._file.get_slice("tokens")
         dtype, shape = self._tokens.get_dtype(), self._tokens.get_shape()
         if dtype != "U16" or len(shape) != 1:
@@ -44,8 +42,8 @@ class TokenFile:
 
     def fingerprint(self) -> str:
         """Identify the file by its length, its metadata and 64 samples of its tokens."""
-        digest = hashlib.blake2b(json.dumps([self.num_tokens, self.metadata], sort_keys=True)
-                                 .encode(), digest_size=16)
+        facts = json.dumps([self.num_tokens, self.metadata], sort_keys=True)
+        digest = hashlib.blake2b(facts.encode(), digest_size=16)
         for first in np.linspace(0, max(0, self.num_tokens - FINGERPRINT_TOKENS), 64, dtype=int):
             stop = min(int(first) + FINGERPRINT_TOKENS, self.num_tokens)
             digest.update(self.read(int(first), stop).tobytes())
@@ -58,10 +56,9 @@ class TokenFile:
 
 def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: int,
                     advice: str = "use the tokenizer's vocab_size in model.json") -> None:
-    """Check for ids outside a vocabulary; `first` is the position of tokens[0] in the file.
+    """Check that ids are inside a vocabulary; `first` is the position of tokens[0] in the file.
 
-    Raises:
-        UserError: an id is outside it; names the first one and its position.
+    Raises: UserError: one is outside; names the first one and its position.
     """
     if tokens.size and int(tokens.max()) >= vocab_size:
         offset = int(np.argmax(tokens >= vocab_size))

