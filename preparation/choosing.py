@@ -70,10 +70,7 @@ def kind_of(name: str) -> str:
 
 def files_of_one_kind(names: Iterable[str], options: SourceOptions, place: str,
                       patterns: Patterns) -> tuple[str, dict[str, str]]:
-    """Return the kind of the documents in `--subset`, and their files; see `subset_of`.
-
-    Raises: UserError: there are none, or of several kinds.
-    """
+    """Return the kind of documents in `--subset`, and their files. Raises: UserError: not one."""
     inside = subset_of(names, options, place, patterns)
     kinds = {kind_of(name) for name in inside}
     if len(kinds) > 1:  # the README.md next to parquet files is no document
@@ -89,9 +86,8 @@ def subset_of(names: Iterable[str], options: SourceOptions, place: str,
               patterns: Patterns) -> dict[str, str]:
     """Return the files of `--subset`: their names, each with its path inside the subset.
 
-    The pattern is compared with directories at any depth, then with the names of configs.
-
-    Raises: UserError: none matches; lists what there is.
+    The pattern is compared with directories at any depth, then with the names of configs. Raises:
+    UserError: none matches; lists what there is.
     """
     names, configs = list(names), {config for config, _, _ in patterns}
     if not options.subset:

@@ -8,12 +8,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 
 import numpy as np
 import tiktoken
@@ -127,7 +124,7 @@ def worker_pool(tokenizer: Tokenizer, num_workers: int) -> Iterator[ProcessPoolE
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the workers, for ever
         try:
-            futures.wait([pool.submit(os.getpid) for _ in range(num_workers)])
+            wait([pool.submit(os.getpid) for _ in range(num_workers)])
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         yield pool
@@ -137,7 +134,7 @@ def worker_pool(tokenizer: Tokenizer, num_workers: int) -> Iterator[ProcessPoolE
 
 def _start_worker(tokenizer: Tokenizer) -> None:
     def exit_with_parent() -> None:
-        wait([multiprocessing.parent_process().sentinel])
+        multiprocessing.parent_process().join()
         os._exit(1)
 
     for descriptor in files.held:  # a killed command's lock must not wait for its workers
@@ -178,6 +175,6 @@ def encode(items: Iterable[Item | None], tokenizer: Tokenizer, pool: ProcessPool
                 waiting.append((item, pool.submit(_encode_in_worker, item)
                                 if isinstance(item, Task) else None))
                 num_bytes += size
-    except BrokenProcessPool:
+    except BrokenExecutor:
         raise UserError("a worker process was killed, perhaps because memory ran out; run the"
                         " same command again to continue, perhaps with fewer --workers") from None

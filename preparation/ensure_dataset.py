@@ -50,10 +50,7 @@ def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:
 
 
 def verify_digests(paths: Iterable[Path]) -> int:
-    """Compare files with their digests, about a second a GB; return how many have a known one.
-
-    Raises: UserError: a file is damaged, or cannot be read.
-    """
+    """Compare files with their known digests; return how many have one. Raises: UserError."""
     num_known = 0
     for path in paths:
         if (known := digest_of_download(path)) is not None:

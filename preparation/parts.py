@@ -46,12 +46,8 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def share_of(source: Source, part: str) -> Source:
-    """Return the shards of one part: in all parts about the same number of them.
-
-    Raises: UserError: there are more parts than shards.
-    """
-    number, total = parse_part(part)
-    shards = source.shards
+    """Return the shards of one part, about as many as of each. Raises: UserError: too few."""
+    (number, total), shards = parse_part(part), source.shards
     if total > len(shards):
         raise UserError(f"--part {part}: {source.request.source} has only {len(shards)} shards,"
                         " which are files or groups of text files; use fewer parts")

@@ -142,10 +142,7 @@ def memory_tasks(texts: Sequence[bytes], cuts: Cuts) -> Iterator[Task]:
 
 
 def json_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
-    """Split a JSON lines file (plain, gzip or zstandard) into tasks of whole lines.
-
-    Raises: BadShard: it is damaged.
-    """
+    """Split a file (plain, gzip, zstandard) into tasks of whole lines. Raises: BadShard: damage."""
     first_line = 1
     for block, source_bytes in _blocks_of_lines(path):
         if len(block) > 2 * TASK_BYTES:  # a large document: split it into several tasks

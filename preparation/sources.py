@@ -110,10 +110,7 @@ def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
 
 
 def find_documents(options: SourceOptions) -> Source:
-    """Find the document files of a directory (at any depth), a pattern or a single file.
-
-    Raises: UserError: there are no documents, or files of more than one kind.
-    """
+    """Find the documents of a directory (at any depth), a pattern or a file. Raises: UserError."""
     source = Path(options.source)
     root, found = _look_for(source)
     paths = {path.relative_to(root).as_posix(): path for path in sorted(found)

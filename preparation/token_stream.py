@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -72,15 +71,14 @@ class TokenFileWriter:
         Source: the safetensors format: a length, JSON padded with blanks, then the data.
         """
         num_tokens = (self._file.tell() - DATA_START) // 2
-        header = json.dumps({
-            "__metadata__": metadata,
-            "tokens": {"dtype": "U16", "shape": [num_tokens], "data_offsets": [0, 2 * num_tokens]},
-        }, ensure_ascii=False).encode()
+        facts = {"dtype": "U16", "shape": [num_tokens], "data_offsets": [0, 2 * num_tokens]}
+        parts = {"__metadata__": metadata, "tokens": facts}
+        header = json.dumps(parts, ensure_ascii=False).encode()
         if len(header) > HEADER_BYTES:
             raise ValueError(f"the header has {len(header)} bytes; at most {HEADER_BYTES} fit")
         self.sync()
         self._file.seek(0)
-        self._file.write(struct.pack("<Q", HEADER_BYTES) + header.ljust(HEADER_BYTES))
+        self._file.write(HEADER_BYTES.to_bytes(8, "little") + header.ljust(HEADER_BYTES))
         self.sync()
         self.close()
 

@@ -20,15 +20,8 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from basics.errors import UserError
-from preparation import cutting, hub, reading
-from preparation.choosing import (
-    SUFFIXES,
-    SourceOptions,
-    config_patterns,
-    split_of,
-    split_of_files,
-    subset_of,
-)
+from preparation import choosing, cutting, hub, reading
+from preparation.choosing import SourceOptions, config_patterns, split_of, split_of_files, subset_of
 from preparation.cutting import cut_document
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset
@@ -139,7 +132,7 @@ def test_sources_that_cannot_be_used(tmp_path, make, message):
 
 def test_the_suffixes_of_documents_are_those_in_the_documentation_and_the_help():
     for text in ((PROJECT_DIR / "docs/data.md").read_text(), prepare("--help").stdout):
-        assert not [suffix for suffix in SUFFIXES if suffix[1:] not in text]
+        assert not [suffix for suffix in choosing.SUFFIXES if suffix[1:] not in text]
 
 
 def test_the_documents_of_the_standard_library_are_always_the_same():
