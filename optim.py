@@ -5,8 +5,7 @@ Shapes: a hidden matrix is (out, in). `qkv` holds three of them, one below the o
 """
 
 import math
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -123,29 +122,6 @@ def schedule_warning(config: TrainConfig, step: int, before: float | None, *,
             " be continued from a checkpoint before its decay")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One matrix that is orthogonalised by itself: some rows of a parameter."""
-
-    parameter: Tensor
-    rows: slice
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return this part of a tensor of the parameter's shape, as a view; fewer rows first."""
-        part = tensor[self.rows]
-        return part.mT if part.shape[0] > part.shape[1] else part
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.of(self.parameter).shape)
-
-    @property
-    def scale(self) -> float:
-        """Factor of the update: a matrix with more rows than columns may change more."""
-        num_rows, num_columns = self.parameter[self.rows].shape
-        return max(1.0, num_rows / num_columns) ** 0.5
-
-
 class Muon(AdamW):
     """Muon for the group with `is_orthogonalised`, AdamW for the others. `step`: every rank.
 
@@ -168,33 +144,36 @@ class Muon(AdamW):
                  world_size: int) -> None:
         super().__init__(groups, fused=True)
         self._dtype, self._rank, self._world_size = dtype, rank, world_size
-        parts = sorted((part for parameter in self._matrices()["params"]
-                        for part in _parts(parameter)), key=lambda part: part.shape)
-        self._parts_by_shape = [list(same) for _, same in groupby(parts, lambda part: part.shape)]
-        self._scales = {same[0].shape: torch.tensor(  # (n, 1, 1)
-            [[[part.scale]] for part in same], device=same[0].parameter.device)
-            for same in self._parts_by_shape}
+        by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        for parameter in self._group()["params"]:
+            by_shape.setdefault(_matrices([parameter])[0].shape, []).append(parameter)
+        self._batches = []  # parameters of one shape, and factors of their updates, (n, 1, 1)
+        for parameters in by_shape.values():
+            # A matrix with more rows than columns may change more.
+            scales = [max(1.0, _height(each) / each.shape[1]) ** 0.5
+                      for each in parameters for _ in _matrices([each])]
+            self._batches.append((parameters, torch.tensor(
+                scales, device=parameters[0].device).view(-1, 1, 1)))
 
-    def _matrices(self) -> dict[str, Any]:
+    def _group(self) -> dict[str, Any]:
         return next(group for group in self.param_groups if group["is_orthogonalised"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        group = self._matrices()
+        group = self._group()
         self._update_momentum(group)
         skips = self.found_inf.bool()
         rate = torch.where(skips, 0.0, group["lr"])  # ()
         if group["weight_decay"]:
             torch._foreach_mul_(group["params"], 1 - rate * group["weight_decay"])
         # One shape's updates are gathered while those of the next are orthogonalised.
-        started = [(parts, *self._start_updates(parts, skips, group["momentum"]))
-                   for parts in self._parts_by_shape]
-        for parts, updates, gathering in started:
+        started = [(parameters, scales, *self._start_updates(parameters, skips, group["momentum"]))
+                   for parameters, scales in self._batches]
+        for parameters, scales, updates, gathering in started:
             if gathering is not None:
                 gathering.wait()
-            scales = self._scales[parts[0].shape] * rate  # (n, 1, 1)
             torch._foreach_sub_(  # the product has the weights' type: one pass
-                [part.of(part.parameter) for part in parts], list(updates[: len(parts)] * scales))
+                _matrices(parameters), list(updates[: len(scales)] * (scales * rate)))
         groups = self.param_groups
         self.param_groups = [each for each in groups if each is not group]
         super().step(closure)
@@ -215,29 +194,32 @@ class Muon(AdamW):
             weight_decay=1.0, maximize=True, momentum=0.0, dampening=0.0, nesterov=False,
             is_first_step=False, found_inf=self.found_inf)
 
-    def _start_updates(self, parts: list[_Part], skips: Tensor, momentum: float
+    def _start_updates(self, parameters: list[nn.Parameter], skips: Tensor, momentum: float
                        ) -> tuple[Tensor, dist.Work | None]:
         """Return the updates of matrices of one shape, (n or more, r, c), and what brings them."""
-        size = -(-len(parts) // self._world_size)  # of a rank's share
+        gradients = _matrices([each.grad for each in parameters])  # type: ignore[misc]
+        averages = _matrices([self.state[each]["momentum"] for each in parameters])
+        size = -(-len(gradients) // self._world_size)  # of a rank's share
         first = self._rank * size
-        mine = parts[first : first + size]
-        batch = torch.zeros(size, *parts[0].shape, dtype=self._dtype, device=skips.device)
-        if mine:  # the moving averages, a step further (Nesterov); always finite
-            gradient = torch.stack(
-                [part.of(part.parameter.grad) for part in mine])  # type: ignore[arg-type]
-            average = torch.stack(
-                [part.of(self.state[part.parameter]["momentum"]) for part in mine])
+        batch = torch.zeros(size, *gradients[0].shape, dtype=self._dtype, device=skips.device)
+        if mine := gradients[first : first + size]:
+            gradient, average = torch.stack(mine), torch.stack(averages[first : first + size])
+            # The moving averages, a step further (Nesterov); always finite.
             batch[: len(mine)] = torch.where(skips, average, gradient).lerp_(average, momentum)
         batch = orthogonalise(batch)
         if self._world_size == 1:
             return batch, None
-        gathered = batch.new_empty(self._world_size * size, *parts[0].shape)
+        gathered = batch.new_empty(self._world_size * size, *batch.shape[1:])
         return gathered, dist.all_gather_into_tensor(gathered, batch, async_op=True)
 
 
-def _parts(parameter: Tensor) -> list[_Part]:
-    """Split a parameter into the matrices that it holds: three for `qkv`, (3 C, C)."""
+def _height(parameter: Tensor) -> int:
+    """Return the rows of each matrix in a parameter: `qkv`, (3 C, C), holds three."""
     num_rows, num_columns = parameter.shape
-    height = num_columns if num_rows == 3 * num_columns else num_rows
-    return [_Part(parameter, slice(start, start + height))
-            for start in range(0, num_rows, height)]
+    return num_columns if num_rows == 3 * num_columns else num_rows
+
+
+def _matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the matrices in parameters, or in tensors like them, as views (r, c), r at most c."""
+    return [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+            for tensor in tensors for matrix in tensor.split(_height(tensor))]
