@@ -29,9 +29,10 @@ from basics.errors import UserError, one_line
 from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
 from optim import build_optimizer, rates_line
+from processes.command_line import Options
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
-from run_config import ModelConfig, TrainConfig
+from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.models import ONE_PROCESS, microbatches, step_of
 from tests.support.runs import metrics_of, refused, summary_of, weights_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
@@ -40,6 +41,7 @@ from trainer import diagnostics
 from trainer.diagnostics import Diagnostics, forward_statistics
 from trainer.losses import compile_now
 from trainer.precision import attention_kernel, choose_forward_options, resolve_for_device
+from trainer.startup import PreparedRun
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -192,6 +194,20 @@ def test_the_precision_is_the_fastest_safe_one_of_the_device(monkeypatch, device
     assert (train.precision, train.residual_dtype) == expected
     assert train.compile == (device == GPU)  # unless the run says otherwise
     assert not resolved(device, compile=False).compile and resolved(device, compile=True).compile
+
+
+@pytest.mark.parametrize(("device", "lacking"), [(CPU, {"fp16", "tf32"}), (GPU, {"bf16", "tf32"})])
+def test_a_precision_that_the_device_does_not_have_is_a_warning(monkeypatch, workplace, device,
+                                                                lacking):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))  # Turing
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
+        workplace.add_run(precision, train={"precision": precision})
+        run = load_run(workplace.runs_dir, precision)
+        found = PreparedRun(run, run.train, None, None, Options(run.name)).for_device(device)
+        assert [f'precision is "{precision}"' in warning for warning in found.warnings] == (
+            [True] * (precision in lacking))
 
 
 def test_deterministic_kernels_are_set_before_cuda_is_initialised(monkeypatch):

@@ -16,7 +16,9 @@ from run_config import ModelConfig, Precision, TrainConfig
 from tokens.batch_plan import head_chunk_tokens
 
 DTYPES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-CPU_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # any of these makes bf16 fast
+OF_CPUS = {  # any of these makes a precision fast
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"), "tf32": ("amx_fp16",),
+    "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 LARGE_VOCABULARY = 8192  # on CPUs, whose matrix products also want rows of whole cache lines
 
@@ -36,11 +38,7 @@ def resolve_for_device(config: TrainConfig, device: torch.device) -> TrainConfig
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     on_gpu, precision = device.type == "cuda", config.precision
     if precision is None and config.use_amp:  # the fastest one that is safe on the device
-        if on_gpu:
-            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            has_bf16 = any(map(torch.cpu.get_capabilities().get, CPU_BF16))
-        precision = "bf16" if has_bf16 else "fp16" if on_gpu else "fp32"
+        precision = "bf16" if has_precision(device, "bf16") else "fp16" if on_gpu else "fp32"
     precision = precision or "fp32"
     residual_dtype = config.residual_dtype or (
         "bf16" if on_gpu and precision == "bf16" else "fp32")
@@ -53,6 +51,16 @@ def resolve_for_device(config: TrainConfig, device: torch.device) -> TrainConfig
     return config.model_copy(update={
         "precision": precision, "attention": attention, "residual_dtype": residual_dtype,
         "compile": on_gpu if config.compile is None else config.compile})
+
+
+def has_precision(device: torch.device, precision: Precision) -> bool:
+    """Return whether a device computes in a precision, not only by conversions."""
+    if device.type == "cpu":
+        wanted = OF_CPUS.get(precision)
+        return wanted is None or any(map(torch.cpu.get_capabilities().get, wanted))
+    if precision == "bf16":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return precision != "tf32" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def choose_forward_options(model: ModelConfig, config: TrainConfig,

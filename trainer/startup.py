@@ -45,7 +45,7 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.losses import build_training_state
 from trainer.models import FREE_TO_CHANGE, initial_model
-from trainer.precision import check_attention, resolve_for_device
+from trainer.precision import check_attention, has_precision, resolve_for_device
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,12 @@ class PreparedRun:
 
     def for_device(self, device: torch.device) -> Self:
         """Return the run with its precision decided; initialise CUDA. Raises: UserError."""
-        config = resolve_for_device(self.run.train, device)
+        config, warnings = resolve_for_device(self.run.train, device), [*self.warnings]
         check_attention(self.run.model, config, device)
-        return replace(self, config=config, warnings=(*self.warnings, *unused_gpus()))
+        if not has_precision(device, config.precision or "fp32"):
+            warnings.append(f'{self.run.train_path}: precision is "{config.precision}", in which'
+                            " this device is no faster than in fp32; remove it")
+        return replace(self, config=config, warnings=(*warnings, *unused_gpus()))
 
     @property
     def plan(self) -> BatchPlan:
