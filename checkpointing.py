@@ -19,8 +19,6 @@ import torch
 from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from basics.checkpoint_files import (
     BEST,
@@ -95,8 +93,8 @@ class TrainingState:
     """The unwrapped model, the optimizer, the gradient scaler: nothing else has a state to save."""
 
     model: GPTModel
-    optimizer: Optimizer
-    scaler: GradScaler
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
 
     def loss_scale(self) -> LossScale | None:
         """Return the scaler's state; None if it is disabled. In fp16 this waits for the device."""
@@ -221,10 +219,7 @@ def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
 
 
 def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
-    """Read a checkpoint's JSON files; if `thoroughly`, compare digests, about a second a GB.
-
-    Raises: UserError: it is damaged.
-    """
+    """Read a checkpoint, `thoroughly` as in `find_damage`. Raises: UserError: it is damaged."""
     damage = find_damage(path, thoroughly=thoroughly)
     if not damage:
         try:
@@ -297,7 +292,6 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
     """Load a training state from a checkpoint, in place. Every rank.
 
     Options of the optimizer, such as weight decay, come from train.json, not from the checkpoint.
-
     Raises: UserError: a file is missing or damaged, or does not fit.
     """
     load_weights(checkpoint, state.model)

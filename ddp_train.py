@@ -157,10 +157,7 @@ def microbatch_indices(plan: BatchPlan, rank: int, *, first_step: int) -> Iterat
 
 def read_microbatches(prepared: PreparedRun, watchdog: Watchdog,
                       clock: PhaseClock) -> Generator[Microbatch]:
-    """Yield this process's microbatches, each of them read while the one before is used.
-
-    The time until one arrives is booked as waiting.
-    """
+    """Yield this process's microbatches, each read while the one before is used."""
     process = watchdog.process
     indices = microbatch_indices(prepared.plan, process.rank, first_step=prepared.first_step)
     with closing(read_ahead(prepared.data.train, indices, device=process.device)) as upcoming:
@@ -187,13 +184,10 @@ class TrainingStep:
 
     def take(self, microbatches: Iterator[Microbatch], *, num_microbatches: int,
              learning_rate: float) -> tuple[Tensor, Tensor]:
-        """Take one global step. Every rank; nothing here waits for the device.
+        """Take one global step, on the next `num_microbatches`. Every rank.
 
-        Args:
-            microbatches: the next `num_microbatches` of it are this process's part of the step.
-
-        Returns:
-            This process's mean loss and the norm of the averaged gradient, each () float32.
+        Nothing here waits for the device. Returned are this process's mean loss and the norm of the
+        averaged gradient, each () float32.
         """
         failpoint("train")
         model, optimizer, scaler = self.state.model, self.state.optimizer, self.state.scaler

@@ -126,13 +126,8 @@ class Muon(AdamW):
     """Muon for the group with `is_orthogonalised`, AdamW for the others. `step`: every rank.
 
     All ranks hold the momentum of all matrices. Each one orthogonalises its share of them, a batch
-    for each shape, and the results are gathered, so that this work is done once.
-
-    Args:
-        dtype: of the orthogonalisation.
-
-    Attributes:
-        found_inf: () float32, set before each step; if it is 1, the step changes nothing.
+    for each shape and in `dtype`, and the results are gathered, so that this work is done once.
+    `found_inf`, () float32, is set before each step; if it is 1, the step changes nothing.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et
     al. 2025, "Muon is Scalable for LLM Training", section 2.2, for its weight decay.

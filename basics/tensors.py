@@ -1,4 +1,4 @@
-"""safetensors files, untrusted ones too; moments on a device's own time line."""
+"""safetensors files, untrusted ones too; times on a device."""
 
 import time
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor],
         path.chmod(mode)
 
 
-class Moment:
+class DeviceTime:
     """The end of all work that a device has been given so far: on a CPU, now."""
 
     def __init__(self, device: torch.device) -> None:
@@ -59,8 +59,8 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: "Moment") -> float:
-        """Return the seconds between two moments of one device. Waits for this one."""
+    def seconds_since(self, earlier: "DeviceTime") -> float:
+        """Return the seconds between two times of one device. Waits for this one."""
         self.wait()
         if self._event is None:
             return self._seconds - earlier._seconds

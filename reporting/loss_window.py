@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from basics.tensors import Moment
+from basics.tensors import DeviceTime
 from reporting.clock import PhaseClock
 
 REPORT_INTERVAL = 10  # global steps between two reports of the losses
@@ -41,8 +41,8 @@ class LossWindow:
         self._device, self._lag = device, LAG[device.type]
         self._values, self._filled = torch.zeros(2, REPORT_INTERVAL, device=device), 0
         # Each with its values on their way to the host, the start of the first timed step and the
-        # end of each, and the moment when the values have arrived.
-        self._closed: list[tuple[Window, Tensor, list[Moment], Moment]] = []
+        # end of each, and when the values have arrived.
+        self._closed: list[tuple[Window, Tensor, list[DeviceTime], DeviceTime]] = []
         self.restart_timing()
         self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
         self._skipped_in_a_row = self.longest_skipped = 0
@@ -52,11 +52,11 @@ class LossWindow:
         self._values[0, self._filled] = loss
         self._values[1, self._filled] = grad_norm
         self._filled += 1
-        self._moments.append(Moment(self._device))
+        self._times.append(DeviceTime(self._device))
 
     def restart_timing(self) -> None:
         """Time the steps from here on: since the last one, something else has been done."""
-        self._moments = [Moment(self._device)]
+        self._times = [DeviceTime(self._device)]
 
     @property
     def is_full(self) -> bool:
@@ -73,16 +73,17 @@ class LossWindow:
         dist.all_reduce(values[0])  # gloo cannot average
         values[0] /= dist.get_world_size()  # the norms are the same on every rank
         on_host = values.to("cpu", non_blocking=True)  # in pinned memory
-        ended = Moment(self._device)
+        ended = DeviceTime(self._device)
         window = Window(global_step, learning_rate, clock.read(), clock.usd())
-        self._closed.append((window, on_host, self._moments, ended))
-        self._moments, self._filled = [ended], 0
+        self._closed.append((window, on_host, self._times, ended))
+        self._times, self._filled = [ended], 0
         self.longest_skipped, read = 0, []
         while len(self._closed) > (0 if waits else self._lag):
             read.append(self._read(*self._closed.pop(0)))
         return read
 
-    def _read(self, window: Window, values: Tensor, moments: list[Moment], ended: Moment) -> Window:
+    def _read(self, window: Window, values: Tensor, times: list[DeviceTime],
+              ended: DeviceTime) -> Window:
         """Wait for the values of a window, losses and gradient norms, (2, n), and average them."""
         ended.wait()
         losses, grad_norms = values
@@ -95,9 +96,9 @@ class LossWindow:
         self._steps_since_checkpoint += len(losses)
         if not len(losses):
             losses = grad_norms = torch.tensor([math.nan])
-        num_timed = len(moments) - 1
+        num_timed = len(times) - 1
         slowest = max(((end.seconds_since(start), step) for step, (start, end) in enumerate(
-            pairwise(moments), window.global_step - num_timed + 1)), default=(None, None))
+            pairwise(times), window.global_step - num_timed + 1)), default=(None, None))
         window.numbers = {
             "train_loss": losses.mean().item(), "train_loss_min": losses.min().item(),
             "train_loss_max": losses.max().item(), "grad_norm": grad_norms.mean().item(),
@@ -105,7 +106,7 @@ class LossWindow:
             "slowest_step": slowest[1], "slowest_step_seconds": slowest[0],
             "learning_rate": window.learning_rate}
         if num_timed:
-            window.steps_per_second = num_timed / ended.seconds_since(moments[0])
+            window.steps_per_second = num_timed / ended.seconds_since(times[0])
         return window
 
     def pop_loss_since_checkpoint(self) -> float:

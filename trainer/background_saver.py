@@ -36,10 +36,8 @@ class BackgroundSaver:
     `pop_failure` and tried again by `retry`, or superseded by the next `save`. A state that is not
     finite is not written: the next call that waits raises a UserError.
 
-    Args:
-        newest: the checkpoint that the run resumed from, which may still lack its validation. It
-            is always kept.
-        heartbeat: called while a write is waited for and makes progress.
+    `newest` is the checkpoint that the run resumed from, which may still lack its validation; it is
+    always kept. `heartbeat` is called while a write is waited for and makes progress.
     """
 
     def __init__(self, checkpoints_dir: Path, *, keep: int | None = None,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from basics.tensors import Moment
+from basics.tensors import DeviceTime
 from gpt import GPTModel
 from ops.block_attention import causal_logits
 from run_config import Precision
@@ -55,7 +55,7 @@ class Diagnostics:
         """Measure the weights on a microbatch, and the averaged gradients before clipping."""
         if not self._is_due:
             return
-        began, parts = Moment(token_ids.device), parts_of(model)
+        began, parts = DeviceTime(token_ids.device), parts_of(model)
         with autocast(self._precision, token_ids.device):
             statistics = forward_statistics(model, token_ids[:1], targets[:1])
         self._before = [[weight.detach().clone() for weight in part] for part in parts]
@@ -69,19 +69,19 @@ class Diagnostics:
         if not self._is_due:
             return
         device = model.token_embedding.weight.device
-        ratios, began = [], Moment(device)
+        ratios, began = [], DeviceTime(device)
         for before, after in zip(self._before, parts_of(model), strict=True):
             changes = [new - old for new, old in zip(after, before, strict=True)]
             ratios.append(get_total_norm(changes) / get_total_norm(before))
         del self._before
         self._read(_by_layer("update_ratio", ratios), began, device)
 
-    def _read(self, statistics: Statistics, began: Moment, device: torch.device) -> None:
+    def _read(self, statistics: Statistics, began: DeviceTime, device: torch.device) -> None:
         measured = self._measured[-1]
         for name, value in statistics.items():
             values = [float(f"{number:.{DIGITS}g}") for number in value.flatten().tolist()]
             measured.numbers[name] = values if value.dim() else values[0]
-        measured.seconds += Moment(device).seconds_since(began)
+        measured.seconds += DeviceTime(device).seconds_since(began)
 
     def pop_measured(self, up_to: int) -> Iterator[Measured]:
         """Yield what was measured since the last call, of steps up to `up_to`."""
@@ -111,15 +111,10 @@ def _by_layer(name: str, values: list[Tensor]) -> Statistics:
 def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Statistics:
     """Run the layers one by one, without dropout and not compiled, and measure each.
 
-    Nothing here draws random numbers.
-
-    Args:
-        token_ids, targets: (B, T) int64.
-
-    Returns:
-        The mean norm of the residual stream of a token, as embedded and after each layer; by layer
-        the largest attention logit and the mean entropy of the attention weights, in nats; and
-        percentiles of the logits and of the losses of tokens, in nats.
+    `token_ids` and `targets` are (B, T) int64. Nothing here draws random numbers. Returned are the
+    mean norm of the residual stream of a token, as embedded and after each layer; by layer the
+    largest attention logit and the mean entropy of the attention weights, in nats; and percentiles
+    of the logits and of the losses of tokens, in nats.
     """
     was_training = model.training
     model.eval()

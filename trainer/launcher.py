@@ -152,18 +152,15 @@ def try_microbatch(microbatch_size: int, num_processes: int, *, on_gpu: bool = T
     """Train a few steps under torchrun, with the arguments of this process.
 
     On a CPU libraries fail in many ways where the address space is at its limit, so each failure of
-    a microbatch above 1 counts as one that does not fit.
-
-    Args:
-        prefetches: compile the validation, too; not where another program uses the GPU.
+    a microbatch above 1 counts as one that does not fit. One that `prefetches` compiles the
+    validation too, and fails where another program uses the GPU.
 
     Raises: UserError: they failed for another reason than memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
         os.environ[TRIAL_VARIABLE] = json.dumps({
-            "microbatch_size": microbatch_size, "path": str(result_path),
-            "prefetches": prefetches})
+            "microbatch_size": microbatch_size, "path": str(result_path), "prefetches": prefetches})
         try:
             status = start_torchrun(num_processes, logs_dir=Path(folder) / "logs")
         finally:

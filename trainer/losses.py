@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from tqdm import tqdm
 
 from basics.errors import UserError, is_out_of_memory
@@ -36,7 +35,7 @@ def build_training_state(model_config: ModelConfig, config: TrainConfig,
     device = process.device
     torch.manual_seed(config.random_seed)
     model = GPTModel(model_config, choose_forward_options(model_config, config, device)).to(device)
-    scaler = GradScaler(device.type, enabled=config.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     return TrainingState(model, build_optimizer(model, config, process), scaler)
 
 
@@ -93,8 +92,7 @@ def compile_now(work: Callable[[], object]) -> None:
 class Losses:
     """A model's losses as a run computes them. Building it compiles them: every rank.
 
-    Attributes:
-        training: turns token ids and targets, (B, T) each, into the mean loss, (); not yet in DDP.
+    `training` turns token ids and targets, (B, T) each, into the mean loss, (); not yet in DDP.
     """
 
     def __init__(self, model: GPTModel, config: TrainConfig, process: Process) -> None:

@@ -12,17 +12,16 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.amp import GradScaler
 
 from basics.entry_points import map_every_tensor
 from basics.errors import FAILED, UserError, describe, is_out_of_memory
-from basics.tensors import Moment
+from basics.tensors import DeviceTime
 from checkpointing import TrainingState
 from processes.command_line import Options
 from processes.launch import Process, device_name, join_process_group, share_cpu_cores
@@ -91,9 +90,8 @@ class MicrobatchTrial:
             self._limit_memory()
             state = build_training_state(model, config, self.process)
             # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
-            scaler = GradScaler(device.type, init_scale=1.0, enabled=state.scaler.is_enabled())
-            yield (replace(state, scaler=scaler), config,
-                   random_microbatches(model, self._size, device))
+            state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": 1.0})
+            yield state, config, random_microbatches(model, self._size, device)
         except Exception as error:  # whatever it is: to exit in order could wait for other ranks
             _limit_address_space(math.inf)
             cause = "out of memory: " if is_out_of_memory(error) else ""
@@ -122,10 +120,10 @@ class MicrobatchTrial:
         warm_up_steps, timed_steps = STEPS[self.process.device.type]
         for _ in range(warm_up_steps):
             take_step()
-        began = Moment(self.process.device)
+        began = DeviceTime(self.process.device)
         for _ in range(timed_steps):
             take_step()
-        seconds = Moment(self.process.device).seconds_since(began) / timed_steps
+        seconds = DeviceTime(self.process.device).seconds_since(began) / timed_steps
         tokens = (self.num_microbatches * self._size * self._run.model.context_length
                   * self.process.world_size)
         demand, capacity = self._peak_memory()

@@ -31,9 +31,7 @@ from trainer.startup import PreparedRun
 class Reports:
     """Prints and records a run as it trains. Only rank 0 does; `write` is a collective.
 
-    Attributes:
-        window: takes the loss of each step, and gives it to `log` at a report.
-        beside: the processes beside training, which learn of what is new here.
+    `window` takes the loss of each step, and gives it to `log` at a report.
     """
 
     def __init__(self, prepared: PreparedRun, model: GPTModel, *, clock: PhaseClock,
@@ -49,6 +47,8 @@ class Reports:
         self.meter = MachineMeter(self.run.run_dir, gpu_uuids(self.process) if is_main else [])
         self._gpu = find_gpu(device_name(self.process))
         self._kernel = attention_kernel(model, self.config, self.process.device)
+        self._sampler = Sampler(model, prepared.data.tokenizer_name, heartbeat=watchdog.heartbeat,
+                                tokenizer_path=prepared.data.tokenizer_path)
         self.beside = SideProcesses(prepared, log=self.log, clock=clock, watchdog=watchdog)
         saver.after_write = self.beside.after_checkpoint.start
         watchdog.before_exit = self._before_exit
@@ -66,15 +66,14 @@ class Reports:
         if resume_from is not None:
             say(f"resuming from {resume_from.path}")
         num_parameters = self.model.num_parameters()
-        for line in (
-            *(f"warning: {warning}" for warning in self.prepared.warnings),
-            *batch_arithmetic(self.plan),
-            f"{num_parameters:,} parameters, {self.plan.num_tokens / num_parameters:.1f} tokens per"
-            f" parameter; {self.config.precision} on {self.process.device.type}; attention:"
-            f" {self._kernel}",
-            f"learning rates: {rates_line(self.run.model, self.config)}",
-        ):
+        for warning in self.prepared.warnings:
+            say(f"warning: {warning}")
+        for line in batch_arithmetic(self.plan):
             say(line)
+        say(f"{num_parameters:,} parameters, {self.plan.num_tokens / num_parameters:.1f} tokens per"
+            f" parameter; {self.config.precision} on {self.process.device.type}; attention:"
+            f" {self._kernel}")
+        say(f"learning rates: {rates_line(self.run.model, self.config)}")
         if self.process.is_main:
             self.meter.start(self.prepared.energy_kwh)
             self.beside.track()
@@ -92,8 +91,7 @@ class Reports:
     def write(self, global_step: int, learning_rate: float, *, waits: bool) -> None:
         """Report the steps since the last report. A collective: every rank.
 
-        Args:
-            waits: report steps that the device may not have finished yet, too.
+        With `waits` also those that the device may not have finished yet.
         """
         num_measured = global_step - self.prepared.first_step  # all but the first one
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
@@ -157,7 +155,7 @@ class Reports:
         if prompts := self.config.sample_prompts:
             with (self.clock.phase(VALIDATION),
                   autocast(self.config.precision, self.process.device)):
-                failure = self._sampler().try_to_write(self.run.samples_path, prompts, global_step)
+                failure = self._sampler.try_to_write(self.run.samples_path, prompts, global_step)
             self.log.warn("no samples", failure)
 
     def draw_charts(self) -> None:
@@ -180,9 +178,8 @@ class Reports:
             self.beside.finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         self.meter.stop()
-        is_last, last = global_step >= self.plan.num_steps - 1, self.saver.validation
-        failure = "the last validation loss is not finite" if (
-            is_last and last and last.loss is None) else ""
+        last = self.saver.validation if global_step >= self.plan.num_steps - 1 else None
+        failure = "the last validation loss is not finite" if last and last.loss is None else ""
         unwritten = self.log.finish(RunEnd(
             first_step=self.prepared.first_step, global_step=global_step, failure=failure,
             stop_reason=stop_reason, lacks_validation=lacks_validation, facts={
@@ -198,8 +195,7 @@ class Reports:
                 | {"compiled": self.config.compile, "attention": self._kernel,
                    "deterministic": self.config.deterministic, "up_seconds": machine_up_seconds(),
                    "head_chunk_tokens": self.model.options.head_chunk_tokens},
-                "code": self.code,
-            }))
+                "code": self.code}))
         self._has_ended = not (unwritten or self.saver.is_behind)
         command_failure = self.beside.finish()
         if self.saver.is_behind:
@@ -222,17 +218,12 @@ class Reports:
             self.saver.wait(timeout=self.watchdog.deadlines.last_write)
             self.log.write_status(status, reason)
 
-    def _sampler(self) -> Sampler:
-        return Sampler(self.model, self.prepared.data.tokenizer_name,
-                       heartbeat=self.watchdog.heartbeat,
-                       tokenizer_path=self.prepared.data.tokenizer_path)
-
     def _print_sample(self) -> None:
         """Print a sample of the model's text; a failure is only a warning."""
         if self.prepared.data.tokenizer_name is None:
             return
         try:
             with autocast(self.config.precision, self.process.device):
-                self.log.say(f"sample:\n{self._sampler().text()}")
+                self.log.say(f"sample:\n{self._sampler.text()}")
         except Exception as error:
             self.log.say(f"warning: no sample: {describe(error)}")

@@ -14,14 +14,7 @@ from typing import IO, Any
 import torch
 
 from basics.checkpoint_files import read_identity
-from basics.errors import (
-    FAILED,
-    STOP_SIGNALS,
-    UserError,
-    drop_unwritable_output,
-    one_line,
-    print_line,
-)
+from basics.errors import FAILED, UserError, drop_unwritable_output, one_line, print_line
 from basics.failpoints import failpoint
 from checkpointing import best_of, list_checkpoints
 from processes import beside
@@ -134,8 +127,8 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     """Run the command of --when-done if the run is over. Every rank; rank 0 runs it.
 
     Where the run was finished before this launch, --after-checkpoint is repeated first: the last
-    one may have failed. Nothing else is left to do here: checkpoint, records and summary are on
-    disk, and the process group is gone. The machine may be shut down under this process.
+    one may have failed. All files are on disk, and the process group is gone. The machine may be
+    shut down under this process.
 
     Raises: UserError: a command failed, or a signal ended it.
     """
@@ -169,7 +162,7 @@ def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) ->
     A launch of a run that was finished before runs it again unless it has succeeded.
     """
     if stop_signal:
-        return f"{STOP_SIGNALS[stop_signal]} ended the launch"
+        return f"{signal.Signals(stop_signal).name} ended the launch"
     if summary.get("status") == FINISHED:
         has_succeeded = not has_trained and summary.get("when_done") == {"status": 0}
         return "it has succeeded after an earlier launch" if has_succeeded else ""
@@ -196,8 +189,7 @@ def run_facts(run: Run) -> dict[str, str]:
         "LOSS": summary.get("train_loss") if loss is None else loss,
         "CHECKPOINT": newest and newest.path.absolute(), "BEST": best and best.path.absolute(),
         "SECONDS": sum((summary.get("seconds") or {}).values()),
-        "USD": (summary.get("usd") or {}).get("total"),
-    }
+        "USD": (summary.get("usd") or {}).get("total")}
     return {f"DDP_TRAIN_{name}": "" if value is None else str(value)
             for name, value in facts.items()}
 
@@ -244,6 +236,7 @@ def run_command(name: str, command: str, run: Run, *, limit_seconds: float = mat
     status = status if status >= 0 else 128 - status
     record(status)
     if received:
-        raise command_failed(name, f"was ended by {STOP_SIGNALS[received[0]]}", 128 + received[0])
+        raise command_failed(name, f"was ended by {signal.Signals(received[0]).name}",
+                             128 + received[0])
     if status:
         raise command_failed(name, f"ended with status {status}")

@@ -125,7 +125,6 @@ class PreparedRun:
         return self.run.model, self.config, self.plan, self.data.fingerprints, checkpoint
 
     def say_if_finished(self, process: Process) -> None:
-        """Say that nothing is left to train, if so. Rank 0; others return."""
         if self.is_finished and process.is_main:
             print_line(f"{self.run.name} is complete: {self.plan.num_steps:,} steps,"
                        f" {self.plan.num_tokens:,} tokens; --fresh starts it over")
@@ -211,11 +210,10 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
     plan, num_steps = data.plan, checkpoint.meta.global_step + 1
     if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
         before = checkpoint.meta.tokens // num_steps
-        raise UserError(
-            f"{checkpoint.path}: was trained with {before} tokens per step, this launch has"
-            f" {plan.tokens_per_step}; change gradient_accumulation_steps or the number of"
-            f" processes, or set global_batch_size to {before // plan.context_length}; or use"
-            " --fresh")
+        raise UserError(f"{checkpoint.path}: was trained with {before} tokens per step, this launch"
+                        f" has {plan.tokens_per_step}; change gradient_accumulation_steps or the"
+                        " number of processes, or set global_batch_size to"
+                        f" {before // plan.context_length}; or use --fresh")
     return checkpoint
 
 

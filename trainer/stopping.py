@@ -23,13 +23,9 @@ LAST_CHARTS_SECONDS = 2.0  # an estimate; they are not waited for beyond the bud
 class Stop:
     """Decides after which global step a launch ends. Its methods are collectives: every rank.
 
-    Args:
-        group: a gloo group, for numbers in host memory.
-
-    Attributes:
-        last_step: of this launch, if nothing ends it before; it may be taken already, by an earlier
-            launch, or by this one before torchrun's restart.
-        reason: why the launch ends before the run does, if so.
+    `group` is of gloo, for numbers in host memory. `last_step` is that of this launch, if nothing
+    ends it before; it may be taken already, by an earlier launch, or by this one before torchrun's
+    restart. `reason` is why the launch ends before the run does, if so.
     """
 
     def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,

@@ -70,8 +70,7 @@ def gpt2_config(model: ModelConfig, end_of_text: int | None) -> dict[str, Any]:
         "embd_pdrop": model.drop_rate, "attn_pdrop": model.drop_rate,
         "resid_pdrop": model.drop_rate, "initializer_range": 0.02, "scale_attn_weights": True,
         "tie_word_embeddings": model.tie_weights, "use_cache": True, "dtype": "float32",
-        "bos_token_id": end_of_text, "eos_token_id": end_of_text,
-    }
+        "bos_token_id": end_of_text, "eos_token_id": end_of_text}
 
 
 def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from basics.errors import describe
 from basics.json_files import to_json
 from basics.machine import code_digest, cuda_problem, within
-from basics.tensors import Moment
+from basics.tensors import DeviceTime
 from lab.doctor.checks import OTHER_MACHINE, Checks, ok, problem, warning
 from lab.doctor.load_tests import EXCHANGE, PRODUCTS, advice_on, judge_exchange
 from processes.launch import Process, join_process_group, share_cpu_cores, this_process
@@ -85,10 +85,10 @@ def matrix_products(device: torch.device) -> dict[str, Any]:
     out = torch.empty_like(a)
 
     def seconds(number: int) -> float:
-        began = Moment(device)
+        began = DeviceTime(device)
         for _ in range(number):
             torch.mm(a, b, out=out)
-        return Moment(device).seconds_since(began)
+        return DeviceTime(device).seconds_since(began)
 
     seconds(3)  # the first call initialises a library
     number = max(3, int(MATMUL_SECONDS / (seconds(3) / 3)))
@@ -111,10 +111,10 @@ def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[st
     is_right = bool((tensor == process.world_size * (process.world_size + 1) / 2).all())
     tensor.zero_()  # or the sums would grow without limit
     dist.all_reduce(tensor)
-    began = Moment(process.device)
+    began = DeviceTime(process.device)
     for _ in range(number):
         dist.all_reduce(tensor)
-    taken = Moment(process.device).seconds_since(began) / number
+    taken = DeviceTime(process.device).seconds_since(began) / number
     dist.all_reduce(torch.zeros(1), group=dist.new_group(backend="gloo", timeout=limit))
     # One that has exited cannot send what the others may still wait for.
     store.set(f"done/{process.rank}", "")
