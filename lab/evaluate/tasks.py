@@ -28,11 +28,12 @@ class Question(NamedTuple):
 
 
 class TaskRecord(BaseModel):
-    """A record of a task's dataset. A subclass has its columns, and the task's name."""
+    """A record of a task's dataset. A subclass is a task, with its columns."""
 
+    name: ClassVar[str]
     hub_name: ClassVar[str]  # the dataset that is asked for without a file
-    hub_files: ClassVar[str]  # a pattern of the files with the questions in a dataset on the hub
-    split: ClassVar[str]  # that the published figures are of
+    split: ClassVar[str] = "validation"  # that the published figures are of
+    hub_files: ClassVar[str] = rf"val(id|idation)?{FILE}"  # with the questions, on the hub
     figures: ClassVar[tuple[str, ...]] = ("accuracy", "normalised_accuracy")  # of `score`
 
     @abstractmethod
@@ -43,8 +44,7 @@ class TaskRecord(BaseModel):
 class HellaSwag(TaskRecord):
     """How a description of everyday life goes on."""
 
-    hub_name, split = "Rowan/hellaswag", "validation"
-    hub_files = rf"val(id|idation)?{FILE}"
+    name, hub_name = "hellaswag", "Rowan/hellaswag"
 
     activity_label: str
     ctx_a: str
@@ -66,7 +66,7 @@ def _without_markup(text: str) -> str:
 class LAMBADA(TaskRecord):
     """The last word of a passage."""
 
-    hub_name, split = "EleutherAI/lambada_openai", "test"
+    name, hub_name, split = "lambada", "EleutherAI/lambada_openai", "test"
     hub_files = rf"(^|^default/|^data/)(lambada_)?test{FILE}"
     figures = ("accuracy", "perplexity")
 
@@ -80,7 +80,7 @@ class LAMBADA(TaskRecord):
 class ARC(TaskRecord):
     """Questions of science lessons, with choices."""
 
-    hub_name, split = "allenai/ai2_arc", "test"
+    name, hub_name, split = "arc_easy", "allenai/ai2_arc", "test"
     hub_files = rf"ARC-Easy/(ARC-Easy-)?test{FILE}"
 
     question: str
@@ -95,8 +95,7 @@ class ARC(TaskRecord):
 class PIQA(TaskRecord):
     """Two ways to a goal in the physical world."""
 
-    hub_name, split = "baber/piqa", "validation"
-    hub_files = rf"val(id|idation)?{FILE}"
+    name, hub_name = "piqa", "baber/piqa"
 
     goal: str
     sol1: str
@@ -110,7 +109,7 @@ class PIQA(TaskRecord):
 class BLiMP(TaskRecord):
     """A sentence with good grammar, and one without."""
 
-    hub_name, split = "nyu-mll/blimp", "train"
+    name, hub_name, split = "blimp", "nyu-mll/blimp", "train"
     hub_files = r"\.(parquet|jsonl)$"
     figures = ("accuracy",)
 
@@ -122,8 +121,7 @@ class BLiMP(TaskRecord):
         return Question("", [self.sentence_good, self.sentence_bad], 0, self.UID)
 
 
-TASKS: dict[str, type[TaskRecord]] = {
-    "hellaswag": HellaSwag, "lambada": LAMBADA, "arc_easy": ARC, "piqa": PIQA, "blimp": BLiMP}
+TASKS = {task.name: task for task in TaskRecord.__subclasses__()}
 
 
 class Quiz(NamedTuple):

@@ -152,8 +152,8 @@ def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
     record = {"model": target.name, "checkpoint": target.checkpoint and target.checkpoint.name,
               "data": {"file": str(data.path), **counts}, "options": asdict(options),
               "epochs": epochs, "best_epoch": best["number"]}
-    write_export(target, model_output, tuned_card(target, data, record),
-                 Extras(chat_template=CHAT_TEMPLATE))
+    card = tuned_card(target, data, record)
+    write_export(target, model_output, Extras(card, chat_template=CHAT_TEMPLATE))
     click.echo(visible(f"tuned model in {model_output}"))
     record["answers"] = _answer(target, data.test, options.max_new_tokens)
     with writing_to(output):

@@ -70,13 +70,12 @@ class ExpectedSpeed(NamedTuple):
     detail: str
 
 
-def read_measured(runs_dir: Path,
-                  measured_path: Path = MEASURED_PATH) -> dict[str, list[Measurement]]:
+def read_measured(runs_dir: Path) -> dict[str, list[Measurement]]:
     """Read the speeds of one's own runs, the newest first, and those shipped, by source."""
     paths = sorted((runs_dir / name / "summary.json" for name in launched_runs(runs_dir)),
                    reverse=True, key=_mtime)
     return {OWN: [found for path in paths if (found := read_own(path.parent))],
-            MEASURED: TypeAdapter(list[Measurement]).validate_json(measured_path.read_bytes())}
+            MEASURED: TypeAdapter(list[Measurement]).validate_json(MEASURED_PATH.read_bytes())}
 
 
 def _mtime(path: Path) -> float:

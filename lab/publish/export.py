@@ -37,22 +37,21 @@ NEW, EARLIER = ".{}.ddp-train-new", ".{}.ddp-train-earlier"  # names of director
 
 @dataclass(frozen=True)
 class Extras:
-    """What an export has beside weights, configs, card and tokenizer."""
+    """What an export has beside weights, configs and tokenizer."""
 
+    card: str
     charts_dir: Path | None = None  # the charts in it are copied: the card shows them
     chat_template: str | None = None
     with_gguf: bool = False
 
 
-def write_export(target: LoadedModel, output_dir: Path, card: str,
-                 extras: Extras | None = None) -> Path:
+def write_export(target: LoadedModel, output_dir: Path, extras: Extras) -> Path:
     """Write a model's directory completely or not at all, replacing an earlier export.
 
     A power loss leaves the earlier one or the new one whole. Raises: UserError: the directory
     cannot be written or holds something else, or a chart is a link.
     """
     check_output(output_dir)
-    extras = extras or Extras()
     if extras.with_gguf:
         formats.check_gguf(target)
     new_dir, old_dir = (output_dir.with_name(name.format(output_dir.name))
@@ -61,7 +60,6 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
         for leftover in (new_dir, old_dir):  # of a kill
             shutil.rmtree(leftover, ignore_errors=True)
         new_dir.mkdir(parents=True)
-        (new_dir / "README.md").write_text(card, encoding="utf-8")
         _write_files(target, new_dir, extras)
         for path in (*new_dir.iterdir(), new_dir):
             fsync(path)
@@ -80,6 +78,7 @@ def write_export(target: LoadedModel, output_dir: Path, card: str,
 
 def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
     model = target.model
+    (directory / "README.md").write_text(extras.card, encoding="utf-8")
     tokenizer = target.load_tokenizer() if target.tokenizer_name else None
     config = gpt2_config(model.config, None if tokenizer is None else tokenizer.eot_token)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
@@ -178,7 +177,7 @@ def export_model(request: Request) -> Upload:
     else:  # once more, with what the command line adds to it
         card, charts_dir = changed_card(source / "README.md", request), source
         template = found_object(source / "tokenizer_config.json").get("chat_template")
-    write_export(target, output_dir, card, Extras(charts_dir, template, request.with_gguf))
+    write_export(target, output_dir, Extras(card, charts_dir, template, request.with_gguf))
     return Upload(output_dir, sorted(path.name for path in output_dir.iterdir()), "model")
 
 

@@ -3,7 +3,6 @@
 lm-eval is the reference of the tasks.
 """
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -20,11 +19,11 @@ from lab.evaluate import measure, scoring
 from lab.evaluate.measure import choose_slice
 from lab.evaluate.scoring import encode_questions, evaluate, ratio, score, share
 from lab.evaluate.tasks import TASKS, Question, Quiz, read_quiz
-from lab.publish.export import write_export
+from lab.publish.export import Extras, write_export
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.lm_eval_tasks import records_of, write_records, write_tasks
+from tests.support.lm_eval_tasks import FILES, TASKS_DIR, records_of, write_records, write_tasks
 from tests.support.models import export, random_model
 from tests.support.workplace import read_lines, write_tokens
 from tokens.token_file import TokenFile
@@ -279,7 +278,7 @@ def test_lm_eval_gives_an_export_the_same_scores(tmp_path, monkeypatch):
     model.final_norm.bias.data.fill_(0.5)
     model.head_weight.data[load_tokenizer("gpt2").encode_ordinary(" the")] += 0.2
     target = LoadedModel("x", model, "gpt2")
-    directory = write_export(target, tmp_path / "export", "a card")
+    directory = write_export(target, tmp_path / "export", Extras("a card"))
     paths = write_tasks(tmp_path / "tasks")
     manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
     theirs = simple_evaluate(
@@ -425,8 +424,6 @@ def test_a_hub_dataset_without_the_questions_is_a_user_error(tmp_path):
 
 def test_the_default_datasets_are_those_of_lm_eval():
     """What the hub's test server cannot show: the names that the tasks have in lm-eval."""
-    tasks = Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
-    for name, file in (("hellaswag", "hellaswag/hellaswag.yaml"), ("piqa", "piqa/piqa.yaml"),
-                       ("lambada", "lambada/lambada_openai.yaml"),
-                       ("arc_easy", "arc/arc_easy.yaml"), ("blimp", "blimp/_template_yaml")):
-        assert f"dataset_path: {TASKS[name].hub_name}\n" in (tasks / file).read_text()
+    for name, task in TASKS.items():
+        file = "blimp/_template_yaml" if name == "blimp" else FILES[name][0]
+        assert f"dataset_path: {task.hub_name}\n" in (TASKS_DIR / file).read_text()

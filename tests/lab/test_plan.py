@@ -372,15 +372,16 @@ def test_the_nearest_in_size_and_then_the_newest_run_is_used(tmp_path):
     assert expected(tmp_path).detail.endswith("(run new)")
 
 
-def test_a_shipped_measurement_comes_after_own_runs_and_before_the_estimate(tmp_path):
+def test_a_shipped_measurement_comes_after_own_runs_and_before_the_estimate(tmp_path, monkeypatch):
     path, gpu = tmp_path / "measured.json", find_gpu("H200")
     path.write_text(json.dumps([ROW]))
-    speed = expected_speed(WANTED, gpu, read_measured(tmp_path, path))
+    monkeypatch.setattr(speed_sources, "MEASURED_PATH", path)
+    speed = expected_speed(WANTED, gpu, read_measured(tmp_path))
     assert (speed.mfu, speed.source) == (pytest.approx(500e3 * 854.44e6 / 989e12, rel=1e-4),
                                          "measured")
     assert speed.detail.endswith("163,009,536 parameters (a stand-in of 2026-11-22)")
     add_summary(tmp_path, "mine", machine=MACHINE | {"device": "NVIDIA H200"})
-    measured = read_measured(tmp_path, path)
+    measured = read_measured(tmp_path)
     assert expected_speed(WANTED, gpu, measured).source == "own run"
     assert expected_speed(changed({}, {}, "tf32"), gpu, measured).source == "rough"
 

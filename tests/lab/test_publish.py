@@ -181,7 +181,7 @@ def test_what_a_link_points_to_is_not_published(workplace, tmp_path):
     for target in ("token", "nix"):
         (charts_dir / "loss-chart.png").symlink_to(tmp_path / target)
         with pytest.raises(UserError, match="loss-chart.png: is a link.* move it away"):
-            write_export(no_tokenizer(), tmp_path / "export", "ddp-train", Extras(charts_dir))
+            write_export(no_tokenizer(), tmp_path / "export", Extras("ddp-train", charts_dir))
         (charts_dir / "loss-chart.png").unlink()
         assert not (tmp_path / "export").exists()
 
@@ -202,7 +202,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(trained, tmp_path):
 
 
 def test_an_export_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
-    output = write_export(no_tokenizer(), tmp_path / "export", "tags: ddp-train")
+    output = write_export(no_tokenizer(), tmp_path / "export", Extras("tags: ddp-train"))
     before = files_of(output)
 
     for error in (OSError(errno.ENOSPC, "No space left on device"),
@@ -212,7 +212,7 @@ def test_an_export_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monke
 
         monkeypatch.setattr(export, "write_tensors", fail)
         with pytest.raises(UserError, match="export: cannot be written: No space left") as caught:
-            write_export(no_tokenizer(), output, "tags: ddp-train, new")
+            write_export(no_tokenizer(), output, Extras("tags: ddp-train, new"))
         assert caught.value.status == 4
         assert names_in(tmp_path) == {"export"} and files_of(output) == before
 
@@ -502,8 +502,8 @@ def target_of(model, tmp_path, /, *, tokenizer="bytes", **changes):
 
 
 def exported(target, tmp_path, *, chat_template=None):
-    return write_export(target, tmp_path / "export", "tags: ddp-train", Extras(
-        chat_template=chat_template, with_gguf=True))
+    return write_export(target, tmp_path / "export", Extras(
+        "tags: ddp-train", chat_template=chat_template, with_gguf=True))
 
 
 def fields_of(path):

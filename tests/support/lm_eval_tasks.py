@@ -10,15 +10,17 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from lab.evaluate.tasks import TASKS
+
 NUM_QUESTIONS = 40
 WORDS = "the a man dog opens his é water  then 😀 naïve".split(" ")
 LAST_WORDS = ["the", "the", "naïve", "then\nthe", '"the"', "  the"]
-# By our name: lm-eval's file, the split of the questions, and the suffix of our file.
-FILES = {"hellaswag": ("hellaswag/hellaswag", "validation", "jsonl"),
-         "lambada": ("lambada/lambada_openai", "test", "jsonl"),
-         "arc_easy": ("arc/arc_easy", "test", "parquet"),
-         "piqa": ("piqa/piqa", "validation", "jsonl"),
-         "blimp": ("blimp/anaphor_gender_agreement", "train", "parquet")}
+TASKS_DIR = Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
+# By our name: lm-eval's file, and the suffix of our file.
+FILES = {"hellaswag": ("hellaswag/hellaswag.yaml", "jsonl"),
+         "lambada": ("lambada/lambada_openai.yaml", "jsonl"),
+         "arc_easy": ("arc/arc_easy.yaml", "parquet"), "piqa": ("piqa/piqa.yaml", "jsonl"),
+         "blimp": ("blimp/anaphor_gender_agreement.yaml", "parquet")}
 TASK = """include: {original}
 task: local_{name}
 dataset_path: {kind}
@@ -35,15 +37,15 @@ test_split: {test}
 def write_tasks(directory: Path) -> dict[str, Path]:
     """Write each task's questions and its `local_NAME` for lm-eval; return the questions' files."""
     directory.mkdir()
-    tasks = Path(importlib.util.find_spec("lm_eval").origin).parent / "tasks"
     written = {}
-    for name, (original, split, suffix) in FILES.items():
-        path = written[name] = directory / f"{name}.{suffix}"
+    for name, (original, suffix) in FILES.items():
+        path, split = directory / f"{name}.{suffix}", TASKS[name].split
+        written[name] = path
         write_records(path, records_of(name))
         splits = {"training": "null", "validation": "null", "test": "null"}
         splits["validation" if split == "train" else split] = split  # BLiMP validates on `train`
         (directory / f"{name}.yaml").write_text(TASK.format(
-            original=tasks / f"{original}.yaml", name=name, split=split, path=path,
+            original=TASKS_DIR / original, name=name, split=split, path=path,
             kind="json" if suffix == "jsonl" else suffix, **splits))
     return written
 
