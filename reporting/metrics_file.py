@@ -1,13 +1,12 @@
 """`metrics.jsonl`: one JSON record per line, read without trusting it. Needs no torch."""
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError
 from basics.files import MAX_BYTES, fsync, read_regular_file, write_atomically
-from basics.json_files import to_json
+from basics.json_files import parsed_object, to_json
 
 MAX_RECORDS_BYTES = 2**27  # per file: about four million steps
 MAX_STEP = 2**40
@@ -76,16 +75,9 @@ def whole_lines(path: Path, offset: int) -> bytes:
 
 def valid_records(text: str) -> list[dict[str, Any]]:
     """Parse lines of a `metrics.jsonl`; the others are left out, as `read_metrics` says."""
-    records = []
-    for line in text.split("\n"):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and is_step(record.get("global_step")) and all(
-                _is_valid(key, value) for key, value in record.items() if key in METRICS):
-            records.append(record)
-    return records
+    return [record for record in map(parsed_object, text.split("\n"))
+            if is_step(record.get("global_step")) and all(
+                _is_valid(key, value) for key, value in record.items() if key in METRICS)]
 
 
 def is_step(value: Any) -> bool:
@@ -126,9 +118,8 @@ def spent_before(records: list[dict[str, Any]], summary_path: Path) -> tuple[flo
     Raises: UserError: the summary cannot be read.
     """
     known: dict[str, Any] = {}
-    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError,
-                  OverflowError):  # none yet, or damaged: the records suffice
-        summary = json.loads(read_records(summary_path, max_bytes=MAX_BYTES))
+    summary = parsed_object(read_records(summary_path, max_bytes=MAX_BYTES))
+    with suppress(LookupError, TypeError, AttributeError, OverflowError):  # the records suffice
         known["energy_kwh"] = summary.get("energy_kwh")
         known["seconds"] = sum(summary["seconds"].values())
         known["usd"] = (summary["usd"] or {"total": 0.0})["total"]

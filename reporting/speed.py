@@ -4,7 +4,6 @@ import re
 from dataclasses import dataclass
 
 from run_config import ModelConfig, Precision, TrainConfig
-from tokens.batch_plan import BatchPlan
 
 SPEED_CHECK_STEPS = 50  # global steps of a launch, after which its speed is reported
 FAR_BELOW = 0.5  # of the expected MFU; below it, likely reasons are listed
@@ -187,12 +186,6 @@ class Speed:
                 self.drop_rate > 0}
         found = ", ".join(reason for reason, applies in reasons.items() if applies)
         return f"{line}; likely reason: {found or 'none found'}"
-
-
-def shared_validation(num_sequences: int, plan: BatchPlan) -> float:
-    """Return rank 0's share of a validation that all ranks share: they take whole microbatches."""
-    num_microbatches = -(-num_sequences // plan.microbatch_size)
-    return -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
 
 
 def usable_gib(card_gib: float) -> float:

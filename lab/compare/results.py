@@ -251,8 +251,9 @@ def first_reaching(records: Iterable[Record], loss: float) -> Reached | None:
     return None
 
 
-def mean_reached(found: list[Reached | None]) -> Reached | None:
-    """Return the mean over runs; None if one of them did not reach the loss, or there is none."""
+def mean_reached(runs: Iterable[tuple[Iterable[Record], float]]) -> Reached | None:
+    """Return the mean over runs with a loss to reach each; None without any, or if one has not."""
+    found = [first_reaching(records, loss) for records, loss in runs]
     if not found or None in found:
         return None
     tokens, usd = zip(*found, strict=True)

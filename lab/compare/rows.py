@@ -8,16 +8,7 @@ from typing import Any, NamedTuple
 
 from basics.errors import UserError
 from basics.text import counted
-from lab.compare.results import (
-    FIGURES,
-    PUBLISHED,
-    Reached,
-    Result,
-    first_reaching,
-    mean_reached,
-    shown,
-    slice_of,
-)
+from lab.compare.results import FIGURES, PUBLISHED, Result, mean_reached, shown, slice_of
 from lab.runs import number
 from lab.stats import pooled_deviation, t_95
 from reporting.summary import FINISHED
@@ -264,11 +255,11 @@ def _mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
     for row in rows:
         found = None
         if row is reference:  # to its end
-            found = Reached(row.values["tokens"], row.values["usd"])
+            found = row.values["tokens"], row.values["usd"]
         elif row.first.validation_slice == reference.first.validation_slice:
-            found = mean_reached([first_reaching(run.records, losses.get(
+            found = mean_reached((run.records, losses.get(
                 shown(run.config.get(SEED)), reference.values["validation_loss"]))
-                for run in row.results])
+                for run in row.results)
         if found:
-            row.values |= {"tokens_to_loss": found.tokens, "usd_to_loss": found.usd}
+            row.values["tokens_to_loss"], row.values["usd_to_loss"] = found
     return reference

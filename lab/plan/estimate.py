@@ -104,7 +104,9 @@ def flops_of(run: Run, plan: BatchPlan) -> float:
     if not run.train.validates:
         return training
     number = -(-plan.num_steps // run.train.validation_interval)
-    share = speed.shared_validation(sequences, plan) if run.train.validate_on == "all" else 1
+    share, num_microbatches = 1.0, -(-sequences // plan.microbatch_size)
+    if run.train.validate_on == "all":  # all ranks take whole microbatches
+        share = -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
     return training + number * share * sequences * plan.context_length * per_token * FORWARD_SHARE
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from basics.errors import UserError
 from basics.text import counted, dollars
 from lab.compare.charts import draw_comparison, plot_fit, plot_points, without_formulas
-from lab.compare.results import Reached, first_reaching, mean_reached
+from lab.compare.results import Reached, mean_reached
 from lab.compare.rows import compare
 from lab.runs import number
 from lab.stats import Difference, fit_log_quadratic, pooled_deviation, seeds_needed
@@ -84,8 +84,7 @@ def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
         is_comparable = all(own.result.validation_slice == base.result.validation_slice
                             for own, base in pairs)
         difference = Difference.of([own.loss - base.loss for own, base in pairs])
-        reached = mean_reached([first_reaching(own.result.records, base.loss)
-                                for own, base in pairs])
+        reached = mean_reached((own.result.records, base.loss) for own, base in pairs)
         entries.append(Entry(name, changes, group, is_comparable,
                              difference if changes and is_comparable else None,
                              reached if is_comparable else None))
