@@ -68,9 +68,12 @@ def kind_of(name: str) -> str:
                  if name.lower().endswith(suffix)), "")
 
 
-def files_of_one_kind(names: Iterable[str], options: SourceOptions, place: str,
-                      patterns: Patterns) -> tuple[str, dict[str, str]]:
-    """Return the kind of documents in `--subset`, and their files. Raises: UserError: not one."""
+def choose_files(names: Iterable[str], options: SourceOptions, place: str, patterns: Patterns, *,
+                 are_named: bool = False) -> tuple[str, list[str]]:
+    """Return the kind of documents in `--subset`, and the files of `--split`, by default train.
+
+    Raises: UserError: there are none, or of several kinds; or as `split_of_files`.
+    """
     inside = subset_of(names, options, place, patterns)
     kinds = {kind_of(name) for name in inside}
     if len(kinds) > 1:  # the README.md next to parquet files is no document
@@ -79,7 +82,11 @@ def files_of_one_kind(names: Iterable[str], options: SourceOptions, place: str,
         raise UserError(f"{place}: contains {' and '.join(sorted(kinds)) or 'no documents'}; wanted"
                         f" a directory (--subset) of one kind: {', '.join(SUFFIXES)}")
     (kind,) = kinds
-    return kind, {name: path for name, path in inside.items() if kind_of(name) == kind}
+    files = {name: path for name, path in inside.items() if kind_of(name) == kind}
+    # Files that SOURCE names are all wanted; text files are rarely named after a split.
+    if not options.split and (kind == "text" or are_named):
+        return kind, list(files)
+    return kind, split_of_files(files, options, place, patterns)
 
 
 def subset_of(names: Iterable[str], options: SourceOptions, place: str,

@@ -16,13 +16,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from tqdm import tqdm
 
 from basics.errors import FAILED, UserError, as_os_error, first_line, one_line
-from preparation.choosing import (
-    SourceOptions,
-    config_patterns,
-    files_of_one_kind,
-    kind_of,
-    split_of_files,
-)
+from preparation.choosing import SourceOptions, choose_files, config_patterns, kind_of
 from preparation.reading import file_tasks
 from preparation.sources import Request, Shard, Source
 from tokens.tokenizer import TOKENIZER_FILE
@@ -89,15 +83,15 @@ def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
     check_names(repository, [entry.path for entry in entries])
     files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)
              if kind_of(entry.path) not in ("", "text")}
-    place, card = f"{repository} on the hub", info.card_data
+    card = info.card_data
     patterns = config_patterns(card.to_dict() if card else {})
-    kind, inside = files_of_one_kind(files, options, place, patterns)
+    kind, chosen = choose_files(files, options, f"{repository} on the hub", patterns)
     shards = [HubShard(
         name=path, identity=files[path].lfs.sha256 if files[path].lfs else files[path].blob_id,
         num_bytes=files[path].size,
         tasks=partial(file_tasks, [raw_dir / path], raw_dir, options.text_column),
         repository=repository, revision=info.sha, raw_dir=raw_dir, is_kept=is_kept)
-        for path in split_of_files(inside, options, place, patterns)]
+        for path in chosen]
     licences = _names(card and card.license, "unknown")
     request = Request(
         source=options.label(), revision=info.sha, text_column=options.text_column,

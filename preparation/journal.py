@@ -94,8 +94,7 @@ class Journal:
         if self.lines:
             assert self.request is not None
             changes = request.difference(self.request)
-            done = self.shards
-            for line, shard in zip_longest(done, shards[:len(done)]):
+            for line, shard in zip_longest(self.shards, shards[:len(self.shards)]):
                 if shard is None or (shard.name, shard.identity) != (line.name, line.identity):
                     changes = changes or (f"{line.name} has changed, or files before it were added"
                                           " or removed")

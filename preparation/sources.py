@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from basics.errors import UserError, one_line, print_error
-from preparation.choosing import SUFFIXES, SourceOptions, files_of_one_kind, kind_of, split_of_files
+from preparation.choosing import SUFFIXES, SourceOptions, choose_files, kind_of
 from preparation.cutting import Cuts
 from preparation.reading import WHOLE_BYTES, Task, file_tasks, grouped, memory_tasks, printable
 
@@ -117,10 +117,7 @@ def find_documents(options: SourceOptions) -> Source:
              if kind_of(path.name) and (path.is_file() or not path.exists())}
     if options.subset and not source.is_dir():
         raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
-    kind, inside = files_of_one_kind(paths, options, str(source), [])
-    # Files that a pattern names are all wanted; text files are rarely named after a split.
-    has_splits = options.split or (kind != "text" and source.is_dir())
-    names = split_of_files(inside, options, str(source), []) if has_splits else inside
+    kind, names = choose_files(paths, options, str(source), [], are_named=not source.is_dir())
     chosen = [paths[name] for name in names]
     for path in chosen:
         if not path.exists():

@@ -11,7 +11,6 @@ import pytest
 from huggingface_hub import DatasetCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 from basics.errors import UserError
 from preparation import import_bin
@@ -19,7 +18,7 @@ from preparation.ensure_dataset import digest_of_download, provide_dataset, veri
 from preparation.import_bin import import_tokens
 from run_config import load_run
 from tests.support.models import write_tokenizer
-from tests.support.preparation import decoded, prepare, texts_source, tokens_in
+from tests.support.preparation import decoded, metadata_of, prepare, texts_source, tokens_in
 from tests.support.workplace import succeeded
 from tokens.batches import open_run_data
 
@@ -51,10 +50,8 @@ def test_a_run_can_read_imported_files_of_nanogpt(workplace, tmp_path):
     assert result.stdout.splitlines()[0] == "5 documents, 1,200 tokens"  # 4 and 1 end-of-text
     assert tokens_in(out)["train"].tolist() == TOKENS.tolist()
     assert tokens_in(out)["validation"].tolist() == TOKENS[:200].tolist()
-    with safe_open(out / "train.safetensors", framework="numpy") as file:
-        assert file.metadata() == {"tokenizer": "bytes", "source": "train.bin",
-                                   "num_documents": "4", "num_tokens": "1000",
-                                   "max_token_id": "256"}
+    assert metadata_of(out) == {"tokenizer": "bytes", "source": "train.bin", "num_documents": "4",
+                                "num_tokens": "1000", "max_token_id": "256"}
     card = DatasetCard.load(out / "README.md")
     assert card.data.task_categories == ["text-generation"] and "bytes of text" not in card.text
     assert not list(out.parent.glob(".*")) and not (out / "tokenizer.json").exists()

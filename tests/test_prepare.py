@@ -20,7 +20,6 @@ import pytest
 from huggingface_hub import DatasetCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 from basics.errors import UserError
 from benchmarks.prepare import build_corpus, peak_memory_of, prepare_as_the_original
@@ -48,6 +47,7 @@ from tests.support.preparation import (
     decoded,
     find_documents,
     leave_unfinished,
+    metadata_of,
     prepare,
     stopping_after,
     texts_source,
@@ -83,9 +83,7 @@ def test_the_first_99_percent_are_for_training(tmp_path, kind):
     texts = {"train": DOCUMENTS[:150], "validation": DOCUMENTS[150:]}
     assert documents_of(tmp_path / "out") == [*texts.values()]
     for split in ("validation", "train"):
-        count = dataset.splits[split]
-        with safe_open(tmp_path / "out" / f"{split}.safetensors", framework="numpy") as file:
-            metadata = file.metadata()
+        count, metadata = dataset.splits[split], metadata_of(tmp_path / "out", split)
         num_bytes = sum(len(text.encode()) for text in texts[split])
         assert metadata["num_text_bytes"] == str(num_bytes) == str(count.num_text_bytes)
         assert metadata["num_tokens"] == str(count.num_tokens)
@@ -141,10 +139,6 @@ def test_a_batch_has_the_tokens_of_its_texts(texts, name):
     assert all(ids.dtype == np.uint16 for ids in found)
 
 
-def task_of(pieces):
-    return Task(lambda reading: iter(pieces), 1, 1)
-
-
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_single_text_file_is_divided_by_its_tokens(tmp_path, monkeypatch, is_cut):
     text = "naïve words, " * 300
@@ -174,8 +168,7 @@ def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(
               for token in [*tokenizer.encode_ordinary(text), tokenizer.eot_token]]
     assert np.concatenate(list(tokens_in(out).values())).tolist() == wanted
     assert (out / "tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
-    with safe_open(out / "train.safetensors", framework="numpy") as file:
-        assert file.metadata()["tokenizer"] == choose_tokenizer(str(own)).name
+    assert metadata_of(out)["tokenizer"] == choose_tokenizer(str(own)).name
     text = (out / "README.md").read_text()
     assert "tokenizer `tokenizer.json`" in text and "with the id 0" in text
     assert "- sha256" not in text
@@ -211,7 +204,8 @@ def test_cutting_a_document_does_not_change_its_ids(changes, tmp_path, small_pie
     wanted = [*tokenizer.encode_ordinary(LONG), tokenizer.eot_token]
     assert len(forced) > 20 and naive != wanted[:-1]
     pieces = list(cut_document([LONG.encode()], cuts_of(tokenizer), "long"))
-    assert encode_task(task_of(pieces), tokenizer).tokens.tolist() == wanted
+    task = Task(lambda reading: iter(pieces), 1, 1)
+    assert encode_task(task, tokenizer).tokens.tolist() == wanted
     path = tmp_path / "a.txt"
     path.write_text(LONG)
     tasks = list(text_tasks([path], tmp_path, cuts_of(tokenizer)))
@@ -270,9 +264,9 @@ def test_one_text_file_that_cannot_be_read_costs_only_that_file(tmp_path, bad, c
     assert train + validation == texts[:bad] + texts[bad + 1:]
     assert len(train) == 7 == dataset.splits["train"].num_documents
     assert dataset.bad_files == [f"{bad:03}.txt"]
-    with safe_open(tmp_path / "out" / "train.safetensors", framework="numpy") as file:
-        assert file.metadata()["num_bad_files"] == "1"
-        assert file.metadata()["num_text_bytes"] == str(sum(len(text) for text in train))
+    metadata = metadata_of(tmp_path / "out")
+    assert metadata["num_bad_files"] == "1"
+    assert metadata["num_text_bytes"] == str(sum(len(text) for text in train))
 
 
 # --- disks, outputs, progress and the card
@@ -630,11 +624,11 @@ def test_after_kills_the_same_command_continues_to_the_same_bytes(corpus, prepar
     assert not list(tmp_path.glob(".*")), "an unfinished directory was left behind"
 
 
-def start(command, **environment):
+def start(command):
     """Start a slow preparation that can be interrupted with Ctrl-C."""
     return subprocess.Popen(
-        command, cwd=PROJECT_DIR, env=os.environ | {"PAUSE_SECONDS": "0.3"} | environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, text=True,
+        command, cwd=PROJECT_DIR, env=os.environ | {"PAUSE_SECONDS": "0.3"}, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
 
 

@@ -16,7 +16,6 @@ import pytest
 from huggingface_hub import DatasetCard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.numpy import save
 
 from basics.errors import UserError
@@ -40,6 +39,7 @@ from tests.support.preparation import (
     DOCUMENTS,
     decoded,
     find_documents,
+    metadata_of,
     prepare,
     tokens_in,
     write_parquet,
@@ -426,11 +426,6 @@ def assert_is_whole(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "README.md", "train.safetensors", "validation.safetensors"]
     assert not list(tmp_path.glob(".*"))
-
-
-def metadata_of(out):
-    with safe_open(out / "train.safetensors", framework="numpy") as file:
-        return file.metadata()
 
 
 def test_a_subset_is_downloaded_shard_by_shard_and_deleted(texts_hub, tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import prepare_dataset as command
@@ -47,6 +48,11 @@ def tokens_in(dataset_dir: Path) -> dict[str, np.ndarray]:
     """Return the tokens of a dataset by split."""
     return {split: load_file(dataset_dir / f"{split}.safetensors")["tokens"]
             for split in ("train", "validation")}
+
+
+def metadata_of(dataset_dir: Path, split: str = "train") -> dict[str, str]:
+    with safe_open(dataset_dir / f"{split}.safetensors", framework="numpy") as file:
+        return file.metadata()
 
 
 def decoded(path: Path) -> list[str]:
