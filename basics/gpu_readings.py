@@ -81,10 +81,8 @@ def nvml_failure() -> str | None:
 
     It is not closed again: it would detach from all GPUs, and to open it twice costs nothing.
     """
-    try:
-        import pynvml  # here: most machines without a GPU never need it
-    except ImportError as error:
-        return str(error)
+    import pynvml  # here: most machines without a GPU never need it
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -2,9 +2,7 @@
 
 import hashlib
 import os
-import shutil
 import subprocess
-import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -58,16 +56,6 @@ def machine_up_seconds() -> float:
         return time.time() - psutil.Process(1).create_time()
     except psutil.Error:  # the system hides the processes of others
         return time.time() - psutil.boot_time()
-
-
-def find_c_compiler() -> tuple[str, str]:
-    """Return the compiler of Triton's launchers, and what is missing: one of them is empty."""
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    found = next(filter(None, map(shutil.which, names)), "")
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if found:
-        return (found, "") if header.is_file() else ("", f"no {header}")
-    return "", f"no {' or '.join(names)}"
 
 
 def cuda_problem() -> tuple[str, str]:

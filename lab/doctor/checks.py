@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import socket
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ import psutil
 
 from basics.errors import UserError, describe
 from basics.gpu_readings import GpuReading, read_gpus
-from basics.machine import find_c_compiler, within
+from basics.machine import within
 from run_config import Run
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -118,7 +119,7 @@ def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuRe
                  if entry == str(number) or (
                      entry.startswith("GPU-") and (gpu.uuid or "").startswith(entry))]
     for gpu, index in itertools.product(found, range(MAX_PARTS)):
-        import pynvml  # here: a machine without a GPU may lack it
+        import pynvml  # here: most machines without a GPU never need it
 
         with suppress(pynvml.NVMLError):  # there is no such part, or the GPU cannot be divided
             handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid or "")
@@ -181,10 +182,15 @@ def check_compiler(subject: Subject) -> Finding | None:
     """Check that Triton can compile its launchers in C, where a run's step is compiled on GPUs."""
     if not subject.gpus or (subject.run and subject.run.train.compile is False):
         return None
-    compiler, missing = find_c_compiler()
-    return ok(compiler) if compiler else problem(
-        f"{missing}: the training step cannot be compiled", "install gcc, libc6-dev and"
-        ' python3-dev, as ./setup_lambda.sh does, or set "compile": false')
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if compiler and header.is_file():
+        return ok(compiler)
+    return problem(
+        f"no {header if compiler else ' or '.join(names)}: the training step cannot be compiled",
+        "install gcc, libc6-dev and python3-dev, as ./setup_lambda.sh does, or set"
+        ' "compile": false')
 
 
 def check_shared_memory(subject: Subject) -> Finding | None:
