@@ -51,7 +51,6 @@ from tests.support.models import MODEL, damage, describe, save, state
 from tests.support.stand_ins import odd_file_system
 from tests.support.workplace import small_disk
 from tokens.batches import open_run_data
-from trainer import background_saver
 from trainer.background_saver import BackgroundSaver
 from trainer.startup import PreparedRun, check_same_run, choose_checkpoint, prepare_run
 
@@ -465,8 +464,8 @@ class Gate:
     def __init__(self, monkeypatch):
         self.opened, self.entered = threading.Event(), threading.Event()
         self.inside = self.most = 0
-        self.save = background_saver.save_checkpoint
-        monkeypatch.setattr(background_saver, "save_checkpoint", self)
+        self.save = checkpointing.save_checkpoint
+        monkeypatch.setattr(checkpointing, "save_checkpoint", self)
 
     def __call__(self, *arguments):
         self.inside += 1
@@ -564,7 +563,7 @@ def test_a_validation_is_added_once_its_checkpoint_is_whole(tmp_path, gate):
 def test_a_validation_that_cannot_be_written_is_tried_again(tmp_path, monkeypatch):
     saver = BackgroundSaver(tmp_path)
     save_and_wait(saver, 0)
-    monkeypatch.setattr(background_saver, "add_validation", full)
+    monkeypatch.setattr(checkpointing, "add_validation", full)
     saver.add_validation(Validation(loss=None))
     saver.wait()
     assert saver.is_behind and saver.pop_failure() == f"the validation loss of step 1 {FULL}"

@@ -47,14 +47,6 @@ from tests.support.workplace import (
     torchrun_command,
 )
 from trainer import launcher, learning_rate_search, microbatch_trial
-from trainer.launcher import (
-    MAX_TRIALS,
-    by_size,
-    find_max_microbatch,
-    save_result,
-    search,
-    try_microbatch,
-)
 from trainer.learning_rate_search import CHART_NAME, RATES, run_range_test, suggest, suggested_rates
 from trainer.losses import build_training_state
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial, Trial, check_idle
@@ -84,20 +76,20 @@ def test_the_true_maximum_is_found_in_eight_trials(fixed, slope, sequences, floo
     capacity, floor = fixed + slope * sequences, fixed + 2 * slope * floor
     if floor > capacity:
         return
-    trials = find_max_microbatch(memory(fixed, slope, capacity, floor))
+    trials = launcher.find_max_microbatch(memory(fixed, slope, capacity, floor))
     sizes = [trial.microbatch_size for trial in trials]
-    assert sizes[0] == 1 and len(set(sizes)) == len(sizes) <= MAX_TRIALS
-    fitting, failure = by_size(trials)
+    assert sizes[0] == 1 and len(set(sizes)) == len(sizes) <= launcher.MAX_TRIALS
+    fitting, failure = launcher.by_size(trials)
     assert failure == fitting[-1].microbatch_size + 1, sizes
 
 
 @settings(max_examples=300)
 @given(fits_up_to=st.integers(1, 10_000), demand=st.sampled_from(["flat", "noisy", "falling"]))
 def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(fits_up_to, demand):
-    trials = find_max_microbatch(lambda size: Trial(
+    trials = launcher.find_max_microbatch(lambda size: Trial(
         size, size <= fits_up_to, capacity_gib=80.0,
         demand_gib={"flat": 1.0, "noisy": 1.0 + hash(size) % 7, "falling": 10.0 / size}[demand]))
-    assert len(trials) <= MAX_TRIALS and trials[0].fits
+    assert len(trials) <= launcher.MAX_TRIALS and trials[0].fits
 
 
 @pytest.mark.parametrize(("train", "largest", "world_size", "size", "message"), [
@@ -114,7 +106,7 @@ def test_saving_keeps_the_global_batch_and_every_other_key(workplace, train, lar
     before = json.loads(path.read_text())
     trials = [Trial(1, True, tokens_per_second=100.0),
               Trial(largest, True, tokens_per_second=200.0)]
-    assert message in save_result(load_run(workplace.runs_dir, "tiny"), trials, world_size)
+    assert message in launcher.save_result(load_run(workplace.runs_dir, "tiny"), trials, world_size)
     key = "minibatch_size" if "minibatch_size" in before else "microbatch_size"
     assert list(json.loads(path.read_text()).items()) == list((before | {key: size}).items())
     speed, processes, _ = measured_speed(load_run(workplace.runs_dir, "tiny"))
@@ -130,8 +122,8 @@ def simulated_search(workplace, monkeypatch, *, capacity, num_processes=1, **opt
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
     monkeypatch.setattr(launcher, "try_microbatch",
                         lambda size, *_, **__: memory(1.0, 0.5, capacity)(size))
-    search(Options("tiny", runs_dir=workplace.runs_dir, **{"memory_limit_gib": 20.0} | options),
-           num_processes)
+    options = {"memory_limit_gib": 20.0} | options
+    launcher.search(Options("tiny", runs_dir=workplace.runs_dir, **options), num_processes)
 
 
 def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys):
@@ -194,10 +186,10 @@ def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(monkeypatch,
 
     monkeypatch.setattr(launcher, "start_torchrun", start)
     if message is None:
-        assert not try_microbatch(size, 2, on_gpu=on_gpu).fits
+        assert not launcher.try_microbatch(size, 2, on_gpu=on_gpu).fits
         return
     with pytest.raises(UserError, match=message):
-        try_microbatch(size, 2, on_gpu=on_gpu)
+        launcher.try_microbatch(size, 2, on_gpu=on_gpu)
 
 
 @pytest.fixture

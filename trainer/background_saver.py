@@ -9,21 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkpointing
 from basics.errors import NON_FINITE, UserError, as_os_error, why_not_written
 from basics.failpoints import failpoint
 from basics.tensors import first_non_finite
-from checkpointing import (
-    Checkpoint,
-    CheckpointMeta,
-    Snapshot,
-    SnapshotBuffers,
-    TrainingState,
-    Validation,
-    add_validation,
-    prune,
-    renew_links,
-    save_checkpoint,
-)
+from checkpointing import Checkpoint, CheckpointMeta, Snapshot, TrainingState, Validation
 from reporting.metrics_file import fsync_records
 
 POLL_SECONDS = 0.5  # between two looks at the files of a write that is waited for
@@ -45,7 +35,7 @@ class BackgroundSaver:
                  heartbeat: Callable[[], None] = lambda: None) -> None:
         self._checkpoints_dir, self._keep = checkpoints_dir, keep
         self._protected = [newest.name] if newest else []
-        self._buffers, self._heartbeat = SnapshotBuffers(), heartbeat
+        self._buffers, self._heartbeat = checkpointing.SnapshotBuffers(), heartbeat
         # Python waits for this thread after an exception, and `Trainer.end` before `leave`.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[None] | None = None
@@ -120,13 +110,13 @@ class BackgroundSaver:
                     raise UserError(f"{what} was not saved: {broken} is not finite; resume from the"
                                     " one before, perhaps with a lower learning_rate", NON_FINITE)
                 fsync_records(self._checkpoints_dir.parent)
-                self._newest = save_checkpoint(self._checkpoints_dir, snapshot, meta)
+                self._newest = checkpointing.save_checkpoint(self._checkpoints_dir, snapshot, meta)
                 self._unsaved = None
                 self.num_checkpoints += 1
             if self.is_behind:  # the checkpoint lacks its validation
                 what = f"the validation loss of step {self._newest.meta.global_step + 1:,}"
                 fsync_records(self._checkpoints_dir.parent)
-                self._newest = add_validation(self._newest, self.validation)
+                self._newest = checkpointing.add_validation(self._newest, self.validation)
         except (OSError, ValueError) as error:
             self._failure = f"{what} could not be written ({why_not_written(as_os_error(error))})"
             return
@@ -136,10 +126,10 @@ class BackgroundSaver:
 
     def tidy(self) -> None:
         """Renew the links; remove the checkpoints that `keep_checkpoints` does not keep."""
-        work = {"latest and best could not be renewed": renew_links}
+        work = {"latest and best could not be renewed": checkpointing.renew_links}
         if self._keep is not None:  # also where a full disk has refused the links
             work["older checkpoints could not be removed"] = partial(
-                prune, keep=self._keep, protected=self._protected)
+                checkpointing.prune, keep=self._keep, protected=self._protected)
         for failure, tidy in work.items():
             try:
                 tidy(self._checkpoints_dir)

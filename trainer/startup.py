@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+import checkpointing
 from basics.checkpoint_files import (
     LATEST,
     Identity,
@@ -19,15 +20,7 @@ from basics.checkpoint_files import (
 )
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
-from checkpointing import (
-    Checkpoint,
-    TrainingState,
-    clean_up,
-    find_checkpoint,
-    load_checkpoint,
-    newest_whole,
-    open_checkpoint,
-)
+from checkpointing import Checkpoint, TrainingState
 from gpt import num_parameters
 from optim import schedule_warning
 from preparation.ensure_dataset import provide_dataset
@@ -183,13 +176,13 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
         return [""]
     warnings = []
     if options.checkpoint in (None, LATEST):
-        checkpoint, damaged = newest_whole(run.checkpoints_dir)
+        checkpoint, damaged = checkpointing.newest_whole(run.checkpoints_dir)
         warnings += [f"{line}; {checkpoint and checkpoint.name} is used instead"
                      for line in damaged]
         warnings += [f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
                      for path in named_as_checkpoints(run.checkpoints_dir, partial=True)]
     else:
-        checkpoint = find_checkpoint(run.checkpoints_dir, options.checkpoint)
+        checkpoint = checkpointing.find_checkpoint(run.checkpoints_dir, options.checkpoint)
     if checkpoint is None and options.checkpoint:
         raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
     return [checkpoint.name if checkpoint else "", *warnings]
@@ -201,7 +194,8 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
     One process of each machine reads every byte of it: the machine may have its own copy.
     """
     try:
-        checkpoint = open_checkpoint(run.checkpoints_dir / name, thoroughly=thoroughly)
+        checkpoint = checkpointing.open_checkpoint(
+            run.checkpoints_dir / name, thoroughly=thoroughly)
     except UserError as error:
         raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
                         " another machine of the run") from None
@@ -248,7 +242,7 @@ def open_run_dir(prepared: PreparedRun, process: Process,
     for path in (run.metrics_path, run.samples_path, run.evaluations_path):
         remove_metrics_from(path, prepared.first_step, lacks_validation=prepared.lacks_validation)
     write_status(run, clock, status="running", reason=None, num_steps=prepared.plan.num_steps)
-    return identity, clean_up(run.run_dir, from_step=prepared.first_step)
+    return identity, checkpointing.clean_up(run.run_dir, from_step=prepared.first_step)
 
 
 def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
@@ -256,7 +250,7 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
     run = prepared.run
     state = build_training_state(run.model, prepared.config, process)
     if prepared.resume_from is not None:
-        load_checkpoint(prepared.resume_from, state)
+        checkpointing.load_checkpoint(prepared.resume_from, state)
     elif run.train.init_from:
         initial = initial_model(run, prepared.options.runs_dir,
                                 tokenizer_name=prepared.data.tokenizer_name)
