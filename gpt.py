@@ -190,9 +190,3 @@ class GPTModel(nn.Module):
                 nn.init.normal_(parameter, std=INIT_STD * scale)  # before: same random numbers
                 if zeros and (is_residual or name == "head.weight"):
                     nn.init.zeros_(parameter)
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Count a model's parameters without allocating them."""
-    with torch.device("meta"):
-        return GPTModel(config).num_parameters()

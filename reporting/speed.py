@@ -132,16 +132,32 @@ def flops_per_token(model: ModelConfig) -> float:
 
     Source: Chowdhery et al. 2022, "PaLM", appendix B.
     """
-    matmul_parameters = 12 * model.n_layers * model.emb_dim**2 + model.vocab_size * model.emb_dim
+    matmul_parameters = num_matrix_parameters(model) + model.vocab_size * model.emb_dim
     attention = 12 * model.n_layers * model.context_length * model.emb_dim
     return 6 * matmul_parameters + attention
 
 
-def checkpoint_bytes(model: ModelConfig, config: TrainConfig, num_parameters: int) -> int:
+def num_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of a `GPTModel` without building one."""
+    C = model.emb_dim
+    biases = C + 4 * C + C + (3 * C if model.qkv_bias else 0)  # attention output, MLP, QKV
+    norms = 2 * 2 * C
+    embeddings = (model.vocab_size + model.context_length) * C
+    head = 0 if model.tie_weights else model.vocab_size * C
+    layers = num_matrix_parameters(model) + model.n_layers * (biases + norms)
+    return layers + embeddings + 2 * C + head
+
+
+def num_matrix_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters in the layers' matrices, which Muon trains."""
+    return 12 * model.n_layers * model.emb_dim**2
+
+
+def checkpoint_bytes(model: ModelConfig, config: TrainConfig) -> int:
     """Return the size of a run's largest checkpoint: float32 weights and optimizer moments."""
-    numbers = 3 * num_parameters
+    numbers = 3 * num_parameters(model)
     if config.optimizer == "muon":
-        numbers -= 12 * model.n_layers * model.emb_dim**2
+        numbers -= num_matrix_parameters(model)
     return 4 * numbers
 
 

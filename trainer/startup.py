@@ -21,7 +21,6 @@ from basics.checkpoint_files import (
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from checkpointing import Checkpoint, TrainingState
-from gpt import num_parameters
 from optim import schedule_warning
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
@@ -265,7 +264,7 @@ def check_room(run: Run, clock: PhaseClock, process: Process) -> None:
         raise UserError(f"{run.train_path}: {spent}; raise it to go on")
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
     disk = shutil.disk_usage(place)
-    needed = checkpoint_bytes(run.model, run.train, num_parameters(run.model))
+    needed = checkpoint_bytes(run.model, run.train)
     if process.is_main and disk.free < needed and disk.total:  # object stores may have no size
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
                         f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from basics.errors import STOP_SIGNALS
-from gpt import num_parameters
 from processes.watchdog import Watchdog
 from reporting import clock as phases
 from reporting.clock import PhaseClock, nearest_limit
@@ -32,8 +31,7 @@ class Stop:
                  group: dist.ProcessGroup, saver: BackgroundSaver) -> None:
         self._prepared, self._config = prepared, prepared.config
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
-        self._checkpoint_bytes = checkpoint_bytes(
-            prepared.run.model, self._config, num_parameters(prepared.run.model))
+        self._checkpoint_bytes = checkpoint_bytes(prepared.run.model, self._config)
         options, num_steps = prepared.options, prepared.plan.num_steps
         began_at = prepared.first_step if options.began_at is None else options.began_at
         self.last_step = min(num_steps, began_at + (options.max_steps or num_steps)) - 1

@@ -10,7 +10,7 @@ from basics.checkpoint_files import SNAPSHOT_BLOCK_BYTES, named_as_checkpoints
 from basics.errors import UserError
 from basics.json_files import set_number
 from basics.text import counted
-from lab.plan.memory import Setting, largest_microbatch, num_parameters
+from lab.plan.memory import Setting, largest_microbatch
 from lab.plan.speed_sources import Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run
 from reporting import speed
@@ -127,7 +127,7 @@ def most_checkpoints(run: Run, plan: BatchPlan) -> int:
 
 
 def bytes_of_checkpoint(run: Run) -> int:
-    return speed.checkpoint_bytes(run.model, run.train, num_parameters(run.model))
+    return speed.checkpoint_bytes(run.model, run.train)
 
 
 def pinned_bytes(run: Run) -> int:

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from reporting.speed import num_matrix_parameters, num_parameters
 from run_config import ModelConfig, Precision, TrainConfig
 from tokens.batch_plan import attention_blocks, head_chunk_tokens
 
@@ -47,17 +48,6 @@ class Setting:
         return 2 if (self.train.residual_dtype or by_default) == "bf16" else FLOAT32
 
 
-def num_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of a `GPTModel` without building one."""
-    C = model.emb_dim
-    biases = C + 4 * C + C + (3 * C if model.qkv_bias else 0)  # attention output, MLP, QKV
-    norms = 2 * 2 * C
-    embeddings = (model.vocab_size + model.context_length) * C
-    head = 0 if model.tie_weights else model.vocab_size * C
-    return (num_matrix_parameters(model) + model.n_layers * (biases + norms) + embeddings + 2 * C
-            + head)
-
-
 def size_name(model: ModelConfig) -> str:
     """Name a model by its size, the same wherever it is shown: "GPT-2 small, untied (163M)"."""
     sizes = model.n_layers, model.emb_dim
@@ -65,11 +55,6 @@ def size_name(model: ModelConfig) -> str:
     millions = num_parameters(model) / 1e6
     return (f"{name}{'' if model.tie_weights else ', untied'}"
             f" ({millions:,.{0 if millions >= 10 else 2}f}M)")
-
-
-def num_matrix_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters in the layers' matrices, which Muon trains."""
-    return 12 * model.n_layers * model.emb_dim**2
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from basics.errors import UserError, visible
 from basics.text import dollars, gb, gib
 from lab.plan import estimate
 from lab.plan.estimate import amount, bytes_of_checkpoint, default_precision, pinned_bytes
-from lab.plan.memory import Setting, largest_microbatch, num_parameters, peak_memory, size_name
+from lab.plan.memory import Setting, largest_microbatch, peak_memory, size_name
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
-from reporting.speed import CARDS_GIB, GPUS, find_gpu, flops_per_token, usable_gib
+from reporting.speed import CARDS_GIB, GPUS, find_gpu, flops_per_token, num_parameters, usable_gib
 from run_config import Run, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly

@@ -10,9 +10,16 @@ from pydantic import Field, TypeAdapter
 from basics.errors import UserError, one_line
 from basics.gpu_readings import read_gpus
 from basics.json_files import FrozenConfig, found_object
-from lab.plan.memory import Setting, num_parameters
+from lab.plan.memory import Setting
 from lab.runs import Record, RunFiles, launched_runs, number
-from reporting.speed import EXPECTED_SHARE, SPEED_CHECK_STEPS, Gpu, find_gpu, flops_per_token
+from reporting.speed import (
+    EXPECTED_SHARE,
+    SPEED_CHECK_STEPS,
+    Gpu,
+    find_gpu,
+    flops_per_token,
+    num_parameters,
+)
 from run_config import ModelConfig, Precision, Run
 
 MEASURED_PATH = Path(__file__).parents[2] / "benchmarks" / "measured.json"

@@ -13,12 +13,12 @@ from gpt import GPTModel
 from lab.plan import speed_sources
 from lab.plan.estimate import Machine, default_precision, num_checkpoints, verdict
 from lab.plan.estimate import estimate as estimate_from
-from lab.plan.memory import Setting, largest_microbatch, num_parameters, peak_memory
+from lab.plan.memory import Setting, largest_microbatch, peak_memory
 from lab.plan.speed_sources import MEASURED, expected_speed, read_measured, read_own
 from processes.launch import Process
 from processes.run_lock import release_run
 from reporting.clock import PhaseClock
-from reporting.speed import find_gpu, flops_per_token
+from reporting.speed import find_gpu, flops_per_token, num_parameters
 from reporting.summary import RunEnd, summarise
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.json_schemas import checked
