@@ -175,7 +175,8 @@ def speed_table(lines: list[Line], flops: float) -> list[str]:
             cells.append([name, f"failed: {measured[-1]['reason']}", *[""] * (len(columns) - 2)])
             continue
         one = next(line for line in measured if line["status"] == "ok")
-        gpu, off = find_gpu(one["machine"]["device"]), one["losses"] or None
+        gpu = find_gpu(one["machine"]["device"]) if "machine" in one else None  # older lines: none
+        off = one.get("losses") or None
         cells.append([name, one["precision"], *(
             "-" if value is None else format(value, form) for value, form in (
                 (one["microbatch_size"], ""), (one["peak_mib"], ",.0f"), (speeds[name], ",.0f"),

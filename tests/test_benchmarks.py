@@ -13,16 +13,7 @@ from click.testing import CliRunner
 from basics.errors import UserError
 from benchmarks import prose, recipes, systems, throughput
 from benchmarks.systems import Task, measure, time_steps
-from benchmarks.throughput import (
-    ORIGINAL,
-    REFERENCE,
-    RowFailed,
-    differences,
-    measure_row,
-    run,
-    tasks_of,
-    write_tokens,
-)
+from benchmarks.throughput import ORIGINAL, REFERENCE, RowFailed, differences, measure_row
 from run_config import ModelConfig, load_run
 from tests.support.lab_cli import run_lab
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines
@@ -43,7 +34,7 @@ TASKS = [task_of(REFERENCE, "ours", precision="fp32"), task_of("ours", "ours"),
 
 @pytest.fixture(scope="module")
 def tokens_path(tmp_path_factory):
-    return write_tokens(tmp_path_factory.mktemp("dataset") / "zipf", TASKS[0])
+    return throughput.write_tokens(tmp_path_factory.mktemp("dataset") / "zipf", TASKS[0])
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +84,9 @@ def test_a_row_is_measured_in_a_process_of_its_own(tokens_path, tmp_path):
 
 def test_a_process_that_fails_or_takes_too_long_has_a_reason(tmp_path):
     with pytest.raises(RowFailed, match="^ValueError: wrong$"):
-        run(["-c", "raise ValueError('wrong')"], tmp_path, 60)
+        throughput.run(["-c", "raise ValueError('wrong')"], tmp_path, 60)
     with pytest.raises(RowFailed, match="ran out of time after 1 s"):
-        run(["-c", "import time; time.sleep(600)"], tmp_path, 1)
+        throughput.run(["-c", "import time; time.sleep(600)"], tmp_path, 1)
 
 
 def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_path):
@@ -131,9 +122,18 @@ def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_p
     assert wrong.exit_code == 2 and "--only none: wanted one of" in wrong.stderr
 
 
+def test_the_table_of_the_shipped_speeds_is_that_of_the_document():
+    lines = read_lines(PROJECT_DIR / "benchmarks/throughput-cpu.jsonl")
+    text = (PROJECT_DIR / "benchmarks/README.md").read_text()
+    for title in {line["bench"] for line in lines}:
+        _, _, *rows = throughput.speed_table([line for line in lines if line["bench"] == title], 1)
+        for cells in (row.split("|") for row in rows):
+            assert "|".join((cells[5], *cells[9:11])) in text
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_row_divides_the_global_batch_and_has_a_name_of_its_own(device):
-    tasks = tasks_of(device, Path("nanogpt"))
+    tasks = throughput.tasks_of(device, Path("nanogpt"))
     assert len({(task.name, task.model) for task in tasks}) == len(tasks)
     assert not any(task.global_batch_size % task.microbatch_size for task in tasks)
 
