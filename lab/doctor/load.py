@@ -47,12 +47,11 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
         with (folder / str(rank)).open("a", buffering=1) as file:
             file.write(to_json({"part": part, "begun": time.time()}) + "\n")
             try:
-                found = work(*arguments)
+                outcome = {"found": work(*arguments)}
             except Exception as error:  # whatever it is, the other parts go on
-                file.write(to_json({"part": part, "error": describe(error)}) + "\n")
-                return {}
-            file.write(to_json({"part": part, "found": found}) + "\n")
-            return found
+                outcome = {"error": describe(error)}
+            file.write(to_json({"part": part} | outcome) + "\n")
+        return outcome.get("found", {})
 
     facts = do("PyTorch", torch_facts)
     if not spec.is_loading or facts.get("num_gpus") != spec.num_gpus:
