@@ -24,7 +24,7 @@ RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    ", ascii=True)  # a l
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, whose `min_width` is the same as of its others, or 0."""
+    """A column. Those of a table whose text may be wrapped have the same `min_width`."""
 
     head: str  # of one or several lines
     align: str = "right"
