@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -108,7 +109,7 @@ def bare_rate(corpus: Path, num_workers: int) -> float:
 
 
 def _encode_share(corpus: Path, share: int, barrier, results) -> None:
-    tokenizer = load_tokenizer("gpt2")
+    tokenizer: Any = load_tokenizer("gpt2")
     column = pyarrow.parquet.read_table(corpus, columns=["text"])["text"]
     texts = column.to_pylist()[share::barrier.parties]
     barrier.wait()
@@ -126,7 +127,8 @@ def prepare_as_the_original(corpus: Path, output: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    tokenizer, cache = load_tokenizer("gpt2"), output.with_name("cache.arrow")
+    tokenizer: Any = load_tokenizer("gpt2")
+    cache = output.with_name("cache.arrow")
     table = pyarrow.parquet.read_table(corpus)
     with pyarrow.ipc.new_stream(cache, table.schema) as stream:
         stream.write_table(table, max_chunksize=1000)
@@ -158,9 +160,10 @@ def main(corpus: Path | None, megabytes: int, repeats: int, workers: int) -> Non
             corpus = Path(folder) / "sample" / "10BT"
             build_corpus(corpus, megabytes * 10**6)
         output = Path(folder) / "tokens"
-        ours = [PROJECT_DIR / "prepare_dataset.py", corpus, output, "--workers", str(workers)]
-        commands = {"ours": [sys.executable, *ours],
-                    "original": [sys.executable, "-c", AS_THE_ORIGINAL, corpus, output]}
+        commands: dict[str, list[str | Path]] = {
+            "ours": [sys.executable, PROJECT_DIR / "prepare_dataset.py", corpus, output,
+                     "--workers", str(workers)],
+            "original": [sys.executable, "-c", AS_THE_ORIGINAL, corpus, output]}
         rates: dict[str, list[float]] = {"ours": [], "bare": [], "original": []}
         for _ in range(repeats):
             tokens = []
@@ -172,7 +175,7 @@ def main(corpus: Path | None, megabytes: int, repeats: int, workers: int) -> Non
                 tokens.append(np.concatenate([load_file(output / f"{split}.safetensors")["tokens"]
                                               for split in ("validation", "train")]))
                 rates[name].append(tokens[-1].size / seconds)
-            assert np.array_equal(*tokens)
+            assert np.array_equal(tokens[0], tokens[1])
             rates["bare"].append(bare_rate(corpus, workers))
         click.echo(f"{workers} workers, medians of {repeats}")
         for name, command in commands.items():  # at last: measuring it slows the command

@@ -31,7 +31,7 @@ from basics.entry_points import keep_freed_memory
 from ddp_train import TrainingStep, microbatch_indices
 from gpt import GPTModel
 from processes.launch import Process, machine_facts
-from run_config import ModelConfig, TrainConfig
+from run_config import ModelConfig, Precision, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatches, read_ahead
 from tokens.token_file import TokenFile
@@ -45,7 +45,7 @@ NANOGPT_VOCABULARIES = {50257: 50304}  # its default for GPT-2's tokenizer
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of token ids and targets, (B, T) each
 # A function that takes one global step and returns its loss, (); the precision; is it compiled?
-System = tuple[Callable[[], Tensor], str, bool]
+System = tuple[Callable[[], Tensor], Precision, bool]
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,11 @@ def plain_microbatches(tokens_path: Path, plan: BatchPlan, device: torch.device,
     for index in microbatch_indices(plan, 0, first_step=0):
         first = index * plan.tokens_per_microbatch
         flat = file.read(first, first + plan.tokens_per_microbatch + 1).astype(np.int64)
-        pair = [torch.from_numpy(part).view(-1, plan.context_length)
-                for part in (flat[:-1], flat[1:])]
-        yield tuple((part.pin_memory() if pins else part).to(device, non_blocking=pins)
-                    for part in pair)
+        token_ids, targets = (torch.from_numpy(part).view(-1, plan.context_length)
+                              for part in (flat[:-1], flat[1:]))
+        if pins:
+            token_ids, targets = token_ids.pin_memory(), targets.pin_memory()
+        yield token_ids.to(device, non_blocking=pins), targets.to(device, non_blocking=pins)
 
 
 def original(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
@@ -156,7 +157,7 @@ def hugging_face(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Op
     model = GPT2LMHeadModel(GPT2Config.from_dict(
         gpt2_config(task.model, None) | {"use_cache": False}, attn_implementation="sdpa"))
     model.load_state_dict(weights)
-    model.to(device).train()
+    model.to(device).train()  # type: ignore[arg-type]
     return _with_adamw(model, lambda token_ids: model(token_ids).logits, fused=True)
 
 
@@ -178,7 +179,7 @@ OTHERS = {"original": original, "hugging face": hugging_face, "nanogpt": nanogpt
 
 
 def _with_adamw(model: nn.Module, logits_of: Callable[[Tensor], Tensor],
-                **options: bool) -> tuple[Loss, torch.optim.Optimizer]:
+                **options: Any) -> tuple[Loss, torch.optim.Optimizer]:
     def loss_of(token_ids: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits_of(token_ids).flatten(0, 1).float(), targets.flatten())
 
@@ -189,7 +190,10 @@ def _with_adamw(model: nn.Module, logits_of: Callable[[Tensor], Tensor],
 class NaiveGPT(nn.Module):
     """A `GPTModel` as the original computes it: in single operations, three projections, a mask."""
 
-    def __init__(self, model: GPTModel) -> None:
+    projections: Any
+    mask: Tensor
+
+    def __init__(self, model: Any) -> None:  # a GPTModel
         super().__init__()
         self.model, T = model, model.config.context_length
         self.register_buffer("mask", torch.triu(torch.ones(T, T), diagonal=1))

@@ -44,7 +44,8 @@ LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 0.02, "fp16": 0.02}
 MIN_FALL = 0.5  # nats, from the first step to the last ones: a level curve proves nothing
 RUN_STEPS = 40  # of a whole run: four reports of the speed, of which the first is left out
 ROW_SECONDS = 600  # that a row may take
-ON_GPU = {  # more rows of ours there: microbatches, and options that are no defaults
+# More rows of ours there: microbatches, and options that are no defaults.
+ON_GPU: dict[str, dict[str, Any]] = {
     **{f"ours, microbatch {size}": {"microbatch_size": size} for size in (96, 48, 24, 12)},
     "ours, cuDNN attention": {"attention": "cudnn"},
     "ours, flash attention": {"attention": "flash"},
@@ -59,11 +60,11 @@ class RowFailed(Exception):
 
 def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
     """Return the rows of each shape: GPT-2 small on a GPU, on a CPU two vocabularies."""
-    systems = {"ours": {}, "Hugging Face": {}} | (
+    systems: dict[str, dict[str, Any]] = {"ours": {}, "Hugging Face": {}} | (
         {"nanoGPT": {"folder": str(nanogpt)}} if nanogpt else {})
-    rows = [("ours", "ours", {}), *(
+    rows: list[tuple[str, str, dict[str, Any]]] = [("ours", "ours", {}), *(
         (f"{name}, {precision}{', compiled' * compiles}", name.lower(),
-         changes | {"precision": precision, "compile": compiles})
+         {**changes, "precision": precision, "compile": compiles})
         for (name, changes), precision, compiles in itertools.product(
             systems.items(), ("bf16", "fp32"), (False, True))),
         (WHOLE_RUN, "whole run", {}), (ORIGINAL, "original", {})]
@@ -73,7 +74,7 @@ def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
                      row[2].get("microbatch_size", 64), 192, 34) for row in rows]
     shape = {"context_length": 256, "emb_dim": 128, "n_heads": 4, "n_layers": 4, "drop_rate": 0.0,
              "qkv_bias": False}
-    return [Task(*row, shape | {"vocab_size": size}, device, 8, 16, num_steps)
+    return [Task(*row, {**shape, "vocab_size": size}, device, 8, 16, num_steps)
             for size, num_steps in ((50257, 10), (257, 40)) for row in rows]
 
 
@@ -165,7 +166,7 @@ def speed_table(lines: list[Line], flops: float) -> list[str]:
     against = (ORIGINAL, HUGGING_FACE.format("fp32"))
     speeds = {name: statistics.median(known) for name, measured in rows.items() if (
         known := [line["tokens_per_second"] for line in measured if line["status"] == "ok"])}
-    reference = next((line["losses"] for line in lines if line.get("losses")), [])
+    reference: list[float] = next((line["losses"] for line in lines if line.get("losses")), [])
     columns = [Column("", "left"), *map(Column, (
         "precision", "microbatch", "peak MiB", "tokens/s", "MFU", "compiling, s", "losses off",
         *(f"/ {name}" for name in against)))]

@@ -5,7 +5,7 @@ import html
 import io
 import shutil
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import Box
 from rich.cells import cell_len
@@ -27,7 +27,7 @@ class Column:
     """A column. Those of a table whose text may be wrapped have the same `min_width`."""
 
     head: str  # of one or several lines
-    align: str = "right"
+    align: Literal["left", "right"] = "right"
     min_width: int = 0  # to which a terminal may wrap its text; 0: figures, which stay on one line
     key: str = ""  # its name where it is hidden, if that is not its head
 
@@ -67,12 +67,13 @@ class Table:
                             no_wrap=not column.min_width, min_width=min_width, overflow="fold")
         for row in self.rows:
             grid.add_row(*(Text(visible(row[place])) for place in least))
-        console = Console(file=io.StringIO(), color_system=None, height=1, width=max(
+        output = io.StringIO()
+        console = Console(file=output, color_system=None, height=1, width=max(
             width, sum(least.values()) + GAP * (len(least) - 1)))
         console.print(grid)
         notes = [*self.notes, *([f"hidden columns: {', '.join(hidden)}; a wider terminal shows"
                                  " them"] if hidden else [])]
-        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+        lines = [line.rstrip() for line in output.getvalue().splitlines()]
         return "\n".join([*lines, *(["", *notes] if notes else [])])
 
     def markdown(self) -> str:

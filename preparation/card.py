@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -61,9 +62,8 @@ def progress_bar(total: int, first: int, unit: str) -> tqdm:
 
     `total` is in bytes or documents, `first` of them by an earlier launch.
     """
-    if sys.stderr.isatty():
-        where = {"dynamic_ncols": True}
-    else:
+    where: dict[str, Any] = {"dynamic_ncols": True}
+    if not sys.stderr.isatty():
         where = {"file": _Lines(), "ncols": 0, "mininterval": LINE_INTERVAL,
                  "delay": LINE_INTERVAL, "miniters": 1}
     return tqdm(total=total, initial=first, unit=unit, unit_scale=unit == "B", leave=False, **where)

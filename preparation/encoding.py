@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tiktoken
@@ -134,7 +135,8 @@ def worker_pool(tokenizer: Tokenizer, num_workers: int) -> Iterator[ProcessPoolE
 
 def _start_worker(tokenizer: Tokenizer) -> None:
     def exit_with_parent() -> None:
-        multiprocessing.parent_process().join()
+        parent: Any = multiprocessing.parent_process()
+        parent.join()
         os._exit(1)
 
     for descriptor in files.held:  # a killed command's lock must not wait for its workers
@@ -160,20 +162,22 @@ def encode(items: Iterable[Item | None], tokenizer: Tokenizer, pool: ProcessPool
                 yield item, encode_task(item, tokenizer) if isinstance(item, Task) else item
         return
     max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
-    waiting: deque[tuple[Item, Future[Result] | None]] = deque()
+    waiting: deque[tuple[Item, Future[Result] | Result]] = deque()
     num_bytes = 0  # of text in the waiting tasks
     try:
         for item in itertools.chain(items, [None]):
             size = item.num_bytes if isinstance(item, Task) else 0
-            while waiting and (item is None or waiting[0][1] is None or waiting[0][1].done()
+            while waiting and (item is None or not isinstance(waiting[0][1], Future)
+                               or waiting[0][1].done()
                                or len(waiting) >= TASKS_PER_WORKER * num_workers
                                or num_bytes + size > max_bytes):
-                first, future = waiting.popleft()
+                first, result = waiting.popleft()
                 num_bytes -= first.num_bytes if isinstance(first, Task) else 0
-                yield first, first if future is None else future.result()
+                yield first, result.result() if isinstance(
+                    result, Future) else result
             if item is not None:
                 waiting.append((item, pool.submit(_encode_in_worker, item)
-                                if isinstance(item, Task) else None))
+                                if isinstance(item, Task) else item))
                 num_bytes += size
     except BrokenExecutor:
         raise UserError("a worker process was killed, perhaps because memory ran out; run the"

@@ -54,7 +54,7 @@ class HubShard(Shard):
     """A file on the hub; it is on this machine only while it is read, unless it is kept."""
 
     repository: str
-    revision: str
+    revision: str | None
     raw_dir: Path
     is_kept: bool
 
@@ -87,14 +87,14 @@ def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
     patterns = config_patterns(card.to_dict() if card else {})
     kind, chosen = choose_files(files, options, f"{repository} on the hub", patterns)
     shards = [HubShard(
-        name=path, identity=files[path].lfs.sha256 if files[path].lfs else files[path].blob_id,
+        name=path, identity=lfs.sha256 if (lfs := files[path].lfs) else files[path].blob_id,
         num_bytes=files[path].size,
         tasks=partial(file_tasks, [raw_dir / path], raw_dir, options.text_column),
         repository=repository, revision=info.sha, raw_dir=raw_dir, is_kept=is_kept)
         for path in chosen]
     licences = _names(card and card.license, "unknown")
     request = Request(
-        source=options.label(), revision=info.sha, text_column=options.text_column,
+        source=options.label(), revision=info.sha or "", text_column=options.text_column,
         title=repository, licence=licences if len(licences) > 1 else licences[0],
         languages=_names(card and card.language, "en"), hub_name=repository)
     return Source(request, shards, kind, raw_dir=raw_dir, keeps_raw=is_kept,
@@ -107,7 +107,7 @@ def _names(listed: Any, default: str) -> list[str]:
     return [str(value) for value in values if value] or [default]
 
 
-def _files(repository: str, subset: str, revision: str) -> list[RepoFile]:
+def _files(repository: str, subset: str, revision: str | None) -> list[RepoFile]:
     """List the files of the directory `subset`; of the whole repository if it is none."""
     def files_in(directory: str | None) -> list[RepoFile]:
         tree = HfApi().list_repo_tree(repository, directory, recursive=True, revision=revision,
@@ -181,7 +181,7 @@ def check_names(repository: str, names: Sequence[str]) -> None:
                             " repository; use another dataset")
 
 
-def _download(repository: str, name: str, *, revision: str, local_dir: Path) -> None:
+def _download(repository: str, name: str, *, revision: str | None, local_dir: Path) -> None:
     """Download a file. After a broken connection the download continues where it stopped; the
     partial file of a killed process cannot be used again, so it is deleted."""
     for path in (local_dir / ".cache" / "huggingface" / "download").rglob("*.incomplete"):

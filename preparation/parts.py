@@ -64,7 +64,7 @@ def names_and_sizes(source: Source) -> str:
 def write_part(part_dir: Path, part: Prepared, max_bad_files: int) -> None:
     """Write part.json next to the tokens, which must be complete."""
     content = PartFile(request=part.request, counts=part.total, num_empty=part.num_empty,
-                       bad_files=part.bad_files, max_bad_files=max_bad_files,
+                       bad_files=list(part.bad_files), max_bad_files=max_bad_files,
                        digest=sha256_of(part_dir / TOKENS))
     write_atomically(part_dir / PART_FILE, content.model_dump_json(indent=1) + "\n", durable=True)
 

@@ -290,7 +290,8 @@ def _fetch(shard: Shard) -> Future[None]:
 
     def run() -> None:
         try:
-            future.set_result(shard.fetch())
+            shard.fetch()
+            future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
 

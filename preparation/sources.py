@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from basics.errors import UserError, one_line, print_error
 from preparation.choosing import SUFFIXES, SourceOptions, choose_files, kind_of
 from preparation.cutting import Cuts
-from preparation.reading import WHOLE_BYTES, Task, file_tasks, grouped, memory_tasks, printable
+from preparation.reading import WHOLE_BYTES, file_tasks, grouped, memory_tasks, printable
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEXT_FILES_PER_SHARD = 1000
@@ -33,9 +34,9 @@ class Request(Record):
     source: str
     revision: str = ""  # the commit of a hub dataset
     text_column: str = ""
-    tokenizer: str = Field("", pattern="^(gpt2|bytes|sha256:.*|)$")
-    validation_fraction: float = Field(0.01, gt=0, lt=1)
-    max_documents: int | None = Field(None, ge=1)
+    tokenizer: str = Field(default="", pattern="^(gpt2|bytes|sha256:.*|)$")
+    validation_fraction: float = Field(default=0.01, gt=0, lt=1)
+    max_documents: int | None = Field(default=None, ge=1)
     part: str = ""  # such as 2/4, of a preparation that several machines share
     names_and_sizes: str = ""  # of a part: the digest of those of all files of the source
     # What the dataset card says about the source.
@@ -63,7 +64,8 @@ class Shard:
     identity: str  # changes if the content does
     num_bytes: int  # of its files
     num_files: int = 1
-    tasks: Callable[[Cuts], Iterator[Task]]  # after `fetch`. Raises: UserError, BadShard
+    # After `fetch`; tasks, or what is encoded already. Raises: UserError, BadShard
+    tasks: Callable[[Cuts], Iterator[Any]]
 
     def fetch(self) -> None:
         """Download the shard if it is not on this machine. Raises: UserError."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import ValidationError
 
 from basics.errors import UserError, one_line
-from basics.json_files import parsed_object
+from basics.json_files import FrozenConfig, parsed_object
 from lab.plan.memory import size_name
 from lab.runs import Record, RunFiles, last_value, number
 from reporting.metrics_file import read_metrics, read_records
@@ -97,7 +97,7 @@ def read_result(run_dir: Path) -> Result:
     evaluations = [parsed_object(line)
                    for line in read_records(run_dir / "evaluations.jsonl").split("\n")]
     judged = next((line for line in reversed(evaluations)  # the last line of `lab judge`
-                   if number(line.get("score")) is not None and "judge" in line), {})
+                   if number(line.get("score")) is not None and "judge" in line), dict[str, Any]())
     tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
@@ -187,14 +187,14 @@ def _config(files: RunFiles) -> dict[str, Any]:
     The summary has them even if the files were edited later. Settings that an older version did
     not have get their defaults.
     """
-    types = {"model": ModelConfig, "train": TrainConfig}
+    types: dict[str, type[FrozenConfig]] = {"model": ModelConfig, "train": TrainConfig}
     if all(map(files.part, types)):
         return {key: files.part(name).get(key, known.default) for name, kind in types.items()
                 for key, known in kind.model_fields.items()
                 if key in files.part(name) or not known.is_required()}
     try:
-        configs = with_defaults(*(load_config(files.run_dir / f"{name}.json", kind)
-                                  for name, kind in types.items()))
+        configs = with_defaults(load_config(files.run_dir / "model.json", ModelConfig),
+                                load_config(files.run_dir / "train.json", TrainConfig))
     except UserError:
         return {}
     return {key: value for one in configs for key, value in one.model_dump(mode="json").items()}

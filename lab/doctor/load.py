@@ -114,7 +114,8 @@ def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[st
     for _ in range(number):
         dist.all_reduce(tensor)
     taken = DeviceTime(process.device).seconds_since(began) / number
-    dist.all_reduce(torch.zeros(1), group=dist.new_group(backend="gloo", timeout=limit))
+    gloo: Any = dist.new_group(backend="gloo", timeout=limit)
+    dist.all_reduce(torch.zeros(1), group=gloo)
     # One that has exited cannot send what the others may still wait for.
     store.set(f"done/{process.rank}", "")
     store.wait([f"done/{rank}" for rank in range(process.world_size)], limit)
@@ -150,13 +151,13 @@ def check_nodes(is_busy: bool, time_limit: float) -> Checks:
         return {"nodes": nodes, "all-reduce of all nodes": warning(
             f"left out, because of node {', '.join(busy)}", "see that node's report")}
     try:
-        found = judge_exchange([within(time_limit, lambda: all_reduce(
+        exchange = judge_exchange([within(time_limit, lambda: all_reduce(
             this_process(), store, timedelta(seconds=time_limit)))])
     except Exception as error:  # whatever it is, the report is printed
         text = f"has not ended after {time_limit:g} s" if isinstance(
             error, TimeoutError) else describe(error)
-        found = problem(text, advice_on(EXCHANGE, text))
-    return {"nodes": nodes, "all-reduce of all nodes": found}
+        exchange = problem(text, advice_on(EXCHANGE, text))
+    return {"nodes": nodes, "all-reduce of all nodes": exchange}
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ class Figure(NamedTuple):
 
     def through(self, function: Callable[[float], float]) -> Self:
         """Return a rising function of the figure and of both bounds."""
-        bounds = self.interval and tuple(map(function, self.interval))
+        bounds = None
+        if self.interval is not None:
+            bounds = function(self.interval[0]), function(self.interval[1])
         return self._replace(value=function(self.value), interval=bounds)
 
 

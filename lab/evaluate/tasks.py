@@ -5,6 +5,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -199,6 +200,6 @@ def _download(repository: str, task: type[TaskRecord]) -> list[Path]:
         raise UserError(f"{repository} on the Hugging Face hub: has no file of {task.__name__}'s"
                         f" questions; give {task.hub_name} or a local file")
     tables = [name for name in names if name.endswith(".parquet")]
-    return [Path(ask_hub(repository, lambda name=name: hf_hub_download(
-        repository, name, revision=info.sha, repo_type="dataset")))
+    return [Path(ask_hub(repository, partial(
+        hf_hub_download, repository, name, revision=info.sha, repo_type="dataset")))
         for name in sorted(tables or names)]

@@ -40,7 +40,7 @@ class Machine:
     def parse(cls, text: str) -> Self:
         """Parse `name=COUNTxGPU@USD_PER_HOUR`. Raises: UserError."""
         match = MACHINE.fullmatch(text)
-        gpu = match and speed.find_gpu(match[3])
+        gpu = speed.find_gpu(match[3]) if match else None
         if gpu is None or not float(match[4]):
             raise UserError(f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR, with a"
                             " GPU that lab plan --help lists, for example box=8xH100@23.92 (name:"

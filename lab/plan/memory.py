@@ -185,7 +185,7 @@ def _layer_bytes(setting: Setting) -> float:
     """Return the bytes per token that one layer keeps for the backward pass."""
     model, e = setting.model, setting.element
     C, H, T = model.emb_dim, model.n_heads, model.context_length
-    attention = (3 + 1) * e * C  # q, k, v; output
+    attention: float = (3 + 1) * e * C  # q, k, v; output
     chosen = setting.train.attention
     if setting.train.deterministic and setting.on_gpu and e == FLOAT32:
         chosen = "math"  # as trainer/precision.py decides

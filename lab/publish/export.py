@@ -6,7 +6,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -187,7 +187,7 @@ def send(upload: Upload, repository: str, *, is_public: bool) -> None:
         raise UserError(f"{repository} on the Hugging Face hub: uploading needs a token; set"
                         " HF_TOKEN to one with write access, or run `uv run hf auth login`")
     api = HfApi()
-    about = {"repo_id": repository, "repo_type": upload.kind}
+    about: dict[str, Any] = {"repo_id": repository, "repo_type": upload.kind}
     ask_hub(repository, lambda: api.create_repo(**about, private=not is_public, exist_ok=True))
     if ask_hub(repository, lambda: api.repo_info(**about).private) is is_public:
         found, remedy = ("private", "omit --public") if is_public else ("public", "add --public")

@@ -116,8 +116,8 @@ def changed_card(path: Path, request: Request) -> str:
     except Exception as error:  # the YAML library has errors of its own
         raise UserError(f"{path}: not a model card ({first_line(error)}); export the model"
                         " again") from None
-    card.data.license = request.licence or card.data.license
-    card.data.language = list(request.languages) or card.data.language
+    card.data["license"] = request.licence or card.data.get("license")
+    card.data["language"] = list(request.languages) or card.data.get("language")
     before, _, own = card.text.partition(GGUF)  # somebody may have written something below
     card.text = ADDRESS.sub(rf'\1"{request.repository or HERE}"', before.rstrip("\n"))
     parts = [str(card), *[GGUF] * request.with_gguf, own.strip("\n")]
