@@ -5,13 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from basics.errors import UserError, writing_to
-from basics.files import write_atomically
 from preparation.card import Prepared, write_card
 from preparation.journal import Journal, check_disk_space, check_output_dir
 from preparation.sources import Request, without_links_out
 from preparation.token_stream import Counts, TokenFileWriter, num_training_documents
 from tokens.token_file import check_token_ids
-from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, choose_tokenizer
+from tokens.tokenizer import Tokenizer, choose_tokenizer
 
 LLM_C_MAGIC, LLM_C_VERSION = 20240520, 1
 LLM_C_HEADER = 256  # int32 values: magic, version, number of tokens, zeros
@@ -36,7 +35,7 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
         with journal.locked():  # an import is not resumed
             sizes = [stop - first for pieces in splits.values() for _, first, stop in pieces]
             check_disk_space(journal.dir, 2 * sum(sizes), "tokens")
-            journal.begin(dataset.request, [])
+            journal.begin(dataset.request, [], tokenizer)
             for split, pieces in splits.items():
                 writer = TokenFileWriter(journal.dataset_dir / f"{split}.safetensors")
                 dataset.splits[split], largest = _copy(pieces, writer, tokenizer, tokenizer_choice)
@@ -44,9 +43,6 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
                 del metadata["revision"], metadata["num_text_bytes"]  # unknown
                 names = ", ".join(path.name for path, _, _ in pieces)
                 writer.finish(metadata | {"source": names[:400]})
-            if isinstance(tokenizer, FileTokenizer):
-                write_atomically(journal.dataset_dir / TOKENIZER_FILE, tokenizer.content,
-                                 durable=True)
             write_card(journal.dataset_dir, dataset)
             journal.publish()
     return dataset

@@ -15,6 +15,7 @@ from basics.files import append_whole, fsync, locked, write_atomically
 from basics.text import gb
 from preparation.sources import Record, Request, Shard
 from preparation.token_stream import DATA_START, Counts
+from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
 TOKENS = "train.safetensors"  # all tokens, until the last ones are moved to the validation file
 
@@ -85,8 +86,8 @@ class Journal:
     def bad_files(self) -> list[str]:
         return [name for line in self.lines for name in line.bad_files]
 
-    def begin(self, request: Request, shards: Sequence[Shard]) -> None:
-        """Start or continue with a request.
+    def begin(self, request: Request, shards: Sequence[Shard], tokenizer: Tokenizer) -> None:
+        """Start or continue with a request; write the tokenizer's file, if it has one.
 
         Files that are not finished yet may change: a damaged one may have been replaced. Raises:
         UserError: an earlier launch finished shards of another request, or of other files.
@@ -106,6 +107,8 @@ class Journal:
         self.dataset_dir.mkdir(exist_ok=True)
         records = [record.model_dump_json() + "\n" for record in (request, *self.lines)]
         write_atomically(self.path, "".join(records), durable=True)
+        if isinstance(tokenizer, FileTokenizer):
+            write_atomically(self.dataset_dir / TOKENIZER_FILE, tokenizer.content, durable=True)
 
     def add(self, line: Finished) -> None:
         """Record that a shard is finished, or the split. Its tokens must have been fsynced."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from basics.errors import UserError, cannot_be_written, one_line, print_error
-from basics.files import write_atomically
 from basics.text import counted
 from preparation.card import MAX_BAD_NAMES, Prepared, progress_bar, write_card
 from preparation.cutting import BadShard
@@ -32,7 +31,7 @@ from preparation.token_stream import (
     read_tokens,
     start_of_last,
 )
-from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, choose_tokenizer
+from tokens.tokenizer import Tokenizer, choose_tokenizer
 
 LEAST_TOKEN_BYTES = 0.2  # for each byte of text; plain text has 0.4
 
@@ -89,7 +88,7 @@ def _prepare(source: Source, output_dir: Path, tokenizer: Tokenizer,
     try:
         with journal.locked():
             _check_disk(source, journal)
-            journal.begin(source.request, source.shards)
+            journal.begin(source.request, source.shards, tokenizer)
             dataset = _Preparation(source, journal, options, tokenizer).run()
             journal.publish()
     except OSError as error:
@@ -122,8 +121,6 @@ class _Preparation:
         is_small = sum(shard.num_bytes for shard in source.shards) < 2 * TASK_BYTES
         self._num_workers = 1 if is_small else options.num_workers
         self._tokenizer = tokenizer
-        if isinstance(tokenizer, FileTokenizer):
-            write_atomically(journal.dataset_dir / TOKENIZER_FILE, tokenizer.content, durable=True)
         self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS,
                                        num_tokens=journal.last.counts.num_tokens)
         self._first_reason = ""  # why a file was left out
