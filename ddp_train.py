@@ -117,8 +117,7 @@ def find_learning_rate(options: Options, watchdog: Watchdog, agreement: Agreemen
             microbatches = read_microbatches(prepared, watchdog, PhaseClock())
             num_microbatches = prepared.plan.gradient_accumulation_steps
             losses = run_range_test(lambda rate: step.take(
-                microbatches, num_microbatches=num_microbatches, learning_rate=rate)[0],
-                watchdog, prepared.config.hang_timeout_seconds)
+                microbatches, num_microbatches=num_microbatches, learning_rate=rate)[0], watchdog)
             microbatches.close()
             del step.parallel_loss  # its threads must be gone before its process group
     report_range_test(prepared.run, losses, process)

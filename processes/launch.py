@@ -143,13 +143,14 @@ def process_group(process: Process, store: dist.Store,
 
 
 @contextmanager
-def long_waits(process: Process) -> Iterator[dist.ProcessGroup | None]:
-    """Yield such a second group, also in a trial; None without other processes. Every rank."""
+def waiting_for_all(process: Process) -> Iterator[None]:
+    """Wait at the end for the slowest process, however long it takes. Every rank."""
     if process.world_size == 1 or not dist.is_initialized():
-        yield None
+        yield
         return
     group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-    yield group  # type: ignore[misc]
+    yield
+    dist.barrier(group)  # type: ignore[arg-type]
     dist.destroy_process_group(group)  # not after an error, as above
 
 

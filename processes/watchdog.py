@@ -96,10 +96,10 @@ class Watchdog(AbstractContextManager):
         self._lost_seconds, self._heartbeat_path = hang_timeout_seconds, heartbeat_path
         self._publish_at = 0.0
 
-    def start_hang_detection(self, timeout_seconds: float) -> None:
-        """Allow this long between heartbeats from now on: the first step is done."""
+    def start_hang_detection(self) -> None:
+        """Allow the hang timeout between heartbeats from now on: the first step is done."""
         self.heartbeat()
-        self._hang_seconds = timeout_seconds
+        self._hang_seconds = self._lost_seconds
 
     def heartbeat(self, global_step: int | None = None) -> None:
         """Record that this process makes progress, in a new step if one is named."""

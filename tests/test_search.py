@@ -304,9 +304,9 @@ def change_config(run, changes):
 def test_only_a_loss_that_is_not_finite_or_a_lasting_rise_ends_the_test(one_process):
     def run_test(losses):
         """Run a test on a step that has these losses."""
-        watchdog = SimpleNamespace(process=ONE_PROCESS, start_hang_detection=lambda _: None)
+        watchdog = SimpleNamespace(process=ONE_PROCESS, start_hang_detection=lambda: None)
         remaining = iter(losses.tolist())
-        return run_range_test(lambda _: torch.tensor(next(remaining)), watchdog, 1.0)
+        return run_range_test(lambda _: torch.tensor(next(remaining)), watchdog)
 
     for bad in (np.nan, np.inf):
         losses = run_test(np.array([*curve(RATES)[:250], bad]))

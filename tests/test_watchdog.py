@@ -282,7 +282,7 @@ def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(silence, 
 
     monkeypatch.setattr(watchdog_module, "print_stacks", full_disk)  # the log is on it
     alone.expect_steps(10.0, None)
-    alone.start_hang_detection(10.0)
+    alone.start_hang_detection()
     seconds[0] = silence
     with alone.suspended() if is_suspended else nullcontext():
         with pytest.raises(Ended, match="hung") if hangs else nullcontext():

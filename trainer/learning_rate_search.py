@@ -74,8 +74,7 @@ def prepare_range_test(options: Options, watchdog: Watchdog, agreement: Agreemen
         update={"validation_interval": None}))
 
 
-def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog,
-                   hang_timeout_seconds: float) -> list[float]:
+def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog) -> list[float]:
     """Train with growing rates until the loss diverges or is not finite. Every rank.
 
     `take_step` takes one step with a rate, and returns this process's mean loss, (). Returned are
@@ -94,7 +93,7 @@ def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog,
         if smoothed[-1] > DIVERGED * smoothed.min():
             break
         if len(found) == 1:
-            watchdog.start_hang_detection(hang_timeout_seconds)
+            watchdog.start_hang_detection()
     bar.close()
     return found
 

@@ -16,7 +16,7 @@ from basics.failpoints import failpoint
 from checkpointing import TrainingState
 from gpt import Block, GPTModel
 from optim import build_optimizer
-from processes.launch import Process, long_waits, share_cpu_cores
+from processes.launch import Process, share_cpu_cores, waiting_for_all
 from processes.watchdog import Watchdog
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatches, read_ahead
@@ -63,9 +63,8 @@ class ByLayer(nn.Module):
         super().__init__()
         torch._dynamo.config.optimize_ddp = False  # do not cut a layer's graph at DDP's buckets
         self.model = model
-        self._embed, self._run_block, self._loss = (
-            compiled(function, model)
-            for function in (GPTModel.embed, Block.forward, GPTModel.loss))
+        parts = GPTModel.embed, Block.forward, GPTModel.loss
+        self._embed, self._run_block, self._loss = (compiled(part, model) for part in parts)
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         x = self.model.transform(self._embed(self.model, token_ids), self._run_block)
@@ -101,12 +100,10 @@ class Losses:
         self.model, self.config, self.process = model, config, process
         self.training: nn.Module | Any = model
         self._compiled_validation: Callable[..., Tensor] | None = None
-        with long_waits(process) as group:  # the ranks compile for different times
+        with waiting_for_all(process):  # the ranks compile for different times
             failpoint("compile")  # every rank has begun, so rank 0 has said what it resumes from
             if config.compile:
                 compile_now(self._compile)
-            if group is not None:
-                dist.barrier(group)
 
     def _compile(self) -> None:
         """Compile now, by computing losses of zeros: signals wait while it compiles."""

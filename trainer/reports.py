@@ -86,7 +86,7 @@ class Reports:
         gc.freeze()  # exempt start-up objects from garbage collection; scanning them stalls steps
         self.clock.enter(TRAINING)
         self.window.restart_timing()
-        self.watchdog.start_hang_detection(self.config.hang_timeout_seconds)
+        self.watchdog.start_hang_detection()
 
     def write(self, global_step: int, learning_rate: float, *, waits: bool) -> None:
         """Report the steps since the last report. A collective: every rank.
