@@ -47,7 +47,7 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
         with (folder / str(rank)).open("a", buffering=1) as file:
             file.write(to_json({"part": part, "begun": time.time()}) + "\n")
             try:
-                outcome = {"found": work(*arguments)}
+                outcome: dict[str, Any] = {"found": work(*arguments)}
             except Exception as error:  # whatever it is, the other parts go on
                 outcome = {"error": describe(error)}
             file.write(to_json({"part": part} | outcome) + "\n")
