@@ -180,7 +180,7 @@ class Run:
     name: str
     run_dir: Path
     model: ModelConfig
-    train: TrainConfig
+    config: TrainConfig
 
     checkpoints_dir = _inside("checkpoints")  # and the links `latest` and `best`
     metrics_path = _inside("metrics.jsonl")  # one line per report and per validation
@@ -193,11 +193,11 @@ class Run:
 
     def priced(self, usd_per_hour: float | None) -> Self:
         """Return the run with the command line's price, if any. Raises: UserError: it needs one."""
-        price = usd_per_hour or self.train.usd_per_hour
-        if self.train.max_cost_usd and not price:
+        price = usd_per_hour or self.config.usd_per_hour
+        if self.config.max_cost_usd and not price:
             raise UserError(f"{self.train_path}: max_cost_usd needs the machine's price; set"
                             " usd_per_hour, or pass --usd-per-hour")
-        return replace(self, train=self.train.model_copy(update={"usd_per_hour": price}))
+        return replace(self, config=self.config.model_copy(update={"usd_per_hour": price}))
 
 
 def load_run(runs_dir: Path, name: str) -> Run:
@@ -219,9 +219,9 @@ def load_run(runs_dir: Path, name: str) -> Run:
     if not run_dir.is_dir():
         found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
         raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
-    model, train = with_defaults(load_config(run_dir / "model.json", ModelConfig),
-                                 load_config(run_dir / "train.json", TrainConfig))
-    return Run(name, run_dir, model, train)
+    model, config = with_defaults(load_config(run_dir / "model.json", ModelConfig),
+                                  load_config(run_dir / "train.json", TrainConfig))
+    return Run(name, run_dir, model, config)
 
 
 def with_defaults(model: ModelConfig, config: TrainConfig) -> tuple[ModelConfig, TrainConfig]:

@@ -30,7 +30,7 @@ def command(name: str, tracker: str, starts_over: bool, runs_dir: Path) -> None:
     same command again adds only what is new.
     """
     run = load_run(runs_dir, name)
-    run = replace(run, train=run.train.model_copy(update={"tracker": tracker}))
+    run = replace(run, config=run.config.model_copy(update={"tracker": tracker}))
     if not run.metrics_path.is_file():
         raise UserError(f"{run.metrics_path}: no such file; train the run first")
     check_tracker(tracker)

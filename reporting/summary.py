@@ -60,7 +60,7 @@ def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict
         "this_launch": {"steps": num_measured, "tokens": num_measured * plan.tokens_per_step,
                         "seconds": step_seconds(this_launch)},
         **end.facts,
-        "batch": asdict(plan), "model": run.model.model_dump(), "train": run.train.model_dump()}
+        "batch": asdict(plan), "model": run.model.model_dump(), "train": run.config.model_dump()}
 
 
 def step_seconds(seconds: dict[str, float]) -> float:
@@ -129,7 +129,7 @@ def final_status(run: Run, status: int) -> int:
 
 def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     """Return a summary as lines of text."""
-    best, saved, price = summary["best"], summary["checkpoints"], run.train.usd_per_hour
+    best, saved, price = summary["best"], summary["checkpoints"], run.config.usd_per_hour
     up = summary["machine"]["up_seconds"]  # also set-up, searches and downloads before the run
     losses = f"training loss {_loss(summary['train_loss'])}"
     if summary["validation_loss"] is not None:

@@ -70,10 +70,10 @@ def begin_tracking(run: Run, *, starts_over: bool) -> None:
 
 def tracker_process(run: Run) -> Beside:
     """Return the process of a run's tracker, with nothing to run if it has none."""
-    launch = None if run.train.tracker == "none" else (
+    launch = None if run.config.tracker == "none" else (
         lambda: beside.start_module("reporting.tracker", run.run_dir))
     return Beside("tracker", launch, advice=(
-        f"; `lab export-metrics {run.name} --to {run.train.tracker}` adds what is missing"))
+        f"; `lab export-metrics {run.name} --to {run.config.tracker}` adds what is missing"))
 
 
 def check_tracker(kind: str) -> None:
@@ -91,7 +91,7 @@ def send_records(run: Run, tracked: TrackedRun, *, note: Callable[[str], None],
     At last the figures of the summary, if the run has ended. `is_over` waits a while, and returns
     whether no more records come. `note` takes a line for the user.
     """
-    kind, lines = run.train.tracker, whole_lines(run.metrics_path, 0)
+    kind, lines = run.config.tracker, whole_lines(run.metrics_path, 0)
     records, offset = valid_records(lines.decode(errors="replace")), len(lines)
     num_before = num_sent = min(len(records), tracked.sent.get(kind, 0))
     last_step = records[num_sent - 1]["global_step"] + 1 if num_sent else 0
@@ -222,11 +222,11 @@ def open_tracker(run: Run, id: str, last_step: int,
     """
     for variable, value in NO_REPORTS.items():
         os.environ.setdefault(variable, value)
-    config = {"model": run.model.model_dump(), "train": run.train.model_dump()}
+    config = {"model": run.model.model_dump(), "train": run.config.model_dump()}
     name = f"{run.name[:MAX_NAME_LENGTH]}-{id}"  # no other tracked run has it
-    if run.train.tracker == "tensorboard":
+    if run.config.tracker == "tensorboard":
         return TensorBoard(run.run_dir / "tensorboard" / id, config, last_step)
-    return Trackio(name, config) if run.train.tracker == "trackio" else Wandb(
+    return Trackio(name, config) if run.config.tracker == "trackio" else Wandb(
         run, name, config, note)
 
 

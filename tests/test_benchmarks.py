@@ -146,7 +146,7 @@ TWINS = PROJECT_DIR / "benchmarks/twins"
 def test_twins_are_valid_runs_of_one_dataset_each():
     for name in (path.name for path in TWINS.iterdir()):
         run = load_run(TWINS, name)
-        assert run.train.dataset == f"prose-{name.split('-')[0]}"
+        assert run.config.dataset == f"prose-{name.split('-')[0]}"
         assert run.model.vocab_size == (257 if name.startswith("bytes") else 4096)
 
 

@@ -341,7 +341,7 @@ def test_the_last_command_has_the_budgets_time_and_after_a_stop_signal_the_grace
     parts = [MagicMock(**{"finish.return_value": "no time"}) for _ in range(3)]
     vars(sides).update(
         _watchdog=watchdog, _clock=clock, _log=log, _tracker_failed="tracker",
-        _prepared=SimpleNamespace(run=SimpleNamespace(train=train)),
+        _prepared=SimpleNamespace(run=SimpleNamespace(config=train)),
         **dict(zip(("after_checkpoint", "charts", "tracker"), parts, strict=True)))
     assert sides.finish() == "no time"
     sides.after_checkpoint.start.assert_called_once()

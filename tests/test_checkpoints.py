@@ -306,7 +306,7 @@ def test_each_machine_checks_its_own_copy(workplace, monkeypatch):
 def test_a_schedule_that_begins_again_is_one_warning(workplace, train, was, num_steps, raised):
     workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
-    found = schedule_warning(run.train, 39, was, num_steps=num_steps)
+    found = schedule_warning(run.config, 39, was, num_steps=num_steps)
     assert raised in found and bool(raised) == bool(found)
 
 
@@ -342,7 +342,7 @@ def launch(run, *, checkpoint=None, fresh=False):
     options = Options("tiny", checkpoint=checkpoint, fresh=fresh)
     name, *warnings = choose_checkpoint(run, options)
     resume_from = open_checkpoint(run.checkpoints_dir / name) if name else None
-    prepared = PreparedRun(run, run.train, None, resume_from, options)
+    prepared = PreparedRun(run, run.config, None, resume_from, options)
     write_identity(run.run_dir, prepared.run_identity())
     clean_up(run.run_dir, from_step=prepared.first_step)
     return prepared.first_step - 1, warnings

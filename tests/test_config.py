@@ -25,7 +25,7 @@ def test_the_originals_runs_have_its_settings():
              "8xh100m80": (27, 617, 300), "8xb200m160": (64, 617, 300)}
     for name, settings in table.items():
         run = load_run(PROJECT_DIR / "runs", name)
-        train = run.train
+        train = run.config
         assert (train.microbatch_size, train.validation_interval, train.validation_batches) \
             == settings
         assert train.min_train_tokens == 3_260_190_720 and train.learning_rate == 4e-4
@@ -116,15 +116,15 @@ def test_run_names_stay_inside_the_runs_directory(workplace, name):
 
 def test_the_originals_name_of_a_key_is_known(workplace):
     run = load(workplace, train={"microbatch_size": None, "minibatch_size": 4})
-    assert run.train.microbatch_size == 4
+    assert run.config.microbatch_size == 4
 
 
 def test_a_limit_in_dollars_needs_a_price_of_which_the_command_lines_counts(workplace):
     run = load(workplace, train={"max_cost_usd": 3.0})
     with pytest.raises(UserError, match="max_cost_usd needs the machine's price; set usd_per_hour"):
         run.priced(None)
-    assert run.priced(1.0).priced(None).train.usd_per_hour == 1.0
-    assert run.priced(1.0).priced(7.5).train.usd_per_hour == 7.5
+    assert run.priced(1.0).priced(None).config.usd_per_hour == 1.0
+    assert run.priced(1.0).priced(7.5).config.usd_per_hour == 7.5
 
 
 def test_the_defaults_with_muon_are_those_of_the_recipe(workplace):
@@ -136,11 +136,11 @@ def test_the_defaults_with_muon_are_those_of_the_recipe(workplace):
     run = load_run(workplace.runs_dir, "muon")
     for key in ("learning_rate", "matrix_learning_rate", "embedding_learning_rate",
                 "vector_learning_rate"):
-        assert getattr(run.train, key) == pytest.approx(getattr(recipe.train, key), rel=0.03)
+        assert getattr(run.config, key) == pytest.approx(getattr(recipe.config, key), rel=0.03)
     for key in ("weight_decay", "beta1", "beta2", "schedule", "momentum"):
-        assert getattr(run.train, key) == getattr(recipe.train, key)
+        assert getattr(run.config, key) == getattr(recipe.config, key)
     assert run.model.init == recipe.model.init == "zero_projections"
-    assert not {"embedding_learning_rate", "schedule"} & run.train.model_fields_set
+    assert not {"embedding_learning_rate", "schedule"} & run.config.model_fields_set
 
 
 @pytest.mark.parametrize(("model", "train", "wanted"), [

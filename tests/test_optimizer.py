@@ -205,7 +205,7 @@ def test_a_precision_that_the_device_does_not_have_is_a_warning(monkeypatch, wor
     for precision in ("fp32", "tf32", "bf16", "fp16"):
         workplace.add_run(precision, train={"precision": precision})
         run = load_run(workplace.runs_dir, precision)
-        found = PreparedRun(run, run.train, None, None, Options(run.name)).for_device(device)
+        found = PreparedRun(run, run.config, None, None, Options(run.name)).for_device(device)
         assert [f'precision is "{precision}"' in warning for warning in found.warnings] == (
             [True] * (precision in lacking))
 

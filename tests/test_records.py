@@ -512,7 +512,7 @@ def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones():
     assert "5.3% MFU" in line
     for optimizer, num_floats in (("adamw", 3 * 163_009_536),
                                   ("muon", 3 * 163_009_536 - 12 * 12 * 768**2)):  # one moment each
-        train = run.train.model_copy(update={"optimizer": optimizer})
+        train = run.config.model_copy(update={"optimizer": optimizer})
         assert checkpoint_bytes(run.model, train) == 4 * num_floats
 
 

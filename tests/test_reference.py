@@ -204,8 +204,8 @@ class Training:
         run = self.prepared.run
         save_checkpoint(run.checkpoints_dir, SnapshotBuffers().take(step.state), CheckpointMeta(
             global_step=global_step, tokens=(global_step + 1) * self.plan.tokens_per_step,
-            loss=None, train_loss=None, seconds={}, optimizer=run.train.optimizer, tokenizer=None,
-            loss_scale=step.state.loss_scale(), model=run.model, random_seed=run.train.random_seed,
+            loss=None, train_loss=None, seconds={}, optimizer=run.config.optimizer, tokenizer=None,
+            loss_scale=step.state.loss_scale(), model=run.model, random_seed=run.config.random_seed,
             data=self.prepared.data.fingerprints))
 
     def reference(self, step):

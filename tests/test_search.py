@@ -331,14 +331,14 @@ def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(workplace,
     optimizer = optimizer_of(run)
     set_rates(optimizer, 0.003)
     tested = [group["lr"] for group in optimizer.param_groups]
-    rates = suggested_rates(run.train, 0.003)
-    changed = replace(run, train=run.train.model_copy(update=rates))
+    rates = suggested_rates(run.config, 0.003)
+    changed = replace(run, config=run.config.model_copy(update=rates))
     assert [group["lr"] for group in optimizer_of(changed).param_groups] == pytest.approx(tested)
     assert set(rates) >= {"learning_rate", *(key for key in options if key.endswith("_rate"))}
 
 
 def optimizer_of(run):
-    train = resolve_for_device(run.train, ONE_PROCESS.device)
+    train = resolve_for_device(run.config, ONE_PROCESS.device)
     return build_training_state(run.model, train, ONE_PROCESS).optimizer
 
 
@@ -388,7 +388,7 @@ def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(tiny, 
     assert '"matrix_learning_rate": ' in output
     assert [index for index, _, _ in seen] == list(range(len(seen)))
     assert [rate for _, rate, _ in seen] == pytest.approx(rates[: len(seen)].tolist())
-    train = resolve_for_device(tiny.train, ONE_PROCESS.device)
+    train = resolve_for_device(tiny.config, ONE_PROCESS.device)
     fresh = build_training_state(tiny.model, train, ONE_PROCESS)
     assert seen[0][2] == fresh.model.token_embedding.weight.sum().item()
 

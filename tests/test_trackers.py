@@ -153,9 +153,9 @@ def offline(tmp_path, monkeypatch):
 def kept(run, tmp_path):
     """Return what the tracker has of the run."""
     id = TrackedRun.load(run.run_dir).id
-    if run.train.tracker == "trackio":
+    if run.config.tracker == "trackio":
         return in_trackio(tmp_path / "trackio")
-    if run.train.tracker == "wandb":
+    if run.config.tracker == "wandb":
         ids, values, _, _ = in_wandb(run.run_dir / "wandb")
         assert ids == {f"tiny-{id}"}
         return values
@@ -277,7 +277,7 @@ def test_a_missing_package_is_one_line_that_says_how_to_install_it(run, monkeypa
         assert str(caught.value) == (
             'tracker "trackio" needs the package trackio: run `uv sync --extra trackio` (or pip'
             " install trackio)")
-    run = replace(run, train=run.train.model_copy(update={"tracker": "none"}))
+    run = replace(run, config=run.config.model_copy(update={"tracker": "none"}))
     check_tracker("none")
     assert track(run) == ""
 

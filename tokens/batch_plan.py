@@ -42,9 +42,9 @@ def accumulation_steps_of(run: Run, *, world_size: int) -> int:
 
     Raises: UserError: `global_batch_size` is not divisible; names the nearest sizes that are.
     """
-    size, wanted = run.train.microbatch_size, run.train.global_batch_size
+    size, wanted = run.config.microbatch_size, run.config.global_batch_size
     if wanted is None:
-        return run.train.gradient_accumulation_steps
+        return run.config.gradient_accumulation_steps
     problem = f"{run.train_path}: global_batch_size {wanted} is not divisible by"
     per_process, rest = divmod(wanted, world_size)
     if rest or not per_process:
@@ -71,7 +71,7 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
     Raises: UserError: the token file (of `file_tokens` tokens) is too short, or `global_batch_size`
         is not divisible by the microbatches of all processes.
     """
-    train, path, context_length = run.train, run.train_path, run.model.context_length
+    train, path, context_length = run.config, run.train_path, run.model.context_length
     accumulation_steps = accumulation_steps_of(run, world_size=world_size)
     step_tokens = train.microbatch_size * accumulation_steps * world_size * context_length
     found, epoch_tokens = file_tokens - train.start_train_token, None

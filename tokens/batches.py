@@ -125,7 +125,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     Raises: UserError: a file is missing, damaged, of another layout or too short; the tokenizer
         beside it is not the one that it was made with, or has more entries than the model.
     """
-    config, vocab_size = run.train, run.model.vocab_size
+    config, vocab_size = run.config, run.model.vocab_size
     train_file = TokenFile(dataset_dir / "train.safetensors")
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
     train = Microbatches(train_file, plan, start_token=config.start_train_token,

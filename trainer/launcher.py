@@ -139,7 +139,7 @@ def _run_to_search(options: Options, num_processes: int) -> Run:
     if not num_gpus() and options.memory_limit_gib is None:
         raise UserError("--find-max-microbatch without a GPU: give --memory-limit-gib, the memory"
                         " that a process may use")
-    batch = run.train.global_batch_size
+    batch = run.config.global_batch_size
     if options.save and batch is not None and batch % num_processes:
         raise UserError(f"{run.train_path}: global_batch_size {batch} is not divisible by"
                         f" {num_processes} processes, so nothing could be saved; change it, or the"
@@ -219,8 +219,8 @@ def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
     The trials go into `microbatch-search.json`, for `lab plan` and `lab compare`.
     """
     fitting, _ = by_size(trials)
-    size, batch = fitting[-1].microbatch_size, run.train.global_batch_size
-    accumulation = run.train.gradient_accumulation_steps
+    size, batch = fitting[-1].microbatch_size, run.config.global_batch_size
+    accumulation = run.config.gradient_accumulation_steps
     if batch is not None:
         size = largest_divisor(batch // num_processes, size)
         accumulation = batch // num_processes // size
@@ -231,7 +231,7 @@ def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
                                        [trial.tokens_per_second for trial in fitting]),
         "machine": {"device": fitting[-1].device, "processes": num_processes},
         "model": run.model.model_dump(),
-        "train": run.train.model_dump() | {"microbatch_size": size},
+        "train": run.config.model_dump() | {"microbatch_size": size},
         "trials": [asdict(trial) for trial in trials]}, indent=2) + "\n")
     return (f"saved in {run.train_path}: microbatch_size {size}; x accumulation {accumulation}"
             f" x {num_processes} = global batch {size * accumulation * num_processes}"

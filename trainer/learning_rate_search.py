@@ -69,7 +69,7 @@ def prepare_range_test(options: Options, watchdog: Watchdog, agreement: Agreemen
         print_line(f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial"
                    f" weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved")
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
-    watchdog.expect_steps(run.train.hang_timeout_seconds, heartbeat_path=None)
+    watchdog.expect_steps(run.config.hang_timeout_seconds, heartbeat_path=None)
     return replace(prepared, config=prepared.config.model_copy(
         update={"validation_interval": None}))
 
@@ -114,7 +114,7 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
     print_line(f"lowest smoothed loss {smooth(losses).min():.4f} at learning_rate"
                f" {suggestion / FRACTION:.2g}{end}")
     print_line(f"suggestion, half of that rate; set in {run.train_path}:")
-    for key, value in suggested_rates(run.train, suggestion).items():
+    for key, value in suggested_rates(run.config, suggestion).items():
         print_line(f'    "{key}": {value:.2g}')
     path, tested, span = run.run_dir / CHART_NAME, RATES[: len(losses)], losses[0] - min(losses)
 

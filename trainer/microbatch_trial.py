@@ -62,7 +62,7 @@ class MicrobatchTrial:
         self._run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
         # More than two accumulated microbatches take no more memory. With a global batch it is two
         # even for a microbatch that is the whole batch: what is smaller than one that fits, fits.
-        config = self._run.train
+        config = self._run.config
         accumulated = (config.gradient_accumulation_steps if config.global_batch_size is None
                        else config.global_batch_size // process.world_size)
         self.num_microbatches = min(accumulated, 2) or 1
@@ -80,7 +80,7 @@ class MicrobatchTrial:
                 share_cpu_cores(self.process)  # starts threads, which a limit might not leave room
             join_process_group(self.process, self._agreement.connect("trial"),
                                timeout=TRIAL_TIMEOUT)
-            config = resolve_for_device(self._run.train, device)
+            config = resolve_for_device(self._run.config, device)
             if self._task["prefetches"]:
                 check_idle(device)
             else:  # the validation takes less memory than training, so it is not compiled

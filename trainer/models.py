@@ -96,7 +96,7 @@ def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GP
     Raises: UserError: there is no such model, or it has another shape than the run's, or it was
         trained with another tokenizer than the dataset's.
     """
-    source = run.train.init_from or ""
+    source = run.config.init_from or ""
     try:
         if source == run.name:
             raise UserError("is this run itself; name another one")

@@ -50,12 +50,12 @@ class SideProcesses:
         self.charts = Beside("chart", lambda: beside.start_module("reporting.charts", run.run_dir))
         self.tracker = tracker_process(run)
         self.after_checkpoint = after_checkpoint(prepared.options.after_checkpoint, run)
-        self._tracker_failed = f"tracker {run.train.tracker}"  # how a warning of it begins
+        self._tracker_failed = f"tracker {run.config.tracker}"  # how a warning of it begins
 
     def track(self) -> None:
         """Start the tracker, once the records of steps that are repeated are gone."""
         run = self._prepared.run
-        if run.train.tracker != "none":
+        if run.config.tracker != "none":
             try:
                 begin_tracking(run, starts_over=self._prepared.options.fresh)
                 self.tracker.start()
@@ -103,7 +103,7 @@ class SideProcesses:
     def _until(self, seconds: float, *, least: float = 0.0) -> Callable[[], float]:
         """Return when a wait ends that begins now, after a stop signal or within the budget."""
         began, watchdog = time.monotonic(), self._watchdog
-        left, _ = nearest_limit(self._prepared.run.train, self._clock)
+        left, _ = nearest_limit(self._prepared.run.config, self._clock)
         planned = began + min(seconds, max(least, left))
         stopped = began + min(seconds, watchdog.deadlines.after_command)
         return lambda: min(stopped, watchdog.stop_by - EXIT_SECONDS) if (

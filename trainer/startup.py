@@ -55,7 +55,7 @@ class PreparedRun:
 
     def for_device(self, device: torch.device) -> Self:
         """Return the run with its precision decided; initialise CUDA. Raises: UserError."""
-        config, warnings = resolve_for_device(self.run.train, device), [*self.warnings]
+        config, warnings = resolve_for_device(self.run.config, device), [*self.warnings]
         check_attention(self.run.model, config, device)
         if not has_precision(device, config.precision or "fp32"):
             warnings.append(f'{self.run.train_path}: precision is "{config.precision}", in which'
@@ -129,10 +129,10 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     run = step("configs",
                lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
     failpoint("prepare")
-    step("tracker", lambda: check_tracker(run.train.tracker) if process.is_main else None)
-    dataset_dir = options.datasets_dir / run.train.dataset
+    step("tracker", lambda: check_tracker(run.config.tracker) if process.is_main else None)
+    dataset_dir = options.datasets_dir / run.config.dataset
     with clock.phase(DOWNLOAD):
-        step("dataset", lambda: provide_dataset(dataset_dir, run.train.dataset)
+        step("dataset", lambda: provide_dataset(dataset_dir, run.config.dataset)
              if process.is_main_of_node else None)
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
     says_finished, name, *warnings = json.loads(agreement.from_rank_0(
@@ -141,7 +141,7 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
     resume_from = step("resuming", lambda: check_resume_point(
         run, name, data, thoroughly=is_first_reader) if name else None)
-    if run.train.init_from and resume_from is None:  # later the other processes find it here too
+    if run.config.init_from and resume_from is None:  # later the other processes find it here too
         step("initial weights", lambda: process.is_main_of_node and initial_model(
             run, options.runs_dir, tokenizer_name=data.tokenizer_name))
     if resume_from is not None:
@@ -153,16 +153,16 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
         records = step("records", lambda: read_metrics(run.metrics_path))
         *spent, energy_kwh = step("spent", lambda: spent_before(records, run.summary_path))
         clock.count_lost(*spent)
-    warnings.append(clock.set_price(run.train.usd_per_hour))
+    warnings.append(clock.set_price(run.config.usd_per_hour))
     if not options.fresh:
         clock.count_lost(seconds_before(run.run_dir))  # of launches that were killed
     if resume_from is not None:
         rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
                  if "train_loss" in record}
         last_step = resume_from.meta.global_step
-        warnings.append(schedule_warning(run.train, last_step, rates.get(last_step),
+        warnings.append(schedule_warning(run.config, last_step, rates.get(last_step),
                                          num_steps=data.plan.num_steps))
-    prepared = PreparedRun(run, run.train, data, resume_from, options, says_finished,
+    prepared = PreparedRun(run, run.config, data, resume_from, options, says_finished,
                            tuple(filter(None, warnings)), energy_kwh)
     goes_on = not prepared.is_trained  # each node by its own train.json: all take both steps
     step("room", lambda: check_room(run, clock, process) if goes_on else None)
@@ -215,10 +215,11 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
     meta, model_path = checkpoint.meta, run.run_dir / "model.json"
     was = meta.model.model_dump(exclude=FREE_TO_CHANGE)
     compared = [(model_path, key, getattr(run.model, key), was[key]) for key in was]
-    compared += [(run.train_path, "optimizer", run.train.optimizer, meta.optimizer),
-                 (run.train_path, "random_seed", run.train.random_seed, meta.random_seed)]
+    compared += [(run.train_path, "optimizer", run.config.optimizer, meta.optimizer),
+                 (run.train_path, "random_seed", run.config.random_seed, meta.random_seed)]
     # Another start would read data twice. A file may be used for the first time.
-    files = {split: f"the {split} file of {run.train.dataset}" for split in ("train", "validation")}
+    files = {split: f"the {split} file of {run.config.dataset}"
+             for split in ("train", "validation")}
     compared += [(run.train_path, files.get(key, key), data[key], meta.data[key])
                  for key in sorted(data.keys() & meta.data.keys() - {"validation_sequences"})]
     for path, key, found, before in compared:
@@ -250,7 +251,7 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
     state = build_training_state(run.model, prepared.config, process)
     if prepared.resume_from is not None:
         checkpointing.load_checkpoint(prepared.resume_from, state)
-    elif run.train.init_from:
+    elif run.config.init_from:
         initial = initial_model(run, prepared.options.runs_dir,
                                 tokenizer_name=prepared.data.tokenizer_name)
         state.model.load_state_dict(initial.state_dict())
@@ -259,12 +260,12 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
 
 def check_room(run: Run, clock: PhaseClock, process: Process) -> None:
     """Refuse to train without budget or without disk space for a checkpoint. Raises: UserError."""
-    seconds_left, spent = nearest_limit(run.train, clock)
+    seconds_left, spent = nearest_limit(run.config, clock)
     if seconds_left <= 0:
         raise UserError(f"{run.train_path}: {spent}; raise it to go on")
     place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
     disk = shutil.disk_usage(place)
-    needed = checkpoint_bytes(run.model, run.train)
+    needed = checkpoint_bytes(run.model, run.config)
     if process.is_main and disk.free < needed and disk.total:  # object stores may have no size
         raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
                         f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")

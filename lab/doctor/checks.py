@@ -180,7 +180,7 @@ def check_ecc(subject: Subject) -> Finding | None:
 
 def check_compiler(subject: Subject) -> Finding | None:
     """Check that Triton can compile its launchers in C, where a run's step is compiled on GPUs."""
-    if not subject.gpus or (subject.run and subject.run.train.compile is False):
+    if not subject.gpus or (subject.run and subject.run.config.compile is False):
         return None
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     compiler = next(filter(None, map(shutil.which, names)), None)

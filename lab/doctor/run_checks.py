@@ -32,7 +32,7 @@ def check_configs(subject: Subject) -> Finding:
 
 def check_dataset(subject: Subject) -> Finding:
     """Check that the dataset is here, is made here, or can be downloaded. Raises: UserError."""
-    name = subject.run.train.dataset
+    name = subject.run.config.dataset
     place = subject.datasets_dir / name
     if is_complete(place):
         train, _ = (TokenFile(place / file) for file in TOKEN_FILES[:2])
@@ -73,17 +73,17 @@ def check_ram(subject: Subject) -> Finding:
 
 def training_gib(subject: Subject) -> float:
     """Return the GiB of a process's tensors at the peak of a step, as `lab plan` estimates."""
-    train, on_gpu = subject.run.train, bool(subject.gpus)
-    precision = train.precision or "fp32"
+    config, on_gpu = subject.run.config, bool(subject.gpus)
+    precision = config.precision or "fp32"
     if on_gpu:
-        precision = estimate.default_precision(train, find_gpu(subject.gpus[0].name or ""))
-    setting = Setting(subject.run.model, train, precision, subject.world_size, on_gpu=on_gpu)
-    return peak_memory(setting, train.microbatch_size).total / 2**30
+        precision = estimate.default_precision(config, find_gpu(subject.gpus[0].name or ""))
+    setting = Setting(subject.run.model, config, precision, subject.world_size, on_gpu=on_gpu)
+    return peak_memory(setting, config.microbatch_size).total / 2**30
 
 
 def plan_of(subject: Subject) -> BatchPlan:
     """Divide the run's tokens among its processes. Raises: UserError."""
-    path = subject.datasets_dir / subject.run.train.dataset / "train.safetensors"
+    path = subject.datasets_dir / subject.run.config.dataset / "train.safetensors"
     num_tokens = TokenFile(path).num_tokens if path.is_file() else estimate.UNLIMITED_TOKENS
     return plan_batches(subject.run, world_size=subject.world_size, file_tokens=num_tokens)
 
@@ -105,8 +105,8 @@ def check_microbatch(subject: Subject) -> Finding | None:
         return checks.unknown("the driver does not tell the GPUs' memory") if subject.gpus else None
     there = usable_gib(min(subject.gpus[number].memory_total_gib for number in free))
     needed = training_gib(subject)
-    text = (f"microbatch {subject.run.train.microbatch_size:,} takes about {gib(needed * 2**30)} of"
-            f" the {gib(there * 2**30)} of a GPU (estimate)")
+    text = (f"microbatch {subject.run.config.microbatch_size:,} takes about"
+            f" {gib(needed * 2**30)} of the {gib(there * 2**30)} of a GPU (estimate)")
     # Another process may have taken a GPU's memory, such as one that a kill left.
     fullest = min(free, key=free.__getitem__)
     if free[fullest] - OWN_GIB < needed <= there and not subject.is_training:
@@ -126,9 +126,9 @@ def check_checkpoints(subject: Subject) -> Finding:
     free = shutil.disk_usage(existing(run.checkpoints_dir)).free
     text, advice = f"{gb(size)} each, {gb(free)} free", (
         "make room, set keep_checkpoints, or name another place with --runs-dir")
-    has_length = run.train.min_train_tokens != -1 or is_complete(
-        subject.datasets_dir / run.train.dataset)
-    if free < size or not (has_length or run.train.keep_checkpoints):
+    has_length = run.config.min_train_tokens != -1 or is_complete(
+        subject.datasets_dir / run.config.dataset)
+    if free < size or not (has_length or run.config.keep_checkpoints):
         return ok_if(free >= size, text, advice, is_fatal=True)
     try:
         number = estimate.most_checkpoints(run, plan_of(subject))

@@ -86,7 +86,7 @@ def choose_models(targets: tuple[str, ...], checkpoints: str, dataset: str | Non
                 each for each in wanted.split(",") if find_checkpoint(run.checkpoints_dir, each)]
             if not names:
                 raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
-            found += [Chosen(name, dataset or run.train.dataset, each, wanted == "all")
+            found += [Chosen(name, dataset or run.config.dataset, each, wanted == "all")
                       for each in names]
         elif own:
             raise UserError(f"{text}: {name} is no run, so it has no checkpoints; give {name}"

@@ -48,10 +48,10 @@ class Machine:
         return cls(match[1], int(match[2]), gpu, float(match[4]))
 
 
-def default_precision(train: TrainConfig, gpu: speed.Gpu | None = None) -> Precision:
+def default_precision(config: TrainConfig, gpu: speed.Gpu | None = None) -> Precision:
     """Return the precision of a run on a GPU; without one, on a GPU that has bf16."""
     fastest = "bf16" if gpu is None or gpu.has_bf16 else "fp16"
-    return train.precision or (fastest if train.use_amp else "fp32")
+    return config.precision or (fastest if config.use_amp else "fp32")
 
 
 def estimate(run: Run, machine: Machine, budget: float | None = None, *, tokens: int | None,
@@ -61,13 +61,13 @@ def estimate(run: Run, machine: Machine, budget: float | None = None, *, tokens:
     Return the values of one machine as in `lab plan --json`; only those until `reason`, if that
     says why it cannot train the run. `tokens` are the dataset's, where `min_train_tokens` is -1.
     """
-    gpu, train, num_gpus = machine.gpu, run.train, machine.num_gpus
-    setting = Setting(run.model, train, default_precision(train, gpu), num_gpus)
+    gpu, config, num_gpus = machine.gpu, run.config, machine.num_gpus
+    setting = Setting(run.model, config, default_precision(config, gpu), num_gpus)
     largest = largest_microbatch(setting, speed.usable_gib(gpu.memory_gib))
     found = {"name": machine.name, "gpu": gpu.name, "num_gpus": num_gpus,
              "usd_per_hour": machine.usd_per_hour, "largest_microbatch": largest, "reason": None}
-    size, batch = train.microbatch_size, train.global_batch_size
-    if not gpu.has_bf16 and "bf16" in (setting.precision, train.residual_dtype):
+    size, batch = config.microbatch_size, config.global_batch_size
+    if not gpu.has_bf16 and "bf16" in (setting.precision, config.residual_dtype):
         return found | {"reason": "this GPU has no bf16"}
     if batch and batch % num_gpus:
         return found | {"reason": "batch not divisible"}
@@ -75,8 +75,8 @@ def estimate(run: Run, machine: Machine, budget: float | None = None, *, tokens:
         size = largest_divisor(batch // num_gpus, largest)
     if size > largest:
         return found | {"reason": "does not fit in memory"}
-    sized = replace(run, train=train.model_copy(update={"microbatch_size": size}))
-    file_tokens = UNLIMITED_TOKENS if tokens is None else train.start_train_token + tokens + 1
+    sized = replace(run, config=config.model_copy(update={"microbatch_size": size}))
+    file_tokens = UNLIMITED_TOKENS if tokens is None else config.start_train_token + tokens + 1
     try:
         plan = plan_batches(sized, world_size=num_gpus, file_tokens=file_tokens)
     except UserError:
@@ -99,21 +99,21 @@ def estimate(run: Run, machine: Machine, budget: float | None = None, *, tokens:
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
     """Count the FLOPs of training and validation on the GPU that the others wait for."""
-    per_token, sequences = speed.flops_per_token(run.model), run.train.num_validation_sequences
+    per_token, sequences = speed.flops_per_token(run.model), run.config.num_validation_sequences
     training = plan.num_tokens * per_token / plan.world_size
-    if not run.train.validates:
+    if not run.config.validates:
         return training
-    number = -(-plan.num_steps // run.train.validation_interval)
+    number = -(-plan.num_steps // run.config.validation_interval)
     share, num_microbatches = 1.0, -(-sequences // plan.microbatch_size)
-    if run.train.validate_on == "all":  # all ranks take whole microbatches
+    if run.config.validate_on == "all":  # all ranks take whole microbatches
         share = -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
     return training + number * share * sequences * plan.context_length * per_token * FORWARD_SHARE
 
 
 def num_checkpoints(run: Run, plan: BatchPlan) -> int:
     """Return the number of steps after which a run saves a checkpoint."""
-    steps, train = plan.num_steps, run.train
-    intervals = list(filter(None, (train.validation_interval, train.checkpoint_interval)))
+    steps, config = plan.num_steps, run.config
+    intervals = list(filter(None, (config.validation_interval, config.checkpoint_interval)))
     count = sum(steps // interval for interval in intervals)
     if len(intervals) == 2:
         count -= steps // math.lcm(*intervals)  # one checkpoint serves both
@@ -122,12 +122,12 @@ def num_checkpoints(run: Run, plan: BatchPlan) -> int:
 
 def most_checkpoints(run: Run, plan: BatchPlan) -> int:
     """Return the most checkpoints on disk at a time: newest, best and the one being written."""
-    kept = run.train.keep_checkpoints
+    kept = run.config.keep_checkpoints
     return min(num_checkpoints(run, plan), UNLIMITED_TOKENS if kept is None else kept + 2)
 
 
 def bytes_of_checkpoint(run: Run) -> int:
-    return speed.checkpoint_bytes(run.model, run.train)
+    return speed.checkpoint_bytes(run.model, run.config)
 
 
 def pinned_bytes(run: Run) -> int:
@@ -153,14 +153,14 @@ def save_length(run: Run, budget: float) -> str:
 
     Raises: UserError: the price or speed is not known, or the run has begun with another length.
     """
-    price = run.train.usd_per_hour
+    price = run.config.usd_per_hour
     if price is None:
         raise UserError(f"{run.train_path}: --save needs the machine's price; set usd_per_hour, or"
                         " pass --usd-per-hour")
     lock_run(run.run_dir)  # a launch keeps the length that it has read
     tokens_per_second, world_size, measured = measured_speed(run)
-    one_token = run.train.model_copy(update={"min_train_tokens": 1})
-    step = plan_batches(replace(run, train=one_token), world_size=world_size,
+    one_token = run.config.model_copy(update={"min_train_tokens": 1})
+    step = plan_batches(replace(run, config=one_token), world_size=world_size,
                         file_tokens=UNLIMITED_TOKENS)
     flops_per_second = tokens_per_second / world_size * speed.flops_per_token(run.model)
     flops_per_usd = flops_per_second * 3600 / price  # of a process
@@ -171,7 +171,7 @@ def save_length(run: Run, budget: float) -> str:
     num_steps = bisect_right(range(1, MAX_TOKENS // step.tokens_per_step + 1), budget, key=usd)
     if not num_steps:
         raise UserError(f"--budget {budget:g}: buys no step, which costs US${usd(1):.2g}")
-    present = -(-run.train.min_train_tokens // step.tokens_per_step)
+    present = -(-run.config.min_train_tokens // step.tokens_per_step)
     if num_steps != present and named_as_checkpoints(run.checkpoints_dir):
         raise UserError(f"{run.run_dir}: has checkpoints, so its length cannot become"
                         f" {counted(num_steps, 'step')}; to start over with that, move checkpoints/"

@@ -27,7 +27,7 @@ class Setting:
     """All that the memory of a run depends on, except its microbatch size."""
 
     model: ModelConfig
-    train: TrainConfig
+    config: TrainConfig
     precision: Precision
     num_processes: int
     on_gpu: bool = True
@@ -39,13 +39,13 @@ class Setting:
 
     @property
     def is_eager_on_cpu(self) -> bool:
-        return not self.on_gpu and not self.train.compile
+        return not self.on_gpu and not self.config.compile
 
     @property
     def residual(self) -> int:
         """Bytes of an element of the residual stream."""
         by_default = "bf16" if self.on_gpu and self.precision == "bf16" else "fp32"
-        return 2 if (self.train.residual_dtype or by_default) == "bf16" else FLOAT32
+        return 2 if (self.config.residual_dtype or by_default) == "bf16" else FLOAT32
 
 
 def size_name(model: ModelConfig) -> str:
@@ -80,11 +80,11 @@ def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     in_backward = _held(setting, microbatch_size, max(_in_backward(setting, microbatch_size)))
     # Before the optimizer's step a tied matrix has two gradients, and in float32 their sum too.
     tied = model.vocab_size * C * model.tie_weights * (2 if setting.element == FLOAT32 else 1)
-    orthogonalising = 0 if setting.train.optimizer != "muon" else max(
+    orthogonalising = 0 if setting.config.optimizer != "muon" else max(
         _orthogonalising_bytes(setting, 4 * L, columns=C),
         _orthogonalising_bytes(setting, 2 * L, columns=4 * C))
     # With diagnostics the weights before the step are kept.
-    before = FLOAT32 * num_parameters(model) if setting.train.diagnostics_interval else 0
+    before = FLOAT32 * num_parameters(model) if setting.config.diagnostics_interval else 0
     # No activations are left, and all gradients are there.
     in_update = _held(setting, 0, max(FLOAT32 * tied, orthogonalising + before))
     if setting.num_processes == 1:
@@ -98,9 +98,9 @@ def largest_microbatch(setting: Setting, memory_gib: float) -> int:
     A run with a global batch counts as accumulating gradients even where one microbatch makes up
     the whole batch. Memory then grows with the microbatch, and every smaller one fits too.
     """
-    if (setting.train.global_batch_size or 0) > setting.num_processes:
+    if (setting.config.global_batch_size or 0) > setting.num_processes:
         accumulating = {"global_batch_size": None, "gradient_accumulation_steps": 2}
-        setting = replace(setting, train=setting.train.model_copy(update=accumulating))
+        setting = replace(setting, config=setting.config.model_copy(update=accumulating))
     return bisect_right(range(1, MAX_MICROBATCH), memory_gib * 2**30,
                         key=lambda size: peak_memory(setting, size).total)
 
@@ -108,11 +108,11 @@ def largest_microbatch(setting: Setting, memory_gib: float) -> int:
 def _in_backward(setting: Setting, microbatch_size: int) -> Iterator[float]:
     """Yield the bytes of temporary tensors at each moment that may be the peak."""
     V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
-    train = setting.train.model_copy(update={"microbatch_size": microbatch_size})
+    config = setting.config.model_copy(update={"microbatch_size": microbatch_size})
     tokens, head = microbatch_size * setting.model.context_length, FLOAT32 * V * C
     is_low = e < FLOAT32  # what is computed is then cast to float32
-    is_compiled = setting.on_gpu and train.compile is not False  # without float32 logits
-    chunk = head_chunk_tokens(setting.model, train, is_eager_on_cpu=setting.is_eager_on_cpu)
+    is_compiled = setting.on_gpu and config.compile is not False  # without float32 logits
+    chunk = head_chunk_tokens(setting.model, config, is_eager_on_cpu=setting.is_eager_on_cpu)
     if chunk is None:
         # Log-softmax's output, its gradient and the logits' gradient; of compiled code the logits
         # and their gradient, in low precision.
@@ -128,7 +128,7 @@ def _in_backward(setting: Setting, microbatch_size: int) -> Iterator[float]:
         yield logit * min(chunk, tokens) * V + part + whole
         # The head's gradient, and its input's: as computed, scaled, and cast to float32.
         yield (2 * e + is_low * FLOAT32) * tokens * C + head
-    if train.activation_checkpointing:  # one layer's activations, the residual stream's gradient
+    if config.activation_checkpointing:  # one layer's activations, the residual stream's gradient
         yield tokens * (_layer_bytes(setting) + (FLOAT32 + setting.residual) * C) + head
 
 
@@ -154,15 +154,15 @@ def _held(setting: Setting, microbatch_size: int, temporary: float) -> Memory:
     """Return what is held at a moment: temporary tensors, and all that lasts longer."""
     model, is_distributed = setting.model, setting.num_processes > 1
     weights, matrices = FLOAT32 * num_parameters(model), num_matrix_parameters(model)
-    has_muon = setting.train.optimizer == "muon"  # of each matrix it keeps one moment, not two
+    has_muon = setting.config.optimizer == "muon"  # of each matrix it keeps one moment, not two
     matmul_weights = matrices + model.vocab_size * model.emb_dim
     tokens = microbatch_size * model.context_length
-    wanted = setting.train.global_batch_size
-    accumulates = (setting.train.gradient_accumulation_steps > 1 if wanted is None else
+    wanted = setting.config.global_batch_size
+    accumulates = (setting.config.gradient_accumulation_steps > 1 if wanted is None else
                    wanted > microbatch_size * setting.num_processes)
     has_copies = setting.element < FLOAT32 and tokens > 0
     activations = _norm_bytes(setting) + IDS + model.n_layers * (
-        setting.residual * model.emb_dim if setting.train.activation_checkpointing else
+        setting.residual * model.emb_dim if setting.config.activation_checkpointing else
         _layer_bytes(setting))
     if model.drop_rate:
         activations += (1 if setting.on_gpu else FLOAT32) * model.emb_dim
@@ -186,8 +186,8 @@ def _layer_bytes(setting: Setting) -> float:
     model, e = setting.model, setting.element
     C, H, T = model.emb_dim, model.n_heads, model.context_length
     attention: float = (3 + 1) * e * C  # q, k, v; output
-    chosen = setting.train.attention
-    if setting.train.deterministic and setting.on_gpu and e == FLOAT32:
+    chosen = setting.config.attention
+    if setting.config.deterministic and setting.on_gpu and e == FLOAT32:
         chosen = "math"  # as trainer/precision.py decides
     if setting.is_eager_on_cpu and e < FLOAT32 and chosen == "auto":
         # Attention weights; with dropout also the mask's factors and the weights after dropout.

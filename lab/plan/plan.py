@@ -61,17 +61,17 @@ def command(run: str, more: tuple[str, ...], budget: float | None, tokens: int |
                             " --machine, --tokens or --json")
         click.echo(visible(estimate.save_length(loaded.priced(options["usd_per_hour"]), budget)))
         return
-    if (loaded.train.min_train_tokens == -1) != (tokens is not None):
+    if (loaded.config.min_train_tokens == -1) != (tokens is not None):
         raise UserError(f"{loaded.train_path}: min_train_tokens is"
-                        f" {loaded.train.min_train_tokens}; --tokens goes with -1 (all tokens of"
+                        f" {loaded.config.min_train_tokens}; --tokens goes with -1 (all tokens of"
                         f" the dataset): {'add' if tokens is None else 'drop'} it")
     measured = read_measured(options["runs_dir"])
     machines = [estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured)
                 for machine in map(estimate.Machine.parse, (*estimate.KNOWN_MACHINES, *more))]
     machines.sort(key=lambda found: found["usd"]["expected"] if "usd" in found else math.inf)
-    settings = {name: Setting(loaded.model, loaded.train, default_precision(loaded.train), number)
+    settings = {name: Setting(loaded.model, loaded.config, default_precision(loaded.config), number)
                 for name, number in (("one_gpu", 1), ("several_gpus", 8))}
-    num_tokens = tokens or loaded.train.min_train_tokens
+    num_tokens = tokens or loaded.config.min_train_tokens
     if options["as_json"]:
         print_json(_document(loaded, settings, machines, num_tokens))
         return
@@ -82,7 +82,7 @@ def command(run: str, more: tuple[str, ...], budget: float | None, tokens: int |
 
 def _about(run: Run, num_tokens: int) -> str:
     parameters, per_token = num_parameters(run.model), flops_per_token(run.model)
-    chinchilla, dtype = CHINCHILLA_TOKENS_PER_PARAMETER, run.train.all_reduce_dtype
+    chinchilla, dtype = CHINCHILLA_TOKENS_PER_PARAMETER, run.config.all_reduce_dtype
     return "\n".join([
         f"{run.name}: {size_name(run.model)}, {parameters:,} parameters; {num_tokens:,} tokens",
         f"{num_tokens / parameters:.1f} tokens per parameter (Chinchilla: {chinchilla}, or"
@@ -98,10 +98,10 @@ def _about(run: Run, num_tokens: int) -> str:
 
 
 def _memory_tables(run: Run, settings: dict[str, Setting]) -> list[Table]:
-    size = run.train.microbatch_size
+    size = run.config.microbatch_size
     peaks = [peak_memory(setting, size) for setting in settings.values()]
     factor, unit = (2**30, "GiB") if peaks[0].total >= 2**30 else (2**20, "MiB")
-    head = f"{unit} at the peak, {default_precision(run.train)}, microbatch {size:,}"
+    head = f"{unit} at the peak, {default_precision(run.config)}, microbatch {size:,}"
     return [
         Table([Column(head, "left"), *BY_GPUS], [
             [name, *(f"{getattr(peak, key) / factor:,.2f}" for peak in peaks)]
@@ -151,7 +151,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
 def _document(run: Run, settings: dict[str, Setting], machines: list[dict[str, Any]],
               num_tokens: int) -> dict[str, Any]:
     """Return what the tables show, with all digits: bytes, hours and US dollars."""
-    size = run.train.microbatch_size
+    size = run.config.microbatch_size
     peaks = {name: peak_memory(setting, size) for name, setting in settings.items()}
     return {
         "schema": "plan/1", "run": run.name, "model": size_name(run.model),

@@ -58,12 +58,12 @@ class Measurement(FrozenConfig):
 
     def fits(self, wanted: Setting, gpu: Gpu) -> bool:
         """Return whether this is the speed of such a run on such a GPU; how many is not asked."""
-        train, precisions = wanted.train, {self.precision, wanted.precision}
+        config, precisions = wanted.config, {self.precision, wanted.precision}
         return (find_gpu(self.device) is gpu
                 and (len(precisions) == 1 or precisions == set(LOW_PRECISIONS))
-                and self.compile == (train.compile is not False)
-                and (self.attention == "math") == (train.attention == "math")
-                and self.activation_checkpointing == train.activation_checkpointing
+                and self.compile == (config.compile is not False)
+                and (self.attention == "math") == (config.attention == "math")
+                and self.activation_checkpointing == config.activation_checkpointing
                 and bool(self.model.drop_rate) == bool(wanted.model.drop_rate)
                 and _size_ratio(wanted, flops_per_token(self.model)) <= MAX_SIZE_RATIO
                 and CREDIBLE_MFU[0] <= self.mfu(gpu) <= CREDIBLE_MFU[1])
@@ -128,7 +128,8 @@ def measured_speed(run: Run) -> tuple[float, int, str]:
             if (0 < speed < MAX_SPEED and 1 <= world_size <= MAX_PROCESSES
                     and (not gpus or gpus.count(device) == world_size)
                     and record["model"] == run.model.model_dump()
-                    and all(record["train"][key] == getattr(run.train, key) for key in SPEED_KEYS)):
+                    and all(record["train"][key] == getattr(run.config, key)
+                            for key in SPEED_KEYS)):
                 return speed, world_size, (f"{speed:,.0f} tokens/s on {world_size}x"
                                            f" {one_line(device)} ({path.name})")
     raise UserError(f"{run.run_dir}: no speed was measured with its settings on this machine; run"
@@ -146,10 +147,10 @@ def expected_speed(wanted: Setting, gpu: Gpu,
                 f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
                 f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
                 f" ({nearest.source})"))
-    train, known = wanted.train, gpu.public_mfu
-    mfu = gpu.expected_mfu * (RECOMPUTING if train.activation_checkpointing else 1)
-    is_other = (train.compile is False or train.activation_checkpointing or wanted.model.drop_rate
-                or train.attention == "math" or wanted.precision not in LOW_PRECISIONS
+    config, known = wanted.config, gpu.public_mfu
+    mfu = gpu.expected_mfu * (RECOMPUTING if config.activation_checkpointing else 1)
+    is_other = (config.compile is False or config.activation_checkpointing or wanted.model.drop_rate
+                or config.attention == "math" or wanted.precision not in LOW_PRECISIONS
                 or _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO)
     detail = (f"{known} in public runs on several GPUs, none of this trainer" if known else
               f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"

@@ -72,7 +72,7 @@ def model_card(target: LoadedModel, request: Request) -> str:
     The run's JSON files may have changed since training; they are read only without a summary.
     """
     written, config = RunFiles.read(target.run.run_dir), target.model.config
-    settings = written.part("train") or target.run.train.model_dump()
+    settings = written.part("train") or target.run.config.model_dump()
     if settings.get("init_from") is not None:
         name = public_name(str(settings["init_from"]), beside=target.run.run_dir)
         settings = settings | {"init_from": name}
@@ -157,7 +157,7 @@ def measurements(target: LoadedModel, dataset: str) -> list[EvalResult]:
     """
     checkpoint = target.checkpoint
     found: dict[tuple[str, str], tuple[Any, str, float]] = {}  # split, metric, value
-    if target.run.train.validates and checkpoint.loss is not None:
+    if target.run.config.validates and checkpoint.loss is not None:
         found[dataset, "validation loss during training (nats per token)"] = (
             "validation", "loss", checkpoint.loss)
     for record in read_metrics(target.run.evaluations_path):

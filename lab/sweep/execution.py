@@ -138,7 +138,7 @@ class Execution:
         if alike := [one for one in finished if one.run.changes == run.changes] or finished:
             seconds, tokens = (statistics.fmean(one.figures[key] for one in alike)
                                for key in ("seconds", "tokens"))
-            wanted = tokens if run.train.min_train_tokens == -1 else run.train.min_train_tokens
+            wanted = tokens if run.config.min_train_tokens == -1 else run.config.min_train_tokens
             done = self.outcomes[run.run_dir].figures["tokens"] or 0.0
             needed = seconds / tokens * max(0.0, wanted - done)
         if left <= 0:

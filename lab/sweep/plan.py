@@ -93,23 +93,23 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
             wrong = (f'the key "{key}" has gone: {GONE_KEYS[key]}' if key in GONE_KEYS else
                      unknown_key(key, known))
             raise UserError(f"--change {label(changes)}: {wrong}")
-    model, train = _with_values(base.model, changes), _with_values(base.train, changes)
-    if not train.validates:
+    model, config = _with_values(base.model, changes), _with_values(base.config, changes)
+    if not config.validates:
         raise UserError(f"{label(changes)}: a sweep compares validation losses; set"
                         f" validation_interval with validation_sequences in {base.train_path}")
     for key, option in (("max_hours", "--budget-hours"), ("max_cost_usd", "--budget-usd")):
-        if getattr(train, key) is not None:
+        if getattr(config, key) is not None:
             raise UserError(f"{label(changes)}: {key} would stop runs before their end; drop it"
                             f" from {base.train_path}, and pass {option} for the whole sweep")
     # The runs of a sweep are in another directory, where the name of a run would not be found.
-    name, runs_dir = train.init_from, base.run_dir.parent
+    name, runs_dir = config.init_from, base.run_dir.parent
     if name is not None and RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir():
         path = (runs_dir / name / "checkpoints/best").absolute()
         if not path.exists():
             raise UserError(f"{base.train_path}: init_from: {path}: no checkpoint yet; train"
                             f" {name} first")
-        train = train.model_copy(update={"init_from": str(path)})
-    return with_defaults(model, train)
+        config = config.model_copy(update={"init_from": str(path)})
+    return with_defaults(model, config)
 
 
 class Plan(FrozenConfig):
@@ -127,7 +127,7 @@ class PlannedRun(NamedTuple):
     seed: int
     run_dir: Path
     model: ModelConfig
-    train: TrainConfig
+    config: TrainConfig
 
     @property
     def label(self) -> str:
@@ -158,7 +158,7 @@ class Sweep:
     @property
     def runs(self) -> list[PlannedRun]:
         """All runs, one seed after the other: a sweep that is stopped has comparable runs."""
-        first = self.base.train.random_seed
+        first = self.base.config.random_seed
         return [PlannedRun(changes, seed, self.sweep_dir / f"{name}-seed-{seed}",
                            *changed(self.base, changes | {SEED: seed}))
                 for seed in range(first, first + self.num_seeds)
@@ -180,11 +180,11 @@ class Sweep:
         missing: dict[Path, FrozenConfig] = {}
         for run in self.runs:
             model_path, train_path = run.run_dir / "model.json", run.run_dir / "train.json"
-            files: dict[Path, FrozenConfig] = {model_path: run.model, train_path: run.train}
+            files: dict[Path, FrozenConfig] = {model_path: run.model, train_path: run.config}
             missing |= {path: config for path, config in files.items() if not path.exists()}
             there = with_defaults(
                 run.model if model_path in missing else load_config(model_path, ModelConfig),
-                run.train if train_path in missing else load_config(train_path, TrainConfig))
+                run.config if train_path in missing else load_config(train_path, TrainConfig))
             for old, new in zip(there, files.values(), strict=True):
                 for key in type(new).model_fields:
                     if getattr(old, key) != getattr(new, key):

@@ -125,7 +125,7 @@ def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float
             ((key, value),) = entry.changes.items()
             if number(value) is not None:
                 found.setdefault(key, {})[value] = entry.losses
-    own = sweep.base.model.model_dump() | sweep.base.train.model_dump()
+    own = sweep.base.model.model_dump() | sweep.base.config.model_dump()
     own["global_batch_size"] = own["global_batch_size"] or entries[0].mean("global_batch_size")
     ranges = {}
     for key, losses in found.items():

@@ -57,7 +57,7 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
                         f" {sweeps_dir}, of letters, digits, '.', '_' and '-', at most 128")
     execution = Execution(
         options["datasets_dir"], options["nproc_per_node"],
-        options["usd_per_hour"] or loaded.train.usd_per_hour, options["budget_hours"],
+        options["usd_per_hour"] or loaded.config.usd_per_hour, options["budget_hours"],
         options["budget_usd"])
     if execution.budget_usd is not None and execution.usd_per_hour is None:
         raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"

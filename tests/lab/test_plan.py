@@ -77,7 +77,7 @@ def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace):
     run = load_run(workplace.runs_dir, "run-0")
     flops = found["steps"] * found["global_batch_size"] * 1024 * 854.44e6
     saving = found["checkpoints"] * 12 * 163_009_536 / 100e6
-    assert found["checkpoints"] == -(-found["steps"] // run.train.checkpoint_interval)
+    assert found["checkpoints"] == -(-found["steps"] // run.config.checkpoint_interval)
     hours = found["hours"]
     assert list(hours.values()) == pytest.approx((
         flops / (2 * 989e12 * 0.41) / 3600,
@@ -124,8 +124,8 @@ def test_a_gpu_without_bf16_trains_in_fp16(workplace, gpu):
         found = estimated(workplace, f"x=1x{gpu}@1", **{"precision": None} | train)
         assert found["reason"] == ("this GPU has no bf16" if "bf16" in train.values() else None)
     run = load_run(workplace.runs_dir, "run-0")
-    assert default_precision(run.train, find_gpu(gpu)) == "fp16"
-    assert default_precision(run.train) == "bf16"
+    assert default_precision(run.config, find_gpu(gpu)) == "fp16"
+    assert default_precision(run.config) == "bf16"
 
 
 @pytest.mark.parametrize(("train", "reason"), [
@@ -308,7 +308,7 @@ LAUNCH = {"steps": 999, "tokens": 3_000_000_000, "seconds": 1000.0}  # 3 M token
 MACHINE = {"device": H100, "device_type": "cuda", "processes": 8, "precision": "bf16",
            "compiled": True, "attention": "flash", "torch": "2.11"}
 MODEL = load_run(PROJECT_DIR / "runs", "original").model.model_copy(update={"drop_rate": 0.0})
-TRAIN = load_run(PROJECT_DIR / "runs", "gpt2-small-1gpu").train
+TRAIN = load_run(PROJECT_DIR / "runs", "gpt2-small-1gpu").config
 WANTED = Setting(MODEL, TRAIN, "bf16", num_processes=1)
 ROW = {"device": "NVIDIA H200", "processes": 1, "precision": "bf16", "tokens_per_second": 500_000,
        "model": MODEL.model_dump(), "source": "a stand-in of 2026-11-22"}
@@ -460,7 +460,7 @@ def add_measured(workplace, *, file="microbatch-search.json", train=None, **chan
     run_dir = workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
     record = {"tokens_per_second": 10.0 * STEP, "machine": {"device": "A100", "processes": 2},
-              "model": run.model.model_dump(), "train": run.train.model_dump()} | changes
+              "model": run.model.model_dump(), "train": run.config.model_dump()} | changes
     (run_dir / file).write_text(json.dumps(record))
     return run_dir
 

@@ -101,7 +101,7 @@ def peak_memory(root: Path) -> None:
     """Print the peak memory of a step of the run `tiny`."""
     process, run = this_process(), load_run(root / "runs", "tiny")
     with process_group(process, open_torchrun_store(), TrainConfig(**TINY_TRAIN)):
-        peak = peak_of_training(run.model, run.train, process)
+        peak = peak_of_training(run.model, run.config, process)
         if process.is_main:
             print(peak)
 
