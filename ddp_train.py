@@ -39,7 +39,7 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver
 from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
-from trainer.launcher import launch, search
+from trainer.launcher import launch, run_to_search, search
 from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
 from trainer.losses import Losses, validate
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
@@ -75,7 +75,8 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
     if TRIAL_VARIABLE in os.environ:
         return measure_microbatch(MicrobatchTrial(options, process, agreement))
     if options.find_max_microbatch:  # one process starts the trials
-        return search(options, process.world_size) if process.is_main else None
+        run = agreement.run("search", lambda: run_to_search(options, process.world_size))
+        return search(run, options, process.world_size) if process.is_main else None
     if process.device.type == "cpu":
         keep_freed_memory()
     options = options.after_restart(agreement.step_before_restart())

@@ -99,7 +99,7 @@ class Watchdog(AbstractContextManager):
     def start_hang_detection(self) -> None:
         """Allow the hang timeout between heartbeats from now on: the first step is done."""
         self.heartbeat()
-        self._hang_seconds = self._lost_seconds
+        self._hang_seconds = self._lost_seconds  # both are the run's `hang_timeout_seconds`
 
     def heartbeat(self, global_step: int | None = None) -> None:
         """Record that this process makes progress, in a new step if one is named."""

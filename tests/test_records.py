@@ -330,6 +330,7 @@ HOST = {"host_ram_gib", "host_load", "disk_free_gib"}
 def meter(tmp_path, monkeypatch):
     """A meter of two GPUs that reads at its start and its end only."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": H100, "GPU-1": H100}))
+    monkeypatch.setattr(machine_meter, "READING_SECONDS", 1e6)
     found = MachineMeter(tmp_path, ["GPU-0", "GPU-1"])
     yield found
     found._ends.set()

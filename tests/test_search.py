@@ -123,7 +123,8 @@ def simulated_search(workplace, monkeypatch, *, capacity, num_processes=1, **opt
     monkeypatch.setattr(launcher, "try_microbatch",
                         lambda size, *_, **__: memory(1.0, 0.5, capacity)(size))
     options = {"memory_limit_gib": 20.0} | options
-    launcher.search(Options("tiny", runs_dir=workplace.runs_dir, **options), num_processes)
+    options = Options("tiny", runs_dir=workplace.runs_dir, **options)
+    launcher.search(launcher.run_to_search(options, num_processes), options, num_processes)
 
 
 def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys):
@@ -241,6 +242,14 @@ def test_a_trial_accumulates_if_the_run_does(workplace, trial_of, keys, world_si
     workplace.add_run(train=keys)
     process = Process(0, 0, world_size, torch.device("cpu"))
     assert trial_of(1, process).num_microbatches == microbatches
+
+
+def test_under_torchrun_all_processes_refuse_a_search(workplace):
+    workplace.add_run()
+    result = workplace.torchrun(2, "tiny", "--find-max-microbatch")
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert "without a GPU: give --memory-limit-gib" in line
+    assert re.findall(r"exitcode *: (-?\d+)", result.stderr) == ["2", "2"]
 
 
 def test_a_search_on_real_memory_with_two_processes(workplace):

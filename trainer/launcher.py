@@ -40,7 +40,7 @@ def launch(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
     """Check a run in this process, then train it under torchrun; return its exit status."""
     num_processes = options.nproc_per_node or max(1, num_gpus())
     if options.find_max_microbatch:
-        search(options, num_processes)
+        search(run_to_search(options, num_processes), options, num_processes)
         return 0
     if options.find_learning_rate:  # the processes check the run
         return start_torchrun(num_processes)
@@ -100,12 +100,12 @@ def _verify(what: str, directory: Path, patterns: list[str]) -> None:
                " compared with the hub's digests")
 
 
-def search(options: Options, num_processes: int) -> None:
+def search(run: Run, options: Options, num_processes: int) -> None:
     """Find the largest microbatch of a run, and print it. One process; it starts the others.
 
     Raises: UserError: not even a microbatch of 1 fits, or a trial failed for another reason.
     """
-    run, on_gpu = _run_to_search(options, num_processes), num_gpus() > 0
+    on_gpu = num_gpus() > 0
     print_line(f"microbatch {'memory' if on_gpu else 'mapped memory':>14}     tokens/s")
 
     def try_size(size: int) -> Trial:
@@ -130,7 +130,7 @@ def search(options: Options, num_processes: int) -> None:
         print_line(save_result(run, trials, num_processes))
 
 
-def _run_to_search(options: Options, num_processes: int) -> Run:
+def run_to_search(options: Options, num_processes: int) -> Run:
     """Return the run, if it can be searched. Raises: UserError."""
     run = load_run(options.runs_dir, options.run)
     if spans_nodes():

@@ -59,7 +59,8 @@ class PreparedRun:
         check_attention(self.run.model, config, device)
         if not has_precision(device, config.precision or "fp32"):
             warnings.append(f'{self.run.train_path}: precision is "{config.precision}", in which'
-                            " this device is no faster than in fp32; remove it")
+                            " this device is no faster than in fp32; without this key the fastest"
+                            " one is taken")
         return replace(self, config=config, warnings=(*warnings, *unused_gpus()))
 
     @property
