@@ -37,7 +37,8 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor],
                   metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file; its permissions are those of other new files, not private."""
+    """Write a safetensors file with the permissions of other new files; the library's are private.
+    """
     path.touch()
     mode = path.stat().st_mode
     safetensors.torch.save_file(tensors, path, metadata)

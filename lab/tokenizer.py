@@ -12,7 +12,7 @@ from lab.publish.formats import write_own_tokenizer
 from preparation.choosing import SourceOptions, source_options
 from preparation.cutting import BadShard
 from preparation.journal import check_output_dir
-from preparation.reading import Reading
+from preparation.reading import Reading, Task
 from preparation.sources import Source, find_source
 from tokens.tokenizer import END_OF_TEXT
 
@@ -68,6 +68,7 @@ def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
         shard.fetch()
         try:
             for task in shard.tasks("any"):
+                assert isinstance(task, Task), "only a part has tokens instead"
                 reading = Reading("any", [])
                 for piece in task.read(reading):
                     texts.append(piece.text)

@@ -93,10 +93,11 @@ class Prepared:
         return {key: str(value) for key, value in metadata.items() if value is not None}
 
     def amount(self) -> str:
-        """Return the tokens, and the bytes of text unless they are unknown."""
+        """Return the tokens, and the bytes of text unless they are unknown or none."""
         tokens, num_bytes = self.total.num_tokens, self.total.num_text_bytes
-        text = f", {num_bytes:,} bytes of text, {num_bytes / tokens:.2f} per token"
-        return f"{tokens:,} tokens" + text * bool(num_bytes)
+        if not num_bytes:
+            return f"{tokens:,} tokens"
+        return f"{tokens:,} tokens, {num_bytes:,} bytes of text, {num_bytes / tokens:.2f} per token"
 
     def left_out(self) -> str:
         """Name the files that could not be read."""

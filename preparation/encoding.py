@@ -150,6 +150,14 @@ def _encode_in_worker(task: Task) -> Encoded | BadShard:
     return encode_task(task, _tokenizer)
 
 
+def _result_of(item: Item, pool: ProcessPoolExecutor) -> Future[Result]:
+    if isinstance(item, Task):
+        return pool.submit(_encode_in_worker, item)
+    itself: Future[Result] = Future()
+    itself.set_result(item)
+    return itself
+
+
 def encode(items: Iterable[Item | None], tokenizer: Tokenizer, pool: ProcessPoolExecutor | None,
            num_workers: int) -> Iterator[tuple[Item, Result]]:
     """Yield all items in their order, tasks with their results, others with themselves.
@@ -162,22 +170,19 @@ def encode(items: Iterable[Item | None], tokenizer: Tokenizer, pool: ProcessPool
                 yield item, encode_task(item, tokenizer) if isinstance(item, Task) else item
         return
     max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
-    waiting: deque[tuple[Item, Future[Result] | Result]] = deque()
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
     num_bytes = 0  # of text in the waiting tasks
     try:
         for item in itertools.chain(items, [None]):
             size = item.num_bytes if isinstance(item, Task) else 0
-            while waiting and (item is None or not isinstance(waiting[0][1], Future)
-                               or waiting[0][1].done()
+            while waiting and (item is None or waiting[0][1].done()
                                or len(waiting) >= TASKS_PER_WORKER * num_workers
                                or num_bytes + size > max_bytes):
-                first, result = waiting.popleft()
+                first, future = waiting.popleft()
                 num_bytes -= first.num_bytes if isinstance(first, Task) else 0
-                yield first, result.result() if isinstance(
-                    result, Future) else result
+                yield first, future.result()
             if item is not None:
-                waiting.append((item, pool.submit(_encode_in_worker, item)
-                                if isinstance(item, Task) else item))
+                waiting.append((item, _result_of(item, pool)))
                 num_bytes += size
     except BrokenExecutor:
         raise UserError("a worker process was killed, perhaps because memory ran out; run the"

@@ -18,7 +18,7 @@ CLOCK_SECONDS = 1.0  # a file's time may be that much later than its record's
 def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS) -> None:
     """Prepare or download a dataset if it is not on this machine. One process of each node.
 
-    Other splits are not downloaded. Raises: UserError: there is no such dataset, or it cannot be
+    Only `splits` are downloaded. Raises: UserError: there is no such dataset, or it cannot be
     downloaded or written.
     """
     if is_complete(dataset_dir, splits):
@@ -50,7 +50,8 @@ def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:
 
 
 def verify_digests(paths: Iterable[Path]) -> int:
-    """Compare files with their known digests; return how many have one. Raises: UserError."""
+    """Compare files with their known digests; return how many have one. Raises: UserError: a file
+    is damaged, or cannot be read."""
     num_known = 0
     for path in paths:
         if (known := digest_of_download(path)) is not None:

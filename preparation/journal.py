@@ -116,6 +116,11 @@ class Journal:
         fsync(self.path)
         self.lines.append(line)
 
+    def forget(self) -> None:
+        """Drop what is finished: the next launch begins again, also with other files."""
+        self.path.unlink()
+        self.lines = []
+
     def publish(self) -> None:
         """Rename the finished dataset to its final name, and delete the journal."""
         failpoint("provide")

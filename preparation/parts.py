@@ -46,7 +46,8 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def share_of(source: Source, part: str) -> Source:
-    """Return the shards of one part, about as many as of each. Raises: UserError: too few."""
+    """Return the shards of one part, about as many as of each other. Raises: UserError: there are
+    more parts than shards."""
     (number, total), shards = parse_part(part), source.shards
     if total > len(shards):
         raise UserError(f"--part {part}: {source.request.source} has only {len(shards)} shards,"

@@ -123,7 +123,7 @@ class _Preparation:
         self._tokenizer = tokenizer
         self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS,
                                        num_tokens=journal.last.counts.num_tokens)
-        self._first_reason = ""  # why a file was left out
+        self._first_reason = "".join(journal.bad_files[:1])  # of an earlier launch only its name
         self._begin_shard()
 
     def _begin_shard(self, *, is_bad: bool = False) -> None:
@@ -266,19 +266,21 @@ class _Preparation:
 
     def _check_documents(self) -> None:
         """Refuse a source without text, or one that cannot fill both splits. Raises: UserError."""
-        total, bad_files = self._counts, self._journal.bad_files
+        total, num_bad = self._counts, len(self._journal.bad_files)
         if total.num_documents >= 2 and total.num_text_bytes:
             return
-        self._journal.lines = []  # its files may be replaced then: there is nothing to continue
+        self._journal.forget()  # its files may be replaced then
         if total.num_documents >= 2:
             raise UserError(f"{self._request.source}: has no text: all of its"
                             f" {total.num_documents:,} documents are empty")
-        hint = "JSON lines: one document per line"
-        if bad_files:
-            more = f" and {len(bad_files) - 1} more" * (len(bad_files) > 1)
-            hint = f"left out: {self._first_reason or bad_files[0]}{more}"
+        wanted, hint = "wanted at least 2", "JSON lines: one document per line"
+        if num_bad:
+            hint = (f"left out {counted(num_bad, 'file')}{', the first' * (num_bad > 1)}:"
+                    f" {self._first_reason}")
+            if self._source.kind:  # no join, which has no such option
+                wanted += ", one of them for the validation split (--validation-fraction)"
         raise UserError(f"{self._request.source}: {counted(total.num_documents, 'document')} found;"
-                        f" wanted at least 2, for both splits (--validation-fraction); {hint}")
+                        f" {wanted}; {hint}")
 
 
 def _fetch(shard: Shard) -> Future[None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,9 @@ from basics.errors import UserError, one_line, print_error
 from preparation.choosing import SUFFIXES, SourceOptions, choose_files, kind_of
 from preparation.cutting import Cuts
 from preparation.reading import WHOLE_BYTES, file_tasks, grouped, memory_tasks, printable
+
+if TYPE_CHECKING:
+    from preparation.encoding import Item
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEXT_FILES_PER_SHARD = 1000
@@ -65,7 +68,7 @@ class Shard:
     num_bytes: int  # of its files
     num_files: int = 1
     # After `fetch`; tasks, or what is encoded already. Raises: UserError, BadShard
-    tasks: Callable[[Cuts], Iterator[Any]]
+    tasks: Callable[[Cuts], Iterator["Item"]]
 
     def fetch(self) -> None:
         """Download the shard if it is not on this machine. Raises: UserError."""
@@ -112,7 +115,8 @@ def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
 
 
 def find_documents(options: SourceOptions) -> Source:
-    """Find the documents of a directory (at any depth), a pattern or a file. Raises: UserError."""
+    """Find the documents of a directory (at any depth), a pattern or a file. Raises: UserError:
+    there are none, they are of more than one kind, or a link is broken."""
     source = Path(options.source)
     root, found = _look_for(source)
     paths = {path.relative_to(root).as_posix(): path for path in sorted(found)

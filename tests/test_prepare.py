@@ -479,6 +479,37 @@ def test_one_file_in_a_hundred_may_be_left_out_also_of_parts(tmp_path, monkeypat
         assert not (tmp_path / name).exists()
 
 
+def test_a_part_may_have_no_documents(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, lines in (("a", ["a", "b"]), ("b", []), ("c", ["c"])):
+        (folder / f"{name}.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in lines))
+    parts = [tmp_path / f"part{number}" for number in (1, 2, 3)]
+    for number, part in enumerate(parts, 1):
+        result = succeeded(prepare(str(folder), str(part), "--tokenizer", "bytes",
+                                   "--part", f"{number}/3"))
+        assert ("\n0 documents, 0 tokens\n" in f"\n{result.stdout}") == (number == 2)
+    join_parts(parts, tmp_path / "joined")
+    prepare_dataset(find_documents(folder), tmp_path / "one", BYTES)
+    assert contents(tmp_path / "joined") == contents(tmp_path / "one")
+
+
+def test_what_was_left_out_is_said_where_too_few_documents_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("preparation.sources.TEXT_FILES_PER_SHARD", 1)
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, coding in (("a", "utf-8"), ("b", "utf-16"), ("c", "utf-16"), ("d", "utf-16")):
+        (folder / f"{name}.txt").write_text("x", coding)
+    options = replace(BYTES, skip_bad_shards=True)
+    parts = prepare_parts(lambda: find_documents(folder), tmp_path, options, 2)
+    message = "1 document found; wanted at least 2{}; left out 3 files, the first: {}"
+    with pytest.raises(UserError, match=message.format(
+            r", .* \(--validation-fraction\)", ".*/b.txt: is UTF-16; wanted UTF-8$")):
+        prepare_dataset(find_documents(folder), tmp_path / "out", options)
+    with pytest.raises(UserError, match=message.format("", "b.txt of .*part1: could not be read$")):
+        join_parts(parts, tmp_path / "joined", skip_bad_shards=True)
+
+
 def edit(old, new):
     return lambda part: (part / "part.json").write_text(
         (part / "part.json").read_text().replace(old, new))

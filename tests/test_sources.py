@@ -7,6 +7,7 @@ import os
 import random
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from preparation.choosing import SourceOptions, config_patterns, split_of, split
 from preparation.cutting import cut_document
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset
+from preparation.journal import Journal
 from preparation.pipeline import prepare_dataset
 from preparation.reading import Reading, Task, json_tasks, parquet_tasks, text_tasks
 from preparation.sources import python_stdlib
@@ -113,9 +115,9 @@ def test_linked_directories_are_read_unless_they_lead_out(tmp_path, capsys):
     (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
     (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
     (lambda d: [(d / "a.txt").write_text("a"), (d / "b.txt").write_text("b", "utf-16")],
-     r"source: 1 document found; .* \(--validation-fraction\); left out: .*/b.txt: is UTF-16"),
+     r"1 document found; .*\(--validation-fraction\); left out 1 file: .*/b.txt: is UTF-16"),
     (lambda d: (d / "a.txt").write_text("a", "utf-16"),
-     r"source: 0 documents found; .* \(--validation-fraction\); left out: .*/a.txt: is UTF-16"),
+     r"0 documents found; .*\(--validation-fraction\); left out 1 file: .*/a.txt: is UTF-16"),
     (lambda d: (d / "a.jsonl").write_text('{"text": null}\n' * 3), "no text: all of its 3 docu"),
     (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
      "contains JSON lines and parquet; wanted"),
@@ -128,6 +130,20 @@ def test_sources_that_cannot_be_used(tmp_path, make, message):
         prepare_dataset(find_documents(source_dir), tmp_path / "out", BYTES)
     assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == ["source"], "files that were replaced could not be read"
+
+
+def test_a_source_without_enough_documents_can_be_repaired(tmp_path):
+    """Also if the downloads keep the directory of the preparation."""
+    folder, out = tmp_path / "source", tmp_path / "out"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (folder / "b.txt").write_text("b", "utf-16")
+    source = find_documents(folder)
+    with pytest.raises(UserError, match="1 document found"):
+        prepare_dataset(replace(source, raw_dir=Journal(out).raw_dir), out, BYTES)
+    (folder / "b.txt").write_text("repaired")
+    prepare_dataset(find_documents(folder), out, BYTES)
+    assert decoded(out / "validation.safetensors") == ["repaired"]
 
 
 def test_the_suffixes_of_documents_are_those_in_the_documentation_and_the_help():

@@ -51,8 +51,10 @@ class FileTokenizer:
     """A tokenizer with the methods of tiktoken's `Encoding` that this project uses.
 
     No text becomes a special token, and none is added: the ids are those of transformers'
-    `AutoTokenizer` with `add_special_tokens=False, split_special_tokens=True`. With
-    `splits_like_gpt2` text may be cut wherever GPT-2's tokenizer is certain to split it.
+    `AutoTokenizer` with `add_special_tokens=False, split_special_tokens=True`. `name` has the
+    digest of `content`, the file's; `n_vocab` is the largest id plus one; `eot_token` is the id of
+    the end of text, `eot_text` its text. With `splits_like_gpt2` text may be cut wherever GPT-2's
+    tokenizer is certain to split it.
     """
 
     def __init__(self, tokenizer: Any, eot_token: int, content: bytes) -> None:
