@@ -2,6 +2,7 @@
 upload that, or a dataset, to the hub."""
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import psutil
 import torch
 from huggingface_hub import HfApi, get_token
 from safetensors import SafetensorError
@@ -32,7 +34,7 @@ FILES = {"README.md", "config.json", "generation_config.json", "model.safetensor
          "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
          "merges.txt", *CHARTS, *formats.GGUF_FILES}
 TOKEN_FILES = ("train.safetensors", "validation.safetensors")
-NEW, EARLIER = ".{}.ddp-train-new", ".{}.ddp-train-earlier"  # names of directories beside an export
+ASIDE, EARLIER = ".{}.ddp-train-", "earlier"  # names of directories beside an export
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,16 @@ def write_export(target: LoadedModel, output_dir: Path, extras: Extras) -> Path:
     check_output(output_dir)
     if extras.with_gguf:
         formats.check_gguf(target)
-    new_dir, old_dir = (output_dir.with_name(name.format(output_dir.name))
-                        for name in (NEW, EARLIER))
+    aside = ASIDE.format(output_dir.name)
+    new_dir, old_dir = (output_dir.with_name(aside + end) for end in (str(os.getpid()), EARLIER))
     try:
-        for leftover in (new_dir, old_dir):  # of a kill
-            shutil.rmtree(leftover, ignore_errors=True)
-        new_dir.mkdir(parents=True)
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        for path in output_dir.parent.iterdir():
+            pid = path.name.removeprefix(aside)
+            is_at_work = path != new_dir and pid.isdecimal() and psutil.pid_exists(int(pid))
+            if path.name.startswith(aside) and not is_at_work:  # of a kill
+                shutil.rmtree(path, ignore_errors=True)
+        new_dir.mkdir()
         _write_files(target, new_dir, extras)
         for path in (*new_dir.iterdir(), new_dir):
             fsync(path)
@@ -105,7 +111,7 @@ def put_back(output_dir: Path) -> None:
     """Put back an earlier export that a kill left under another name while it was replaced."""
     if not output_dir.exists():
         with suppress(OSError):  # there is none
-            output_dir.with_name(EARLIER.format(output_dir.name)).rename(output_dir)
+            output_dir.with_name(ASIDE.format(output_dir.name) + EARLIER).rename(output_dir)
 
 
 def check_output(output_dir: Path, *, option: str = "--output") -> None:

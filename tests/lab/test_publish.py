@@ -3,7 +3,9 @@
 import errno
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
 import sys
 import time
 
@@ -199,6 +201,29 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(trained, tmp_path):
         (output / added).unlink()
     (output / "README.md").write_text("Somebody else's model, of the same files.")
     assert "a model from elsewhere" in error_line(publish(trained, "tiny", "--output", str(output)))
+
+
+def test_two_exports_to_one_place_leave_each_other_alone(tmp_path, monkeypatch):
+    write_files, output = export._write_files, tmp_path / "export"
+    own_pid, cards = os.getpid(), []
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / f".export.ddp-train-{ended.pid}").mkdir()  # of a kill
+
+    def write(target, directory, extras):
+        cards.append(extras.card)
+        if len(cards) == 1:  # another process exports meanwhile
+            monkeypatch.setattr(os, "getpid", lambda: own_pid)
+            write_export(target, output, Extras("tags: ddp-train, second"))
+            assert names_in(tmp_path) == {"export", f".export.ddp-train-{os.getppid()}"}
+        write_files(target, directory, extras)
+
+    monkeypatch.setattr(export, "_write_files", write)
+    monkeypatch.setattr(os, "getpid", os.getppid)  # another one that runs
+    write_export(no_tokenizer(), output, Extras("tags: ddp-train, first"))
+    assert names_in(tmp_path) == {"export"} and len(cards) == 2
+    assert names_in(output) >= {"config.json", "model.safetensors"}
+    assert "first" in (output / "README.md").read_text()
 
 
 def test_an_export_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
