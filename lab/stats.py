@@ -1,14 +1,11 @@
-"""Is a difference of losses larger than the noise of the seeds; the loss over a number, fitted."""
+"""Is a difference of losses larger than the noise of the seeds."""
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Self
-
-import numpy as np
-from numpy.polynomial import Polynomial
 
 # Two-sided, 95%: the 97.5% quantiles for 1, 2, ..., 30 degrees of freedom.
 T_95 = (
@@ -86,17 +83,3 @@ def seeds_needed(difference: float, deviation: float) -> int:
     z_level, z_power = NormalDist().inv_cdf(1 - LEVEL / 2), NormalDist().inv_cdf(POWER)
     ratio = (z_level + z_power) * deviation / difference
     return max(2, math.ceil(ratio**2 + z_level**2 / 2)) if deviation else 2
-
-
-def fit_log_quadratic(x: Sequence[float], y: Sequence[float]) -> tuple[
-        Polynomial, tuple[float, float] | None]:
-    """Fit a quadratic in ln(x), which has at least three different values above 0.
-
-    Returns it as a function of ln(x), and x and y of its minimum, None if outside of `x`.
-    """
-    curve = Polynomial(np.polynomial.polynomial.polyfit(np.log(x), y, 2))
-    _, linear, quadratic = map(float, curve.coef)
-    lowest = -linear / (2 * quadratic) if quadratic > 0 else math.inf
-    if not math.log(min(x)) <= lowest <= math.log(max(x)):
-        return curve, None
-    return curve, (math.exp(lowest), float(curve(lowest)))

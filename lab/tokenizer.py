@@ -3,18 +3,16 @@
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
-from lab.publish.formats import write_own_tokenizer
 from preparation.choosing import SourceOptions, source_options
 from preparation.cutting import BadShard
-from preparation.journal import check_output_dir
-from preparation.reading import Reading, Task
-from preparation.sources import Source, find_source
-from tokens.tokenizer import END_OF_TEXT
+
+if TYPE_CHECKING:
+    from preparation.sources import Source
 
 SMALLEST, MAX_ENTRIES = 257, 2**16  # the 256 bytes and the end of text; ids have 16 bits
 
@@ -35,6 +33,11 @@ def command(source: str, output: Path, **options: Any) -> None:
     python-stdlib. `prepare_dataset.py --tokenizer DIR` then uses the tokenizer, and so does all
     that is trained on its dataset. The same source gives the same file.
     """
+    # Imported here so that --help is fast.
+    from lab.publish.formats import write_own_tokenizer
+    from preparation.journal import check_output_dir
+    from preparation.sources import find_source
+
     vocab_size, max_bytes = options.pop("vocab_size"), options.pop("max_megabytes") * 10**6
     output_dir = check_output_dir(output)
     partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
@@ -61,8 +64,10 @@ def command(source: str, output: Path, **options: Any) -> None:
         f' {output}\nand set "vocab_size": {vocab_size} in model.json'))
 
 
-def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
+def first_texts(source: "Source", *, max_bytes: int) -> tuple[list[str], int]:
     """Read the first texts of a source, up to `max_bytes`, but damaged files; and their bytes."""
+    from preparation.reading import Reading, Task
+
     texts, num_bytes = [], 0
     for shard in source.shards:
         shard.fetch()
@@ -92,6 +97,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tuple[bytes, in
     Source: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units".
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from tokens.tokenizer import END_OF_TEXT
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.polynomial import Polynomial
 
 from lab.compare.results import Result
 from lab.compare.rows import LOSS_NAMES, Row, deciding_loss
 from lab.runs import number
-from lab.stats import fit_log_quadratic
 from reporting.charts import draw_by_hand
 
 if TYPE_CHECKING:
@@ -164,6 +165,20 @@ def plot_points(groups: Points, fit: Callable[..., object], labels: tuple[str, s
     axes.set(xlabel=labels[0], ylabel=labels[1])
     axes.legend(frameon=False, fontsize="small", loc="upper center", ncols=2,
                 bbox_to_anchor=(0.5, -0.13))
+
+
+def fit_log_quadratic(x: Sequence[float], y: Sequence[float]) -> tuple[
+        Polynomial, tuple[float, float] | None]:
+    """Fit a quadratic in ln(x), which has at least three different values above 0.
+
+    Returns it as a function of ln(x), and x and y of its minimum, None if outside of `x`.
+    """
+    curve = Polynomial(np.polynomial.polynomial.polyfit(np.log(x), y, 2))
+    _, linear, quadratic = map(float, curve.coef)
+    lowest = -linear / (2 * quadratic) if quadratic > 0 else math.inf
+    if not math.log(min(x)) <= lowest <= math.log(max(x)):
+        return curve, None
+    return curve, (math.exp(lowest), float(curve(lowest)))
 
 
 def plot_fit(axes: Axes, x: list[float], y: list[float], color: str) -> None:

@@ -104,8 +104,9 @@ def flops_of(run: Run, plan: BatchPlan) -> float:
     if not run.config.validates:
         return training
     number = -(-plan.num_steps // run.config.validation_interval)
-    share, num_microbatches = 1.0, -(-sequences // plan.microbatch_size)
-    if run.config.validate_on == "all":  # all ranks take whole microbatches
+    num_microbatches = -(-sequences // plan.microbatch_size)
+    share = 1.0
+    if run.config.validate_on == "all":  # rank 0's: all ranks take whole microbatches
         share = -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
     return training + number * share * sequences * plan.context_length * per_token * FORWARD_SHARE
 

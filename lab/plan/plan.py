@@ -28,11 +28,13 @@ PARTS = {
     "weight_copies": "weight copies in low precision", "activations": "activations",
     "logits": "logits, loss and their gradients", "total": "total"}
 BY_GPUS = [Column("one GPU"), Column("several GPUs")]
-MACHINE_COLUMNS = [Column("machine", "left"), *map(Column, (
-    "US$\nper hour", "microbatch x\naccumulation", "largest\nmicrobatch", "global\nbatch", "steps",
-    "checkpoints on\ndisk, at most", "hours,\nexpected", "hours,\nfewest to most",
-    "US$,\nexpected", "US$,\nfewest to most", "MFU")), Column("source", "left")]
-HIDDEN_FIRST = ("hours, fewest to most", "US$ per hour")  # in a narrow terminal
+HOURS_RANGE, USD_PRICE = "hours, fewest to most", "US$ per hour"  # hidden in a narrow terminal
+MACHINE_COLUMNS = [
+    Column("machine", "left"), Column("US$\nper hour", key=USD_PRICE),
+    *map(Column, ("microbatch x\naccumulation", "largest\nmicrobatch", "global\nbatch", "steps",
+                  "checkpoints on\ndisk, at most", "hours,\nexpected")),
+    Column("hours,\nfewest to most", key=HOURS_RANGE),
+    *map(Column, ("US$,\nexpected", "US$,\nfewest to most", "MFU")), Column("source", "left")]
 
 
 @click.command(epilog=f"GPUs: {', '.join(gpu.name for gpu in GPUS)}.")
@@ -145,7 +147,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
     of_budget = [] if budget is None else [Column(f"budget\n${dollars(budget)}", "left")]
     lines = [line for note in notes for line in textwrap.wrap(
         note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
-    return Table([*MACHINE_COLUMNS, *of_budget], rows, lines, HIDDEN_FIRST)
+    return Table([*MACHINE_COLUMNS, *of_budget], rows, lines, (HOURS_RANGE, USD_PRICE))
 
 
 def _document(run: Run, settings: dict[str, Setting], machines: list[dict[str, Any]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from basics.errors import UserError
 from basics.text import counted, dollars
-from lab.compare.charts import draw_comparison, plot_fit, plot_points, without_formulas
+from lab.compare import charts
 from lab.compare.results import Reached, mean_reached
 from lab.compare.rows import compare
 from lab.runs import number
-from lab.stats import Difference, fit_log_quadratic, pooled_deviation, seeds_needed
+from lab.stats import Difference, pooled_deviation, seeds_needed
 from lab.sweep.execution import Outcome
 from lab.sweep.plan import Changes, Sweep, label
 from lab.table import UNKNOWN, Column, Table, short_count
@@ -146,7 +147,7 @@ def _range_note(key: str, points: dict[float, float]) -> str:
     """Tell the minimum of the fitted curve, or why there is none."""
     if not has_fit(points):
         return f"{key}: no curve is fitted; it needs the losses of 3 values above 0"
-    _, lowest = fit_log_quadratic(list(points), list(points.values()))
+    _, lowest = charts.fit_log_quadratic(list(points), list(points.values()))
     if lowest is None:
         return (f"{key}: the fitted curve has no minimum between {min(points):g} and"
                 f" {max(points):g}; try values beyond the best one")
@@ -178,27 +179,34 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
 
 def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
     """Explain the table: the noise and how many seeds it asks for, ranges, the cost."""
-    found = [entry.difference for entry in entries if entry.difference]
-    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in found
-                                          if one.deviation is not None)
-    noise = ["noise: not known with one finished seed of each variant; measure it with --seeds 3 or"
-             " more"]
-    if freedom:
-        smallest = min((abs(one.mean) for one in found if one.mean), default=ROUND_DIFFERENCE)
-        needed = [f"{seeds_needed(size, deviation):,} for a difference of {size:.2g}"
-                  for size in dict.fromkeys((smallest, ROUND_DIFFERENCE))]
-        noise = ["noise: the standard deviation of a difference with one seed is"
-                 f" {deviation:.4f} over all variants ({counted(freedom, 'degree')} of freedom);"
-                 " inside: the 95% interval, from the variant's own seeds, contains 0",
-                 f"seeds needed (80% power, 5% level): {', '.join(needed)}"]
     figures = [found.figures for entry in entries for found in entry.outcomes]
     usd = sum(one["usd"] or 0.0 for one in figures)
     return [
         "loss: final validation loss (nats per token), mean over seeds; difference: to"
         f" {sweep.base.name} with the same seeds",
-        *noise, *(_range_note(*found) for found in ranges_of(sweep, entries).items()),
+        *noise_notes([entry.difference for entry in entries if entry.difference]),
+        *(_range_note(*found) for found in ranges_of(sweep, entries).items()),
         f"all runs: {duration(sum(one['seconds'] or 0.0 for one in figures))}"
         + (f", US${dollars(usd)}" if usd else "")]
+
+
+def noise_notes(differences: list[Difference]) -> list[str]:
+    """Tell the noise over all variants, and how many seeds the smallest difference needs."""
+    known = [one for one in differences if one.deviation is not None]
+    if not known:
+        return ["noise: not known with one finished seed of each variant; measure it with --seeds 3"
+                " or more"]
+    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in known)
+    needed = (f"{seeds_needed(ROUND_DIFFERENCE, deviation):,} for a difference of"
+              f" {ROUND_DIFFERENCE:g}, by the noise over all variants")
+    smallest = min(known, key=lambda one: abs(one.mean) or math.inf)
+    if smallest.mean:  # by its own noise: one noisy variant would ask thousands of a quiet one
+        needed += (f"; {seeds_needed(smallest.mean, smallest.deviation):,} for the smallest one,"
+                   f" {abs(smallest.mean):.2g}, by its own")
+    return ["noise: the standard deviation of a difference with one seed is"
+            f" {deviation:.4f} over all variants ({counted(freedom, 'degree')} of freedom);"
+            " inside: the 95% interval, from the variant's own seeds, contains 0",
+            f"seeds needed (80% power, 5% level): {needed}"]
 
 
 def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[str, Any]:
@@ -225,17 +233,17 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
         path.unlink()
     results = [found.result for entry in entries for found in entry.outcomes
                if found.result.records]
-    charts, _ = draw_comparison(compare(results).rows, sweep.sweep_dir)
+    written, _ = charts.draw_comparison(compare(results).rows, sweep.sweep_dir)
     if compared := [entry for entry in entries if entry.difference]:
-        charts.append(draw_by_hand(sweep.sweep_dir / "differences.png",
-                                   partial(_plot_differences, compared)))
+        written.append(draw_by_hand(sweep.sweep_dir / "differences.png",
+                                    partial(_plot_differences, compared)))
     for key, points in ranges_of(sweep, entries).items():
         if len(points) > 1:
             group = {"mean over seeds": dict.fromkeys(points.items())}
-            charts.append(draw_by_hand(sweep.sweep_dir / f"range-{key}.png", partial(
-                plot_points, group, plot_fit if has_fit(points) else lambda *_: None,
+            written.append(draw_by_hand(sweep.sweep_dir / f"range-{key}.png", partial(
+                charts.plot_points, group, charts.plot_fit if has_fit(points) else lambda *_: None,
                 (key, "final validation loss (nats per token)"))))
-    return charts
+    return written
 
 
 def _plot_differences(entries: list[Entry], figure: Figure) -> None:
@@ -248,7 +256,7 @@ def _plot_differences(entries: list[Entry], figure: Figure) -> None:
             axes.plot(found.interval, [position] * 2, color=color, linewidth=2.5, path_effects=[])
         axes.plot(found.mean, position, color=color, marker="o", markersize=8)
     axes.set_yticks(range(len(entries)), [
-        without_formulas(label(entry.changes)[:LONGEST_LABEL]) for entry in entries])
+        charts.without_formulas(label(entry.changes)[:LONGEST_LABEL]) for entry in entries])
     axes.set_ylim(len(entries) - 0.5, -0.5)  # the first one at the top
     axes.margins(x=0.08)
     figure.supxlabel("loss minus baseline's (nats per token), 95% interval; left is better",

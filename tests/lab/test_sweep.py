@@ -108,6 +108,10 @@ def test_intervals_and_verdicts_take_the_noise_of_the_variants_own_seeds():
         "short": "lower, noise unknown", "other tokens": ""}
     half = 12.706 * 0.1  # t with one degree of freedom, standard error
     assert entries["noisy"].difference.interval == pytest.approx((-0.2 - half, -0.2 + half))
+    differences = [entries[name].difference for name in ("noisy", "quiet", "high")]
+    assert report.noise_notes(differences)[1].endswith(
+        ": 526 for a difference of 0.01, by the noise over all variants;"
+        " 2 for the smallest one, 0.1, by its own")
     assert entries["short"].difference.interval is None
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lab.watch.answers import MAX_POINTS, Columns, Watched
 from lab.watch.server import FILES, STATIC, Server, exported_page
-from lab.watch.watch import screen, watch_text
+from lab.watch.text import screen, watch_text
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.watching import (
     HOSTILE,
@@ -561,7 +561,7 @@ def test_hostile_and_long_texts_are_cut_before_names_and_figures(three_runs):
 
 def test_a_terminal_is_drawn_anew_until_control_c(three_runs, monkeypatch):
     terminal, sleeps = io.StringIO(), []
-    monkeypatch.setattr("lab.watch.watch.Console", lambda **_: Console(
+    monkeypatch.setattr("lab.watch.text.Console", lambda **_: Console(
         file=terminal, width=100, height=60, force_terminal=True, color_system=None))
 
     def sleep(seconds):
@@ -571,7 +571,7 @@ def test_a_terminal_is_drawn_anew_until_control_c(three_runs, monkeypatch):
         append(three_runs / "trains", report(156))
 
     # Not in the module `time` itself: other threads of this process sleep too.
-    monkeypatch.setattr("lab.watch.watch.time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
+    monkeypatch.setattr("lab.watch.text.time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
     watch_text(Watched(three_runs, ("trains",)))
     first, _, second = terminal.getvalue().partition("step 80 of 200")
     assert first and "78%, step 156 of 200" in second

@@ -1,0 +1,112 @@
+"""`lab watch --text`: the state of runs in a terminal, drawn anew while they train."""
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table as Grid
+from rich.text import Text
+
+from basics.errors import one_line, visible
+from basics.text import dollars
+from lab.list_runs import table_of
+from lab.runs import RUNNING, RunState, chosen_runs, read_state
+from lab.table import short_count
+from lab.watch.answers import Watched
+from reporting.summary import duration
+
+SECONDS_BETWEEN = 2.0
+BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_SPARKLINE, LABEL_WIDTH, BAR = 80, 12, 20  # characters
+MAX_SAMPLES, MAX_SAMPLE_LENGTH = 2, 400  # the newest ones of a run; characters
+STYLES = {"running": "green", "finished": "cyan", "failed": "red", "no heartbeat": "red"}
+
+
+def watch_text(watched: Watched) -> None:
+    """Show runs until Ctrl-C; once, if standard output is no terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.print(screen(watched, console.width))
+        sys.stdout.flush()
+        return
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False,
+                                           vertical_overflow="ellipsis") as live:
+        while True:
+            live.update(screen(watched, console.width), refresh=True)
+            time.sleep(SECONDS_BETWEEN)
+
+
+def screen(watched: Watched, width: int) -> RenderableType:
+    """Return a panel for each run that trains or is named, and a table of the rest."""
+    states = sorted((read_state(watched.runs_dir, name)
+                     for name in chosen_runs(watched.runs_dir, watched.names)),
+                    key=lambda state: state.status != RUNNING)
+    panels = [state for state in states if state.status == RUNNING or watched.names]
+    parts: list[RenderableType] = [_panel(watched, state, width) for state in panels]
+    if rest := states[len(panels):]:
+        parts.append(Text(table_of(rest).terminal(width), no_wrap=True, overflow="crop"))
+    return Group(*parts) if parts else Text("no run has been launched yet")
+
+
+def _panel(watched: Watched, state: RunState, width: int) -> Panel:
+    answer = watched.run(state.name)
+    rows = Grid.grid(padding=(0, 2))
+    rows.add_column(width=LABEL_WIDTH, style="dim")
+    rows.add_column(overflow="fold")
+    if state.global_step is not None and state.num_steps:
+        rows.add_row("progress", _progress(state, state.global_step + 1))
+    room = max(10, min(MAX_SPARKLINE, width - LABEL_WIDTH - 20))
+    for label, key, last in (("loss", "train_loss", state.train_loss),
+                             ("validation", "validation_loss", state.validation_loss)):
+        if last is not None:
+            values = [y for y in answer["lines"].get(key, {"y": ()})["y"] if y is not None]
+            rows.add_row(label, f"{last:.4f}  {sparkline(values, room)}")
+    for label, found in {
+            "speed": {"{:,.0f} tokens/s": state.tokens_per_second, ", {:.1%} MFU": state.mfu,
+                      ", {:.1f} GiB": state.memory_gib,
+                      ", {} tokens": state.tokens and short_count(state.tokens)},
+            "spent": {"{}": state.seconds and duration(state.seconds),
+                      ", ${}": state.usd and dollars(state.usd),
+                      " of about ${}": state.usd_at_end and dollars(state.usd_at_end),
+                      " at ${:,.2f}/h": state.usd_per_hour}}.items():
+        if text := "".join(form.format(value) for form, value in found.items() if value):
+            rows.add_row(label, text.removeprefix(", "))
+    for warning in state.warnings:
+        rows.add_row("warning", Text(one_line(warning), style="yellow"))
+    for sample in answer["samples"][:MAX_SAMPLES]:
+        shown = Text(" ".join(visible(sample["prompt"] + sample["text"]).split()))
+        shown.truncate(MAX_SAMPLE_LENGTH, overflow="ellipsis")
+        rows.add_row(f"step {sample['step']:,}", shown)
+    status = state.status + (f" in {state.phase}" if state.phase else "") + (
+        f" ({state.reason})" if state.reason else "")
+    return Panel(rows, title=Text(state.name, style="bold"), title_align="left",
+                 subtitle=Text(one_line(status), style=STYLES.get(state.status, "yellow")),
+                 subtitle_align="left")
+
+
+def _progress(state: RunState, done: int) -> str:
+    share = min(1.0, done / state.num_steps)
+    text = f"{'━' * round(BAR * share):{BAR}}  {share:.0%}, step {done:,} of {state.num_steps:,}"
+    if state.seconds_left:
+        end = time.localtime(time.time() + state.seconds_left)
+        text += f", {duration(state.seconds_left)} left (until {time.strftime('%a %H:%M', end)})"
+    return text
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as blocks, one character for each of `width` means; empty for fewer than two.
+
+    The scale is that of the last nine tenths: the steep beginning of a loss is cut off.
+    """
+    if len(values) < 2:
+        return ""
+    parts = np.array_split(np.asarray(values), min(width, len(values)))
+    means = np.array([part.mean() for part in parts])
+    low, high = means.min(), means[len(means) // 10:].max()
+    scaled = (means - low) / (high - low) if high > low else np.zeros(len(means))
+    return "".join(BLOCKS[round(level * (len(BLOCKS) - 1))] for level in scaled.clip(0, 1))
