@@ -45,12 +45,15 @@ def mean(figure: str, runs: Runs) -> float:
     return statistics.fmean(run.figures[figure] for run in runs.values())
 
 
+def own_cells(name: str, runs: Runs) -> list[str]:
+    return [name, f"{mean('tokens', runs):,.0f}",
+            f"{mean('validation_loss', runs):.3f} ({len(runs)} seeds)"]
+
+
 def compare(baseline: tuple[str, Runs], recipe: tuple[str, Runs]) -> list[str]:
     (_, theirs), (_, ours) = baseline, recipe
-    cells, (name, tokens, loss) = (
-        [name, f"{mean('tokens', runs):,.0f}",
-         f"{mean('validation_loss', runs):.3f} ({len(runs)} seeds)"]
-        for name, runs in (baseline, recipe))
+    cells = own_cells(*baseline)
+    name, tokens, loss = own_cells(*recipe)
     seeds = sorted(theirs.keys() & ours.keys())
     losses = {seed: theirs[seed].figures["validation_loss"] for seed in seeds}
     difference = Difference.of([ours[seed].figures["validation_loss"] - losses[seed]

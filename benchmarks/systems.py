@@ -193,7 +193,7 @@ class NaiveGPT(nn.Module):
     projections: Any
     mask: Tensor
 
-    def __init__(self, model: Any) -> None:  # a GPTModel
+    def __init__(self, model: GPTModel) -> None:
         super().__init__()
         self.model, T = model, model.config.context_length
         self.register_buffer("mask", torch.triu(torch.ones(T, T), diagonal=1))

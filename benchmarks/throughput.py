@@ -52,6 +52,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "ours, head in 4 chunks": {"head_chunks": 4},
     "ours, activation checkpointing": {"activation_checkpointing": True}}
 Line = dict[str, Any]
+Row = tuple[str, str, dict[str, Any]]  # the first three fields of a `Task`
 
 
 class RowFailed(Exception):
@@ -60,13 +61,13 @@ class RowFailed(Exception):
 
 def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
     """Return the rows of each shape: GPT-2 small on a GPU, on a CPU two vocabularies."""
-    systems: dict[str, dict[str, Any]] = {"ours": {}, "Hugging Face": {}} | (
-        {"nanoGPT": {"folder": str(nanogpt)}} if nanogpt else {})
-    rows: list[tuple[str, str, dict[str, Any]]] = [("ours", "ours", {}), *(
-        (f"{name}, {precision}{', compiled' * compiles}", name.lower(),
+    systems: list[Row] = [("ours", "ours", {}), ("Hugging Face", "hugging face", {}), *(
+        [("nanoGPT", "nanogpt", {"folder": str(nanogpt)})] if nanogpt else [])]
+    rows: list[Row] = [("ours", "ours", {}), *(
+        (f"{name}, {precision}{', compiled' * compiles}", system,
          {**changes, "precision": precision, "compile": compiles})
-        for (name, changes), precision, compiles in itertools.product(
-            systems.items(), ("bf16", "fp32"), (False, True))),
+        for (name, system, changes), precision, compiles in itertools.product(
+            systems, ("bf16", "fp32"), (False, True))),
         (WHOLE_RUN, "whole run", {}), (ORIGINAL, "original", {})]
     if device == "cuda":  # the original keeps all attention weights
         rows += [(name, "ours", changes) for name, changes in ON_GPU.items()]
@@ -222,9 +223,9 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
                     line |= measure_row(task, tokens_path, place, seconds)
                 except RowFailed as error:
                     line |= {"status": "failed", "reason": str(error)}
-                latest[task.name, number] = line = line | {
-                    "torch": torch.__version__, "code": code_version(),
-                    "time": datetime.now(UTC).isoformat(timespec="seconds")}
+                line |= {"torch": torch.__version__, "code": code_version(),
+                         "time": datetime.now(UTC).isoformat(timespec="seconds")}
+                latest[task.name, number] = line
                 append_whole(output, json.dumps(line) + "\n")
                 click.echo(f"{task.name}: {line.get('reason') or line['tokens_per_second']}",
                            err=True)

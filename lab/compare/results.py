@@ -96,8 +96,8 @@ def read_result(run_dir: Path) -> Result:
     files, records = RunFiles.read(run_dir), tuple(read_metrics(run_dir / "metrics.jsonl"))
     evaluations = [parsed_object(line)
                    for line in read_records(run_dir / "evaluations.jsonl").split("\n")]
-    judged = next((line for line in reversed(evaluations)  # the last line of `lab judge`
-                   if number(line.get("score")) is not None and "judge" in line), dict[str, Any]())
+    judged: Record = next((line for line in reversed(evaluations)  # the last line of `lab judge`
+                           if number(line.get("score")) is not None and "judge" in line), {})
     tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))

@@ -3,7 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,9 @@ from lab.evaluate.tasks import TASKS, read_quiz
 from lab.runs import Record
 from lab.table import Column, Table
 from reporting.charts import draw_by_hand
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ABOUT = ("target", "checkpoint", "global_step", "trained_tokens")  # of what a record is
 DECIMALS = {"loss": 6, "accuracy": 4, "normalised_accuracy": 4, "perplexity": 3,
@@ -147,7 +150,7 @@ def draw_over_tokens(records: list[Record], runs_dir: Path) -> list[Path]:
             if len({record["trained_tokens"] for record in found}) > 1]
 
 
-def _plot(chart: Any, records: list[Record]) -> None:
+def _plot(chart: "Figure", records: list[Record]) -> None:
     """Plot the main figure of each task, or the loss, and its intervals as vertical lines."""
     from matplotlib.ticker import EngFormatter
 

@@ -15,6 +15,8 @@ from basics.json_files import read_json_object
 from tokens.tokenizer import BYTE_LETTERS, END_OF_TEXT, TOKENIZER_FILE, gpt2_file, parse_tokenizer
 
 if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
     from trainer.models import LoadedModel
 
 GGUF_FILES = {"model-F16.gguf": "F16", "model-Q8_0.gguf": "Q8_0"}  # by name, the weights' type
@@ -129,7 +131,7 @@ def write_gguf_files(target: LoadedModel, gpt2_weights: dict[str, Any], director
         writer.close()
 
 
-def _add_tokenizer(writer: Any, target: LoadedModel, path: Path) -> None:
+def _add_tokenizer(writer: GGUFWriter, target: LoadedModel, path: Path) -> None:
     """Add a byte-level BPE; ids that only pad the model's vocabulary become unused tokens."""
     from gguf import TokenType
 
