@@ -101,8 +101,9 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
 
 
 def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
-    points = [point for record in result.records
-              if None not in (point := (number(record.get(x_key)), number(record.get(key))))]
+    points = [(place, value) for record in result.records
+              if (place := number(record.get(x_key))) is not None
+              and (value := number(record.get(key))) is not None]
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
     if key == "train_loss" and len(x):  # averages of at most MAX_POINTS groups
         groups = np.array_split(np.arange(len(x)), min(len(x), MAX_POINTS))

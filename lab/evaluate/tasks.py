@@ -122,7 +122,8 @@ class BLiMP(TaskRecord):
         return Question("", [self.sentence_good, self.sentence_bad], 0, self.UID)
 
 
-TASKS = {task.name: task for task in TaskRecord.__subclasses__()}
+TASKS: dict[str, type[TaskRecord]] = {
+    task.name: task for task in (HellaSwag, LAMBADA, ARC, PIQA, BLiMP)}
 
 
 class Quiz(NamedTuple):
