@@ -252,7 +252,7 @@ def test_a_limit_stops_inside_it_with_a_checkpoint(workplace):
         num_processes=2)).stdout
     summary = summary_of(run_dir)
     assert summary["status"] == "stopped" and summary["reason"].startswith("max_cost_usd is ")
-    assert f"({summary['reason']})" in output
+    assert f"({summary['reason']})" in output and "the rest is a reserve" in summary["reason"]
     assert 1.8 < sum(summary["seconds"].values()) <= 2
     stopped_at = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())["global_step"]
     assert 20 < stopped_at == summary["global_step"] < 1999

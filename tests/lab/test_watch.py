@@ -375,6 +375,9 @@ def test_the_ten_runs_that_changed_last_are_drawn_at_first(page, two_runs):
         open_page(page, server)
         expect(drawn(page, "Learning rate")).to_have_count(10)
         expect(page.get_by_label("first")).not_to_be_checked()
+        colors = page.locator(".swatch").evaluate_all(
+            "all => all.map((each) => getComputedStyle(each).backgroundColor)")
+    assert len(set(colors)) == 11  # of ten runs, and of the two that are not drawn
 
 
 def test_runs_and_axis_are_chosen_and_kept(page, two_runs):
