@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from ops.add_bias import AddBias
 from ops.block_attention import block_attention
 from ops.linear_cross_entropy import linear_cross_entropy, pad_rows
 from run_config import ModelConfig
@@ -34,6 +35,7 @@ class ForwardOptions:
     activation_checkpointing: bool = False  # run each layer again in the backward pass
     head_multiple: int = 1  # the head is padded with zeros to a multiple in its matrix product
     attention: str = "auto"  # one of `KERNELS`, "auto" to let PyTorch choose one, or "blocks"
+    adds_bias_apart: bool = False  # in the MLP's first layer, for compiled code: see `AddBias`
 
 
 class CausalSelfAttention(nn.Module):
@@ -77,24 +79,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, drop_rate: float, attention: str) ->
 class MLP(nn.Module):
     """Two linear layers, four times as wide in between, with GPT-2's tanh form of GELU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, adds_bias_apart: bool) -> None:
         super().__init__()
+        self.adds_bias_apart = adds_bias_apart
         self.up = nn.Linear(config.emb_dim, 4 * config.emb_dim)
         self.output = nn.Linear(4 * config.emb_dim, config.emb_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.output(F.gelu(self.up(x), approximate="tanh"))  # (B, T, C)
+        if self.adds_bias_apart:
+            hidden = AddBias.apply(F.linear(x, self.up.weight), self.up.bias)  # (B, T, 4 C)
+        else:
+            hidden = self.up(x)  # (B, T, 4 C)
+        return self.output(F.gelu(hidden, approximate="tanh"))  # (B, T, C)
 
 
 class Block(nn.Module):
     """One layer: attention, then MLP, each on a normalised input and added to the residual."""
 
-    def __init__(self, config: ModelConfig, kernel: str) -> None:
+    def __init__(self, config: ModelConfig, options: ForwardOptions) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.emb_dim)
-        self.attention = CausalSelfAttention(config, kernel)
+        self.attention = CausalSelfAttention(config, options.attention)
         self.mlp_norm = nn.LayerNorm(config.emb_dim)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, adds_bias_apart=options.adds_bias_apart)
         self.dropout = nn.Dropout(config.drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,7 +119,7 @@ class GPTModel(nn.Module):
         self.position_embedding = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.drop_rate)
         self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
-            Block(config, self.options.attention) for _ in range(config.n_layers))
+            Block(config, self.options) for _ in range(config.n_layers))
         self.final_norm = nn.LayerNorm(config.emb_dim)
         if not config.tie_weights:
             self.head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)

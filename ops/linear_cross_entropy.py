@@ -3,6 +3,7 @@
 Shapes as in `gpt.py`, and: N tokens in a microbatch, n in a chunk, V' padded vocabulary size.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
                          chunk_tokens: int | None = None, multiple: int = 1) -> Tensor:
     """Compute the mean cross-entropy of `x @ weight.T`, () float32.
 
-    In chunks, the forward pass computes the gradients too, while a chunk's logits are there, so
-    that nothing is computed twice. PyTorch's function of this name returns the loss in the dtype
-    of the matrix product: bf16 has two significant digits.
+    The forward pass computes the gradients too, while the logits are there: each is read from
+    memory once, and none is kept for the backward pass. PyTorch's function of this name returns
+    the loss in the dtype of the matrix product: bf16 has two significant digits.
 
     Args:
         x, weight, targets: (N, C) after the final norm; (V, C), the output head; (N,) int64.
@@ -25,19 +26,18 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
 
     Source: Hsu et al. 2024, "Liger Kernel", section 3.2, for gradients in the forward pass.
     """
-    device_type, vocab_size = x.device.type, len(weight)
+    device_type = x.device.type
     if torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
+    chunk_tokens = chunk_tokens or len(x)
     with torch.autocast(device_type, enabled=False):
-        if chunk_tokens is not None and torch.is_grad_enabled():
-            return _ChunkedCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple)
+        if torch.is_grad_enabled():
+            return _LinearCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple)
         head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
-        if chunk_tokens is not None:
-            chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-            losses = [_chunk(part @ head.T, part_targets, vocab_size, differentiate=False)[0]
-                      for part, part_targets in chunks]
-            return sum(losses) / len(x)  # type: ignore[return-value]
-        return F.cross_entropy(F.linear(x, head)[:, :vocab_size].float(), targets)
+        chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+        losses = [_chunk(part @ head.T, part_targets, len(weight), differentiate=False)[0]
+                  for part, part_targets in chunks]
+        return sum(losses) / len(x)  # type: ignore[return-value]
 
 
 def pad_rows(weight: Tensor, multiple: int) -> Tensor:
@@ -58,7 +58,7 @@ def token_sum(grad: Tensor, x: Tensor) -> Tensor:
     return torch.mm(grad.T, x, out_dtype=torch.float32)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
     """The mean loss; its forward pass also computes the gradients of the summed loss."""
 
     @staticmethod
@@ -90,15 +90,18 @@ def _chunk(logits: Tensor, targets: Tensor, vocab_size: int, *,
 
     The gradients, (n, V') in the logits' dtype, are the probabilities, minus 1 at each target.
     """
-    grad = None
-    log_probabilities = F.log_softmax(logits[:, :vocab_size], 1, dtype=torch.float32)  # (n, V)
+    # Rows of V logits would not begin at addresses that a GPU can load 16 bytes from at a time. So
+    # the columns that pad them stay, with a probability of 0.
+    if logits.shape[1] > vocab_size:
+        logits[:, vocab_size:] = -math.inf
+    log_probabilities = F.log_softmax(logits, 1, dtype=torch.float32)  # (n, V')
     loss = -log_probabilities.gather(1, targets[:, None]).sum()
-    if differentiate:
+    if not differentiate:
+        return loss, None
+    if torch.compiler.is_compiling():  # fused; scattering would be a pass of its own
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        grad = log_probabilities.exp() - (columns == targets[:, None]).float()
+    else:
         grad = log_probabilities.exp_()
-        if torch.compiler.is_compiling():  # fused; scattering would be a pass of its own
-            grad = grad - (torch.arange(vocab_size, device=grad.device) == targets[:, None]).float()
-        else:
-            grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
-        grad, padding = grad.to(logits.dtype), logits.shape[1] - vocab_size
-        grad = F.pad(grad, (0, padding)) if padding else grad
-    return loss, grad
+        grad.scatter_add_(1, targets[:, None], grad.new_full((len(targets), 1), -1.0))
+    return loss, grad.to(logits.dtype)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt import GPTModel
+from gpt import ForwardOptions, GPTModel
+from ops.add_bias import AddBias
 from ops.block_attention import block_attention
 from ops.linear_cross_entropy import linear_cross_entropy, token_sum
 from ops.orthogonalise import orthogonalise
@@ -76,6 +77,23 @@ def test_attention_in_blocks_computes_what_pytorch_does(length, dtype, tolerance
         assert (found - wanted).norm() <= tolerance * wanted.norm()
 
 
+def test_a_bias_that_is_added_apart_changes_neither_the_loss_nor_a_gradient():
+    values = []
+    for options in (ForwardOptions(), ForwardOptions(adds_bias_apart=True)):
+        torch.manual_seed(0)
+        model = GPTModel(ModelConfig(**TINY_MODEL | {"drop_rate": 0.0}), options)
+        for block in model.blocks:
+            torch.nn.init.normal_(block.mlp.up.bias)
+        token_ids = torch.randint(0, 257, (3, 17), generator=torch.Generator().manual_seed(0))
+        loss = model(token_ids[:, :-1], token_ids[:, 1:])
+        loss.backward()
+        values.append([loss, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(values[1], values[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = AddBias.apply(torch.ones(1, 2, 8, dtype=torch.bfloat16), torch.ones(8))
+    assert hidden.dtype == torch.bfloat16  # not promoted to the bias's
+
+
 def inputs(x_dtype=torch.float32, num_tokens=N):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(num_tokens, C, generator=generator).to(x_dtype).requires_grad_()
@@ -136,8 +154,8 @@ def compiled(**options):
 def test_whole_compiled_code_keeps_the_logits_in_low_precision_only():
     buffers = compiled(**FORMS["whole"])
     float32 = [name for name in buffers if name.endswith("float32")]
-    # Largest logits, sums, and the sums of one-hot targets, which the backward pass reads.
-    assert [name for name in float32 if name.startswith(f"({N}, ")] == [f"({N}, 1) float32"] * 3
+    # Largest logits and sums.
+    assert [name for name in float32 if name.startswith(f"({N}, ")] == [f"({N}, 1) float32"] * 2
     assert buffers.count(f"({N}, 1024) bfloat16") == 1
 
 

@@ -231,13 +231,18 @@ def test_deterministic_kernels_are_set_before_cuda_is_initialised(monkeypatch):
 
 
 def test_the_compiler_lets_the_watchdog_run_and_measures_no_kernels_if_deterministic(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    for is_on in (False, True):
-        torch._inductor.config.use_static_cuda_launcher = True
-        torch.use_deterministic_algorithms(is_on)
-        step_of(precision="fp32", compile=True, deterministic=is_on)
-        assert torch._inductor.config.deterministic == is_on
-        assert not torch._inductor.config.use_static_cuda_launcher
+    """And approximates functions in 16 bits only, and draws masks as eager code does."""
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, options, **_: (
+        asked.append(options), function)[1])
+    for keys in ({"deterministic": True}, {"precision": "bf16"}, {"drop_rate": 0.1}):
+        torch.use_deterministic_algorithms("deterministic" in keys)
+        step_of(**{"precision": "fp32", "compile": True, "drop_rate": 0.0} | keys)
+        assert asked.pop() == {
+            "deterministic": "deterministic" in keys, "use_static_cuda_launcher": False,
+            "use_fast_math": "precision" in keys, "fallback_random": "drop_rate" in keys}
+        asked.clear()
+    torch.use_deterministic_algorithms(False)
 
 
 def kernel_of(step):
@@ -311,13 +316,17 @@ ASKED = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing":
 
 
 @pytest.mark.parametrize(("device", "keys", "options"), [
-    (GPU, {"precision": "bf16"}, {"residual_dtype": torch.bfloat16, "head_multiple": 128}),
-    (GPU, {"precision": "fp16"}, {"head_multiple": 128}), (GPU, {"precision": "fp32"}, {}),
+    (GPU, {"precision": "bf16"}, {
+        "residual_dtype": torch.bfloat16, "head_multiple": 128, "adds_bias_apart": True}),
+    (GPU, {"precision": "fp16"}, {"head_multiple": 128, "adds_bias_apart": True}),
+    (GPU, {"precision": "fp32"}, {"adds_bias_apart": True}),
+    (GPU, {"precision": "fp32", "compile": False}, {}),
     (CPU, {"precision": "bf16"}, {"head_chunk_tokens": CHUNK, "attention": "blocks"}),
     (CPU, {"precision": "fp32"}, {"head_chunk_tokens": CHUNK}),
     (CPU, {"precision": "bf16", "compile": True}, {"head_multiple": 128}),
     (GPU, {"precision": "bf16"} | ASKED, {  # 128 tokens in 3 chunks
-        "head_chunk_tokens": 43, "activation_checkpointing": True, "head_multiple": 128}),
+        "head_chunk_tokens": 43, "activation_checkpointing": True, "head_multiple": 128,
+        "adds_bias_apart": True}),
 ])
 def test_the_defaults_are_the_fastest_of_the_device_and_keys_override_them(device, keys, options):
     train = resolve_for_device(TrainConfig(**TINY_TRAIN | keys), device)

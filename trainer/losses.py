@@ -18,7 +18,7 @@ from gpt import Block, GPTModel
 from optim import build_optimizer
 from processes.launch import Process, share_cpu_cores, waiting_for_all
 from processes.watchdog import Watchdog
-from run_config import ModelConfig, TrainConfig
+from run_config import ModelConfig, Precision, TrainConfig
 from tokens.batches import Microbatches, read_ahead
 from trainer.precision import autocast, choose_forward_options
 
@@ -39,16 +39,23 @@ def build_training_state(model_config: ModelConfig, config: TrainConfig,
     return TrainingState(model, build_optimizer(model, config, process), scaler)
 
 
-def compiled(function: Callable, model: GPTModel) -> Callable:
-    """Compile for fixed shapes. The settings are part of the cache's key, so all set them here."""
-    if model.config.drop_rate > 0:  # as eager code: inductor's masks depend on how graphs are cut
-        torch._inductor.config.fallback_random = True
-    # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs: the
-    # watchdog's thread would wait as well. Triton's launcher releases it.
-    torch._inductor.config.use_static_cuda_launcher = False
-    if torch.are_deterministic_algorithms_enabled():  # do not measure which kernel is fastest
-        torch._inductor.config.deterministic = True
-    return torch.compile(function, dynamic=False, fullgraph=True)
+def compiler_options(model: ModelConfig, precision: Precision | None) -> dict[str, Any]:
+    """Return the settings of inductor for a model's losses; they are part of its cache's key."""
+    return {
+        # As eager code draws its masks: inductor's own depend on how graphs are cut.
+        "fallback_random": model.drop_rate > 0,
+        # PyTorch's own launcher of kernels holds Python's lock while it waits for a GPU that hangs:
+        # the watchdog's thread would wait as well. Triton's launcher releases it.
+        "use_static_cuda_launcher": False,
+        # Do not measure which kernel is fastest.
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        # A GPU's exponential function, whose error is far below what 16 bits round.
+        "use_fast_math": precision in ("bf16", "fp16")}
+
+
+def compiled(function: Callable, options: dict[str, Any]) -> Callable:
+    """Compile for fixed shapes, with the options of `compiler_options`."""
+    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
 
 class ByLayer(nn.Module):
@@ -59,12 +66,12 @@ class ByLayer(nn.Module):
     model, all gradients would become available only at the end of the backward pass.
     """
 
-    def __init__(self, model: GPTModel) -> None:
+    def __init__(self, model: GPTModel, options: dict[str, Any]) -> None:
         super().__init__()
         torch._dynamo.config.optimize_ddp = False  # do not cut a layer's graph at DDP's buckets
         self.model = model
         parts = GPTModel.embed, Block.forward, GPTModel.loss
-        self._embed, self._run_block, self._loss = (compiled(part, model) for part in parts)
+        self._embed, self._run_block, self._loss = (compiled(part, options) for part in parts)
 
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         x = self.model.transform(self._embed(self.model, token_ids), self._run_block)
@@ -108,17 +115,18 @@ class Losses:
     def _compile(self) -> None:
         """Compile now, by computing losses of zeros: signals wait while it compiles."""
         config, model = self.config, self.model
+        options = compiler_options(model.config, config.precision)
         zeros = torch.zeros(2, config.microbatch_size, model.config.context_length,
                             dtype=torch.int64, device=self.process.device)
         # Dynamo caches by code object: each of these functions has its own.
-        self.training = (ByLayer(model) if self.process.world_size > 1
-                         else compiled(lambda *batch: model(*batch), model))
+        self.training = (ByLayer(model, options) if self.process.world_size > 1
+                         else compiled(lambda *batch: model(*batch), options))
         with autocast(config.precision, self.process.device):
             loss = self.training(*zeros)
         loss.backward()
         model.zero_grad()
         if config.validates and (self.process.is_main or config.validate_on == "all"):
-            self._compiled_validation = compiled(lambda *batch: model(*batch), model)
+            self._compiled_validation = compiled(lambda *batch: model(*batch), options)
             model.eval()
             with torch.inference_mode():
                 self.validation(*zeros.clone())  # as made in a validation: in this mode

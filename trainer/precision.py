@@ -75,7 +75,8 @@ def choose_forward_options(model: ModelConfig, config: TrainConfig,
         activation_checkpointing=config.activation_checkpointing,
         head_multiple=HEAD_MULTIPLE if pads_head else 1,
         attention=("blocks" if is_eager_on_cpu and in_16_bits and config.attention == "auto"
-                   else config.attention))
+                   else config.attention),
+        adds_bias_apart=on_gpu and bool(config.compile))
 
 
 def autocast(precision: Precision | None, device: torch.device) -> torch.autocast:

@@ -113,21 +113,19 @@ def _in_backward(setting: Setting, microbatch_size: int) -> Iterator[float]:
     is_low = e < FLOAT32  # what is computed is then cast to float32
     is_compiled = setting.on_gpu and config.compile is not False  # without float32 logits
     chunk = head_chunk_tokens(setting.model, config, is_eager_on_cpu=setting.is_eager_on_cpu)
-    if chunk is None:
-        # Log-softmax's output, its gradient and the logits' gradient; of compiled code the logits
-        # and their gradient, in low precision.
-        yield (2 * e if is_compiled else 3 * FLOAT32) * V * tokens
-        yield e * V * tokens + head + is_low * e * V * C  # the head's gradient, before the cast too
+    # A chunk's logits, float32 logits and probabilities, or two buffers of compiled code (one
+    # suffices on a CPU, which is not known of GPUs); part of the head's gradient, float32 in fp16;
+    # the whole gradients of the head and of its input.
+    logit = 2 * e if is_compiled else 2 * FLOAT32 + is_low * e
+    part = (FLOAT32 if setting.precision == "fp16" else e) * V * C
+    whole = (e + is_low * FLOAT32) * tokens * C + head
+    if chunk is None and is_compiled:  # those gradients begin to exist when the logits are freed
+        yield logit * tokens * V
+        yield e * tokens * V + part + whole
     else:
-        # A chunk's logits, float32 logits and probabilities, or two buffers of compiled code (one
-        # suffices on a CPU, which is not known of GPUs); part of the head's gradient, float32 in
-        # fp16; the whole gradients of the head and of its input.
-        logit = 2 * e if is_compiled else 2 * FLOAT32 + is_low * e
-        part = (FLOAT32 if setting.precision == "fp16" else e) * V * C
-        whole = (e + is_low * FLOAT32) * tokens * C + head
-        yield logit * min(chunk, tokens) * V + part + whole
-        # The head's gradient, and its input's: as computed, scaled, and cast to float32.
-        yield (2 * e + is_low * FLOAT32) * tokens * C + head
+        yield logit * min(chunk or tokens, tokens) * V + part + whole
+    # The head's gradient, and its input's: as computed, scaled, and cast to float32.
+    yield (2 * e + is_low * FLOAT32) * tokens * C + head
     if config.activation_checkpointing:  # one layer's activations, the residual stream's gradient
         yield tokens * (_layer_bytes(setting) + (FLOAT32 + setting.residual) * C) + head
 
