@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,57 @@ from basics.errors import UserError
 from benchmarks import prose, recipes, systems, throughput
 from benchmarks.systems import Task, measure, time_steps
 from benchmarks.throughput import ORIGINAL, REFERENCE, RowFailed, differences, measure_row
+from lab.plan.memory import GPT2_SMALL
+from reporting.speed import flops_per_token
 from run_config import ModelConfig, load_run
 from tests.support.lab_cli import run_lab
-from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines, run_command, succeeded
+
+# --- what the compiler writes for a GPU
+
+
+@pytest.fixture(scope="module", params=[
+    "H100", pytest.param("RTX-4090", marks=pytest.mark.thorough)])
+def gpu_work(request):
+    """The work of a step of two layers of GPT-2 small, in a process that believes in a GPU."""
+    pytest.importorskip("triton")
+    printed = succeeded(run_command(
+        sys.executable, "-m", "benchmarks.gpu_code", "--layers", "2", "--json",
+        "--gpu", request.param)).stdout
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def test_the_loss_is_one_kernel_on_a_gpu_that_loads_16_bytes_and_reads_each_logit_once(gpu_work):
+    """From memory: the second of its two loops finds them in the cache. Its output is as large."""
+    logit_bytes = 2 * 64 * 1024 * 50304
+    large, = (one for one in gpu_work
+              if one["kind"] == "kernel" and one["num_bytes"] > logit_bytes)
+    assert "softmax" in large["name"] and large["calls"] == 1 and large["load_bytes"] == 16
+    assert large["num_bytes"] == pytest.approx(2 * logit_bytes, rel=0.001)
+
+
+def test_a_step_on_a_gpu_has_no_more_kernels_and_bytes_than_it_had(gpu_work):
+    kernels = [one for one in gpu_work if one["kind"] == "kernel"]
+    assert 40 < sum(one["calls"] for one in kernels) <= 55
+    bytes_per_token = sum(one["num_bytes"] for one in kernels) / (64 * 1024)
+    assert 300_000 < bytes_per_token <= 366_000
+    bias, = (one for one in kernels if "gelu_backward" in one["name"])  # and its sum
+    assert bias["num_bytes"] == pytest.approx(2 * 3 * 2 * 64 * 1024 * 3072, rel=0.01)
+
+
+def test_the_products_on_a_gpu_are_those_of_the_model_and_attention_is_one_call(gpu_work):
+    model, num_tokens = GPT2_SMALL.model_copy(update={"n_layers": 2}), 64 * 1024
+    padding = 6 * (50304 - model.vocab_size) * model.emb_dim
+    attention = 12 * model.n_layers * model.context_length * model.emb_dim
+    products = sum(one["flops"] for one in gpu_work if one["kind"] == "product")
+    assert products / num_tokens == flops_per_token(model) + padding - attention
+    forward, backward = sorted((one for one in gpu_work if one["kind"] == "attention"),
+                               key=lambda one: one["flops"])
+    assert forward["calls"] == backward["calls"] == 2
+    # The backward pass of fused attention computes the weights again: 2.5 times the forward pass.
+    assert backward["flops"] == 2.5 * forward["flops"]
+    assert forward["flops"] / num_tokens == attention / 3
+
 
 # --- training speed
 
