@@ -7,7 +7,7 @@ that does not exist, inductor generates their Triton kernels, and Triton compile
 GPU's architecture. Nothing runs and nothing is timed. The table has the bytes that each kernel
 moves, the FLOPs of each matrix product, and a floor for the time of a step.
 
-This uses private parts of PyTorch; it was written for PyTorch 2.15 and Triton 3.9.
+This uses private parts of PyTorch. It runs with PyTorch 2.11 and 2.15.
 """
 
 import contextlib

@@ -79,9 +79,10 @@ def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
     passed_on = ",".join([*(STOP_SIGNALS[number] for number in stop_signals()), "SIGQUIT"])
     # Without its address torchrun asks for that of the machine's name, which containers may lack.
+    # Without a place for logs it makes a temporary directory for them, which it leaves behind.
+    logs = ["--redirects=3", f"--log-dir={logs_dir}"] if logs_dir else [f"--log-dir={os.devnull}"]
     command = ["--standalone", "--local-addr=127.0.0.1", f"--signals-to-handle={passed_on}",
-               f"--nproc-per-node={num_processes}",
-               *(["--redirects=3", f"--log-dir={logs_dir}"] if logs_dir else []),
+               f"--nproc-per-node={num_processes}", *logs,
                str(PROJECT_DIR / "ddp_train.py"), *sys.argv[1:]]
     try:
         run(parse_args(command))

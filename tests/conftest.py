@@ -1,13 +1,23 @@
+import contextlib
+import os
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tests.support.stand_ins import FakeTime
 from tests.support.workplace import Workplace
 
-settings.register_profile("without deadlines", deadline=None)  # machines may be loaded
-settings.load_profile("without deadlines")
+GPU_SECONDS = 180  # of a test on a GPU: one that hangs must not use up the time of a rented card
+
+with contextlib.suppress(ModuleNotFoundError):  # its tests are then skipped
+    from hypothesis import settings
+
+    settings.register_profile("without deadlines", deadline=None)  # machines may be loaded
+    settings.load_profile("without deadlines")
+
+if torch.cuda.is_available():
+    # The first product of a process decides whether all may be deterministic.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_addoption(parser):
@@ -45,7 +55,10 @@ def num_restarts(request):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "gpu" in item.keywords:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(GPU_SECONDS))
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "thorough" in item.keywords and not config.getoption("--thorough"):
             item.add_marker(pytest.mark.skip(reason="only with --thorough"))

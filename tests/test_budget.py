@@ -11,13 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from basics.text import dollars
 from processes.command_line import Options
 from reporting.clock import PhaseClock, nearest_limit
 from run_config import ModelConfig, TrainConfig
+from tests.support.optional import given, settings, st
 from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
 from tokens.batch_plan import BatchPlan

@@ -16,22 +16,22 @@ import numpy as np
 import pytest
 import requests
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiktoken import load as tiktoken_load
-from transformers import AutoTokenizer
 
 from basics.errors import FAILED, UserError
 from ddp_train import microbatch_indices
 from reporting.run_log import batch_arithmetic
 from run_config import load_run
 from tests.support.models import TEXTS, write_tokenizer
+from tests.support.optional import given, package, settings, st
 from tests.support.workplace import write_tokens
 from tokens import tokenizer
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.batches import Microbatches, open_run_data, read_ahead
 from tokens.token_file import TokenFile
 from tokens.tokenizer import END_OF_TEXT, byte_lengths, choose_tokenizer, load_tokenizer
+
+transformers = package("transformers")
 
 PLAN = BatchPlan(microbatch_size=2, gradient_accumulation_steps=1, world_size=1,
                  context_length=4, num_steps=2)
@@ -324,7 +324,7 @@ def loaded():
         (directory / "tokenizer_config.json").write_text(
             '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}')
         return (choose_tokenizer(folder),
-                AutoTokenizer.from_pretrained(directory, local_files_only=True))
+                transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True))
 
 
 @settings(max_examples=300)

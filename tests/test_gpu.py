@@ -16,7 +16,7 @@ from tests.support.workplace import read_lines, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, read_ahead
 from tokens.token_file import TokenFile
-from trainer.losses import ByLayer
+from trainer.losses import ByLayer, compiler_options
 from trainer.precision import attention_kernel, autocast
 
 pytestmark = pytest.mark.gpu
@@ -149,7 +149,10 @@ def test_a_snapshot_is_a_copy_in_pinned_memory():
 
 
 def test_compiled_validation_has_the_loss_of_eager_validation():
-    compiled, eager = step_of(), step_of(compile=False)
+    validates = {"validation_interval": 1, "validation_batches": 1}
+    compiled, eager = step_of(**validates), step_of(compile=False)
+    assert compiled.losses._compiled_validation is not None
+    assert eager.losses._compiled_validation is None
     _, token_ids, targets = next(rising_tokens())
     for step in (compiled, eager):
         step.state.model.eval()
@@ -163,7 +166,7 @@ def test_compiled_validation_has_the_loss_of_eager_validation():
 def test_layers_compiled_separately_have_eager_gradients_over_nccl():
     """One process: a second would need a second GPU."""
     step = step_of(compile=False)
-    loss = ByLayer(step.state.model)
+    loss = ByLayer(step.state.model, compiler_options(MODEL, "bf16"))
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shared = DistributedDataParallel(loss, device_ids=[0], gradient_as_bucket_view=True)

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from huggingface_hub import DatasetCard
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from basics.errors import UserError
 from preparation import import_bin
@@ -18,6 +16,7 @@ from preparation.ensure_dataset import digest_of_download, provide_dataset, veri
 from preparation.import_bin import import_tokens
 from run_config import load_run
 from tests.support.models import write_tokenizer
+from tests.support.optional import given, settings, st
 from tests.support.preparation import decoded, metadata_of, prepare, texts_source, tokens_in
 from tests.support.workplace import succeeded
 from tokens.batches import open_run_data

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 import yaml
 from torch.distributed.run import parse_args
 
@@ -141,6 +143,19 @@ def machine(tmp_path):
         (commands / name).chmod(0o755)
     (tmp_path / "copies").mkdir()  # where the bucket is mounted
     return workplace, os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
+
+
+def test_a_launch_leaves_no_directory_for_logs_and_asks_for_no_host_name(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(torch.distributed.run, "run", started.append)
+    monkeypatch.setattr(sys, "argv", ["ddp_train.py", "tiny"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for logs_dir in (None, tmp_path / "logs"):
+        assert launch.start_torchrun(2, logs_dir) == 0
+        config, _, _ = torch.distributed.run.config_from_args(started.pop())
+        assert config.logs_specs.root_log_dir == str(logs_dir or os.devnull)
+        assert config.local_addr == "127.0.0.1"
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]  # those that were asked for
 
 
 def launch_options(command):

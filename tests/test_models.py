@@ -9,15 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from basics.errors import UserError
 from gpt import GPTModel
 from run_config import ModelConfig
 from tests.support.models import add_dataset_with_tokenizer, export, random_model
+from tests.support.optional import package
 from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, succeeded
 from trainer.models import load_model
+
+transformers = package("transformers")
 
 
 def load(directory):
@@ -41,7 +43,7 @@ def tokens_for(model):
     {"tie_weights": True, "qkv_bias": True, "vocab_size": 257, "init": "torch"}], ids=str)
 def test_transformers_computes_the_same_logits_and_its_files_load_here(changes, tmp_path):
     model = random_model(**changes)
-    theirs, loading = GPT2LMHeadModel.from_pretrained(export(model, tmp_path / "ours"),
+    theirs, loading = transformers.GPT2LMHeadModel.from_pretrained(export(model, tmp_path / "ours"),
                                                       output_loading_info=True)
     assert not any(loading.values())  # no missing and no unexpected weights
     tokens = tokens_for(model)
@@ -57,7 +59,7 @@ def test_transformers_computes_the_same_logits_and_its_files_load_here(changes, 
 def test_gpt2_as_published_loads(tmp_path):
     """No prefix, masks stored with the weights, no separate head; OpenAI's shape, but narrower."""
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(n_embd=24, n_positions=16)).eval()
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=24, n_positions=16)).eval()
     for name, parameter in theirs.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)

@@ -18,8 +18,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from huggingface_hub import DatasetCard
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from basics.errors import UserError
 from benchmarks.prepare import build_corpus, peak_memory_of, prepare_as_the_original
@@ -37,6 +35,7 @@ from prepare_dataset import MAX_DEFAULT_WORKERS
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.lab_cli import HOSTILE, active_parts
 from tests.support.models import write_tokenizer
+from tests.support.optional import given, settings, st
 from tests.support.preparation import (
     BYTES,
     DOCUMENTS,

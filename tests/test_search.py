@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from safetensors.numpy import save
 
@@ -38,6 +36,7 @@ from reporting import charts
 from run_config import ModelConfig, load_run
 from tests.support.hub_server import Hub, serving
 from tests.support.models import ONE_PROCESS, add_dataset_with_tokenizer, export, write_tokenizer
+from tests.support.optional import example, given, settings, st
 from tests.support.runs import assert_refused, contents, run_in_process
 from tests.support.workplace import (
     PROJECT_DIR,
@@ -265,6 +264,7 @@ def test_a_search_on_real_memory_with_two_processes(workplace):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(660)  # up to 8 trials, each of which starts a process and compiles
 def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace):
     """Two layers and 6 GiB: a sequence takes about 0.2 GiB, by its logits."""
     workplace.add_run(
@@ -274,7 +274,7 @@ def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace):
     result = succeeded(subprocess.run(
         [*torchrun_command(1, "ddp_train.py"), *workplace.arguments(
             "tiny", "--find-max-microbatch", "--memory-limit-gib", "6")],
-        capture_output=True, text=True, timeout=1200, cwd=PROJECT_DIR))  # up to 8 compilations
+        capture_output=True, text=True, timeout=600, cwd=PROJECT_DIR))
     results = tried(result.stdout)
     largest = max(size for size, fitted in results.items() if fitted)
     assert largest > 4 and results[largest + 1] is False

@@ -15,8 +15,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from huggingface_hub import DatasetCard
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from basics.errors import UserError
@@ -36,6 +34,7 @@ from tests.support.hub_server import (
     tokens_hub_fixture,  # noqa: F401
     used_in_this_process,
 )
+from tests.support.optional import example, given, settings, st
 from tests.support.preparation import (
     BYTES,
     DOCUMENTS,

@@ -23,7 +23,7 @@ from lab.publish.export import Extras, write_export
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.lm_eval_tasks import FILES, TASKS_DIR, records_of, write_records, write_tasks
+from tests.support.lm_eval_tasks import FILES, records_of, tasks_dir, write_records, write_tasks
 from tests.support.models import export, random_model
 from tests.support.workplace import read_lines, write_tokens
 from tokens.token_file import TokenFile
@@ -271,6 +271,7 @@ def test_a_user_error_is_one_line_and_nothing_is_recorded(trained, arguments, me
 def test_lm_eval_gives_an_export_the_same_scores(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # read at the first import
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    pytest.importorskip("lm_eval")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -426,4 +427,4 @@ def test_the_default_datasets_are_those_of_lm_eval():
     """What the hub's test server cannot show: the names that the tasks have in lm-eval."""
     for name, task in TASKS.items():
         file = "blimp/_template_yaml" if name == "blimp" else FILES[name][0]
-        assert f"dataset_path: {task.hub_name}\n" in (TASKS_DIR / file).read_text()
+        assert f"dataset_path: {task.hub_name}\n" in (tasks_dir() / file).read_text()

@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from gpt import GPTModel
 from preparation.pipeline import PrepareOptions, prepare_dataset
@@ -17,12 +16,15 @@ from run_config import ModelConfig
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.models import TEXTS
+from tests.support.optional import package
 from tests.support.preparation import corrupt, find_documents, write_parquet, write_source
 from tests.support.runs import made_once, refused
 from tests.support.workplace import TINY_MODEL, Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.tokenizer import choose_tokenizer, load_tokenizer
 from trainer.models import load_model
+
+transformers = package("transformers")
 
 WORDS = ["the cat sat", "on the mat", "naïve 🎉 café", "and the hat", "它是它的", "it's 1234"]
 
@@ -151,7 +153,7 @@ def test_a_tokenizer_is_trained_always_to_the_same_file(tmp_path):
     first, second = ((output / "tokenizer.json").read_bytes() for output in outputs)
     assert first == second
     assert choose_tokenizer(str(outputs[0])).n_vocab == 280
-    theirs = AutoTokenizer.from_pretrained(outputs[0])
+    theirs = transformers.AutoTokenizer.from_pretrained(outputs[0])
     assert theirs.eos_token_id == 0 and theirs.decode(theirs.encode(WORDS[2])) == WORDS[2]
     assert {path.name for path in tmp_path.iterdir()} == {"source", "a", "b"}
     succeeded(lab_tokenizer(source, tmp_path / "least", "--vocab-size", "257"))  # without merges
@@ -243,8 +245,8 @@ def test_a_run_needs_no_dataset_to_write_text_and_to_be_exported(both, tmp_path)
     text = succeeded(run_lab("generate", "own", "--prompt", "the naïve", *where)).stdout
     assert text.startswith("the naïve")
     succeeded(run_lab("publish", "own", "--output", str(output), *where, HF_TOKEN=""))
-    ours, theirs = target_of(both), GPT2LMHeadModel.from_pretrained(output).eval()
-    tokenizer, automatic = ours.load_tokenizer(), AutoTokenizer.from_pretrained(output)
+    ours, theirs = target_of(both), transformers.GPT2LMHeadModel.from_pretrained(output).eval()
+    tokenizer, automatic = ours.load_tokenizer(), transformers.AutoTokenizer.from_pretrained(output)
     prompt = "the cat's naïve 🎉 它\n\n hat"
     ids = tokenizer.encode_ordinary(prompt)
     assert automatic(prompt, add_special_tokens=False).input_ids == ids

@@ -14,7 +14,6 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from pydantic import TypeAdapter
-from transformers import AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from gpt import GPTModel
 from lab.instruct import instructions, tuning
@@ -38,9 +37,12 @@ from tests.support.lab_cli import (
     tune,
     write_entries,
 )
+from tests.support.optional import package
 from tests.support.workplace import read_lines
 from tokens.tokenizer import load_tokenizer
 from trainer.models import load_model
+
+transformers = package("transformers")
 
 OPTIONS = TuneOptions(loss_on="response", learning_rate=0.01, weight_decay=0.1, batch_size=4,
                       max_epochs=30, max_new_tokens=20, seed=1)
@@ -242,7 +244,7 @@ def test_the_tuned_model_answers_the_test_and_is_kept(tuned_place):
     directory = str(tuned_place.runs_dir / "tiny/tuned")
     tuned = load_model(directory, runs_dir=tuned_place.runs_dir)
     assert tuned.tokenizer_name == "bytes" and tuned.model.config.drop_rate == 0
-    theirs = GPT2LMHeadModel.from_pretrained(directory).eval()
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(directory).eval()
     tokens = torch.arange(30).view(2, 15)
     with torch.no_grad():
         assert (tuned.model(tokens) - theirs(tokens).logits).abs().max() < 1e-4
@@ -250,7 +252,7 @@ def test_the_tuned_model_answers_the_test_and_is_kept(tuned_place):
     shown = run_lab("generate", directory, "--prompt", entry.prompt(), "--temperature", "0",
                     "--max-new-tokens", "20")
     assert succeeded(shown).stdout == f"{entry.prompt()} Yes.\n"
-    [found] = pipeline("text-generation", model=directory)(
+    [found] = transformers.pipeline("text-generation", model=directory)(
         [{"role": "user", "content": entry.instruction}], max_new_tokens=20, do_sample=False)
     assert found["generated_text"][-1]["content"].strip() == "Yes."
 
@@ -258,7 +260,7 @@ def test_the_tuned_model_answers_the_test_and_is_kept(tuned_place):
 @pytest.mark.parametrize("text", ["", "näive\n  {{ text }} <|x|>\n"])
 def test_the_chat_template_renders_the_prompt_of_the_tuning(tuned_place, text):
     succeeded(tune(tuned_place, *SHORT))
-    tokenizer = AutoTokenizer.from_pretrained(tuned_place.runs_dir / "tiny/tuned")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned_place.runs_dir / "tiny/tuned")
     entry = Entry(instruction=" Äsk \n\"'\\n {% x %}", input=text, output="Yes.")
     message = {"role": "user", "content": entry.instruction, "input": entry.input}
     joined = f"{entry.instruction}\n\n### Input:\n{text}" if text else entry.instruction

@@ -9,13 +9,11 @@ import subprocess
 import sys
 import time
 
-import gguf
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, pipeline
 
 from basics import failpoints
 from basics.errors import UserError
@@ -36,6 +34,7 @@ from tests.support.lab_cli import (
     tune,
 )
 from tests.support.models import random_model, write_tokenizer
+from tests.support.optional import package
 from tests.support.upload_server import taking_uploads
 from tests.support.workplace import run_command
 from tests.support.workplace import succeeded as process_succeeded
@@ -43,6 +42,9 @@ from tokens.token_file import TokenFile
 from tokens.tokenizer import BYTE_LETTERS, choose_tokenizer, load_tokenizer
 from trainer import models
 from trainer.models import LoadedModel, load_model
+
+transformers = package("transformers")
+gguf = package("gguf")
 
 EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
             "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
@@ -89,13 +91,13 @@ def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(trained, tmp_p
     result = succeeded(publish(trained, "tiny", "--output", str(output)))
     assert names_in(output) == EXPORTED | CHARTS and f"written to {output}" in result.stdout
     ours = load_model("tiny", runs_dir=trained.runs_dir).model
-    theirs = GPT2LMHeadModel.from_pretrained(output).eval()
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(output).eval()
     tokens = torch.arange(30).view(2, 15)
     assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
     text = "naïve 😀 text\n"
-    tokenizer = AutoTokenizer.from_pretrained(output)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
     assert tokenizer.encode(text) == list(text.encode()) and tokenizer.eos_token_id == 256
-    generated = pipeline("text-generation", model=str(output))(
+    generated = transformers.pipeline("text-generation", model=str(output))(
         "ab", max_new_tokens=4, do_sample=False)[0]["generated_text"]
     assert generated.startswith("ab") and len(generated) > 2
 
@@ -103,7 +105,7 @@ def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(trained, tmp_p
 def test_transformers_loads_the_tokenizer_of_gpt2(tmp_path):
     write_tokenizer_files(tmp_path, "gpt2", context_length=1024)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer("gpt2")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer("gpt2")
     for text in ("Hello, it's  me\n\n\tdef f(x):", "中文 😀 žluť\u00a0x", " "):
         assert theirs.encode(text) == ours.encode_ordinary(text)
         assert theirs.decode(theirs.encode(text)) == text
@@ -267,7 +269,7 @@ def test_a_tuned_model_is_published_with_its_template_and_card(workplace, tuned,
     card, old = (ModelCard.load(place / "README.md") for place in (output, tuned))
     assert card.text.split() == old.text.split() and str(tmp_path) not in card.content
     assert card.data.to_dict() == old.data.to_dict() | {"license": "cc-by-4.0"}
-    assert AutoTokenizer.from_pretrained(output).chat_template
+    assert transformers.AutoTokenizer.from_pretrained(output).chat_template
     for repository in ("someone/tuned", "someone/again"):
         succeeded(publish(workplace, str(tuned), repository, "--language", "en",
                           **hub.environment(tmp_path)))
@@ -564,7 +566,7 @@ def test_transformers_loads_the_gguf_files(tmp_path, tied, bias, emb_dim):
                          tie_weights=tied, qkv_bias=bias)
     output, tokens = exported(target_of(model, tmp_path), tmp_path), torch.arange(40).view(2, 20)
     for name, kind in GGUF_FILES.items():
-        theirs = AutoModelForCausalLM.from_pretrained(output, gguf_file=name).eval()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(output, gguf_file=name).eval()
         assert (model(tokens) - theirs(tokens).logits).abs().max() < (
             0.03 if kind == "Q8_0" else 0.002)
         assert theirs.config.eos_token_id == 256

@@ -10,13 +10,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
 from rich.console import Console
 
 from lab.watch.answers import MAX_POINTS, Columns, Watched
 from lab.watch.server import FILES, STATIC, Server, exported_page
 from lab.watch.text import screen, watch_text
 from tests.support.lab_cli import error_line, run_lab, succeeded
+from tests.support.optional import package
 from tests.support.watching import (
     HOSTILE,
     add_run,
@@ -28,6 +28,13 @@ from tests.support.watching import (
     served,
     validation,
 )
+
+playwright_api = package("playwright.sync_api")
+
+
+def expect(element):
+    return playwright_api.expect(element)
+
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
@@ -296,8 +303,8 @@ def test_the_exported_page_holds_everything_once_and_allows_nothing_else(runs_di
 def browser():
     if CHROMIUM is None:
         pytest.skip(f"needs one of {', '.join(PROGRAMS)}")
-    expect.set_options(timeout=30_000)  # machines of continuous integration are busy
-    with sync_playwright() as playwright:
+    playwright_api.expect.set_options(timeout=30_000)  # machines of continuous integration are busy
+    with playwright_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM)
         yield browser
         browser.close()

@@ -136,7 +136,9 @@ def train_tiny(root: Path, **train: Any) -> Workplace:
 
 
 def torchrun_command(num_processes: int, script: str) -> list[str]:
+    # A machine's own name may not resolve, and logs of processes would stay in /tmp.
     return [sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--local-addr=127.0.0.1", f"--log-dir={os.devnull}",
             f"--nproc_per_node={num_processes}", str(PROJECT_DIR / script)]
 
 
@@ -220,7 +222,7 @@ def _run_forked(script: str, arguments: list[str], outputs: list[Path],
 
 def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
     """Be torchrun's agent; its workers are forked instead of started anew."""
-    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, MultiprocessContext
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     is_closing, close = multiprocessing.get_context("fork").Event(), MultiprocessContext._close
@@ -229,7 +231,8 @@ def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
     MultiprocessContext._start = lambda *which: (is_closing.clear(), start(*which))[1]
     config = LaunchConfig(**{
         "min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0", "start_method": "fork", "max_restarts": 0} | launch)
+        "rdzv_endpoint": "localhost:0", "start_method": "fork", "max_restarts": 0,
+        "logs_specs": DefaultLogsSpecs(os.devnull)} | launch)
     elastic_launch(config, _run_worker)(script, arguments, is_closing)
 
 
