@@ -262,7 +262,9 @@ def measure(task: Task, tokens_path: Path) -> dict[str, Any]:
     return speed | {
         "precision": precision, "compile_seconds": max(0.0, compiling) if is_compiled else 0.0,
         "microbatch_size": task.microbatch_size, "peak_mib": peak / 2**20,
-        "losses": [] if task.system == "nanogpt" else [loss.item() for loss in results],
+        # Other weights or another optimizer have another curve.
+        "losses": ([] if task.system == "nanogpt" or task.changes.get("optimizer") == "muon" else
+                   [loss.item() for loss in results]),
         "machine": machine_facts(process, precision)}
 
 

@@ -37,8 +37,10 @@ from lab.table import Column, Table
 from preparation.token_stream import TokenFileWriter
 from reporting.metrics_file import read_metrics
 from reporting.speed import find_gpu, flops_per_token
+from run_config import ModelConfig
 
 ORIGINAL, HUGGING_FACE, WHOLE_RUN = "original", "Hugging Face, {}, compiled", "ours, whole run"
+WHOLE_RUN_SYSTEM = "whole run"
 REFERENCE = "ours, fp32"  # the row whose loss curve all others are compared with
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 0.02, "fp16": 0.02}
 MIN_FALL = 0.5  # nats, from the first step to the last ones: a level curve proves nothing
@@ -46,11 +48,17 @@ RUN_STEPS = 40  # of a whole run: four reports of the speed, of which the first 
 ROW_SECONDS = 600  # that a row may take
 # More rows of ours there: microbatches, and options that are no defaults.
 ON_GPU: dict[str, dict[str, Any]] = {
-    **{f"ours, microbatch {size}": {"microbatch_size": size} for size in (96, 48, 24, 12)},
-    "ours, cuDNN attention": {"attention": "cudnn"},
+    "ours, Muon": {"optimizer": "muon"},
+    **{f"ours, microbatch {size}": {"microbatch_size": size} for size in (32, 16, 96, 48, 24, 12)},
     "ours, flash attention": {"attention": "flash"},
+    "ours, cuDNN attention": {"attention": "cudnn"},
     "ours, head in 4 chunks": {"head_chunks": 4},
     "ours, activation checkpointing": {"activation_checkpointing": True}}
+# What decides first, since a rented card may have minutes only; the others come after these.
+FIRST_ON_GPU = ("ours", HUGGING_FACE.format("bf16"), "nanoGPT, bf16, compiled", ORIGINAL,
+                "ours, Muon", "ours, microbatch 32", "ours, microbatch 16",
+                "ours, flash attention", WHOLE_RUN, REFERENCE)
+GPU_STEPS = 16  # of which 12 are timed
 Line = dict[str, Any]
 Row = tuple[str, str, dict[str, Any]]  # the first three fields of a `Task`
 
@@ -68,15 +76,25 @@ def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
          {**changes, "precision": precision, "compile": compiles})
         for (name, system, changes), precision, compiles in itertools.product(
             systems, ("bf16", "fp32"), (False, True))),
-        (WHOLE_RUN, "whole run", {}), (ORIGINAL, "original", {})]
-    if device == "cuda":  # the original keeps all attention weights
+        (WHOLE_RUN, WHOLE_RUN_SYSTEM, {}), (ORIGINAL, "original", {})]
+    if device == "cuda":
         rows += [(name, "ours", changes) for name, changes in ON_GPU.items()]
-        return [Task(*row, GPT2_SMALL.model_dump(), device, 16 if row[0] == ORIGINAL else
-                     row[2].get("microbatch_size", 64), 192, 34) for row in rows]
+        rows.sort(key=lambda row: (*FIRST_ON_GPU, row[0]).index(row[0]))
+        return [Task(*row, GPT2_SMALL.model_dump(), device, gpu_microbatch(*row), 192, GPU_STEPS)
+                for row in rows]
     shape = {"context_length": 256, "emb_dim": 128, "n_heads": 4, "n_layers": 4, "drop_rate": 0.0,
              "qkv_bias": False}
     return [Task(*row, {**shape, "vocab_size": size}, device, 8, 16, num_steps)
             for size, num_steps in ((50257, 10), (257, 40)) for row in rows]
+
+
+def gpu_microbatch(name: str, system: str, changes: dict[str, Any]) -> int:
+    """Return a row's microbatch, which fits 80 GiB."""
+    if name == ORIGINAL:  # it keeps all attention weights
+        return 16
+    if changes.get("precision") == "fp32":  # 64 need 76 GiB
+        return 32
+    return changes.get("microbatch_size", 64)
 
 
 def write_tokens(dataset_dir: Path, task: Task) -> Path:
@@ -100,7 +118,7 @@ def write_tokens(dataset_dir: Path, task: Task) -> Path:
 
 def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Line:
     """Measure a row in processes of its own; `folder` has compiled code. Raises: RowFailed."""
-    if task.system != "whole run":
+    if task.system != WHOLE_RUN_SYSTEM:
         printed = run(["-m", "benchmarks.systems", json.dumps(asdict(task)), str(tokens_path)],
                       folder, seconds)
         return json.loads(printed.splitlines()[-1])
@@ -123,6 +141,22 @@ def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> 
             "microbatch_size": task.microbatch_size, "precision": machine["precision"],
             "peak_mib": machine["peak_memory_gib"] * 2**10, "seconds_by_phase": summary["seconds"],
             "compile_seconds": summary["seconds"]["compile"] if machine["compiled"] else 0.0}
+
+
+def measured(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Line:
+    """Measure a row; return its figures or the reason why it has none, with versions and time.
+
+    Rows of one system share a cache of compiled code below `folder`: only with the first one are
+    the seconds of compiling those of an empty cache.
+    """
+    place = folder / re.sub(r"\W+", "-", "ours" if task.system == WHOLE_RUN_SYSTEM else task.system)
+    line: Line = {"status": "ok", "has_cache": place.exists()}
+    try:
+        line |= measure_row(task, tokens_path, place, seconds)
+    except RowFailed as error:
+        line |= {"status": "failed", "reason": str(error)}
+    return line | {"torch": torch.__version__, "code": code_version(),
+                   "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def run(arguments: list[str], folder: Path, seconds: float) -> str:
@@ -179,14 +213,26 @@ def speed_table(lines: list[Line], flops: float) -> list[str]:
         one = next(line for line in measured if line["status"] == "ok")
         gpu = find_gpu(one["machine"]["device"]) if "machine" in one else None  # older lines: none
         off = one.get("losses") or None
+        compiling = f"{one['compile_seconds']:.0f}"
+        if one["compile_seconds"] and one.get("has_cache"):
+            compiling += " (cached)"
         cells.append([name, one["precision"], *(
             "-" if value is None else format(value, form) for value, form in (
                 (one["microbatch_size"], ""), (one["peak_mib"], ",.0f"), (speeds[name], ",.0f"),
                 (gpu and speeds[name] * flops / gpu.peak(one["precision"]), ".3f"),
-                (one["compile_seconds"], ".0f"), (off and losses_off(one, reference), ".4f"),
+                (compiling, ""), (off and losses_off(one, reference), ".4f"),
                 *((speeds[name] / speeds[other] if other in speeds else None, ".2f")
                   for other in against)))])
     return Table(columns, cells).markdown().splitlines()
+
+
+def measurement_line(whole: Line, shape: ModelConfig) -> str:
+    """Return what `lab plan` reads from `measured.json`, of the row of a whole run."""
+    machine = whole["machine"]
+    return "for benchmarks/measured.json: " + Measurement(
+        device=machine["device"], processes=machine["processes"], precision=whole["precision"],
+        tokens_per_second=whole["tokens_per_second"], model=shape,
+        source=f"benchmarks, {whole['time'][:10]}, PyTorch {machine['torch']}").model_dump_json()
 
 
 @click.command()
@@ -213,18 +259,15 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
         latest = {(line["row"], line["round"]): line for line in known if line["bench"] == title}
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
             tokens_path = write_tokens(Path(folder) / "zipf", chosen[0])
-            for number, task in [*itertools.product(range(rounds), chosen), (rounds, chosen[0])]:
+            turns = list(itertools.product(range(rounds), chosen))
+            if not only:  # how much the machine's speed has changed meanwhile
+                turns.append((rounds, chosen[0]))
+            for number, task in turns:
                 seconds = min(ROW_SECONDS, ends_at - time.monotonic())
                 if seconds < 0 or latest.get((task.name, number), {}).get("status") == "ok":
                     continue
-                line: Line = {"bench": title, "row": task.name, "round": number, "status": "ok"}
-                place = Path(folder) / re.sub(r"\W+", "-", task.name)  # no spaces
-                try:
-                    line |= measure_row(task, tokens_path, place, seconds)
-                except RowFailed as error:
-                    line |= {"status": "failed", "reason": str(error)}
-                line |= {"torch": torch.__version__, "code": code_version(),
-                         "time": datetime.now(UTC).isoformat(timespec="seconds")}
+                line = {"bench": title, "row": task.name, "round": number} | measured(
+                    task, tokens_path, Path(folder), seconds)
                 latest[task.name, number] = line
                 append_whole(output, json.dumps(line) + "\n")
                 click.echo(f"{task.name}: {line.get('reason') or line['tokens_per_second']}",
@@ -233,13 +276,9 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
         wrong = differences(lines)
         is_good &= not wrong and all(line["status"] == "ok" for line in lines)
         click.echo("\n".join(["", title, *speed_table(lines, flops_per_token(shape)), *wrong]))
-        if device == "cuda" and (whole := latest.get((WHOLE_RUN, 0), {})).get("blocks"):
-            machine = whole["machine"]
-            click.echo("\nfor benchmarks/measured.json: " + Measurement(
-                device=machine["device"], processes=machine["processes"],
-                precision=whole["precision"], tokens_per_second=whole["tokens_per_second"],
-                model=shape, source=f"benchmarks/throughput.py, {whole['time'][:10]}, PyTorch"
-                                    f" {machine['torch']}").model_dump_json())
+        whole = latest.get((WHOLE_RUN, 0), {})
+        if device == "cuda" and whole.get("blocks"):
+            click.echo("\n" + measurement_line(whole, shape))
     sys.exit(0 if is_good else 1)
 
 

@@ -15,11 +15,12 @@ from basics.errors import UserError
 from benchmarks import prose, recipes, systems, throughput
 from benchmarks.systems import Task, measure, time_steps
 from benchmarks.throughput import ORIGINAL, REFERENCE, RowFailed, differences, measure_row
-from lab.plan.memory import GPT2_SMALL
-from reporting.speed import flops_per_token
-from run_config import ModelConfig, load_run
+from lab.plan.memory import GPT2_SMALL, Setting, peak_memory
+from reporting.speed import flops_per_token, usable_gib
+from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.lab_cli import run_lab
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines, run_command, succeeded
+from trainer.precision import resolve_for_device
 
 # --- what the compiler writes for a GPU
 
@@ -167,6 +168,8 @@ def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_p
     assert second.exit_code == 0 and asked[4:] == [ORIGINAL]
     (cells,) = [line.split("|") for line in second.stdout.splitlines() if "| ours " in line]
     assert cells[5].strip() == "2,000" and cells[9].strip() == "0.40"
+    one = call("--only", "ours", "--rounds", "2")
+    assert one.exit_code == 0 and asked[5:] == ["ours"]  # the second round only
     wrong = call("--only", "none")
     assert wrong.exit_code == 2 and "--only none: wanted one of" in wrong.stderr
 
@@ -185,6 +188,34 @@ def test_the_table_of_the_shipped_speeds_is_that_of_the_document():
             name = names.get(name, name.replace("Hugging Face", "Hugging Face, SDPA"))
             found.setdefault(name, []).extend((cells[3], *cells[7:9]))
     assert found == {name: cells for name, *cells in shown}
+
+
+def test_rows_of_a_system_share_a_cache_and_the_first_says_that_it_was_empty(monkeypatch, tmp_path):
+    places = []
+
+    def fake(task, tokens_path, place, seconds):
+        places.append(place)
+        place.mkdir(exist_ok=True)
+        return {}
+
+    monkeypatch.setattr(throughput, "measure_row", fake)
+    lines = [throughput.measured(task_of("x", system), tmp_path, tmp_path, 1)
+             for system in ("ours", "hugging face", "whole run", "ours")]
+    assert [line["has_cache"] for line in lines] == [False, False, True, True]
+    assert places[0] == places[2] == places[3] != places[1]
+
+
+def test_rows_on_a_gpu_begin_with_what_decides_and_fit_80_gib():
+    rows = {task.name: task for task in throughput.tasks_of("cuda", Path("nanogpt"))}
+    assert tuple(rows)[:len(throughput.FIRST_ON_GPU)] == throughput.FIRST_ON_GPU
+    assert {task.num_steps for task in rows.values()} == {16}
+    for name, size in ((REFERENCE, 32), ("ours", 64), ("ours, microbatch 16", 16), (ORIGINAL, 16)):
+        assert rows[name].microbatch_size == size
+    for task in rows.values():
+        if task.system == "ours":
+            train = resolve_for_device(TrainConfig(**task.train_values), torch.device("cuda", 0))
+            setting = Setting(task.model, train, train.precision, 1)
+            assert peak_memory(setting, task.microbatch_size).total < usable_gib(79.1) * 2**30
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
