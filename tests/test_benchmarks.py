@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 
 from basics.errors import UserError
-from benchmarks import prose, recipes, systems, throughput
+from benchmarks import gpu, prose, recipes, systems, throughput
 from benchmarks.systems import Task, measure, time_steps
 from benchmarks.throughput import ORIGINAL, REFERENCE, RowFailed, differences, measure_row
 from lab.plan.memory import GPT2_SMALL, Setting, peak_memory
+from lab.plan.speed_sources import Measurement
 from reporting.speed import flops_per_token, usable_gib
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.lab_cli import run_lab
@@ -66,6 +67,73 @@ def test_the_products_on_a_gpu_are_those_of_the_model_and_attention_is_one_call(
     # The backward pass of fused attention computes the weights again: 2.5 times the forward pass.
     assert backward["flops"] == 2.5 * forward["flops"]
     assert forward["flops"] / num_tokens == attention / 3
+
+
+# --- what a GPU can tell
+
+
+def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(tmp_path):
+    output = tmp_path / "gpu.jsonl"
+    result = succeeded(run_command(sys.executable, "benchmarks/gpu.py", "--device", "cpu",
+                                   "--output", str(output)))
+    lines = {part: [line for line in read_lines(output) if line["part"] == part]
+             for part in gpu.PARTS}
+    assert not [line for line in read_lines(output) if line.get("failed")]
+    assert lines["facts"][0]["torch"] == torch.__version__ and lines["facts"][-1]["attention"]
+    losses = {line["row"]: line for line in lines["curve"]}
+    assert losses["cpu, fp32"]["last_loss"] < losses["cpu, fp32"]["first_loss"] - 0.3
+    assert 0 < losses["bf16"]["largest_difference"] < 0.01
+    rows = {line["row"]: line["tokens_per_second"] for line in lines["rows"]}
+    assert rows.keys() == {"ours", ORIGINAL, throughput.WHOLE_RUN} and min(rows.values()) > 100
+    assert [line["optimizer"] for line in lines["rank"]] == ["adamw", "muon", "adamw"]
+    assert all(0 < line["host_ms"] and 0 < line["step_ms"] for line in lines["rank"])
+    one, everything, *kernels = lines["kernels"]
+    assert everything["ms"] > sum(line["ms"] for line in kernels[:3]) > 0 < one["step_ms"]
+    assert any(line["kernel"] == "aten::mm" and line["calls"] > 10 for line in kernels)
+    assert len(lines["memory"]) == 4 and all(line["planned_gib"] > 0 for line in lines["memory"])
+    assert lines["ceilings"][0]["tb_per_s"] > 0 and len(lines["ceilings"]) == 10
+    for part in gpu.PARTS:
+        assert f"\n## {part}\n" in f"\n{result.stdout}"
+    found, = re.findall(r"for benchmarks/measured.json: (.*)", result.stdout)
+    measured = Measurement.model_validate_json(found)
+    assert measured.tokens_per_second == rows[throughput.WHOLE_RUN] and measured.compile
+
+
+def test_a_part_that_fails_takes_too_long_or_comes_too_late_is_a_line_and_status_1(monkeypatch,
+                                                                                   tmp_path):
+    program, output = tmp_path / "python", tmp_path / "gpu.jsonl"
+    output.write_text('{"part": "curve", "failed": "an earlier call"}\n')
+    monkeypatch.setattr(sys, "executable", str(program))  # that the parts are started with
+
+    def call(script, *arguments):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        result = CliRunner().invoke(gpu.main, [
+            "--device", "cpu", "--output", str(output), "--parts", "facts", *arguments])
+        return result, read_lines(output)[-1]["failed"]
+
+    result, reason = call("echo RuntimeError: no kernel >&2; exit 3")
+    assert result.exit_code == 1 and reason == "status 3: RuntimeError: no kernel"
+    assert "an earlier call" in result.stdout and "no kernel" in result.stdout
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.0)
+    result, reason = call("sleep 600", "--minutes", "0.005")
+    assert result.exit_code == 1 and reason.startswith("ran out of time after")
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 5.0)
+    result, reason = call("exit 0", "--minutes", "0.01")
+    assert result.exit_code == 1 and reason == "no time was left"
+    result, reason = call("exit 0")  # nothing new has failed
+    assert result.exit_code == 0
+    wrong = CliRunner().invoke(gpu.main, ["--parts", "facts,nosuch"])
+    assert wrong.exit_code == 2 and "'nosuch': wanted some of facts,curve," in wrong.output
+
+
+def test_a_row_that_fails_says_why_and_the_part_goes_on():
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 6 GiB")
+
+    assert gpu.attempt({"row": "x"}, lambda: {"ms": 1.0}) == {"row": "x", "ms": 1.0}
+    failed = gpu.attempt({"row": "x"}, fail)["failed"]
+    assert failed.startswith("OutOfMemoryError: CUDA out of memory.") and "6 GiB" in failed
 
 
 # --- training speed
