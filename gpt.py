@@ -131,7 +131,7 @@ class GPTModel(nn.Module):
 
         Args:
             token_ids: (B, T) int64, T at most `context_length`.
-            targets: (B, T) int64, the token that follows each of `token_ids`.
+            targets: (B, T) int64, the token that follows each of `token_ids`; all count.
 
         Returns:
             Logits (B, T, V), in the autocast dtype under autocast; or the loss, () float32.

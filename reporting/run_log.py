@@ -1,5 +1,6 @@
 """The log of a run: a progress bar or plain lines, `metrics.jsonl`, `summary.json`."""
 
+import json
 import math
 import sys
 import time
@@ -15,6 +16,7 @@ from basics.json_files import to_json
 from basics.text import counted, dollars
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from reporting.loss_window import Window
+from reporting.metrics_file import read_metrics
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
 from run_config import Run
 from tokens.batch_plan import BatchPlan
@@ -128,7 +130,9 @@ class RunLog:
         with suppress(OSError):
             self._bar.close()
         failure = self._write_records()
-        summary = summarise(self.run, self.plan, self.clock, end)
+        records = read_metrics(self.run.metrics_path)
+        records += map(json.loads, self._unwritten.splitlines())  # a full disk refused them
+        summary = summarise(self.run, self.plan, self.clock, end, records)
         if not failure:
             try:
                 failpoint("summary")

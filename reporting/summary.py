@@ -10,7 +10,7 @@ from basics.files import write_atomically
 from basics.json_files import found_object, to_json
 from basics.text import dollars
 from reporting.clock import COMPILE, PHASES, TRAINING, WAITING, PhaseClock
-from reporting.metrics_file import LARGEST, is_number, read_metrics
+from reporting.metrics_file import LARGEST, is_number
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 
@@ -38,11 +38,11 @@ class RunEnd:
     failure: str = ""  # what is wrong with a run whose steps are all taken
 
 
-def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd) -> dict[str, Any]:
-    """Return the contents of `summary.json` at the end of a launch."""
-    records = read_metrics(run.metrics_path)
+def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd,
+              records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the contents of `summary.json` at the end of a launch, from all the run's records."""
     tokens = (end.global_step + 1) * plan.tokens_per_step
-    is_finished = end.global_step == plan.num_steps - 1 and not end.lacks_validation
+    is_finished = plan.is_trained_after(end.global_step) and not end.lacks_validation
     reason = None if is_finished else end.stop_reason
     seconds, this_launch = clock.read(), clock.read_this_launch()
     num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
@@ -135,9 +135,11 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     if summary["validation_loss"] is not None:
         losses += f", validation loss {_loss(summary['validation_loss'])}"
     because = f" ({summary['reason']})" if summary["reason"] else ""
+    done, wanted = summary["global_step"] + 1, summary["num_steps"]
+    steps = f"step {done:,} of {wanted:,}" if done <= wanted else (
+        f"step {done:,}, {wanted:,} were wanted")
     lines = [
-        f"{run.name} {summary['status']} at step {summary['global_step'] + 1:,} of"
-        f" {summary['num_steps']:,}{because}: {losses} (nats per token)",
+        f"{run.name} {summary['status']} at {steps}{because}: {losses} (nats per token)",
         _split("time", summary["seconds"], duration)]
     if summary["usd"]:
         lines.append(_split("cost", summary["usd"], lambda usd: f"${dollars(usd)}"))

@@ -119,6 +119,16 @@ def test_unwritten_records_are_status_4_and_the_next_launch_finishes(workplace, 
     assert summary_of(run_dir)["status"] == "finished" and weights_of(run_dir) == weights
 
 
+def test_the_last_line_has_the_last_losses_also_where_the_disk_refused_them(workplace, run_dir):
+    workplace.add_run("other", train=SETTINGS)
+    refused = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "record:full"})
+    whole = succeeded(workplace.ddp_train("other", "--nproc-per-node", "2"))
+    assert refused.returncode == 4 and not (run_dir / "metrics.jsonl").exists()
+    last, wanted = (next(line for line in result.stdout.splitlines() if "finished at" in line)
+                    for result in (refused, whole))
+    assert last == wanted.replace("other", "tiny") and "validation loss" in last
+
+
 def test_nan_never_enters_json():
     values = {"a": float("nan"), "b": {"c": float("inf"), "d": 1.5}, "e": 3}
     assert json.loads(to_json(values)) == {"a": None, "b": {"c": None, "d": 1.5}, "e": 3}

@@ -137,6 +137,23 @@ def test_a_finished_run_says_so_and_changes_nothing(finished):
     assert workplace.files() == before
 
 
+def test_a_run_made_shorter_than_what_is_trained_is_finished_with_true_numbers(workplace):
+    run_dir = workplace.add_run(train={"validation_interval": 5})
+    workplace.add_dataset()
+    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "7"))
+    path = run_dir / "train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"min_train_tokens": 3 * 128}))
+    mark = workplace.root / "done"
+    result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2", "--when-done",
+                                           f"touch {mark}"))
+    assert "tiny finished at step 7, 3 were wanted: " in result.stdout and mark.exists()
+    summary = summary_of(run_dir)
+    assert (summary["status"], summary["global_step"], summary["tokens"]) == (
+        "finished", 6, 7 * 128)
+    again = succeeded(workplace.torchrun(2, "tiny")).stdout
+    assert "tiny is complete: 7 steps, 3 were wanted, 896 tokens;" in again
+
+
 def test_fresh_sets_earlier_checkpoints_aside(copied):
     run_dir = copied.runs_dir / "tiny"
     old, validations = checkpoint_bytes(run_dir), validations_of(run_dir)

@@ -36,6 +36,10 @@ class BatchPlan:
     def num_tokens(self) -> int:
         return self.num_steps * self.tokens_per_step
 
+    def is_trained_after(self, global_step: int) -> bool:
+        """Return whether no step is left after this one, which was beyond a run made shorter."""
+        return global_step >= self.num_steps - 1
+
 
 def accumulation_steps_of(run: Run, *, world_size: int) -> int:
     """Return the accumulation steps: as configured, or as they follow from `global_batch_size`.

@@ -178,7 +178,7 @@ class Reports:
             self.beside.finish_charts()
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         self.meter.stop()
-        last = self.saver.validation if global_step >= self.plan.num_steps - 1 else None
+        last = self.saver.validation if self.plan.is_trained_after(global_step) else None
         failure = "the last validation loss is not finite" if last and last.loss is None else ""
         unwritten = self.log.finish(RunEnd(
             first_step=self.prepared.first_step, global_step=global_step, failure=failure,

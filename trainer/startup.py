@@ -79,7 +79,7 @@ class PreparedRun:
 
     @property
     def is_trained(self) -> bool:
-        return self.first_step >= self.plan.num_steps
+        return self.plan.is_trained_after(self.first_step - 1)
 
     @property
     def is_finished(self) -> bool:
@@ -119,8 +119,11 @@ class PreparedRun:
 
     def say_if_finished(self, process: Process) -> None:
         if self.is_finished and process.is_main:
-            print_line(f"{self.run.name} is complete: {self.plan.num_steps:,} steps,"
-                       f" {self.plan.num_tokens:,} tokens; --fresh starts it over")
+            steps, tokens = self.first_step, self.first_step * self.plan.tokens_per_step
+            wanted = "" if steps == self.plan.num_steps else (
+                f", {self.plan.num_steps:,} were wanted")
+            print_line(f"{self.run.name} is complete: {steps:,} steps{wanted}, {tokens:,} tokens;"
+                       " --fresh starts it over")
 
 
 def prepare_run(options: Options, process: Process, clock: PhaseClock,

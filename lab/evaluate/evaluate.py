@@ -9,6 +9,7 @@ import click
 
 from basics.cli import DATASETS_DIR, RUNS_DIR, print_json, stdout_to_stderr
 from basics.errors import UserError, print_error, visible
+from basics.text import counted
 from lab.evaluate.tasks import TASKS, read_quiz
 from lab.runs import Record
 from lab.table import Column, Table
@@ -52,7 +53,8 @@ def command(targets: tuple[str, ...], checkpoints: str, dataset: str | None, spl
     A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
     hub (owner/name). The results of a run are added to its evaluations.jsonl; of a run with several
     checkpoints a chart over tokens is drawn in its directory. In brackets are 95% intervals: of
-    losses over blocks of 16,384 tokens (Student's t), of accuracies Wilson's.
+    losses over blocks of up to 16,384 tokens (Student's t; from 8 blocks on), of accuracies
+    Wilson's.
     """
     # Imported here so that --help does not wait for torch.
     from lab.evaluate.measure import choose_models, measure_all, open_slices
@@ -108,7 +110,16 @@ def table(records: list[Record]) -> Table:
          *(text.format(**record) for text in before.values()),
          *(_cell(record, key) for key in keys),
          *(text.format(**record) for text in after.values())]
-        for record in sorted(records, key=rank)])
+        for record in sorted(records, key=rank)], notes=_notes(records))
+
+
+def _notes(records: list[Record]) -> list[str]:
+    """Return why losses have no interval, a line for each number of tokens."""
+    short = {(record["num_tokens"], record["blocks"]) for record in records
+             if record.get("loss") is not None and record["loss_interval"] is None}
+    return [f"no interval: {num_tokens:,} tokens are {counted(blocks, 'block')} of neighbouring"
+            " documents, too few to show how much the loss would vary; measure on more text"
+            for num_tokens, blocks in sorted(short)]
 
 
 def _cell(record: Record, key: str) -> str:

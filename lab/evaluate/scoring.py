@@ -28,8 +28,10 @@ from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer, short_na
 from trainer.models import LoadedModel
 
 # The unit of the intervals. Neighbouring sequences share documents, so that their losses are alike;
-# blocks of many documents are close to independent.
+# blocks of many documents are close to independent. A short text has smaller blocks, down to a few
+# documents each. With fewer than `MIN_BLOCKS` their spread says next to nothing.
 BLOCK_TOKENS = 16_384
+MIN_BLOCKS, MIN_BLOCK_DOCUMENTS = 8, 4
 TEXT_FACTS = ("source", "revision", "num_documents", "num_text_bytes")  # metadata of a text
 TOKENS_PER_CHUNK = 1024  # whose logits exist at a time: 0.2 GiB with a vocabulary of 50,257
 Z_95 = 1.959964  # of the normal distribution
@@ -63,7 +65,8 @@ def ratio(x: np.ndarray, y: np.ndarray) -> Figure:
     """Return sum(x) / sum(y) with its interval; x and y, (N,), such as losses and tokens of blocks.
 
     The interval is None with fewer than two pairs, or if an x is not finite. With equal y it is
-    mean +- t x standard error of x / y, with Student's t for N - 1 degrees of freedom.
+    mean +- t x standard error of x / y, with Student's t for N - 1 degrees of freedom. No x is
+    negative, so the lower bound is not either.
 
     Source: Cochran 1977, "Sampling Techniques", section 6.4 (the variance of a ratio).
     """
@@ -73,7 +76,7 @@ def ratio(x: np.ndarray, y: np.ndarray) -> Figure:
         return Figure(found, None)
     deviations = x - found * y
     half = t_95(n - 1) * math.sqrt(n / (n - 1) * float((deviations**2).sum())) / total
-    return Figure(found, (found - half, found + half))
+    return Figure(found, (max(0.0, found - half), found + half))
 
 
 def exp(exponent: float) -> float:
@@ -95,6 +98,16 @@ class Slice:
     file: TokenFile
     start_token: int
     num_tokens: int
+
+    def block_tokens(self) -> int:
+        """Return the tokens of a block of the intervals: fewer in a short text of many documents.
+        """
+        fitting = self.num_tokens // MIN_BLOCKS
+        num_documents = int(self.file.metadata.get("num_documents", 0))
+        if fitting >= BLOCK_TOKENS or not num_documents:
+            return BLOCK_TOKENS
+        few_documents = -(-MIN_BLOCK_DOCUMENTS * self.file.num_tokens // num_documents)
+        return min(BLOCK_TOKENS, max(fitting, few_documents))
 
     def text_identity(self) -> str | None:
         """Identify the text of a whole file, the same in all tokens; None for a part of a file."""
@@ -118,13 +131,15 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
     """Measure a model's loss in nats per token, in sequences of its own context length.
 
     All is computed in float32 and summed in float64: the microbatch size does not change the first
-    six decimals. The intervals regard blocks of `BLOCK_TOKENS` as independent. Bits per byte are
-    None if the tokenizer is not known. Raises: UserError: the tokens are not of the model's.
+    six decimals. The intervals regard blocks of tokens as independent, and are None for fewer than
+    `MIN_BLOCKS`. Bits per byte are None if the tokenizer is not known. Raises: UserError: the
+    tokens are not of the model's.
     """
     torch.set_float32_matmul_precision("highest")
     lengths, config = _token_lengths(target, part.file), target.model.config
     longest = config.context_length
-    blocks = np.zeros((3, -(-part.num_tokens // BLOCK_TOKENS)))  # losses, tokens, bytes
+    block_tokens = part.block_tokens()
+    blocks = np.zeros((3, -(-part.num_tokens // block_tokens)))  # losses, tokens, bytes
     stride = microbatch_size * longest
     for place in tqdm(range(0, part.num_tokens, stride), unit="batch", desc=one_line(target.name),
                       leave=False, disable=None):
@@ -133,7 +148,7 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
         check_token_ids(tokens, part.file.path, first=first, vocab_size=config.vocab_size)
         losses = _losses(target.model, tokens)
         # A sequence belongs to the block in which it begins.
-        block = (place + np.arange(len(losses))) // longest * longest // BLOCK_TOKENS
+        block = (place + np.arange(len(losses))) // longest * longest // block_tokens
         num_bytes = np.zeros(len(losses)) if lengths is None else lengths[tokens[1:]]
         for row, values in zip(blocks, (losses, np.ones(len(losses)), num_bytes), strict=True):
             row += np.bincount(block, values, minlength=len(row))
@@ -141,8 +156,11 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
     loss, bits = ratio(nats, num_tokens), Figure(None, None)
     if num_bytes.any():
         bits = ratio(nats, num_bytes).through(lambda nats_per_byte: nats_per_byte / math.log(2))
+    if len(nats) < MIN_BLOCKS:
+        loss, bits = loss._replace(interval=None), bits._replace(interval=None)
     return {"dataset": part.dataset, "split": part.file.path.stem, "start_token": part.start_token,
-            "num_tokens": part.num_tokens, "sequences": -(-part.num_tokens // longest),
+            "num_tokens": part.num_tokens, "blocks": len(nats),
+            "sequences": -(-part.num_tokens // longest),
             "tokenizer": target.tokenizer_name, "text": part.text_identity(),
             **entries("loss", loss), **entries("perplexity", loss.through(exp)),
             **entries("bits_per_byte", bits)}

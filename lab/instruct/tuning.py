@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import click
 import torch
+import torch.nn.functional as F
 from huggingface_hub import ModelCardData
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
@@ -87,7 +88,8 @@ def mean_loss(model: GPTModel, examples: list[Example], batch_size: int,
                                padding_value=IGNORED)
         with (torch.set_grad_enabled(optimizer is not None),
               autocast("bf16" if has_bf16 else "fp32", device)):
-            loss = model(token_ids.to(device), targets.to(device))
+            logits = model(token_ids.to(device)).flatten(0, 1).float()  # (B * T, V)
+            loss = F.cross_entropy(logits, targets.to(device).flatten(), ignore_index=IGNORED)
         if optimizer is not None:
             loss.backward()
             optimizer.step()

@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 from basics.errors import UserError
 from checkpointing import list_checkpoints
 from lab.evaluate import measure, scoring
+from lab.evaluate.evaluate import table
 from lab.evaluate.measure import choose_slice
-from lab.evaluate.scoring import encode_questions, evaluate, ratio, score, share
+from lab.evaluate.scoring import MIN_BLOCKS, encode_questions, evaluate, ratio, score, share
 from lab.evaluate.tasks import TASKS, Question, Quiz, read_quiz
 from lab.publish.export import Extras, write_export
 from tests.support.hub_server import Hub, serving, used_in_this_process
@@ -40,8 +41,8 @@ def lab_evaluate(workplace, *arguments, **environment):
 
 
 def rows_of(result):
-    """Return the cells of the printed table."""
-    _, _, *lines = succeeded(result).stdout.splitlines()
+    """Return the cells of the printed table, without its notes."""
+    _, _, *lines = succeeded(result).stdout.partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
 
 
@@ -79,12 +80,12 @@ def test_figures_match_their_definitions_for_any_context_and_microbatch(context_
             losses.sum() / math.log(2) / num_bytes, rel=1e-6)
         assert found["sequences"] == math.ceil(160 / context_length)
         intervals = [found[f"{key}_interval"] for key in ("loss", "perplexity", "bits_per_byte")]
-        if context_length == 256:
-            assert intervals == [None] * 3  # of one block
+        n = found["blocks"]
+        assert n == len(losses) == {8: 10, 12: 10, 50: 4, 256: 1}[context_length]
+        if n < MIN_BLOCKS:
+            assert intervals == [None] * 3
             continue
-        n = len(losses)
-        t = {10: 2.262, 4: 3.182}[n]  # Student's
-        half = t * math.sqrt(n / (n - 1) * ((losses - mean * counts) ** 2).sum()) / 160
+        half = 2.262 * math.sqrt(n / (n - 1) * ((losses - mean * counts) ** 2).sum()) / 160
         assert intervals[0] == pytest.approx([mean - half, mean + half], abs=1e-5)
         assert intervals[1] == pytest.approx(np.exp(intervals[0]).tolist(), rel=1e-5)
         assert intervals[2][0] < found["bits_per_byte"] < intervals[2][1]
@@ -126,6 +127,25 @@ def test_a_run_has_the_loss_of_its_own_validation(trained):
 def test_wilsons_interval_is_the_published_one(right, questions, interval):
     found = share(np.arange(questions) < right)
     assert found.value == right / questions and found.interval == pytest.approx(interval, abs=6e-5)
+
+
+def test_a_short_text_has_smaller_blocks_of_some_documents_or_no_interval_and_says_why(tmp_path):
+    """And no bound of a loss is below 0, whatever the spread."""
+    assert ratio(np.array([0.0] * 7 + [1.0]), np.ones(8)).interval == pytest.approx((0, 0.4206),
+                                                                                  abs=1e-4)
+    path, model = tmp_path / "validation.safetensors", random_model(vocab_size=257)
+    tokens = np.random.default_rng(0).integers(0, 256, size=19_582).astype(np.uint16)
+    for num_documents, blocks in (("200", 8), ("16", 4), ("1", 2), (None, 2)):
+        metadata = {"tokenizer": "bytes"} | ({"num_documents": num_documents} if num_documents
+                                             else {})
+        write_tokens(path, tokens, metadata)
+        part = choose_slice(TokenFile(path), "mine")
+        record = {"target": "x", "checkpoint": None} | evaluate(
+            LoadedModel("x", model, "bytes"), part, microbatch_size=64)
+        assert record["blocks"] == blocks
+        assert (record["loss_interval"] is None) == (blocks < 8)
+        assert [f"19,581 tokens are {blocks} blocks" in note
+                for note in table([record]).notes] == [True] * (blocks < 8)
 
 
 def test_without_a_spread_to_measure_there_is_no_interval():
@@ -228,9 +248,9 @@ def test_the_lowest_loss_comes_first_and_a_late_error_loses_no_result(trained, t
     checkpoint = str(trained.runs_dir / "tiny/checkpoints/latest")
     result = lab_evaluate(trained, str(worse), "tiny@latest", checkpoint, str(broken))
     assert isinstance(result.exception, UserError) and "broken" in result.exception.line()
-    rows = [line.split() for line in result.stdout.splitlines()[2:]]
+    rows = [line.split() for line in result.stdout.splitlines()[2:5]]
     assert {rows[0][0], rows[1][0]} == {"tiny", checkpoint} and rows[2][0] == str(worse)
-    assert len(rows) == 3 and rows[0][2] == rows[1][2] < rows[2][1]  # the losses
+    assert rows[0][2] == rows[1][2] < rows[2][1]  # the losses
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -438,7 +438,7 @@ def test_the_summary_of_a_resumed_run_tells_the_speed_of_its_last_launch(workpla
     end = RunEnd(first_step=900, global_step=999, stop_reason=None, lacks_validation=False,
                  facts={"machine": MACHINE})
     run.summary_path.write_text(json.dumps(summarise(
-        run, BatchPlan(8, 1, 8, 1024, 2000), clock, end)))
+        run, BatchPlan(8, 1, 8, 1024, 2000), clock, end, [])))
     assert read_own(run.run_dir).tokens_per_second == pytest.approx(99 * 65536 / 10)
 
 

@@ -58,7 +58,8 @@ VARIANT = part(
         "runs": list[part(text="run state", number_or_none="loss")]})
 REPORT = part(text="title", parts={"checks": list[part(text="name verdict text advice")]})
 LOSS = part(
-    text="dataset split", whole="start_token num_tokens sequences", text_or_none="tokenizer text",
+    text="dataset split", whole="start_token num_tokens sequences blocks",
+    text_or_none="tokenizer text",
     number_or_none="loss perplexity bits_per_byte",
     interval_or_none="loss_interval perplexity_interval bits_per_byte_interval")
 SCORES = ("accuracy", "normalised_accuracy", "perplexity")
