@@ -45,7 +45,7 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
               help="Download files from the hub to DIR and keep them.")
 @click.option("--import", "is_import", is_flag=True,
               help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, .bin shards of"
-                   " llm.c, or a single .bin file.")
+                   " llm.c, the same as .npy files, or a single such file.")
 @click.option("--part", metavar="I/N", default="",
               help="Prepare only part I of N, on one of several machines, for --join.")
 @click.option("--join", "is_join", is_flag=True,
