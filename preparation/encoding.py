@@ -21,7 +21,7 @@ from basics.errors import UserError
 from preparation.cutting import BadShard, Cuts, Piece
 from preparation.reading import BadFile, Reading, Task, grouped
 from preparation.sources import Shard
-from preparation.token_stream import Counts, counts_of
+from preparation.token_stream import Counts
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
@@ -38,6 +38,7 @@ class Encoded:
 
     tokens: np.ndarray  # (num_tokens,) uint16
     counts: Counts  # a document counts where it ends
+    ends: np.ndarray  # (num_documents,) int64: the bytes of this text up to each document's end
     num_empty: int  # documents without text
     bad_files: list[BadFile]
 
@@ -45,10 +46,11 @@ class Encoded:
         """Return no more than so many documents."""
         if self.counts.num_documents < num_documents:
             return self
-        ends = np.flatnonzero(self.tokens == tokenizer.eot_token)[:num_documents]
-        tokens = self.tokens[:ends[-1] + 1]
-        num_empty = int(np.count_nonzero(np.diff(ends, prepend=-1) == 1))
-        return Encoded(tokens, counts_of(tokens, tokenizer), num_empty, self.bad_files)
+        last = np.flatnonzero(self.tokens == tokenizer.eot_token)[num_documents - 1]
+        tokens, ends = self.tokens[:last + 1], self.ends[:num_documents]
+        num_empty = int(np.count_nonzero(np.diff(ends, prepend=0) == 0))
+        return Encoded(tokens, Counts(num_documents, tokens.size, int(ends[-1])), ends, num_empty,
+                       self.bad_files)
 
 
 def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
@@ -56,21 +58,22 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     tokens: list[np.ndarray] = [end_of_text[:0]]
     reading = Reading(cuts_of(tokenizer), [])
-    num_documents = num_bytes = num_empty = bytes_before = 0
+    ends: list[int] = []
+    num_bytes = num_empty = bytes_before = 0
     try:
         for (text, ends_document), ids in encoded_pieces(task.read(reading), tokenizer):
             tokens.append(ids)
             num_bytes += len(text) if text.isascii() else len(text.encode())
             if ends_document:
                 tokens.append(end_of_text)
-                num_documents += 1
+                ends.append(num_bytes)
                 num_empty += num_bytes == bytes_before
                 bytes_before = num_bytes
     except BadShard as error:
         return error
     together = np.concatenate(tokens)
-    return Encoded(together, Counts(num_documents, together.size, num_bytes), num_empty,
-                   reading.bad_files)
+    return Encoded(together, Counts(len(ends), together.size, num_bytes),
+                   np.array(ends, dtype=np.int64), num_empty, reading.bad_files)
 
 
 def cuts_of(tokenizer: Tokenizer) -> Cuts:

@@ -14,10 +14,11 @@ from basics.failpoints import failpoint
 from basics.files import append_whole, fsync, locked, write_atomically
 from basics.text import gb
 from preparation.sources import Record, Request, Shard
-from preparation.token_stream import DATA_START, Counts
+from preparation.token_stream import DATA_START, ENDS_BYTES, Counts
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
 TOKENS = "train.safetensors"  # all tokens, until the last ones are moved to the validation file
+ENDS = "document-ends.bin"  # `DocumentEnds`; in the end only a part has it
 
 
 class Finished(Record):
@@ -41,7 +42,7 @@ class Journal:
         self.output_dir = output_dir
         self.dir = output_dir.parent / f".{output_dir.name}.partial"
         self.dataset_dir, self.raw_dir = self.dir / "dataset", self.dir / "raw"
-        self.path = self.dir / "journal.jsonl"
+        self.path, self.ends_path = self.dir / "journal.jsonl", self.dir / ENDS
         self.request: Request | None = None  # of the earlier launch
         self.lines: list[Finished] = []
 
@@ -65,10 +66,11 @@ class Journal:
             self.request = Request.model_validate_json(first)
             for line in lines:
                 self.lines.append(Finished.model_validate_json(line))
-        path = self.dataset_dir / TOKENS
-        num_bytes = path.stat().st_size if path.exists() else 0
-        if num_bytes < DATA_START + 2 * self.last.counts.num_tokens:
-            self.lines = []
+        counts = self.last.counts
+        for path, num_bytes in ((self.dataset_dir / TOKENS, DATA_START + 2 * counts.num_tokens),
+                                (self.ends_path, ENDS_BYTES * counts.num_documents)):
+            if not path.exists() or path.stat().st_size < num_bytes:
+                self.lines = []
 
     @property
     def last(self) -> Finished:

@@ -25,8 +25,8 @@ from preparation.reading import TASK_BYTES, Task
 from preparation.sources import Shard, Source
 from preparation.token_stream import (
     Counts,
+    DocumentEnds,
     TokenFileWriter,
-    counts_of,
     num_training_documents,
     read_tokens,
     start_of_last,
@@ -123,6 +123,8 @@ class _Preparation:
         self._tokenizer = tokenizer
         self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS,
                                        num_tokens=journal.last.counts.num_tokens)
+        self._ends = DocumentEnds(journal.ends_path,
+                                  num_documents=journal.last.counts.num_documents)
         self._first_reason = "".join(journal.bad_files[:1])  # of an earlier launch only its name
         self._begin_shard()
 
@@ -140,6 +142,7 @@ class _Preparation:
         finally:
             with contextlib.suppress(OSError):  # a full disk: reported already
                 self._tokens.close()
+                self._ends.close()
 
     def _items(self) -> Iterator[Item | None]:
         """Yield the tasks of all shards that are left, and their ends; see `encode`."""
@@ -188,6 +191,7 @@ class _Preparation:
     def _process(self, result: Result) -> None:
         if isinstance(result, Shard):
             self._tokens.sync()
+            self._ends.sync()
             self._journal.add(Finished(
                 name=result.name, identity=result.identity, counts=self._counts,
                 num_empty=self._num_empty, bad_files=self._bad_files))
@@ -198,11 +202,13 @@ class _Preparation:
         elif isinstance(result, BadShard):  # remove the part of the shard that could be read
             self._begin_shard(is_bad=True)
             self._tokens.truncate(self._counts.num_tokens)
+            self._ends.truncate(self._counts.num_documents)
             self._leave_out(self._source.shards[len(self._journal.shards)].name, str(result))
         else:
             wanted = result.first_documents(self._limit - self._counts.num_documents,
                                             self._tokenizer)
             self._tokens.add(wanted.tokens)
+            self._ends.add(self._counts.num_text_bytes + wanted.ends)
             self._counts += wanted.counts
             self._num_empty += wanted.num_empty
             for file in wanted.bad_files:
@@ -229,7 +235,7 @@ class _Preparation:
             splits["validation"] = last.validation
         dataset = Prepared(request, splits, last.num_empty, journal.bad_files)
         if request.part:
-            write_part(journal.dataset_dir, dataset, self._source.max_bad_files)
+            write_part(journal.dataset_dir, dataset, journal.ends_path, self._source.max_bad_files)
         else:
             self._tokens.truncate(last.counts.num_tokens)
             largest = max(int(tokens.max()) for tokens in read_tokens(
@@ -241,28 +247,24 @@ class _Preparation:
     def _split(self) -> None:
         """Copy the last documents to the validation file; of a single text the last tokens."""
         total, fraction, journal = self._counts, self._request.validation_fraction, self._journal
-        is_one_text = self._source.is_one_text and total.num_text_bytes > 0
-        if is_one_text:
+        if self._source.is_one_text and total.num_text_bytes:
             total = replace(total, num_documents=2)
             start = num_training_documents(total.num_tokens, fraction)
+            train = Counts(1, start, num_training_documents(total.num_text_bytes, fraction))
         else:
             self._check_documents()
             num_train = num_training_documents(total.num_documents, fraction)
             start = start_of_last(self._tokens.path, total.num_tokens,
                                   total.num_documents - num_train, self._tokenizer.eot_token)
+            train = Counts(num_train, start, self._ends.num_text_bytes(num_train))
         writer = TokenFileWriter(journal.dataset_dir / "validation.safetensors")
-        validation, largest = Counts(), 0
+        validation, largest = total - train, 0
         for tokens in read_tokens(self._tokens.path, start, total.num_tokens):
             writer.add(tokens)
-            validation += counts_of(tokens, self._tokenizer)
             largest = max(largest, int(tokens.max()))
-        if is_one_text:  # by its share of the text, as its tokens
-            num_bytes = num_training_documents(total.num_text_bytes, fraction)
-            validation = replace(validation, num_text_bytes=total.num_text_bytes - num_bytes)
         dataset = Prepared(self._request, {"validation": validation}, 0, journal.bad_files)
         writer.finish(dataset.metadata("validation", largest))
-        journal.add(Finished(counts=total - validation, validation=validation,
-                             num_empty=self._num_empty))
+        journal.add(Finished(counts=train, validation=validation, num_empty=self._num_empty))
 
     def _check_documents(self) -> None:
         """Refuse a source without text, or one that cannot fill both splits. Raises: UserError."""

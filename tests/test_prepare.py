@@ -36,7 +36,7 @@ from preparation.token_stream import num_training_documents
 from prepare_dataset import MAX_DEFAULT_WORKERS
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.lab_cli import HOSTILE, active_parts
-from tests.support.models import write_tokenizer
+from tests.support.models import WITH_A_SPACE, write_tokenizer, write_tokenizer_with_a_space
 from tests.support.preparation import (
     BYTES,
     DOCUMENTS,
@@ -182,6 +182,27 @@ def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(
     assert order[0].endswith("tokenizer.json"), "with all token files, a dataset counts as complete"
 
 
+@pytest.mark.parametrize("kind", WITH_A_SPACE)
+def test_the_bytes_of_text_are_those_of_the_documents_also_where_a_space_is_added(tmp_path, kind):
+    """Of both splits, of parts, and of the first documents."""
+    own = str(write_tokenizer_with_a_space(tmp_path / "own", kind))
+    documents = [f"{' ' * (i % 7 == 0)}the cat 它 {'at' * (i % 5)}" for i in range(200)]
+    documents[150:152] = "", "\n"
+    options = PrepareOptions(tokenizer=own, validation_fraction=0.3)
+    shards = [documents[:60], documents[60:170], documents[170:]]
+    prepare_dataset(texts_source(*shards), tmp_path / "out", options)
+    prepare_dataset(texts_source(*shards), tmp_path / "some", replace(options, max_documents=100))
+    for out, wanted in (("out", (documents[:140], documents[140:])),
+                        ("some", (documents[:70], documents[70:100]))):
+        for split, texts in zip(("train", "validation"), wanted, strict=True):
+            found = metadata_of(tmp_path / out, split)
+            assert found["num_documents"] == str(len(texts))
+            assert found["num_text_bytes"] == str(sum(len(text.encode()) for text in texts))
+    parts = prepare_parts(lambda: texts_source(*shards), tmp_path, options, 3)
+    join_parts(parts, tmp_path / "joined")
+    assert contents(tmp_path / "joined") == contents(tmp_path / "out")
+
+
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Cut documents after 64 bytes, and fill tasks with 200."""
@@ -248,6 +269,19 @@ def test_a_damaged_shard_is_an_error_or_skipped_and_counted_or_replaced(tmp_path
     (folder / "001.parquet").write_bytes(whole)
     dataset = prepare_dataset(find_documents(folder), tmp_path / "replaced", options)
     assert dataset.bad_files == [] and dataset.total.num_documents == 200
+
+
+def test_nothing_is_left_of_a_file_that_is_damaged_after_some_tasks(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "TASK_BYTES", 100)
+    folder, texts = tmp_path / "source", [f"text {i}" for i in range(40)]
+    folder.mkdir()
+    for name, end in (("a", ""), ("bb", "damage\n"), ("c", "")):
+        lines = "".join(json.dumps({"text": f"{name} {text}"}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text(lines + end)
+    prepare_dataset(find_documents(folder), tmp_path / "out", replace(BYTES, skip_bad_shards=True))
+    train, validation = documents_of(tmp_path / "out")
+    assert train + validation == [f"{name} {text}" for name in "ac" for text in texts]
+    assert metadata_of(tmp_path / "out")["num_text_bytes"] == str(sum(map(len, train)))
 
 
 @pytest.mark.parametrize("bad", [0, 7, 9])
@@ -363,6 +397,7 @@ def fail_at(monkeypatch, owner, name, act):
 @pytest.mark.parametrize(("name", "num_bytes"), [
     *(("journal.jsonl", size) for size in (0, 1, 10, -1, -30)),
     *(("dataset/train.safetensors", size) for size in (0, 4100, 4200, -1)),
+    *(("document-ends.bin", size) for size in (0, 23)),
     ("dataset", None),  # was published, by a launch that was killed before it deleted the journal
 ])
 def test_a_file_that_is_shorter_or_longer_than_it_should_be_is_written_again(
@@ -518,6 +553,7 @@ def edit(old, new):
 @pytest.mark.parametrize("change", [
     lambda part: (part / "train.safetensors").open("r+b").write(b"x"),
     lambda part: (part / "train.safetensors").unlink(),
+    lambda part: (part / "document-ends.bin").write_bytes(bytes(16)),
     lambda part: (part / "part.json").write_text("{}"),
     edit('"num_empty": ', '"num_empty": -1'), edit('"part": "2/3"', '"part": "9/3"'), shutil.rmtree,
 ])
