@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from pydantic import NonNegativeInt
-
 from basics.errors import DISK_FULL, UserError
 from basics.failpoints import failpoint
 from basics.files import append_whole, fsync, locked, write_atomically
 from basics.text import gb
+from preparation.findings import Findings
 from preparation.sources import Record, Request, Shard
 from preparation.token_stream import DATA_START, ENDS_BYTES, Counts
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
@@ -28,7 +27,7 @@ class Finished(Record):
     identity: str = ""
     counts: Counts = Counts()  # of this shard and all before it; after the split, for training
     validation: Counts | None = None  # after the split
-    num_empty: NonNegativeInt = 0  # documents without text, the same
+    findings: Findings = Findings()  # the same; after the split, of both parts
     bad_files: list[str] = []  # of this shard: left out because they could not be read
 
 
@@ -59,7 +58,7 @@ class Journal:
                     shutil.rmtree(self.dir, ignore_errors=True)
 
     def read(self) -> None:
-        """Read what an earlier launch has left. Begins again if its file is too short."""
+        """Read what an earlier launch has left. Begins again if its files are too short."""
         self.lines = []
         with contextlib.suppress(FileNotFoundError, ValueError):  # a kill has cut the last line
             first, *lines = self.path.read_bytes().splitlines()
@@ -67,6 +66,8 @@ class Journal:
             for line in lines:
                 self.lines.append(Finished.model_validate_json(line))
         counts = self.last.counts
+        if not counts.num_documents:  # all that was finished could not be read
+            self.lines = []
         for path, num_bytes in ((self.dataset_dir / TOKENS, DATA_START + 2 * counts.num_tokens),
                                 (self.ends_path, ENDS_BYTES * counts.num_documents)):
             if not path.exists() or path.stat().st_size < num_bytes:

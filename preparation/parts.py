@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import ValidationError
 
 from basics.errors import UserError
 from basics.files import fsync, read_regular_file, sha256_of, write_atomically
 from preparation.card import Prepared
 from preparation.cutting import Cuts
 from preparation.encoding import Encoded
+from preparation.findings import Findings
 from preparation.journal import ENDS, TOKENS
 from preparation.reading import BadFile
 from preparation.sources import Record, Request, Shard, Source
@@ -32,7 +33,7 @@ class PartFile(Record):
 
     request: Request
     counts: Counts
-    num_empty: NonNegativeInt
+    findings: Findings
     bad_files: list[str]
     max_bad_files: int  # of all parts together
     digest: str  # SHA-256 of TOKENS
@@ -68,7 +69,7 @@ def write_part(part_dir: Path, part: Prepared, ends_path: Path, max_bad_files: i
     """Write part.json and the ends of its documents next to the tokens, which must be complete."""
     shutil.copyfile(ends_path, part_dir / ENDS)
     fsync(part_dir / ENDS)
-    content = PartFile(request=part.request, counts=part.total, num_empty=part.num_empty,
+    content = PartFile(request=part.request, counts=part.total, findings=part.findings,
                        bad_files=list(part.bad_files), max_bad_files=max_bad_files,
                        digest=sha256_of(part_dir / TOKENS),
                        ends_digest=sha256_of(part_dir / ENDS))
@@ -119,13 +120,13 @@ def _read(path: Path) -> PartFile:
 
 def _stored(path: Path, part: PartFile, _: Cuts) -> Iterator[Encoded]:
     """Yield the files that are missing first: they may be too many."""
-    no_tokens, no_ends = np.empty(0, dtype="<u2"), np.empty(0, dtype=np.int64)
+    no_tokens, none = np.empty(0, dtype="<u2"), np.empty(0, dtype=np.int64)
     bad_files = [BadFile(name, f"{name} of {path}: could not be read") for name in part.bad_files]
-    yield Encoded(no_tokens, Counts(), no_ends, part.num_empty, bad_files)
+    yield Encoded(no_tokens, Counts(), none, none, part.findings, bad_files)
     num_documents, num_bytes = part.counts.num_documents, 0
     for start in range(0, num_documents, CHUNK_TOKENS):
         ends = read_ends(path / ENDS, start, min(start + CHUNK_TOKENS, num_documents)) - num_bytes
-        yield Encoded(no_tokens, Counts(len(ends), 0, int(ends[-1])), ends, 0, [])
+        yield Encoded(no_tokens, Counts(len(ends), 0, int(ends[-1])), ends, none, Findings())
         num_bytes += int(ends[-1])
     for tokens in read_tokens(path / TOKENS, 0, part.counts.num_tokens):
-        yield Encoded(tokens, Counts(num_tokens=tokens.size), no_ends, 0, [])
+        yield Encoded(tokens, Counts(num_tokens=tokens.size), none, none, Findings())
