@@ -29,6 +29,10 @@ class BadShard(UserError):
     """A shard that is damaged or does not contain what was expected."""
 
 
+class NoColumn(BadShard):
+    """A shard without the column or key that was asked for, whose name may be wrong."""
+
+
 class Piece(NamedTuple):
     """The text of a document, or of a part of one."""
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from basics.errors import UserError, cannot_be_written, one_line, print_error
 from basics.text import counted
 from preparation.card import MAX_BAD_NAMES, Prepared, progress_bar, write_card
-from preparation.cutting import BadShard
+from preparation.cutting import BadShard, NoColumn
 from preparation.encoding import Item, Result, cuts_of, encode, worker_pool
 from preparation.journal import TOKENS, Finished, Journal, check_disk_space, check_output_dir
 from preparation.parts import names_and_sizes, read_parts, share_of, write_part
@@ -226,7 +226,9 @@ class _Preparation:
             self._begin_shard(is_bad=True)
             self._tokens.truncate(self._counts.num_tokens)
             self._ends.truncate(self._counts.num_documents)
-            self._leave_out(self._source.shards[len(self._journal.shards)].name, str(result))
+            is_first = self._counts.num_documents == 0
+            self._leave_out(self._source.shards[len(self._journal.shards)].name, str(result),
+                            is_fatal=is_first and isinstance(result, NoColumn))
         else:
             wanted = result.first_documents(self._limit - self._counts.num_documents,
                                             self._tokenizer)
@@ -238,12 +240,13 @@ class _Preparation:
             for file in wanted.bad_files:
                 self._leave_out(file.name, file.reason)
 
-    def _leave_out(self, name: str, reason: str) -> None:
-        """Note a file that cannot be read. Raises: UserError, if there are too many."""
+    def _leave_out(self, name: str, reason: str, *, is_fatal: bool = False) -> None:
+        """Note a file that cannot be read. Raises: UserError, if there are too many, or if all
+        others may be like it: they could be a hundred downloads."""
         self._first_reason = self._first_reason or reason
         self._bad_files.append(name)
         count = len(self._journal.bad_files) + len(self._bad_files)
-        if count > self._max_bad_files:
+        if count > self._max_bad_files or (is_fatal and self._max_bad_files < sys.maxsize):
             raise _too_many(reason, count)
         if count <= MAX_BAD_NAMES:
             tqdm.write(one_line(f"left out: {reason}"), file=sys.stderr)

@@ -22,6 +22,7 @@ from preparation.cutting import (
     LARGE_DOCUMENT,
     BadShard,
     Cuts,
+    NoColumn,
     Piece,
     cut_document,
     split_documents,
@@ -242,18 +243,17 @@ def _read_lines(path: Path, first_line: int, lines: bytes | bytearray, text_colu
 
 def _text_of(record: Any, place: str, text_column: str) -> bytes:
     """Return the text under a key, or under keys inside of each other. Raises: BadShard."""
-    found = ""
+    wanted = f'{place} is not a JSON object with a text in "{text_column}"'
     try:
         text = record
         for key in [text_column] if text_column in record else text_column.split("."):
             text = text[key]
         return to_bytes("" if text is None else text)  # a null is an empty document
     except KeyError:
-        if record:
-            found = f"; its keys are {', '.join(record)[:60]} (--text-column)"
+        found = f"; its keys are {', '.join(record)[:60]} (--text-column)" if record else ""
+        raise NoColumn(wanted + found) from None
     except (TypeError, AttributeError):
-        pass
-    raise BadShard(f'{place} is not a JSON object with a text in "{text_column}"{found}')
+        raise BadShard(wanted) from None
 
 
 def _array_texts(file: Any, path: Path, text_column: str) -> Iterator[bytes]:
@@ -312,7 +312,7 @@ def _place_of(text_column: str, columns: list[str], path: Path) -> int:
     if count > 1:
         raise BadShard(f"{path}: has {count} columns {text_column!r}; rename all but one of them")
     if not count:
-        raise BadShard(f"{path}: has no column {text_column!r}; name one of its columns with"
+        raise NoColumn(f"{path}: has no column {text_column!r}; name one of its columns with"
                        f" --text-column: {', '.join(columns)[:80]}")
     return columns.index(text_column)
 

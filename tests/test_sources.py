@@ -706,6 +706,15 @@ def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path):
             for folder in ("en", "de")}
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_wrong_text_column_does_not_cost_one_download_in_a_hundred(tmp_path, kind):
+    content = parquet(["a"] * 9) if kind == "parquet" else json_lines(["a"] * 9)
+    with serving(Hub({f"{i:03}.{kind}": content for i in range(400)})) as hub:
+        result = prepare_from(hub, tmp_path, "--text-column", "body")
+        assert result.returncode == 2 and ": 1; replace them, or skip" in result.stderr
+        assert sum(len(hub.downloads(name)) for name in hub.files) <= 2  # one is fetched ahead
+
+
 def test_text_files_of_the_hub_are_taken_where_split_names_them(tmp_path):
     """As those of TinyStories, whose files hold many documents each."""
     files = {"data/train-0.parquet": parquet(["row"] * 9), "README.md": b"a card",
