@@ -45,7 +45,7 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
               help="Download files from the hub to DIR and keep them.")
 @click.option("--import", "is_import", is_flag=True,
               help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, .bin shards of"
-                   " llm.c, or a single .bin file.")
+                   " llm.c, the same as .npy files, or a single such file.")
 @click.option("--part", metavar="I/N", default="",
               help="Prepare only part I of N, on one of several machines, for --join.")
 @click.option("--join", "is_join", is_flag=True,
@@ -56,10 +56,11 @@ def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
     OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
 
-    SOURCE is a directory, a file or a quoted pattern of parquet, JSON lines (.jsonl, .jsonl.gz,
-    .jsonl.zst, .json.gz) or .txt files; or a dataset on the Hugging Face hub
-    (HuggingFaceFW/fineweb); or python-stdlib, the source code and documentation of Python's
-    standard library. A single .txt file is divided by its tokens.
+    SOURCE is a directory, a file or a quoted pattern of .parquet, JSON lines (.jsonl, .ndjson),
+    .json (an array of objects), .csv or .txt files, all but parquet also packed (.gz, .zst, .bz2,
+    .xz); or a dataset on the Hugging Face hub (HuggingFaceFW/fineweb); or python-stdlib, the source
+    code and documentation of Python's standard library. A single .txt file is divided by its
+    tokens.
 
     If the command is killed, run it again: it continues where it stopped.
 
@@ -122,7 +123,8 @@ def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -
     from preparation.sources import find_source
 
     named = SourceOptions(source, **{key: options.pop(key) for key in (
-        "subset", "split", "revision", "text_column", "keep_raw")})
+        "subset", "split", "revision", "text_column", "encoding", "document_separator",
+        "keep_raw")})
     preparation = PrepareOptions(
         **options, num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS))
     documents = find_source(named, raw_dir=Journal(check_output_dir(output)).raw_dir)

@@ -9,7 +9,7 @@ import click
 
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from preparation.choosing import SourceOptions, source_options
-from preparation.cutting import BadShard
+from preparation.cutting import BadShard, Piece
 
 if TYPE_CHECKING:
     from preparation.sources import Source
@@ -44,7 +44,9 @@ def command(source: str, output: Path, **options: Any) -> None:
     shutil.rmtree(partial_dir, ignore_errors=True)  # of a command that was killed
     found = find_source(SourceOptions(source, **options), raw_dir=partial_dir / "raw")
     try:
-        texts, num_bytes = first_texts(found, max_bytes=max_bytes)
+        pieces, num_bytes = first_pieces(found, max_bytes=max_bytes)
+        texts = [piece.text for piece in pieces]
+        warn_of(found, pieces, num_bytes)
         content, num_entries = train_tokenizer(texts, vocab_size=vocab_size)
         if num_entries < vocab_size:
             more = "a larger --max-megabytes" if num_bytes >= max_bytes else "more text"
@@ -64,11 +66,14 @@ def command(source: str, output: Path, **options: Any) -> None:
         f' {output}\nand set "vocab_size": {vocab_size} in model.json'))
 
 
-def first_texts(source: "Source", *, max_bytes: int) -> tuple[list[str], int]:
-    """Read the first texts of a source, up to `max_bytes`, but damaged files; and their bytes."""
+def first_pieces(source: "Source", *, max_bytes: int) -> tuple[list[Piece], int]:
+    """Read the first texts of a source, up to `max_bytes`, but damaged files; and their bytes.
+
+    Raises: UserError: all of them are damaged.
+    """
     from preparation.reading import Reading, Task
 
-    texts, num_bytes = [], 0
+    pieces, num_bytes, errors = [], 0, []
     for shard in source.shards:
         shard.fetch()
         try:
@@ -76,16 +81,33 @@ def first_texts(source: "Source", *, max_bytes: int) -> tuple[list[str], int]:
                 assert isinstance(task, Task), "only a part has tokens instead"
                 reading = Reading("any", [])
                 for piece in task.read(reading):
-                    texts.append(piece.text)
+                    pieces.append(piece)
                     num_bytes += len(piece.text.encode("utf-8", "replace"))
                     if num_bytes >= max_bytes:
-                        return texts, num_bytes
+                        return pieces, num_bytes
                 for file in reading.bad_files:
                     print_error(one_line(f"warning: left out: {file.reason}"))
         except BadShard as error:  # what could be read of it has been
+            errors.append(error)
             print_error(one_line(f"warning: left out: {error}"))
         shard.release()
-    return texts, num_bytes
+    if errors and not pieces:
+        raise errors[0]
+    return pieces, num_bytes
+
+
+def warn_of(source: "Source", pieces: list[Piece], num_bytes: int) -> None:
+    """Print a line each if the text may have another encoding, or markers between documents."""
+    from preparation.findings import Findings, markers_in
+    from preparation.token_stream import Counts
+
+    replaced = [piece.num_replaced for piece in pieces]
+    found = Findings(num_damaged=sum(map(bool, replaced)), num_replaced=sum(replaced))
+    counts = Counts(sum(piece.ends_document for piece in pieces), num_text_bytes=num_bytes)
+    for line in (source.about_damage(found, counts),
+                 source.about_markers(markers_in(piece.text for piece in pieces))):
+        if line:
+            print_error(one_line(line))
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tuple[bytes, int]:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from basics.errors import one_line, print_error
 from basics.text import counted, escaped
+from preparation.findings import Findings
 from preparation.sources import Request
 from preparation.token_stream import Counts
 from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
@@ -75,7 +76,7 @@ class Prepared:
 
     request: Request
     splits: dict[str, Counts]  # a part has only `train`
-    num_empty: int = 0  # documents without text
+    findings: Findings = Findings()
     bad_files: Sequence[str] = ()  # left out because they could not be read
 
     @property
@@ -89,7 +90,8 @@ class Prepared:
                     "max_token_id": max_token_id, "num_text_bytes": counts.num_text_bytes,
                     "tokenizer": request.tokenizer, "source": request.source[:400],
                     "revision": request.revision[:100],
-                    "num_bad_files": len(self.bad_files) or None}
+                    "num_bad_files": len(self.bad_files) or None,
+                    "num_replaced_characters": self.findings.num_replaced or None}
         return {key: str(value) for key, value in metadata.items() if value is not None}
 
     def amount(self) -> str:
@@ -109,8 +111,10 @@ class Prepared:
     def summary(self, output_dir: Path) -> str:
         """Describe the finished dataset in a few lines."""
         lines = [f"{counted(self.total.num_documents, 'document')}, {self.amount()}"]
-        if self.num_empty:
-            lines.append(f"documents without text: {self.num_empty:,}")
+        if self.findings.num_empty:
+            lines.append(f"documents without text: {self.findings.num_empty:,}")
+        if self.findings.num_damaged:
+            lines.append(self.findings.damage(self.request.encoding))
         if self.request.part:
             lines.append(f"{output_dir}: a part; when all are ready, join them with"
                          " prepare_dataset.py --join PART... OUTPUT")
@@ -142,6 +146,8 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
         " source.\n")
     if dataset.bad_files:
         notes += f"\nFiles {escaped(dataset.left_out())}.\n"
+    if dataset.findings.num_damaged:
+        notes += f"\n{escaped(dataset.findings.damage(request.encoding))}.\n"
     card = CARD.format(
         front_matter=card_data.to_yaml(), name=escaped(request.title), rows="\n".join(rows),
         documents=counted(total.num_documents, "document"), amount=dataset.amount(), notes=notes,

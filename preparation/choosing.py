@@ -1,6 +1,9 @@
 """Which documents --subset and --split name, for each command that reads some."""
 
+import codecs
+import io
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,9 +16,16 @@ from basics.errors import UserError, one_line, print_error
 from basics.text import counted
 
 # The kinds of document files, by suffix; `file_tasks` in reading.py reads each kind.
-SUFFIXES = {".parquet": "parquet", ".jsonl": "JSON lines", ".jsonl.gz": "JSON lines",
-            ".jsonl.zst": "JSON lines", ".json.gz": "JSON lines", ".txt": "text"}
+PACKED = (".gz", ".zst", ".bz2", ".xz")
+MAY_BE_PACKED = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".csv": "CSV", ".txt": "text"}
+SUFFIXES = {
+    ".parquet": "parquet", ".json": "JSON", **MAY_BE_PACKED,
+    **{suffix + packed: kind for suffix, kind in MAY_BE_PACKED.items() for packed in PACKED},
+    **{".json" + packed: "JSON lines" for packed in PACKED}}  # no small files of settings
 NAMED_SUFFIXES = {".md": "text", ".rst": "text", ".py": "text"}  # if named, or by a pattern
+# Of several kinds in a directory the first one is taken: .json and .txt files beside files of rows
+# describe them. Parquet and JSON lines may both be meant.
+PREFERENCE = ("parquet", "JSON lines", "CSV", "JSON", "text")
 SPLIT_WORDS = {  # in names of files and directories, as Hugging Face's datasets reads them
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
@@ -26,11 +36,27 @@ MAX_LISTED = 9  # names in an error line
 Patterns = list[tuple[str, str, str]]  # of a dataset's card: config, split, pattern of files
 
 
+def _checked_encoding(_: click.Context, option: click.Parameter, name: str) -> str:
+    """Return the name of an encoding, empty for UTF-8. Raises: UserError: there is none."""
+    try:
+        io.TextIOWrapper(io.BytesIO(), name or "utf-8")  # refuses hex too, which is none of text
+    except LookupError:
+        raise UserError(f"{option.opts[0]} {name}: is no encoding that Python knows; wanted one"
+                        " such as cp1252, latin-1, utf-16 or shift_jis") from None
+    return "" if codecs.lookup(name or "utf-8").name == "utf-8" else name
+
+
 def source_options(command: Callable) -> Callable:
-    """Add `--subset`, `--split`, `--revision` and `--text-column` to a command."""
+    """Add the options to a command that `SourceOptions` has, but --keep-raw."""
     for option in (
+        click.option("--document-separator", default="", metavar="TEXT",
+                     help="What stands between the documents of a .txt file, such as"
+                          " '<|endoftext|>'.  [default: a file is one document]"),
+        click.option("--encoding", default="", metavar="NAME", callback=_checked_encoding,
+                     help="The encoding of text, JSON and CSV files, such as cp1252 or utf-16."
+                          "  [default: utf-8]"),
         click.option("--text-column", default="text", show_default=True,
-                     help="The parquet column or JSON key that holds the text."),
+                     help="The column or JSON key that holds the text; a.b is b inside of a."),
         click.option("--revision", default="", metavar="COMMIT",
                      help="The commit, branch or tag of a hub dataset.  [default: the newest"
                           " commit]"),
@@ -55,6 +81,8 @@ class SourceOptions:
     keep_raw: Path | None = None
     split: str = ""
     revision: str = ""  # a commit, branch or tag of a dataset on the hub
+    encoding: str = ""  # of files that are not parquet; empty for UTF-8
+    document_separator: str = ""  # in text files
 
     def label(self) -> str:
         """Return the name of the source with its subset and split."""
@@ -62,31 +90,96 @@ class SourceOptions:
                 + f" split {self.split}" * bool(self.split))
 
 
-def kind_of(name: str) -> str:
-    """Return the kind of a document file by its name; empty if it is not one."""
-    return next((kind for suffix, kind in (SUFFIXES | NAMED_SUFFIXES).items()
-                 if name.lower().endswith(suffix)), "")
+def kind_of(name: str, *, is_named: bool = True) -> str:
+    """Return the kind of a document file by its name; empty if it is not one.
+
+    Some files are documents only if SOURCE names them, or its pattern.
+    """
+    suffix = suffix_of(name)
+    return SUFFIXES.get(suffix, NAMED_SUFFIXES.get(suffix, "") if is_named else "")
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix of a file's name, of packed documents the last two: .txt.gz."""
+    both = "".join(PurePosixPath(name.lower()).suffixes[-2:])
+    return both if both in SUFFIXES else PurePosixPath(name.lower()).suffix
 
 
 def choose_files(names: Iterable[str], options: SourceOptions, place: str, patterns: Patterns, *,
-                 are_named: bool = False) -> tuple[str, list[str]]:
-    """Return the kind of documents in `--subset`, and the files of `--split`, by default train.
+                 are_named: bool = False) -> tuple[frozenset[str], list[str]]:
+    """Return the kinds of documents in `--subset`, and the files of `--split`, by default train.
 
-    Raises: UserError: there are none, or of several kinds; or as `split_of_files`.
+    Files that SOURCE names may be of several kinds; of others one kind is taken, and a line says
+    what is left out. Raises: UserError: there are none, both parquet and JSON lines, or options
+    that are not for them; or as `split_of_files`.
     """
     inside = subset_of(names, options, place, patterns)
-    kinds = {kind_of(name) for name in inside}
-    if len(kinds) > 1:  # the README.md next to parquet files is no document
-        kinds.discard("text")
-    if len(kinds) != 1:
-        raise UserError(f"{place}: contains {' and '.join(sorted(kinds)) or 'no documents'}; wanted"
-                        f" a directory (--subset) of one kind: {', '.join(SUFFIXES)}")
-    (kind,) = kinds
-    files = {name: path for name, path in inside.items() if kind_of(name) == kind}
+    kinds = {name: kind_of(name, is_named=are_named) for name in inside}
+    kinds = {name: kind for name, kind in kinds.items() if kind}
+    matching = {name: kind for name, kind in kinds.items() if in_split(inside[name], options.split)}
+    kinds = matching or kinds  # --split '*.csv' also chooses the kind
+    found = set(kinds.values())
+    if not found:
+        raise UserError(f"{place}: contains no documents; wanted {', '.join(MAY_BE_PACKED)} files"
+                        " (packed or not), .json or .parquet")
+    if not are_named:
+        if {"parquet", "JSON lines"} <= found:
+            raise UserError(f"{place}: contains JSON lines and parquet; choose one with --subset,"
+                            " --split '*.parquet' or a pattern of files as SOURCE")
+        found = {next(kind for kind in PREFERENCE if kind in found)}
+    files = {name: inside[name] for name, kind in kinds.items() if kind in found}
+    if not matching:
+        _say_what_is_left_out(inside, files, options, place)
+    check_kinds(found, options, place)
     # Files that SOURCE names are all wanted; text files are rarely named after a split.
-    if not options.split and (kind == "text" or are_named):
-        return kind, list(files)
-    return kind, split_of_files(files, options, place, patterns)
+    if not options.split and (found == {"text"} or are_named):
+        return frozenset(found), list(files)
+    return frozenset(found), split_of_files(files, options, place, patterns)
+
+
+def in_split(path: str, pattern: str) -> bool:
+    """Return whether a pattern of --split names a file, by its path or its name."""
+    return matches(path, pattern) or matches(PurePosixPath(path).name, pattern)
+
+
+def check_kinds(kinds: set[str], options: SourceOptions, place: str) -> None:
+    """Refuse options that would have no effect. Raises: UserError."""
+    if options.document_separator and "text" not in kinds:
+        raise UserError(f"{place}: --document-separator is for .txt files; these are"
+                        f" {' and '.join(sorted(kinds))}, with a document a row")
+    if options.encoding and kinds == {"parquet"}:
+        raise UserError(f"{place}: --encoding is not for parquet files, whose text is UTF-8")
+
+
+def _say_what_is_left_out(inside: Iterable[str], files: Iterable[str], options: SourceOptions,
+                          place: str) -> None:
+    """Print the numbers of files by suffix, unless all are taken and are of one kind.
+
+    Hidden files do not count, nor does the README of a dataset.
+    """
+    taken = set(files)
+    left = [name for name in inside if name not in taken
+            and not PurePosixPath(name).name.startswith((".", "README"))]
+    if not left and len({kind_of(name) for name in taken}) == 1:
+        return
+    line = f"{place}: taking {by_suffix(taken)}"
+    if left:
+        line += f", leaving out {by_suffix(left)}"
+    is_directory = Path(options.source).is_dir()
+    others = [name for name in left if kind_of(name, is_named=is_directory)]
+    if others and is_directory:
+        line += f"; the pattern '{options.source.rstrip('/')}/**/*' as SOURCE takes all documents"
+    elif others:
+        line += f"; --split '*{suffix_of(others[0])}' takes those"
+    print_error(one_line(line))
+
+
+def by_suffix(names: Iterable[str]) -> str:
+    """Return how many files there are of each suffix, the most frequent first."""
+    counts = Counter(suffix_of(name) or "other" for name in names).most_common()
+    shown = [f"{number:,} {suffix}" for suffix, number in counts[:MAX_LISTED]]
+    more = sum(number for _, number in counts[MAX_LISTED:])
+    return ", ".join(shown) + f" and {more:,} more" * bool(more)
 
 
 def subset_of(names: Iterable[str], options: SourceOptions, place: str,
@@ -138,8 +231,7 @@ def split_of_files(paths: Mapping[str, str], options: SourceOptions, place: str,
               for split, names in sorted(splits.items(), reverse=True)}
     if options.split:
         chosen = splits.get(SPLIT_WORDS.get(options.split, options.split)) or [
-            name for name, path in paths.items() if matches(path, options.split)
-            or matches(PurePosixPath(path).name, options.split)]
+            name for name, path in paths.items() if in_split(path, options.split)]
         if not chosen:
             raise UserError(f"{place}: --split {options.split} matches no file; there are"
                             f" {', '.join(counts.values())}")

@@ -1,8 +1,9 @@
-"""Cut large documents into pieces, at places where this does not change their tokens."""
+"""Cut text into documents, and large documents into pieces that have the same tokens."""
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from basics.errors import UserError
 
@@ -14,10 +15,22 @@ LARGE_DOCUMENT = 2**18
 SAFE_CUT = re.compile(rb"[!-~\xb0-\xbf][ \n]")
 MAX_UNCUT = 2**24  # characters that are encoded at once: a tokenizer's file needs 80 bytes for each
 Cuts = Literal["any", "safe", "none"]  # where a tokenizer allows a document to be cut
+REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
+# Halves of surrogate pairs, but those with which `surrogateescape` keeps bytes that are not UTF-8.
+HALF_PAIR = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+NO_CHARACTER = "\udcff"  # the byte FF, which is never UTF-8, as `surrogateescape` keeps it
+# Line ends that belong to a separator, if there are any; more are text.
+LINE_ENDS: Any = re.compile(rb"(?:\r?\n){0,2}")
+LAST_LINE_ENDS: Any = re.compile(rb"(?:\r?\n){0,2}\Z")
+LINE_ENDS_BYTES = 4
 
 
 class BadShard(UserError):
     """A shard that is damaged or does not contain what was expected."""
+
+
+class NoColumn(BadShard):
+    """A shard without the column or key that was asked for, whose name may be wrong."""
 
 
 class Piece(NamedTuple):
@@ -25,6 +38,7 @@ class Piece(NamedTuple):
 
     text: str
     ends_document: bool
+    num_replaced: int = 0  # of a last piece: characters of the document that were not UTF-8
 
 
 def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts,
@@ -33,9 +47,11 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts,
 
     With `safe` cuts the tokens of the pieces are those of the whole document. With `any` cuts the
     text is cut between two characters if twice LARGE_DOCUMENT bytes have no place for a safe one.
-    Raises: BadShard: what may not be cut, in the file `name`, is too long to be encoded at once.
+    Bytes that are not UTF-8 become U+FFFD, and are counted. Raises: BadShard: what may not be cut,
+    in the file `name`, is too long to be encoded at once.
     """
     rest: bytes | memoryview = b""
+    num_replaced = 0
     for block in blocks:
         view, start = memoryview(bytes(rest) + block if rest else block), 0
         while cuts != "none" and len(view) - start > LARGE_DOCUMENT:
@@ -48,10 +64,86 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts,
                              if view[place] & 0xC0 != 0x80), limit)  # the start of a character
             else:
                 break  # there may be a place in the next block
-            yield Piece(str(view[start:stop], "utf-8", "replace"), False)
+            text, num_new = _decoded(view[start:stop])
+            yield Piece(text, False)
+            num_replaced += num_new
             start = stop
         rest = view[start:]
         if len(rest) > MAX_UNCUT and len(str(rest, "utf-8", "replace")) > MAX_UNCUT:
             raise BadShard(f"{name}: a document of more than {MAX_UNCUT >> 20} million characters"
                            " in which the tokenizer allows no cut")
-    yield Piece(str(rest, "utf-8", "replace"), True)
+    text, num_new = _decoded(rest)
+    yield Piece(text, True, num_replaced + num_new)
+
+
+def _decoded(data: bytes | memoryview) -> tuple[str, int]:
+    """Return UTF-8 as text, and the number of characters that stand for bytes that are none."""
+    try:
+        return str(data, "utf-8"), 0
+    except UnicodeDecodeError:
+        text = str(data, "utf-8", "replace")
+        return text, text.count(REPLACEMENT) - bytes(data).count(REPLACEMENT.encode())
+
+
+def to_bytes(text: str) -> bytes:
+    """Return text as UTF-8, with the bytes that `surrogateescape` kept when it was decoded.
+
+    Other halves of surrogate pairs become bytes that are not UTF-8, so that they are counted too.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return HALF_PAIR.sub(NO_CHARACTER, text).encode("utf-8", "surrogateescape")
+
+
+def split_documents(blocks: Iterable[bytes], separator: bytes) -> Iterator[Iterator[bytes]]:
+    """Yield the blocks of each document between separators, which are to be read in this order.
+
+    Up to two line ends on each side belong to the separator, and two at the end of the file.
+    Documents without text are left out.
+    """
+    parts = _parts(blocks, separator)
+    for is_separator, document in itertools.groupby(parts, key=lambda part: part is None):
+        if not is_separator:
+            yield (part for part in document if part is not None)
+
+
+def _parts(blocks: Iterable[bytes], separator: bytes) -> Iterator[bytes | None]:
+    """Yield the text between separators in parts of any size, and None for each separator."""
+    # A separator with its line ends may begin that far before the end of a block; whether more line
+    # ends follow it is seen in the next one.
+    held = len(separator) + 3 * LINE_ENDS_BYTES
+    rest = b""
+    for block in blocks:
+        rest += block
+        start = 0
+        for found, end in _separators(rest, separator):
+            if end + LINE_ENDS_BYTES > len(rest):
+                break
+            if found > start:
+                yield rest[start:found]
+            yield None
+            start = end
+        stop = max(start, len(rest) - held)
+        if stop > start:
+            yield rest[start:stop]
+        rest = rest[stop:]
+    start = 0
+    for found, end in _separators(rest, separator):
+        if found > start:
+            yield rest[start:found]
+        yield None
+        start = end
+    last = LAST_LINE_ENDS.sub(b"", rest[start:])
+    if last:
+        yield last
+
+
+def _separators(text: bytes, separator: bytes) -> Iterator[tuple[int, int]]:
+    """Yield where separators with their line ends begin and end. Much faster than one pattern."""
+    start, place = 0, text.find(separator)
+    while place >= 0:
+        before = text[max(start, place - LINE_ENDS_BYTES):place]
+        start = LINE_ENDS.match(text, place + len(separator)).end()
+        yield place - len(LAST_LINE_ENDS.search(before)[0]), start
+        place = text.find(separator, start)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ import tiktoken
 from basics import files
 from basics.errors import UserError
 from preparation.cutting import BadShard, Cuts, Piece
+from preparation.findings import Findings, markers_in
 from preparation.reading import BadFile, Reading, Task, grouped
 from preparation.sources import Shard
-from preparation.token_stream import Counts, counts_of
+from preparation.token_stream import Counts
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
@@ -38,17 +39,24 @@ class Encoded:
 
     tokens: np.ndarray  # (num_tokens,) uint16
     counts: Counts  # a document counts where it ends
-    num_empty: int  # documents without text
-    bad_files: list[BadFile]
+    # Of each document that ends here, (num_documents,) int64: the bytes of this text up to its end,
+    # and the characters that stand for bytes that were not in its encoding.
+    ends: np.ndarray
+    replaced: np.ndarray
+    findings: Findings
+    bad_files: Sequence[BadFile] = ()
+    markers: frozenset[str] = frozenset()  # of the end of a text, that are in the texts
 
     def first_documents(self, num_documents: int, tokenizer: Tokenizer) -> "Encoded":
         """Return no more than so many documents."""
         if self.counts.num_documents < num_documents:
             return self
-        ends = np.flatnonzero(self.tokens == tokenizer.eot_token)[:num_documents]
-        tokens = self.tokens[:ends[-1] + 1]
-        num_empty = int(np.count_nonzero(np.diff(ends, prepend=-1) == 1))
-        return Encoded(tokens, counts_of(tokens, tokenizer), num_empty, self.bad_files)
+        last = np.flatnonzero(self.tokens == tokenizer.eot_token)[num_documents - 1]
+        tokens, ends = self.tokens[:last + 1], self.ends[:num_documents]
+        replaced = self.replaced[:num_documents]
+        return replace(self, tokens=tokens, ends=ends, replaced=replaced,
+                       counts=Counts(num_documents, tokens.size, int(ends[-1])),
+                       findings=_findings_of(ends, replaced))
 
 
 def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
@@ -56,21 +64,33 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     tokens: list[np.ndarray] = [end_of_text[:0]]
     reading = Reading(cuts_of(tokenizer), [])
-    num_documents = num_bytes = num_empty = bytes_before = 0
+    ends: list[int] = []
+    replaced: list[int] = []
+    markers: frozenset[str] = frozenset()
+    num_bytes = 0
     try:
-        for (text, ends_document), ids in encoded_pieces(task.read(reading), tokenizer):
+        for piece, ids in encoded_pieces(task.read(reading), tokenizer):
+            text = piece.text
             tokens.append(ids)
             num_bytes += len(text) if text.isascii() else len(text.encode())
-            if ends_document:
+            markers |= markers_in([text])
+            if piece.ends_document:
                 tokens.append(end_of_text)
-                num_documents += 1
-                num_empty += num_bytes == bytes_before
-                bytes_before = num_bytes
+                ends.append(num_bytes)
+                replaced.append(piece.num_replaced)
     except BadShard as error:
         return error
     together = np.concatenate(tokens)
-    return Encoded(together, Counts(num_documents, together.size, num_bytes), num_empty,
-                   reading.bad_files)
+    ends_array, replaced_array = np.array(ends, np.int64), np.array(replaced, np.int64)
+    return Encoded(together, Counts(len(ends), together.size, num_bytes), ends_array,
+                   replaced_array, _findings_of(ends_array, replaced_array), reading.bad_files,
+                   markers)
+
+
+def _findings_of(ends: np.ndarray, replaced: np.ndarray) -> Findings:
+    """Count the documents of some text; see `Encoded`."""
+    num_empty = np.count_nonzero(np.diff(ends, prepend=0) == 0)
+    return Findings(int(num_empty), int(np.count_nonzero(replaced)), int(replaced.sum()))
 
 
 def cuts_of(tokenizer: Tokenizer) -> Cuts:

@@ -5,7 +5,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +16,9 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from tqdm import tqdm
 
 from basics.errors import FAILED, UserError, as_os_error, first_line, one_line
-from preparation.choosing import SourceOptions, choose_files, config_patterns, kind_of
+from preparation.choosing import SourceOptions, choose_files, config_patterns
 from preparation.reading import file_tasks
-from preparation.sources import Request, Shard, Source
+from preparation.sources import Request, Shard, Source, source_of
 from tokens.tokenizer import TOKENIZER_FILE
 
 PAUSES = (1, 5, 20)  # seconds before each further attempt, beside those of the client
@@ -74,31 +74,30 @@ class HubShard(Shard):
 
 
 def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
-    """Find the documents of a dataset on the hub, in files of rows; see `find_source`."""
+    """Find the documents of a dataset on the hub; see `find_source`."""
     repository, is_kept = options.source, options.keep_raw is not None
     raw_dir = options.keep_raw or raw_dir
     info = ask_hub(repository, lambda: HfApi().dataset_info(
         repository, revision=options.revision or None))
     entries = ask_hub(repository, lambda: _files(repository, options.subset, info.sha))
     check_names(repository, [entry.path for entry in entries])
-    files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)
-             if kind_of(entry.path) not in ("", "text")}
+    files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
     card = info.card_data
     patterns = config_patterns(card.to_dict() if card else {})
-    kind, chosen = choose_files(files, options, f"{repository} on the hub", patterns)
+    kinds, chosen = choose_files(files, options, f"{repository} on the hub", patterns)
     shards = [HubShard(
         name=path, identity=lfs.sha256 if (lfs := files[path].lfs) else files[path].blob_id,
         num_bytes=files[path].size,
-        tasks=partial(file_tasks, [raw_dir / path], raw_dir, options.text_column),
+        tasks=partial(file_tasks, [raw_dir / path], raw_dir, options),
         repository=repository, revision=info.sha, raw_dir=raw_dir, is_kept=is_kept)
         for path in chosen]
     licences = _names(card and card.license, "unknown")
     request = Request(
         source=options.label(), revision=info.sha or "", text_column=options.text_column,
+        encoding=options.encoding, document_separator=options.document_separator,
         title=repository, licence=licences if len(licences) > 1 else licences[0],
         languages=_names(card and card.language, "en"), hub_name=repository)
-    return Source(request, shards, kind, raw_dir=raw_dir, keeps_raw=is_kept,
-                  max_bad_files=len(shards) // 100)
+    return replace(source_of(request, shards, kinds), raw_dir=raw_dir, keeps_raw=is_kept)
 
 
 def _names(listed: Any, default: str) -> list[str]:

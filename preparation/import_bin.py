@@ -1,4 +1,4 @@
-"""Copy tokens from files of nanoGPT and llm.c."""
+"""Copy tokens from files of nanoGPT and llm.c, and from NumPy's .npy files."""
 
 from pathlib import Path
 
@@ -12,8 +12,15 @@ from preparation.token_stream import Counts, TokenFileWriter, num_training_docum
 from tokens.token_file import check_token_ids
 from tokens.tokenizer import Tokenizer, choose_tokenizer
 
-LLM_C_MAGIC, LLM_C_VERSION = 20240520, 1
-LLM_C_HEADER = 256  # int32 values: magic, version, number of tokens, zeros
+# Files of llm.c begin with 256 int32 values: a magic number, a version, for tokens their number.
+LLM_C_HEADER = 256
+LLM_C_TOKENS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # those of GPT-2 and of Llama 3
+LLM_C_OTHERS = {20240326: "a model", 20240327: "the activations of a test", 20240328: "a tokenizer",
+                20240522: "questions of a benchmark", 20240527: "the state of an optimizer",
+                20240803: "a Llama 3 model"}
+NPY_MAGIC = b"\x93NUMPY"
+# Of a file without a header, the first numbers tell how wide its tokens are.
+SEEN_NUMBERS, LEAST_NUMBERS = 2**20, 64
 CHUNK_TOKENS = 2**24
 VALIDATION_FRACTION = 0.01  # of a single file
 Pieces = list[tuple[Path, int, int]]  # of files: the first token, and the end
@@ -22,9 +29,10 @@ Pieces = list[tuple[Path, int, int]]  # of files: the first token, and the end
 def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prepared:
     """Write both token files from the files named train and val, in the order of their names.
 
-    nanoGPT's files contain nothing but uint16 tokens, llm.c's start with a header. The last tokens
-    of a single file are for validation. Raises: UserError: files are missing, their sizes do not
-    match their headers, or a token id is outside the tokenizer's vocabulary.
+    nanoGPT's files contain nothing but uint16 tokens, those of llm.c and NumPy start with a header.
+    The last tokens of a single file are for validation. Raises: UserError: files are missing, their
+    sizes do not match their headers, their tokens are wider than their headers say, or a token id
+    is outside the tokenizer's vocabulary.
     """
     output_dir = check_output_dir(output_dir)
     tokenizer, title = choose_tokenizer(tokenizer_choice), source.resolve().name
@@ -63,30 +71,86 @@ def _find(source: Path) -> dict[str, Pieces]:
         return {"train": [(source, 0, cut)], "validation": [(source, cut, num_tokens)]}
     found = {}
     for split, name in (("train", "train"), ("validation", "val")):
-        named = (path for path in source.glob("*.bin")
-                 if name in path.stem.replace("-", "_").split("_"))
-        found[split] = [(path, 0, _read(path).size)
-                        for path in sorted(without_links_out(named, source))]
-        if not found[split]:
+        named = (path for path in source.iterdir() if path.suffix in (".bin", ".npy")
+                 and name in path.stem.replace("-", "_").split("_"))
+        paths = sorted(without_links_out(named, source))
+        if len({path.suffix for path in paths}) > 1:  # perhaps the same tokens twice
+            raise UserError(f"{source}: has .bin and .npy files of {split}; move some away")
+        found[split] = [(path, 0, _read(path).size) for path in paths]
+        if not paths:
             raise UserError(f"{source}: no {name}.bin or *_{name}_*.bin; wanted the token files of"
-                            " nanoGPT or llm.c")
+                            " nanoGPT or llm.c, or .npy files of such names")
     return found
 
 
 def _read(path: Path) -> np.ndarray:
-    """Map the tokens of a file into memory. Raises: UserError, OSError."""
+    """Map the tokens of a file into memory, (num_tokens,) of an integer type.
+
+    Raises: UserError: it is damaged, or does not hold tokens; OSError.
+    """
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=min(LLM_C_HEADER, size // 4))
-    start, num_tokens = 0, size // 2
-    if header.size == LLM_C_HEADER and header[0] == LLM_C_MAGIC:
+    magic = int(header[0]) if header.size == LLM_C_HEADER else 0
+    if header[:2].tobytes().startswith(NPY_MAGIC):
+        return _read_npy(path)
+    if magic in LLM_C_OTHERS:
+        raise UserError(f"{path}: is {LLM_C_OTHERS[magic]} of llm.c; wanted a file of tokens")
+    start, kind, num_tokens = 0, "<u2", size // 2
+    if magic in LLM_C_TOKENS:
+        version, kind = LLM_C_TOKENS[magic]
         start, num_tokens = 4 * LLM_C_HEADER, int(header[2])
-        if header[1] != LLM_C_VERSION:
-            raise UserError(f"{path}: version {header[1]} of llm.c's format; wanted version"
-                            f" {LLM_C_VERSION}, with 16-bit tokens")
-    if not num_tokens or size != start + 2 * num_tokens:
-        raise UserError(f"{path}: {size} bytes; wanted {start + 2 * num_tokens} for {num_tokens}"
-                        " tokens; it is damaged or in another format: replace it")
-    return np.memmap(path, dtype="<u2", mode="r", offset=start)
+        if header[1] != version:
+            raise UserError(f"{path}: version {header[1]} of llm.c's format {magic}; wanted version"
+                            f" {version}; write it again with today's llm.c")
+    wanted = start + np.dtype(kind).itemsize * num_tokens
+    if num_tokens < 1 or size != wanted:
+        raise UserError(f"{path}: {size} bytes; wanted {wanted} for {num_tokens} tokens; it is"
+                        " damaged or in another format: replace it")
+    tokens = np.memmap(path, dtype=kind, mode="r", offset=start)
+    if not start:
+        _check_width(tokens, path)
+    return tokens
+
+
+def _read_npy(path: Path) -> np.ndarray:
+    """Map the tokens of a .npy file into memory. Raises: UserError: it holds something else."""
+    try:
+        tokens = np.load(path, mmap_mode="r")  # refuses pickles
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path}: not a whole .npy file: {error}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not tokens.size:
+        raise UserError(f"{path}: holds {tokens.dtype} of shape {tokens.shape}; wanted a vector of"
+                        " integers")
+    return tokens
+
+
+def _check_width(numbers: np.ndarray, path: Path) -> None:
+    """Refuse tokens of 32 or 64 bits in a file without a header, read as (N,) uint16.
+
+    Their upper halves are 0 or small, but not their lower ones. Raises: UserError.
+    """
+    sample = numbers[:min(SEEN_NUMBERS, len(numbers) // 4 * 4)].reshape(-1, 4)
+    lower, upper = sample[:, ::2], sample[:, 1::2]
+    if sample.size < LEAST_NUMBERS or upper.max() >= 16 or lower.max() < 16:
+        return
+    bits, share = 64, "three of four 16-bit numbers are"
+    if sample[:, 2].any():
+        bits, share = 32, "every second 16-bit number is"
+    raise UserError(f"{path}: looks like {bits}-bit tokens ({share} small); convert"
+                    f" it: np.save('{path.stem}', np.fromfile('{path.name}', np.uint{bits}))")
+
+
+def _check_ids(tokens: np.ndarray, path: Path, first: int, tokenizer: Tokenizer,
+               choice: str) -> None:
+    """Check ids of any integer type, which `first` tokens precede. Raises: UserError."""
+    if tokens.min() < 0:
+        offset = int(np.argmax(tokens < 0))
+        raise UserError(f"{path}: token {first + offset} has id {tokens[offset]}, which is no"
+                        " token; replace the file")
+    for vocab_size, advice in (
+            (2**16, "the most that 16 bits can hold; prepare the text with a smaller vocabulary"),
+            (tokenizer.n_vocab, f"name another tokenizer than --tokenizer {choice}")):
+        check_token_ids(tokens, path, first=first, vocab_size=vocab_size, advice=advice)
 
 
 def _copy(pieces: Pieces, writer: TokenFileWriter, tokenizer: Tokenizer,
@@ -97,9 +161,8 @@ def _copy(pieces: Pieces, writer: TokenFileWriter, tokenizer: Tokenizer,
         mapped = _read(path)  # one at a time: each file that is mapped into memory is an open one
         for start in range(first, stop, CHUNK_TOKENS):
             tokens = mapped[start:min(start + CHUNK_TOKENS, stop)]
-            check_token_ids(tokens, path, first=start, vocab_size=tokenizer.n_vocab,
-                            advice=f"name another tokenizer than --tokenizer {choice}")
-            writer.add(tokens)
+            _check_ids(tokens, path, start, tokenizer, choice)
+            writer.add(tokens)  # as 16 bits
             num_documents += int(np.count_nonzero(tokens == tokenizer.eot_token))
             num_tokens += tokens.size
             largest = max(largest, int(tokens.max()))

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from pydantic import NonNegativeInt
-
 from basics.errors import DISK_FULL, UserError
 from basics.failpoints import failpoint
 from basics.files import append_whole, fsync, locked, write_atomically
 from basics.text import gb
+from preparation.findings import Findings
 from preparation.sources import Record, Request, Shard
-from preparation.token_stream import DATA_START, Counts
+from preparation.token_stream import DATA_START, ENDS_BYTES, Counts
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
 TOKENS = "train.safetensors"  # all tokens, until the last ones are moved to the validation file
+ENDS = "document-ends.bin"  # `DocumentEnds`; in the end only a part has it
 
 
 class Finished(Record):
@@ -27,7 +27,7 @@ class Finished(Record):
     identity: str = ""
     counts: Counts = Counts()  # of this shard and all before it; after the split, for training
     validation: Counts | None = None  # after the split
-    num_empty: NonNegativeInt = 0  # documents without text, the same
+    findings: Findings = Findings()  # the same; after the split, of both parts
     bad_files: list[str] = []  # of this shard: left out because they could not be read
 
 
@@ -41,7 +41,7 @@ class Journal:
         self.output_dir = output_dir
         self.dir = output_dir.parent / f".{output_dir.name}.partial"
         self.dataset_dir, self.raw_dir = self.dir / "dataset", self.dir / "raw"
-        self.path = self.dir / "journal.jsonl"
+        self.path, self.ends_path = self.dir / "journal.jsonl", self.dir / ENDS
         self.request: Request | None = None  # of the earlier launch
         self.lines: list[Finished] = []
 
@@ -58,17 +58,20 @@ class Journal:
                     shutil.rmtree(self.dir, ignore_errors=True)
 
     def read(self) -> None:
-        """Read what an earlier launch has left. Begins again if its file is too short."""
+        """Read what an earlier launch has left. Begins again if its files are too short."""
         self.lines = []
         with contextlib.suppress(FileNotFoundError, ValueError):  # a kill has cut the last line
             first, *lines = self.path.read_bytes().splitlines()
             self.request = Request.model_validate_json(first)
             for line in lines:
                 self.lines.append(Finished.model_validate_json(line))
-        path = self.dataset_dir / TOKENS
-        num_bytes = path.stat().st_size if path.exists() else 0
-        if num_bytes < DATA_START + 2 * self.last.counts.num_tokens:
+        counts = self.last.counts
+        if not counts.num_documents:  # all that was finished could not be read
             self.lines = []
+        for path, num_bytes in ((self.dataset_dir / TOKENS, DATA_START + 2 * counts.num_tokens),
+                                (self.ends_path, ENDS_BYTES * counts.num_documents)):
+            if not path.exists() or path.stat().st_size < num_bytes:
+                self.lines = []
 
     @property
     def last(self) -> Finished:

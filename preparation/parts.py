@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,17 +10,18 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import ValidationError
 
 from basics.errors import UserError
-from basics.files import read_regular_file, sha256_of, write_atomically
+from basics.files import fsync, read_regular_file, sha256_of, write_atomically
 from preparation.card import Prepared
 from preparation.cutting import Cuts
 from preparation.encoding import Encoded
-from preparation.journal import TOKENS
+from preparation.findings import Findings
+from preparation.journal import ENDS, TOKENS
 from preparation.reading import BadFile
 from preparation.sources import Record, Request, Shard, Source
-from preparation.token_stream import Counts, read_tokens
+from preparation.token_stream import CHUNK_TOKENS, Counts, read_ends, read_tokens
 from tokens.tokenizer import Tokenizer, file_beside, load_tokenizer
 
 PART_FILE = "part.json"
@@ -31,10 +33,11 @@ class PartFile(Record):
 
     request: Request
     counts: Counts
-    num_empty: NonNegativeInt
+    findings: Findings
     bad_files: list[str]
     max_bad_files: int  # of all parts together
     digest: str  # SHA-256 of TOKENS
+    ends_digest: str  # of ENDS
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -62,11 +65,14 @@ def names_and_sizes(source: Source) -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
-def write_part(part_dir: Path, part: Prepared, max_bad_files: int) -> None:
-    """Write part.json next to the tokens, which must be complete."""
-    content = PartFile(request=part.request, counts=part.total, num_empty=part.num_empty,
+def write_part(part_dir: Path, part: Prepared, ends_path: Path, max_bad_files: int) -> None:
+    """Write part.json and the ends of its documents next to the tokens, which must be complete."""
+    shutil.copyfile(ends_path, part_dir / ENDS)
+    fsync(part_dir / ENDS)
+    content = PartFile(request=part.request, counts=part.total, findings=part.findings,
                        bad_files=list(part.bad_files), max_bad_files=max_bad_files,
-                       digest=sha256_of(part_dir / TOKENS))
+                       digest=sha256_of(part_dir / TOKENS),
+                       ends_digest=sha256_of(part_dir / ENDS))
     write_atomically(part_dir / PART_FILE, content.model_dump_json(indent=1) + "\n", durable=True)
 
 
@@ -106,16 +112,21 @@ def _read(path: Path) -> PartFile:
         part = PartFile.model_validate_json(
             read_regular_file(path / PART_FILE, max_bytes=MAX_PART_FILE))
         parse_part(part.request.part)
-        if sha256_of(path / TOKENS) == part.digest:
+        if sha256_of(path / TOKENS) == part.digest and sha256_of(path / ENDS) == part.ends_digest:
             return part
-    raise UserError(f"{path}: is not a whole part: {PART_FILE} or {TOKENS} is missing or damaged;"
-                    " repeat its --part command, or copy it again")
+    raise UserError(f"{path}: is not a whole part: {PART_FILE}, {TOKENS} or {ENDS} is missing or"
+                    " damaged; repeat its --part command, or copy it again")
 
 
 def _stored(path: Path, part: PartFile, _: Cuts) -> Iterator[Encoded]:
-    """Yield what there is besides tokens first: too many files may be missing."""
-    counts = replace(part.counts, num_tokens=0)
+    """Yield the files that are missing first: they may be too many."""
+    no_tokens, none = np.empty(0, dtype="<u2"), np.empty(0, dtype=np.int64)
     bad_files = [BadFile(name, f"{name} of {path}: could not be read") for name in part.bad_files]
-    yield Encoded(np.empty(0, dtype="<u2"), counts, part.num_empty, bad_files)
+    yield Encoded(no_tokens, Counts(), none, none, part.findings, bad_files)
+    num_documents, num_bytes = part.counts.num_documents, 0
+    for start in range(0, num_documents, CHUNK_TOKENS):
+        ends = read_ends(path / ENDS, start, min(start + CHUNK_TOKENS, num_documents)) - num_bytes
+        yield Encoded(no_tokens, Counts(len(ends), 0, int(ends[-1])), ends, none, Findings())
+        num_bytes += int(ends[-1])
     for tokens in read_tokens(path / TOKENS, 0, part.counts.num_tokens):
-        yield Encoded(tokens, Counts(num_tokens=tokens.size), 0, [])
+        yield Encoded(tokens, Counts(num_tokens=tokens.size), none, none, Findings())

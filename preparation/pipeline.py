@@ -17,7 +17,7 @@ from tqdm import tqdm
 from basics.errors import UserError, cannot_be_written, one_line, print_error
 from basics.text import counted
 from preparation.card import MAX_BAD_NAMES, Prepared, progress_bar, write_card
-from preparation.cutting import BadShard
+from preparation.cutting import BadShard, NoColumn
 from preparation.encoding import Item, Result, cuts_of, encode, worker_pool
 from preparation.journal import TOKENS, Finished, Journal, check_disk_space, check_output_dir
 from preparation.parts import names_and_sizes, read_parts, share_of, write_part
@@ -25,8 +25,8 @@ from preparation.reading import TASK_BYTES, Task
 from preparation.sources import Shard, Source
 from preparation.token_stream import (
     Counts,
+    DocumentEnds,
     TokenFileWriter,
-    counts_of,
     num_training_documents,
     read_tokens,
     start_of_last,
@@ -88,6 +88,7 @@ def _prepare(source: Source, output_dir: Path, tokenizer: Tokenizer,
     try:
         with journal.locked():
             _check_disk(source, journal)
+            _check_shards(source, journal, options)
             journal.begin(source.request, source.shards, tokenizer)
             dataset = _Preparation(source, journal, options, tokenizer).run()
             journal.publish()
@@ -99,7 +100,7 @@ def _prepare(source: Source, output_dir: Path, tokenizer: Tokenizer,
 def _check_disk(source: Source, journal: Journal) -> None:
     """Refuse a disk that has certainly too little space for tokens or downloads."""
     shards, takes_all = source.shards[len(journal.shards):], source.request.max_documents is None
-    if takes_all and source.kind in ("", "text"):  # other files may hold much besides the text
+    if takes_all and source.kinds <= {"text"}:  # other files may hold much besides the text
         num_bytes = sum(shard.num_bytes for shard in shards)
         check_disk_space(journal.dir, LEAST_TOKEN_BYTES * num_bytes, "tokens")
     if source.raw_dir is not None:
@@ -108,6 +109,26 @@ def _check_disk(source: Source, journal: Journal) -> None:
         # Of files that are not kept, one is downloaded ahead.
         check_disk_space(source.raw_dir, sum(raw if source.keeps_raw and takes_all else raw[-2:]),
                          "files from the hub")
+
+
+def _check_shards(source: Source, journal: Journal, options: PrepareOptions) -> None:
+    """Refuse at once what would be refused after hours. Raises: UserError: too many of the files
+    that are left cannot be read, as far as this can be seen without reading them."""
+    if options.skip_bad_shards or source.request.max_documents is not None:
+        return
+    num_bad = len(journal.bad_files)
+    for shard in source.shards[len(journal.shards):]:
+        try:
+            shard.check()
+        except BadShard as error:
+            num_bad += 1
+            if num_bad > source.max_bad_files:
+                raise _too_many(str(error), num_bad) from None
+
+
+def _too_many(reason: str, num_bad_files: int) -> UserError:
+    return UserError(f"{reason}; files that cannot be read so far: {num_bad_files}; replace them,"
+                     " or skip them with --skip-bad-shards")
 
 
 class _Preparation:
@@ -123,11 +144,14 @@ class _Preparation:
         self._tokenizer = tokenizer
         self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS,
                                        num_tokens=journal.last.counts.num_tokens)
+        self._ends = DocumentEnds(journal.ends_path,
+                                  num_documents=journal.last.counts.num_documents)
         self._first_reason = "".join(journal.bad_files[:1])  # of an earlier launch only its name
+        self._warned_of: set[str] = set()
         self._begin_shard()
 
     def _begin_shard(self, *, is_bad: bool = False) -> None:
-        self._counts, self._num_empty = self._journal.last.counts, self._journal.last.num_empty
+        self._counts, self._findings = self._journal.last.counts, self._journal.last.findings
         self._bad_files: list[str] = []  # of the shard
         self._is_bad = is_bad
 
@@ -140,6 +164,7 @@ class _Preparation:
         finally:
             with contextlib.suppress(OSError):  # a full disk: reported already
                 self._tokens.close()
+                self._ends.close()
 
     def _items(self) -> Iterator[Item | None]:
         """Yield the tasks of all shards that are left, and their ends; see `encode`."""
@@ -188,36 +213,49 @@ class _Preparation:
     def _process(self, result: Result) -> None:
         if isinstance(result, Shard):
             self._tokens.sync()
+            self._ends.sync()
             self._journal.add(Finished(
                 name=result.name, identity=result.identity, counts=self._counts,
-                num_empty=self._num_empty, bad_files=self._bad_files))
+                findings=self._findings, bad_files=self._bad_files))
             self._begin_shard()
+            self._warn("damage", self._source.about_damage(self._findings, self._counts))
             result.release()
         elif self._has_all() or self._is_bad:
             pass  # more documents were read ahead than are wanted
         elif isinstance(result, BadShard):  # remove the part of the shard that could be read
             self._begin_shard(is_bad=True)
             self._tokens.truncate(self._counts.num_tokens)
-            self._leave_out(self._source.shards[len(self._journal.shards)].name, str(result))
+            self._ends.truncate(self._counts.num_documents)
+            is_first = self._counts.num_documents == 0
+            self._leave_out(self._source.shards[len(self._journal.shards)].name, str(result),
+                            is_fatal=is_first and isinstance(result, NoColumn))
         else:
             wanted = result.first_documents(self._limit - self._counts.num_documents,
                                             self._tokenizer)
             self._tokens.add(wanted.tokens)
+            self._ends.add(self._counts.num_text_bytes + wanted.ends)
             self._counts += wanted.counts
-            self._num_empty += wanted.num_empty
+            self._findings += wanted.findings
+            self._warn("markers", self._source.about_markers(wanted.markers))
             for file in wanted.bad_files:
                 self._leave_out(file.name, file.reason)
 
-    def _leave_out(self, name: str, reason: str) -> None:
-        """Note a file that cannot be read. Raises: UserError, if there are too many."""
+    def _leave_out(self, name: str, reason: str, *, is_fatal: bool = False) -> None:
+        """Note a file that cannot be read. Raises: UserError, if there are too many, or if all
+        others may be like it: they could be a hundred downloads."""
         self._first_reason = self._first_reason or reason
         self._bad_files.append(name)
         count = len(self._journal.bad_files) + len(self._bad_files)
-        if count > self._max_bad_files:
-            raise UserError(f"{reason}; files that cannot be read so far: {count}; replace them, or"
-                            " skip them with --skip-bad-shards")
+        if count > self._max_bad_files or (is_fatal and self._max_bad_files < sys.maxsize):
+            raise _too_many(reason, count)
         if count <= MAX_BAD_NAMES:
             tqdm.write(one_line(f"left out: {reason}"), file=sys.stderr)
+
+    def _warn(self, subject: str, line: str) -> None:
+        """Print a warning, if there is one: once for each subject."""
+        if line and subject not in self._warned_of:
+            self._warned_of.add(subject)
+            tqdm.write(one_line(line), file=sys.stderr)
 
     def _finish(self) -> Prepared:
         journal, request = self._journal, self._request
@@ -227,9 +265,9 @@ class _Preparation:
         splits = {"train": last.counts}
         if last.validation is not None:
             splits["validation"] = last.validation
-        dataset = Prepared(request, splits, last.num_empty, journal.bad_files)
+        dataset = Prepared(request, splits, last.findings, journal.bad_files)
         if request.part:
-            write_part(journal.dataset_dir, dataset, self._source.max_bad_files)
+            write_part(journal.dataset_dir, dataset, journal.ends_path, self._source.max_bad_files)
         else:
             self._tokens.truncate(last.counts.num_tokens)
             largest = max(int(tokens.max()) for tokens in read_tokens(
@@ -241,28 +279,26 @@ class _Preparation:
     def _split(self) -> None:
         """Copy the last documents to the validation file; of a single text the last tokens."""
         total, fraction, journal = self._counts, self._request.validation_fraction, self._journal
-        is_one_text = self._source.is_one_text and total.num_text_bytes > 0
-        if is_one_text:
+        if self._source.is_one_text and total.num_text_bytes:
             total = replace(total, num_documents=2)
             start = num_training_documents(total.num_tokens, fraction)
+            # The text's own share, not that of the tokens: the same with every tokenizer.
+            train = Counts(1, start, num_training_documents(total.num_text_bytes, fraction))
         else:
             self._check_documents()
             num_train = num_training_documents(total.num_documents, fraction)
             start = start_of_last(self._tokens.path, total.num_tokens,
                                   total.num_documents - num_train, self._tokenizer.eot_token)
+            train = Counts(num_train, start, self._ends.num_text_bytes(num_train))
         writer = TokenFileWriter(journal.dataset_dir / "validation.safetensors")
-        validation, largest = Counts(), 0
+        validation, largest = total - train, 0
         for tokens in read_tokens(self._tokens.path, start, total.num_tokens):
             writer.add(tokens)
-            validation += counts_of(tokens, self._tokenizer)
             largest = max(largest, int(tokens.max()))
-        if is_one_text:  # by its share of the text, as its tokens
-            num_bytes = num_training_documents(total.num_text_bytes, fraction)
-            validation = replace(validation, num_text_bytes=total.num_text_bytes - num_bytes)
-        dataset = Prepared(self._request, {"validation": validation}, 0, journal.bad_files)
+        dataset = Prepared(self._request, {"validation": validation}, self._findings,
+                           journal.bad_files)
         writer.finish(dataset.metadata("validation", largest))
-        journal.add(Finished(counts=total - validation, validation=validation,
-                             num_empty=self._num_empty))
+        journal.add(Finished(counts=train, validation=validation, findings=self._findings))
 
     def _check_documents(self) -> None:
         """Refuse a source without text, or one that cannot fill both splits. Raises: UserError."""
@@ -273,11 +309,13 @@ class _Preparation:
         if total.num_documents >= 2:
             raise UserError(f"{self._request.source}: has no text: all of its"
                             f" {total.num_documents:,} documents are empty")
-        wanted, hint = "wanted at least 2", "JSON lines: one document per line"
+        wanted, hint = "wanted at least 2", "a document is a row, a JSON object or a .txt file"
+        if self._request.document_separator:
+            hint = f"is {self._request.document_separator!r} between them? (--document-separator)"
         if num_bad:
             hint = (f"left out {counted(num_bad, 'file')}{', the first' * (num_bad > 1)}:"
                     f" {self._first_reason}")
-            if self._source.kind:  # no join, which has no such option
+            if self._source.kinds:  # no join, which has no such option
                 wanted += ", one of them for the validation split (--validation-fraction)"
         raise UserError(f"{self._request.source}: {counted(total.num_documents, 'document')} found;"
                         f" {wanted}; {hint}")

@@ -2,31 +2,42 @@
 
 import codecs
 import contextlib
+import csv
 import functools
-import gzip
 import io
 import json
+import re
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
-from basics.errors import UserError
-from preparation.choosing import kind_of
-from preparation.cutting import LARGE_DOCUMENT, BadShard, Cuts, Piece, cut_document
+from preparation.choosing import PACKED, SourceOptions, kind_of
+from preparation.cutting import (
+    LARGE_DOCUMENT,
+    BadShard,
+    Cuts,
+    NoColumn,
+    Piece,
+    cut_document,
+    split_documents,
+    to_bytes,
+)
+from preparation.unpacking import opened
 
 TASK_BYTES = 2**22  # of text in a task, roughly
 LONGEST_LINE = 2**27  # bytes: a small compressed file may unpack to one endless line
+BETWEEN_ELEMENTS: Any = re.compile(r"[\s,]*")  # of a JSON array; matches everywhere
 WHOLE_BYTES = 2**24  # workers read text files and parquet row groups of up to this size
 MAX_ROWS = 64  # of a parquet file read at a time; fewer if the rows are large
 BATCH_BYTES = 2**22  # of those rows, roughly
-TEXT_TYPES = ("string", "large_string", "string_view", "null")
+TEXT_TYPES = ("STRING", "UNKNOWN", "NULL")  # logical ones; the latter two of columns of nulls
+JSON = json.JSONDecoder(parse_int=float)  # Python refuses integers of more than 4,300 digits
 T = TypeVar("T")
 # A worker gets many tasks of the same file.
 _footer = functools.lru_cache(maxsize=2)(pyarrow.parquet.read_metadata)
@@ -69,55 +80,73 @@ def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int,
         yield group, total
 
 
-def file_tasks(paths: Sequence[Path], root: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
-    """Split files of one kind, a single one unless they are text, into tasks.
+def file_tasks(paths: Sequence[Path], root: Path, options: SourceOptions,
+               cuts: Cuts) -> Iterator[Task]:
+    """Split files into tasks: a single file, or several of text that is not packed.
 
-    Raises: BadShard: one is damaged. UserError: there is no such column.
+    Raises: BadShard: one is damaged, or has no such column.
     """
     kind = kind_of(paths[0].name)
     if kind == "parquet":
-        return parquet_tasks(paths[0], text_column, cuts)
-    if kind == "JSON lines":
-        return json_tasks(paths[0], text_column, cuts)
-    return text_tasks(paths, root, cuts)
+        return parquet_tasks(paths[0], options, cuts)
+    if kind == "CSV":
+        return csv_tasks(paths[0], options, cuts)
+    if kind == "text":
+        return text_tasks(paths, root, options, cuts)
+    return json_tasks(paths[0], options, cuts)
 
 
-def text_tasks(paths: Sequence[Path], root: Path, cuts: Cuts) -> Iterator[Task]:
-    """Leave files, one document each, to the workers; read a very large one here, in pieces.
+def check_column(path: Path, options: SourceOptions) -> None:
+    """Raise BadShard if a parquet or CSV file is damaged at its place, or has no such column."""
+    kind = kind_of(path.name)
+    if kind == "parquet":
+        with _naming(path):
+            _text_leaf(path, options.text_column)
+    elif kind == "CSV":
+        with opened(path, options.encoding) as (_, file):
+            next(_csv_texts(file, path, options.text_column), None)
 
-    Raises: BadShard: a large one, which is alone in its shard, cannot be read.
+
+def text_tasks(paths: Sequence[Path], root: Path, options: SourceOptions,
+               cuts: Cuts) -> Iterator[Task]:
+    """Leave small files to the workers; read a packed or very large one here, in pieces.
+
+    Raises: BadShard: such a file, which is alone in its shard, cannot be read.
     """
     sizes = ((path, path.stat().st_size if path.exists() else 0) for path in paths)
     for group, size in grouped(sizes, TASK_BYTES):
-        if size <= WHOLE_BYTES:
-            yield Task(partial(_read_texts, group, root), size, size)
+        path = group[0]
+        if size <= WHOLE_BYTES and path.suffix.lower() not in PACKED:
+            yield Task(partial(_read_texts, group, root, options), size, size)
         else:
-            yield from _in_memory(cut_document(_text_blocks(group[0]), cuts, group[0]))
+            with opened(path, options.encoding) as (stored, file):
+                yield from _streamed(_text_pieces(_blocks(file), path, options, cuts), stored)
 
 
-def _read_texts(paths: Sequence[Path], root: Path, reading: Reading) -> Iterator[Piece]:
+def _read_texts(paths: Sequence[Path], root: Path, options: SourceOptions,
+                reading: Reading) -> Iterator[Piece]:
     for path in paths:
         try:
-            blocks = list(_text_blocks(path))
+            with opened(path, options.encoding) as (_, file):
+                blocks = list(_blocks(file))
         except BadShard as error:
             reading.bad_files.append(BadFile(printable(path.relative_to(root)), str(error)))
         else:
-            yield from cut_document(blocks, reading.cuts, path)
+            yield from _text_pieces(blocks, path, options, reading.cuts)
 
 
-def _text_blocks(path: Path) -> Iterator[bytes]:
-    """Read a file without its byte order mark. Raises: BadShard."""
-    try:
-        with path.open("rb") as file:
-            block = file.read(TASK_BYTES)
-            if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # noise as UTF-8
-                raise BadShard(f"{path}: is UTF-16; wanted UTF-8")
-            block = block.removeprefix(codecs.BOM_UTF8)
-            while block:
-                yield block
-                block = file.read(TASK_BYTES)
-    except OSError as error:
-        raise BadShard(f"{path}: cannot be read: {error.strerror}") from None
+def _blocks(file: Any) -> Iterator[bytes]:
+    return iter(partial(file.read, TASK_BYTES), b"")
+
+
+def _text_pieces(blocks: Iterable[bytes], path: Path, options: SourceOptions,
+                 cuts: Cuts) -> Iterator[Piece]:
+    """Yield the documents of a text file: one, or those between separators."""
+    documents: Iterable[Iterable[bytes]] = [blocks]
+    if options.document_separator:
+        documents = split_documents(blocks, options.document_separator.encode())
+    for document in documents:
+        yield from cut_document(document, cuts, path)
 
 
 def printable(path: Path) -> str:
@@ -127,10 +156,22 @@ def printable(path: Path) -> str:
 
 def _in_memory(pieces: Iterator[Piece], share: float = 1) -> Iterator[Task]:
     """Yield tasks with text of a file, which has `share` bytes for each of text."""
-    sizes = ((piece, sys.getsizeof(piece.text)) for piece in pieces)  # up to 4 bytes a character
-    for batch, size in grouped(sizes, TASK_BYTES):
+    for batch, size in _batches(pieces):
         yield Task(partial(_given, batch), size,
                    int(share * sum(len(piece.text.encode()) for piece in batch)))
+
+
+def _streamed(pieces: Iterator[Piece], stored: BinaryIO) -> Iterator[Task]:
+    """Yield tasks with text that is read from a stored file meanwhile."""
+    position = 0
+    for batch, size in _batches(pieces):
+        yield Task(partial(_given, batch), size, stored.tell() - position)
+        position = stored.tell()
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[tuple[list[Piece], int]]:
+    # A character of a text takes up to 4 bytes.
+    return grouped(((piece, sys.getsizeof(piece.text)) for piece in pieces), TASK_BYTES)
 
 
 def _given(pieces: Sequence[Piece], _: Reading) -> Iterator[Piece]:
@@ -141,10 +182,29 @@ def memory_tasks(texts: Sequence[bytes], cuts: Cuts) -> Iterator[Task]:
     return _in_memory(piece for text in texts for piece in cut_document([text], cuts, "texts"))
 
 
-def json_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
-    """Split a file (plain, gzip, zstandard) into tasks of whole lines. Raises: BadShard: damage."""
+def json_tasks(path: Path, options: SourceOptions, cuts: Cuts) -> Iterator[Task]:
+    """Split JSON lines into tasks of whole lines; read the objects of an array here.
+
+    Raises: BadShard: the file is damaged.
+    """
+    with opened(path, options.encoding) as (stored, file):
+        if file.peek(1).lstrip().startswith(b"["):
+            objects = _array_texts(file, path, options.text_column)
+            yield from _streamed(_row_pieces(objects, path, cuts), stored)
+        else:
+            yield from _line_tasks(path, options.text_column, cuts, _blocks_of_lines(
+                path, stored, file))
+
+
+def _row_pieces(texts: Iterable[bytes], path: Path, cuts: Cuts) -> Iterator[Piece]:
+    for text in texts:
+        yield from cut_document([text], cuts, path)
+
+
+def _line_tasks(path: Path, text_column: str, cuts: Cuts,
+                blocks: Iterator[tuple[bytearray, int]]) -> Iterator[Task]:
     first_line = 1
-    for block, source_bytes in _blocks_of_lines(path):
+    for block, source_bytes in blocks:
         if len(block) > 2 * TASK_BYTES:  # a large document: split it into several tasks
             pieces = _read_lines(path, first_line, block, text_column, Reading(cuts, []))
             yield from _in_memory(pieces, source_bytes / len(block))
@@ -155,68 +215,117 @@ def json_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
         del block  # frees its memory before the next one is read
 
 
-def _blocks_of_lines(path: Path) -> Iterator[tuple[bytearray, int]]:
-    """Yield whole lines, and how many bytes of the file they took."""
-    position, suffix = 0, path.suffix.lower()
-    try:
-        with path.open("rb") as packed:
-            file: Any = packed
-            if suffix == ".gz":
-                file = gzip.GzipFile(fileobj=packed)
-            elif suffix == ".zst":
-                file = io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"), TASK_BYTES)
-            while block := bytearray(file.read(TASK_BYTES)):  # a bytearray grows without a copy
-                while len(block) < LONGEST_LINE and (part := file.readline(TASK_BYTES)):
-                    block += part
-                    if part.endswith(b"\n"):
-                        break
-                if len(block) >= LONGEST_LINE:
-                    raise BadShard(f"{path}: a line of more than {LONGEST_LINE >> 20} MiB")
-                yield block, packed.tell() - position
-                position = packed.tell()
-    except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
-        raise BadShard(f"{path}: damaged or cannot be read: {str(error)[:80]}") from None
+def _blocks_of_lines(path: Path, stored: BinaryIO, file: Any) -> Iterator[tuple[bytearray, int]]:
+    """Yield whole lines, and how many bytes of the stored file they took. Raises: BadShard."""
+    position = 0
+    while block := bytearray(file.read(TASK_BYTES)):  # a bytearray grows without a copy
+        while len(block) < LONGEST_LINE and (part := file.readline(TASK_BYTES)):
+            block += part
+            if part.endswith(b"\n"):
+                break
+        if len(block) >= LONGEST_LINE:
+            raise BadShard(f"{path}: a line of more than {LONGEST_LINE >> 20} MiB")
+        yield block, stored.tell() - position
+        position = stored.tell()
 
 
 def _read_lines(path: Path, first_line: int, lines: bytes | bytearray, text_column: str,
                 reading: Reading) -> Iterator[Piece]:
     for number, line in enumerate(io.BytesIO(lines), start=first_line):
         if line.strip():
-            text = _text_of(line, f"{path}: line {number}", text_column)
+            try:
+                record = JSON.decode(line.decode("utf-8", "surrogateescape").removeprefix("\ufeff"))
+            except (ValueError, RecursionError):
+                record = None
+            text = _text_of(record, f"{path}: line {number}", text_column)
             yield from cut_document([text], reading.cuts, path)
 
 
-def _text_of(line: bytes, place: str, text_column: str) -> bytes:
-    record: dict[str, Any] = {}
+def _text_of(record: Any, place: str, text_column: str) -> bytes:
+    """Return the text under a key, or under keys inside of each other. Raises: BadShard."""
+    wanted = f'{place} is not a JSON object with a text in "{text_column}"'
     try:
-        record = json.loads(line.decode("utf-8", "replace").removeprefix("\ufeff"))
-        text = record[text_column]
-        return ("" if text is None else text).encode(  # a null is an empty document
-            "utf-8", "replace")  # JSON can hold half of a surrogate pair
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        found = (f"; its keys are {', '.join(record)[:60]} (--text-column)"
-                 if isinstance(error, KeyError) and record else "")
-        raise BadShard(
-            f'{place} is not a JSON object with a text in "{text_column}"{found}') from None
+        text = record
+        for key in [text_column] if text_column in record else text_column.split("."):
+            text = text[key]
+        return to_bytes("" if text is None else text)  # a null is an empty document
+    except KeyError:
+        found = f"; its keys are {', '.join(record)[:60]} (--text-column)" if record else ""
+        raise NoColumn(wanted + found) from None
+    except (TypeError, AttributeError):
+        raise BadShard(wanted) from None
 
 
-def parquet_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
+def _array_texts(file: Any, path: Path, text_column: str) -> Iterator[bytes]:
+    """Yield the texts of objects in a JSON array, which need not fit in memory. Raises: BadShard.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    buffer = decoder.decode(file.read(TASK_BYTES)).lstrip().removeprefix("[")
+    start, number = 0, 1
+    while True:
+        start += len(BETWEEN_ELEMENTS.match(buffer, start)[0])
+        if buffer.startswith("]", start):
+            break
+        try:
+            record, start = JSON.raw_decode(buffer, start)
+        except (ValueError, RecursionError):  # perhaps its end is not read yet
+            # As much again: however long an object is, it is decoded few times.
+            block = file.read(max(TASK_BYTES, len(buffer) - start))
+            if not block or len(buffer) - start > LONGEST_LINE:
+                raise BadShard(f"{path}: element {number} is not a whole JSON object") from None
+            buffer, start = buffer[start:] + decoder.decode(block), 0
+        else:
+            yield _text_of(record, f"{path}: element {number}", text_column)
+            number += 1
+    if (buffer[start + 1:] + decoder.decode(file.read(TASK_BYTES))).strip():
+        raise BadShard(f"{path}: goes on after the end of its JSON array")
+
+
+def csv_tasks(path: Path, options: SourceOptions, cuts: Cuts) -> Iterator[Task]:
+    """Read the rows of a file here. Raises: BadShard: it is damaged, or has no such column."""
+    with opened(path, options.encoding) as (stored, file):
+        texts = _csv_texts(file, path, options.text_column)
+        yield from _streamed(_row_pieces(texts, path, cuts), stored)
+
+
+def _csv_texts(file: Any, path: Path, text_column: str) -> Iterator[bytes]:
+    """Yield the texts of a column, which the first row names. Raises: BadShard."""
+    lines = iter(partial(file.readline, LONGEST_LINE), b"")
+    rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
+    csv.field_size_limit(LONGEST_LINE)
+    try:
+        columns = next(rows, [])
+        place = _place_of(text_column, columns, path)
+        for row in rows:
+            if row and len(row) != len(columns):
+                raise BadShard(f"{path}: line {rows.line_num} ends a row of {len(row)} fields; its"
+                               f" first row has {len(columns)}")
+            if row:
+                yield to_bytes(row[place])
+    except csv.Error as error:
+        raise BadShard(f"{path}: line {rows.line_num}: {error}") from None
+
+
+def _place_of(text_column: str, columns: list[str], path: Path) -> int:
+    """Return the place of the column of text. Raises: BadShard: there is none, or are several."""
+    count = columns.count(text_column)
+    if count > 1:
+        raise BadShard(f"{path}: has {count} columns {text_column!r}; rename all but one of them")
+    if not count:
+        raise NoColumn(f"{path}: has no column {text_column!r}; name one of its columns with"
+                       f" --text-column: {', '.join(columns)[:80]}")
+    return columns.index(text_column)
+
+
+def parquet_tasks(path: Path, options: SourceOptions, cuts: Cuts) -> Iterator[Task]:
     """Leave small row groups to the workers; read large ones here, a few rows at a time.
 
-    Raises: BadShard: it is not a complete parquet file. UserError: there is no such column.
+    Raises: BadShard: it is not a complete parquet file, or has no such column of text.
     """
+    text_column = options.text_column
     with _naming(path):
-        footer = pyarrow.parquet.read_metadata(path)
-        schema = footer.schema.to_arrow_schema()
-        if text_column not in schema.names:
-            raise UserError(f"{path}: has no column {text_column!r}; name one of its columns with"
-                            f" --text-column: {', '.join(schema.names)[:80]}")
-        kind = schema.field(text_column).type
-        if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
-            raise UserError(f"{path}: column {text_column!r} is of type {kind}; name a column of"
-                            " text with --text-column")
-        columns = [footer.schema.column(i).path for i in range(footer.num_columns)]
-        sizes = [footer.row_group(group).column(columns.index(text_column)).total_uncompressed_size
+        footer, leaf = _text_leaf(path, text_column)
+        sizes = [footer.row_group(group).column(leaf).total_uncompressed_size
                  for group in range(footer.num_row_groups)]
     share = path.stat().st_size / max(sum(sizes), 1)  # of the file, for each byte of text
     for groups, size in grouped(enumerate(sizes), TASK_BYTES):
@@ -225,6 +334,23 @@ def parquet_tasks(path: Path, text_column: str, cuts: Cuts) -> Iterator[Task]:
             yield from _in_memory(read(Reading(cuts, [])), share)
         else:
             yield Task(read, size, int(size * share))
+
+
+def _text_leaf(path: Path, text_column: str) -> tuple[pyarrow.parquet.FileMetaData, int]:
+    """Return a file's footer, and the place of the text among its columns, also nested ones.
+
+    Raises: BadShard: there is no such column of text.
+    """
+    footer = pyarrow.parquet.read_metadata(path)
+    leaves = [footer.schema.column(place) for place in range(footer.num_columns)]
+    place = _place_of(text_column, [leaf.path for leaf in leaves], path)
+    kind = leaves[place].logical_type.type
+    if kind not in TEXT_TYPES or leaves[place].max_repetition_level:
+        kind = leaves[place].physical_type if kind == "NONE" else kind
+        in_list = " in a list" * bool(leaves[place].max_repetition_level)
+        raise BadShard(f"{path}: column {text_column!r} is of type {kind}{in_list}; name a column"
+                       " of text with --text-column")
+    return footer, place
 
 
 @contextlib.contextmanager
@@ -251,11 +377,22 @@ def _read_groups(path: Path, groups: list[int], text_column: str,
                                          pre_buffer=False, page_checksum_verification=True) as file:
             for batch in file.iter_batches(num_rows, row_groups=groups, columns=[text_column],
                                            use_threads=False):
-                yield from _column_pieces(batch.column(0), reading.cuts, path)
+                yield from _column_pieces(_column_in(batch, text_column), reading.cuts, path)
+
+
+def _column_in(batch: pyarrow.RecordBatch, text_column: str) -> pyarrow.Array:
+    """Return a column of that name, or the field of a column: b of a for a.b."""
+    if text_column in batch.schema.names:
+        return batch.column(text_column)
+    first, *fields = text_column.split(".")
+    column = batch.column(first)
+    for field in fields:  # flattened: a null has no fields, which are null then
+        column = column.flatten()[column.type.get_field_index(field)]
+    return column
 
 
 def _column_pieces(column: pyarrow.Array, cuts: Cuts, path: Path) -> Iterator[Piece]:
-    if str(column.type) not in TEXT_TYPES[:2]:
+    if column.type not in (pyarrow.string(), pyarrow.large_string()):
         column = column.cast(pyarrow.large_string())
     longest = pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
     if longest <= LARGE_DOCUMENT:

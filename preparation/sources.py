@@ -1,6 +1,7 @@
 """The documents of a source: its shards, in a fixed order, each with an identity."""
 
 import hashlib
+import itertools
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,9 +13,18 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field
 
 from basics.errors import UserError, one_line, print_error
-from preparation.choosing import SUFFIXES, SourceOptions, choose_files, kind_of
+from preparation.choosing import PACKED, SourceOptions, choose_files, kind_of
 from preparation.cutting import Cuts
-from preparation.reading import WHOLE_BYTES, file_tasks, grouped, memory_tasks, printable
+from preparation.findings import Findings
+from preparation.reading import (
+    WHOLE_BYTES,
+    check_column,
+    file_tasks,
+    grouped,
+    memory_tasks,
+    printable,
+)
+from preparation.token_stream import Counts
 
 if TYPE_CHECKING:
     from preparation.encoding import Item
@@ -22,6 +32,7 @@ if TYPE_CHECKING:
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEXT_FILES_PER_SHARD = 1000
 STDLIB_PIECE_CHARACTERS = 3000
+WARNING_SHARE = 0.001  # of documents, or of the bytes of text, that are damaged
 FACTS = ("title", "licence", "languages", "hub_name")  # may differ
 
 
@@ -37,6 +48,8 @@ class Request(Record):
     source: str
     revision: str = ""  # the commit of a hub dataset
     text_column: str = ""
+    encoding: str = ""
+    document_separator: str = ""
     tokenizer: str = Field(default="", pattern="^(gpt2|bytes|sha256:.*|)$")
     validation_fraction: float = Field(default=0.01, gt=0, lt=1)
     max_documents: int | None = Field(default=None, ge=1)
@@ -67,8 +80,10 @@ class Shard:
     identity: str  # changes if the content does
     num_bytes: int  # of its files
     num_files: int = 1
-    # After `fetch`; tasks, or what is encoded already. Raises: UserError, BadShard
+    # After `fetch`; tasks, or what is encoded already. Raises: BadShard
     tasks: Callable[[Cuts], Iterator["Item"]]
+    # What can be said of the shard before any is read. Raises: BadShard
+    check: Callable[[], None] = lambda: None
 
     def fetch(self) -> None:
         """Download the shard if it is not on this machine. Raises: UserError."""
@@ -87,11 +102,30 @@ class Source:
 
     request: Request  # as far as it says which documents these are
     shards: Sequence[Shard]
-    kind: str = ""  # as kind_of; empty of texts in memory
+    kinds: frozenset[str] = frozenset()  # as kind_of; empty of texts in memory
     raw_dir: Path | None = None  # download directory of the shards
     keeps_raw: bool = False
     max_bad_files: int = 0  # that may be left out: one in a hundred, of text files at least one
     is_one_text: bool = False  # its tokens are divided, not its documents
+
+    def about_damage(self, found: Findings, counts: Counts) -> str:
+        """Return a warning if so much text is damaged that its encoding may be another one."""
+        if not found.num_damaged or (
+                found.num_damaged < WARNING_SHARE * counts.num_documents
+                and found.num_replaced < WARNING_SHARE * counts.num_text_bytes):
+            return ""
+        line = f"warning: {found.damage(self.request.encoding)}"
+        if not self.kinds <= {"parquet"}:
+            line += "; --encoding names another encoding of the files"
+        return line
+
+    def about_markers(self, markers: Iterable[str]) -> str:
+        """Return a warning if text files may have several documents each."""
+        if not markers or "text" not in self.kinds or self.request.document_separator:
+            return ""
+        marker = min(markers)
+        return (f"warning: there is {marker} in the text, where it is encoded as any other text; if"
+                f" it stands between documents, start again with --document-separator '{marker}'")
 
 
 def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
@@ -111,36 +145,59 @@ def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
         return find_documents(options)
     if options.label() != source:
         raise UserError(f"{source}: has no --subset and no --split")
+    if options.encoding or options.document_separator:
+        raise UserError(f"{source}: has no --encoding and no --document-separator")
     return python_stdlib()
 
 
 def find_documents(options: SourceOptions) -> Source:
     """Find the documents of a directory (at any depth), a pattern or a file. Raises: UserError:
-    there are none, they are of more than one kind, or a link is broken."""
+    there are none, as `choose_files`, or a link is broken."""
     source = Path(options.source)
     root, found = _look_for(source)
     paths = {path.relative_to(root).as_posix(): path for path in sorted(found)
-             if kind_of(path.name) and (path.is_file() or not path.exists())}
+             if path.is_file() or not path.exists()}
     if options.subset and not source.is_dir():
         raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
-    kind, names = choose_files(paths, options, str(source), [], are_named=not source.is_dir())
+    kinds, names = choose_files(paths, options, str(source), [], are_named=not source.is_dir())
     chosen = [paths[name] for name in names]
     for path in chosen:
         if not path.exists():
             raise UserError(f"{path}: is a broken link; repair or delete it")
-    sizes = ((path, path.stat().st_size) for path in chosen)
     shards = []
-    for group, _ in grouped(sizes, WHOLE_BYTES, TEXT_FILES_PER_SHARD if kind == "text" else 1):
+    for group in _groups(chosen):
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in group]
         shards.append(Shard(
             name=printable(group[0].relative_to(root)), num_files=len(group),
             identity=hashlib.sha256(repr(stats).encode()).hexdigest(),
             num_bytes=sum(size for _, size, _ in stats),
-            tasks=partial(file_tasks, group, root, options.text_column)))
+            tasks=partial(file_tasks, group, root, options),
+            check=partial(check_column, group[0], options)))
     name = printable(Path(options.label()))
-    request = Request(source=name, title=Path(name).resolve().name, text_column=options.text_column)
-    return Source(request, shards, kind, max_bad_files=max(len(chosen) // 100, kind == "text"),
-                  is_one_text=kind == "text" and len(chosen) == 1)
+    request = Request(
+        source=name, title=Path(name).resolve().name, text_column=options.text_column,
+        encoding=options.encoding, document_separator=options.document_separator)
+    return source_of(request, shards, kinds)
+
+
+def source_of(request: Request, shards: Sequence[Shard], kinds: frozenset[str]) -> Source:
+    """Return files as a source: how many may be left out, and how the documents are split."""
+    num_files = sum(shard.num_files for shard in shards)
+    return Source(
+        request, shards, kinds, max_bad_files=max(num_files // 100, "text" in kinds),
+        is_one_text=kinds == {"text"} and num_files == 1 and not request.document_separator)
+
+
+def _groups(paths: Iterable[Path]) -> Iterator[list[Path]]:
+    """Yield the files of each shard: one, or many small text files that follow each other."""
+    for is_text, files in itertools.groupby(paths, _is_plain_text):
+        sizes = ((path, path.stat().st_size) for path in files)
+        for group, _ in grouped(sizes, WHOLE_BYTES, TEXT_FILES_PER_SHARD if is_text else 1):
+            yield group
+
+
+def _is_plain_text(path: Path) -> bool:
+    return kind_of(path.name) == "text" and path.suffix.lower() not in PACKED
 
 
 def _look_for(source: Path) -> tuple[Path, Iterable[Path]]:
@@ -162,12 +219,13 @@ def _look_for(source: Path) -> tuple[Path, Iterable[Path]]:
 def _files_below(folder: Path, root: Path) -> Iterator[Path]:
     """Walk through a directory, but skip hidden directories and token datasets.
 
-    Linked directories are read where they lead to another place in it; one that leads out is
-    yielded itself."""
+    Files that are no documents are yielded, to be counted, but not links to such. Linked
+    directories are read where they lead to another place in it; one that leads out is yielded
+    itself."""
     is_dataset = (folder / "train.safetensors").exists()
     for path in folder.iterdir():
         if not path.is_dir():
-            if not is_dataset and path.name.lower().endswith(tuple(SUFFIXES)):
+            if not is_dataset and (kind_of(path.name, is_named=False) or not path.is_symlink()):
                 yield path
         elif path.name.startswith(".") or (path.is_symlink() and path.resolve() in [
                 above.resolve() for above in (folder, *folder.parents)]):

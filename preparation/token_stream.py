@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from basics.files import fsync
-from tokens.tokenizer import Tokenizer, byte_lengths
 
 HEADER_BYTES = 4096  # reserved in token files for the header, which is known only at the end
 DATA_START = 8 + HEADER_BYTES
 CHUNK_TOKENS = 2**23
+ENDS_DTYPE, ENDS_BYTES = "<i8", 8  # of `DocumentEnds`
 
 
 @dataclass(frozen=True)
@@ -34,36 +34,61 @@ class Counts:
                       self.num_text_bytes - part.num_text_bytes)
 
 
-def counts_of(tokens: np.ndarray, tokenizer: Tokenizer) -> Counts:
-    """Count the documents that end in tokens, and the bytes that these stand for."""
-    return Counts(int(np.count_nonzero(tokens == tokenizer.eot_token)), tokens.size,
-                  int(byte_lengths(tokenizer)[tokens].sum()))
+class NumberFile:
+    """A file of numbers of one type, which need not fit in memory.
 
-
-class TokenFileWriter:
-    """A safetensors file of uint16 tokens, which need not fit in memory.
-
-    The header is written last, so a partial file is never valid. The first `num_tokens`, of an
-    earlier launch, are kept.
+    The first `num_kept`, of an earlier launch, are kept.
     """
 
-    def __init__(self, path: Path, *, num_tokens: int = 0) -> None:
-        self.path = path
-        self._file = path.open("r+b" if num_tokens else "wb")
-        self.truncate(num_tokens)
+    def __init__(self, path: Path, dtype: str, *, start: int, num_kept: int) -> None:
+        self.path, self._dtype, self._start = path, np.dtype(dtype), start
+        self._file = path.open("r+b" if num_kept else "wb")
+        self.truncate(num_kept)
         self.close = self._file.close
 
-    def add(self, tokens: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(tokens, dtype="<u2").data)
+    def add(self, numbers: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(numbers, dtype=self._dtype).data)
 
-    def truncate(self, num_tokens: int) -> None:
-        """Keep only the first tokens."""
-        self._file.truncate(DATA_START + 2 * num_tokens)
+    def truncate(self, num_kept: int) -> None:
+        """Keep only the first numbers."""
+        self._file.truncate(self._start + self._dtype.itemsize * num_kept)
         self._file.seek(0, os.SEEK_END)
 
     def sync(self) -> None:
         self._file.flush()
         fsync(self.path)
+
+
+class DocumentEnds(NumberFile):
+    """The bytes of text up to the end of each document, int64.
+
+    They tell how much text each split has. Its tokens do not: a tokenizer may add spaces to a text
+    or change it.
+    """
+
+    def __init__(self, path: Path, *, num_documents: int = 0) -> None:
+        super().__init__(path, ENDS_DTYPE, start=0, num_kept=num_documents)
+
+    def num_text_bytes(self, num_documents: int) -> int:
+        """Return the bytes of text of the first documents, at least one."""
+        self._file.flush()
+        (num_bytes,) = read_ends(self.path, num_documents - 1, num_documents)
+        return int(num_bytes)
+
+
+def read_ends(path: Path, start: int, stop: int) -> np.ndarray:
+    """Return the entries of a written `DocumentEnds`, (stop - start,) int64."""
+    return np.fromfile(path, ENDS_DTYPE, count=stop - start, offset=ENDS_BYTES * start)
+
+
+class TokenFileWriter(NumberFile):
+    """A safetensors file of uint16 tokens, whose first `num_tokens` are kept.
+
+    The header is written last, so a partial file is never valid.
+    """
+
+    def __init__(self, path: Path, *, num_tokens: int = 0) -> None:
+        super().__init__(path, "<u2", start=DATA_START, num_kept=num_tokens)
 
     def finish(self, metadata: dict[str, str]) -> None:
         """Write the header, and close the file. Raises: ValueError: the metadata is too long.

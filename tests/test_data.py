@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import tempfile
@@ -20,9 +21,17 @@ from tiktoken import load as tiktoken_load
 
 from basics.errors import FAILED, UserError
 from ddp_train import microbatch_indices
+from lab.evaluate.measure import choose_slice
+from lab.evaluate.scoring import evaluate
 from reporting.run_log import batch_arithmetic
 from run_config import load_run
-from tests.support.models import TEXTS, write_tokenizer
+from tests.support.models import (
+    TEXTS,
+    WITH_A_SPACE,
+    random_model,
+    write_tokenizer,
+    write_tokenizer_with_a_space,
+)
 from tests.support.optional import given, package, settings, st
 from tests.support.workplace import write_tokens
 from tokens import tokenizer
@@ -30,6 +39,7 @@ from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.batches import Microbatches, open_run_data, read_ahead
 from tokens.token_file import TokenFile
 from tokens.tokenizer import END_OF_TEXT, byte_lengths, choose_tokenizer, load_tokenizer
+from trainer.models import LoadedModel
 
 transformers = package("transformers")
 
@@ -339,8 +349,9 @@ def test_the_ids_are_those_of_transformers_and_no_text_is_lost(text):
     assert ours.decode(ids) == valid and ours.eot_token not in ids
     assert b"".join(map(ours.decode_single_token_bytes, ids)) == valid.encode()
     lengths = byte_lengths(ours, num_ids=400)
-    assert lengths[ids].sum() == len(valid.encode()) and lengths[ours.eot_token] == 0
-    assert len(lengths) == 400
+    in_file = np.array([ours.eot_token, *ids, ours.eot_token, *ids])
+    assert lengths.of(in_file).sum() == 2 * len(valid.encode())
+    assert len(lengths.inside) == len(lengths.first) == 400
 
 
 def test_a_tokenizer_is_chosen_by_its_directory_or_its_file(tmp_path):
@@ -390,6 +401,33 @@ def test_the_bytes_of_tokens_of_other_kinds_count_their_spaces(tmp_path):
     assert found.decode([1, 2, 1]) == "the cat the"
     assert [found.decode_single_token_bytes(token) for token in (1, 2, 4, 99)] == [
         b" the", b" cat", b"\xe2", b""]
+
+
+@pytest.mark.parametrize("kind", WITH_A_SPACE)
+def test_a_space_that_a_tokenizer_adds_is_no_byte_of_the_text(kind, workplace):
+    """In bits per byte, of training and of `lab evaluate`."""
+    dataset_dir = workplace.add_dataset()
+    own = choose_tokenizer(str(write_tokenizer_with_a_space(dataset_dir, kind)))
+    texts = ["the cat", "", "at", "它 is the", "\nthe  a", "a"] * 12
+    tokens = [own.eot_token]
+    for text in texts:
+        tokens += [*own.encode_ordinary(text), own.eot_token]
+    assert own.decode(own.encode_ordinary("the")).lstrip() == "the"
+    num_bytes = sum(len(text.encode()) for text in texts)
+    assert byte_lengths(own).of(np.array(tokens)).sum() == num_bytes
+    metadata = {"tokenizer": own.name}
+    write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16), metadata)
+    path = dataset_dir / "validation.safetensors"
+    write_tokens(path, np.array(tokens, dtype=np.uint16), metadata)
+    num_sequences = (len(tokens) - 1) // 16
+    data = opened(workplace, model={"vocab_size": 400}, train={
+        "validation_batches": None, "validation_sequences": num_sequences})
+    inside = byte_lengths(own).of(np.array(tokens[:16 * num_sequences + 1])).sum()
+    assert data.bytes_per_token == inside / (16 * num_sequences)
+    part = choose_slice(TokenFile(path), "tiny", start_token=0, num_tokens=len(tokens) - 1)
+    record = evaluate(LoadedModel("x", random_model(vocab_size=400), None), part, microbatch_size=4)
+    assert record["bits_per_byte"] == pytest.approx(
+        record["loss"] * (len(tokens) - 1) / math.log(2) / num_bytes)
 
 
 def refused_tokenizer(path):

@@ -1,6 +1,7 @@
 """Datasets of others: token files that are imported, the dataset of a run, digests of downloads."""
 
 import hashlib
+import io
 import os
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +28,16 @@ CONTENT = b"some tokens"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
-def llm_c(tokens, *, magic=20240520, version=1, count=None):
+def llm_c(tokens, *, magic=20240520, version=1, count=None, kind="<u2"):
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, version, tokens.size if count is None else count
-    return header.tobytes() + tokens.astype("<u2").tobytes()
+    return header.tobytes() + tokens.astype(kind).tobytes()
+
+
+def npy(tokens):
+    content = io.BytesIO()
+    np.save(content, tokens)
+    return content.getvalue()
 
 
 def write(source, files):
@@ -96,10 +103,72 @@ def test_more_files_than_may_be_open_are_imported(tmp_path):
     assert tokens_in(tmp_path / "out")["train"].tolist() == [*TOKENS, *TOKENS[:200]]
 
 
+def wide_llm_c(tokens):
+    return llm_c(np.asarray(tokens), magic=20240801, version=7, kind="<u4")
+
+
+@pytest.mark.parametrize("files", [
+    {"x_train_0.bin": wide_llm_c(TOKENS), "x_val_0.bin": wide_llm_c(TOKENS[:200])},
+    *({"train.npy": npy(TOKENS.astype(kind)), "val.npy": npy(TOKENS[:200])}
+      for kind in ("<u2", "<u4", "<i8", ">u2"))])
+def test_tokens_are_as_wide_as_the_header_of_their_file_says(tmp_path, files):
+    import_tokens(write(tmp_path / "source", files), tmp_path / "out", "bytes")
+    assert tokens_in(tmp_path / "out")["train"].tolist() == TOKENS.tolist()
+    assert tokens_in(tmp_path / "out")["validation"].tolist() == TOKENS[:200].tolist()
+
+
+@pytest.mark.parametrize(("tokens", "said"), [
+    (TOKENS.astype("<u4"), "32-bit tokens (every second 16-bit number is small)"),
+    (TOKENS.astype("<u4") + 70_000, "32-bit tokens (every second 16-bit number is small)"),
+    (TOKENS.astype("<i8"), "64-bit tokens (three of four 16-bit numbers are small)"),
+])
+def test_wider_tokens_without_a_header_are_refused_and_can_be_converted(tmp_path, monkeypatch,
+                                                                        tokens, said):
+    source = write(tmp_path / "source", {"train.bin": tokens.tobytes()} | {
+        "val.bin": TOKENS[:200].tobytes()})
+    with pytest.raises(UserError) as caught:
+        import_tokens(source, tmp_path / "out", "bytes")
+    assert f"train.bin: looks like {said}" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    monkeypatch.chdir(source)
+    exec(str(caught.value).split("convert it: ")[1], {"np": np})
+    (source / "train.bin").unlink()
+    (source / "val.bin").rename(tmp_path / "val.bin")
+    np.save("val.npy", TOKENS[:200])
+    if tokens.max() > 2**16:
+        with pytest.raises(UserError, match="train.npy: token 0 has id 70000, outside the voc"):
+            import_tokens(source, tmp_path / "out", "bytes")
+    else:
+        import_tokens(source, tmp_path / "out", "bytes")
+        assert tokens_in(tmp_path / "out")["train"].tolist() == TOKENS.tolist()
+
+
+@pytest.mark.parametrize("tokens", [
+    [0, 1, 2, 3, 4] * 200, [*range(17)] * 60, [0] * 1000,  # few letters
+    [300, 2] * 30, [300, 16] + [300, 2] * 400])  # too few tokens to tell, and a large second one
+def test_small_ids_are_not_taken_for_halves_of_wide_ones(tmp_path, tokens):
+    source = write(tmp_path / "source", BOTH | {
+        "train.bin": np.array(tokens, dtype="<u2").tobytes()})
+    import_tokens(source, tmp_path / "out", "gpt2")
+    assert tokens_in(tmp_path / "out")["train"].tolist() == tokens
+
+
 @pytest.mark.parametrize(("files", "message"), [
     ({"train.bin": llm_c(TOKENS, count=999)}, "train.bin: 3024 bytes; wanted 3022 for 999 tokens"),
     ({"train.bin": llm_c(TOKENS)[:-1]}, "train.bin: 3023 bytes; wanted 3024"),
-    ({"train.bin": llm_c(TOKENS, version=2)}, "version 2 of llm.c's format; wanted version 1, wit"),
+    ({"train.bin": llm_c(TOKENS, version=2)}, "version 2 of llm.c's format 20240520; wanted ver"),
+    ({"train.bin": llm_c(TOKENS, magic=20240801, version=1)}, "version 1 .* 20240801; .*version 7"),
+    *(({"train.bin": llm_c(TOKENS, magic=magic)}, f"train.bin: is {said} of llm.c; wanted a file")
+      for magic, said in ((20240326, "a model"), (20240328, "a tokenizer"),
+                          (20240522, "questions of a benchmark"))),
+    ({"train.bin": wide_llm_c([5, 65535, 65536])},
+     "token 2 has id 65536, outside the vocabulary of 65,536; the most that 16 bits can hold; pre"),
+    ({"train.bin": wide_llm_c([5, 6])[:-2]}, "train.bin: 1030 bytes; wanted 1032 for 2 tokens"),
+    ({"train.bin": None, "train.npy": npy(np.array([5, -1]))}, "token 1 has id -1, which is no t"),
+    ({"train.bin": None, "train.npy": npy(TOKENS)[:-9]}, "train.npy: not a whole .npy file: "),
+    ({"train.bin": None, "train.npy": npy(np.array([{}]))}, "train.npy: not a whole .npy file: "),
+    ({"train.bin": None, "train.npy": npy(np.zeros(9))}, "holds float64 of shape .9,.; wanted a v"),
+    ({"train.npy": npy(TOKENS)}, "source: has .bin and .npy files of train; move some away"),
     ({"train.bin": TOKENS.tobytes()[:-1]}, "train.bin: 1999 bytes; wanted 1998"),
     ({"train.bin": b""}, "train.bin: 0 bytes"),
     ({"train.bin": np.array([5, 257, 6], dtype=np.uint16).tobytes()},

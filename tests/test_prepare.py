@@ -1,6 +1,9 @@
 """prepare_dataset.py: the tokens and their split, kills, parts, the command, memory."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import random
 import re
@@ -15,6 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from huggingface_hub import DatasetCard
@@ -22,8 +26,10 @@ from huggingface_hub import DatasetCard
 from basics.errors import UserError
 from benchmarks.prepare import build_corpus, peak_memory_of, prepare_as_the_original
 from preparation import card, cutting, encoding, reading
+from preparation.choosing import SourceOptions
 from preparation.cutting import BadShard, cut_document
 from preparation.encoding import cuts_of, encode_batch, encode_task
+from preparation.findings import Findings
 from preparation.hub import fetch_dataset
 from preparation.journal import Journal
 from preparation.parts import share_of
@@ -34,7 +40,7 @@ from preparation.token_stream import num_training_documents
 from prepare_dataset import MAX_DEFAULT_WORKERS
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.lab_cli import HOSTILE, active_parts
-from tests.support.models import write_tokenizer
+from tests.support.models import WITH_A_SPACE, write_tokenizer, write_tokenizer_with_a_space
 from tests.support.optional import given, settings, st
 from tests.support.preparation import (
     BYTES,
@@ -64,6 +70,7 @@ PARTS = ["a", " ", "\n", "Don't", "é", "字", "\U0001f600",
          "<|", "|>", END_OF_TEXT[:-1], END_OF_TEXT]
 LETTERS = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                              "use_regex": False}}  # merges may go across spaces
+PLAIN = SourceOptions("text files")
 LONG = "the cat 它是 " * 60 + " " * 300 + "xyz" * 200 + "\n\n" + "café 12 " * 90
 
 
@@ -119,7 +126,8 @@ def test_documents_stay_whole_and_in_order_on_one_machine_or_joined_from_parts(
         return
     dataset = join_parts(parts[::-1], folder / "joined")  # their order does not matter
     assert contents(folder / "joined") == contents(folder / "out")
-    assert (dataset.total.num_documents, dataset.num_empty) == (len(wanted), wanted.count(""))
+    assert dataset.total.num_documents == len(wanted)
+    assert dataset.findings.num_empty == wanted.count("")
     assert not list(folder.glob(".*"))
 
 
@@ -181,6 +189,27 @@ def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(
     assert order[0].endswith("tokenizer.json"), "with all token files, a dataset counts as complete"
 
 
+@pytest.mark.parametrize("kind", WITH_A_SPACE)
+def test_the_bytes_of_text_are_those_of_the_documents_also_where_a_space_is_added(tmp_path, kind):
+    """Of both splits, of parts, and of the first documents."""
+    own = str(write_tokenizer_with_a_space(tmp_path / "own", kind))
+    documents = [f"{' ' * (i % 7 == 0)}the cat 它 {'at' * (i % 5)}" for i in range(200)]
+    documents[150:152] = "", "\n"
+    options = PrepareOptions(tokenizer=own, validation_fraction=0.3)
+    shards = [documents[:60], documents[60:170], documents[170:]]
+    prepare_dataset(texts_source(*shards), tmp_path / "out", options)
+    prepare_dataset(texts_source(*shards), tmp_path / "some", replace(options, max_documents=100))
+    for out, wanted in (("out", (documents[:140], documents[140:])),
+                        ("some", (documents[:70], documents[70:100]))):
+        for split, texts in zip(("train", "validation"), wanted, strict=True):
+            found = metadata_of(tmp_path / out, split)
+            assert found["num_documents"] == str(len(texts))
+            assert found["num_text_bytes"] == str(sum(len(text.encode()) for text in texts))
+    parts = prepare_parts(lambda: texts_source(*shards), tmp_path, options, 3)
+    join_parts(parts, tmp_path / "joined")
+    assert contents(tmp_path / "joined") == contents(tmp_path / "out")
+
+
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Cut documents after 64 bytes, and fill tasks with 200."""
@@ -207,7 +236,7 @@ def test_cutting_a_document_does_not_change_its_ids(changes, tmp_path, small_pie
     assert encode_task(task, tokenizer).tokens.tolist() == wanted
     path = tmp_path / "a.txt"
     path.write_text(LONG)
-    tasks = list(text_tasks([path], tmp_path, cuts_of(tokenizer)))
+    tasks = list(text_tasks([path], tmp_path, PLAIN, cuts_of(tokenizer)))
     assert len(tasks) == 1 if changes else len(tasks) > 2
     found = [encode_task(task, tokenizer).tokens for task in tasks]
     assert np.concatenate(found).tolist() == wanted
@@ -219,7 +248,7 @@ def test_a_document_that_cannot_be_cut_is_refused_if_it_is_too_long(tmp_path, sm
     path = tmp_path / "long.txt"
     path.write_text("x" * (2**20 + 1000))
     with pytest.raises(BadShard, match="long.txt: a document of more than 1 million characters"):
-        list(text_tasks([path], tmp_path, "none"))
+        list(text_tasks([path], tmp_path, PLAIN, "none"))
 
 
 # --- files that cannot be read
@@ -247,6 +276,106 @@ def test_a_damaged_shard_is_an_error_or_skipped_and_counted_or_replaced(tmp_path
     (folder / "001.parquet").write_bytes(whole)
     dataset = prepare_dataset(find_documents(folder), tmp_path / "replaced", options)
     assert dataset.bad_files == [] and dataset.total.num_documents == 200
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_files_without_the_column_are_refused_at_the_start_or_skipped(tmp_path, monkeypatch, kind):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, column in (("a", "text"), ("b", "text"), ("c", "body")):
+        table = pyarrow.table({column: [f"{name} {i}" for i in range(9)]})
+        write = pyarrow.parquet.write_table if kind == "parquet" else pyarrow.csv.write_csv
+        write(table, folder / f"{name}.{kind}")
+    arguments = (str(folder), str(tmp_path / "out"), "--tokenizer", "bytes")
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "encode_task", lambda *_: pytest.fail("was read before"))
+        result = prepare(*arguments)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert f"c.{kind}: has no column 'text'; name one of its columns with --text-column: body" in (
+        result.stderr)
+    assert os.listdir(tmp_path) == ["source"]
+    result = succeeded(prepare(*arguments, "--skip-bad-shards"))
+    assert f"left out because they could not be read: 1 (c.{kind})" in result.stdout
+    train, validation = documents_of(tmp_path / "out")
+    assert train + validation == [f"{name} {i}" for name in "ab" for i in range(9)]
+
+
+def write_damaged(path, num_good, num_bad, kind):
+    """Write a file of documents of a hundred characters, some with two bytes of Latin-1."""
+    texts = [b"x" * 100] * num_good + [b"na\xefve \xff" + b"x" * 91] * num_bad
+    if kind == "csv":
+        path.write_bytes(b"text\n" + b"\n".join(texts) + b"\n")
+    elif kind == "txt":
+        path.write_bytes(b"\n###\n".join(texts))
+    elif kind == "parquet":
+        column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
+    else:
+        rows = [b'{"text": "' + text + b'"}' for text in texts]
+        path.write_bytes(b"[" + b",".join(rows) + b"]" if kind == "json" else b"\n".join(rows))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "txt", "parquet"])
+def test_text_that_is_not_utf8_is_counted_and_warned_of_from_a_thousandth_on(tmp_path, kind):
+    arguments = ("--tokenizer", "bytes", *["--document-separator", "###"] * (kind == "txt"))
+    for name, num_good, num_bad in (("none", 999, 0), ("few", 2999, 2), ("many", 999, 1)):
+        source = tmp_path / f"{name}.{kind}"
+        write_damaged(source, num_good, num_bad, kind)
+        result = succeeded(prepare(str(source), str(tmp_path / name), *arguments))
+        counted = f"with bytes that are not UTF-8: {2 * num_bad} characters became U+FFFD"
+        assert (counted in result.stdout) == (num_bad > 0)
+        assert (f"warning: 1 document {counted}" in result.stderr) == (name == "many")
+        if name == "many":
+            assert ("--encoding names another" in result.stderr) == (kind != "parquet")
+        found = metadata_of(tmp_path / name).get("num_replaced_characters")
+        assert found == (str(2 * num_bad) if num_bad else None)
+        assert (counted in (tmp_path / name / "README.md").read_text()) == (num_bad > 0)
+        wanted = ["x" * 100] * num_good + ["na\ufffdve \ufffd" + "x" * 91] * num_bad
+        train, validation = documents_of(tmp_path / name)
+        assert train + validation == wanted
+
+
+def test_replaced_characters_of_parts_and_of_the_first_documents_are_counted(tmp_path):
+    for name in "abc":
+        write_damaged(tmp_path / f"{name}.jsonl", 2, 3, "jsonl")
+    parts = prepare_parts(lambda: find_documents(tmp_path), tmp_path, BYTES, 3)
+    joined = join_parts(parts, tmp_path / "joined")
+    assert joined.findings == Findings(num_damaged=9, num_replaced=18)
+    prepare_dataset(find_documents(tmp_path), tmp_path / "one", BYTES)
+    assert contents(tmp_path / "joined") == contents(tmp_path / "one")
+    some = prepare_dataset(find_documents(tmp_path), tmp_path / "some",
+                           replace(BYTES, max_documents=9))
+    assert some.findings == Findings(num_damaged=5, num_replaced=10)
+
+
+def test_a_separator_divides_text_files_into_documents(tmp_path, capsys):
+    stories = [f"story {i}\n\nis long" for i in range(50)]
+    text = "".join(f"{story}\n<|endoftext|>\n" for story in stories)
+    (tmp_path / "stories.txt").write_text(text)
+    (tmp_path / "few.txt").write_text("no marker")
+    arguments = (str(tmp_path / "stories.txt"), "--tokenizer", "bytes")
+    warning = "there is <|endoftext|> in the text, where it is encoded as any other text; if it"
+    assert warning in succeeded(prepare(*arguments, str(tmp_path / "one"))).stderr
+    separator = ["--document-separator", "<|endoftext|>"]
+    result = succeeded(prepare(*arguments, str(tmp_path / "out"), *separator))
+    assert "50 documents" in result.stdout and result.stderr == ""
+    train, validation = documents_of(tmp_path / "out")
+    assert train + validation == stories and len(validation) == 1
+    result = prepare(str(tmp_path / "few.txt"), *arguments[1:], str(tmp_path / "x"), *separator)
+    assert "found; wanted at least 2; is '<|endoftext|>' between them? (--docu" in result.stderr
+
+
+def test_nothing_is_left_of_a_file_that_is_damaged_after_some_tasks(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "TASK_BYTES", 100)
+    folder, texts = tmp_path / "source", [f"text {i}" for i in range(40)]
+    folder.mkdir()
+    for name, end in (("a", ""), ("bb", "damage\n"), ("c", "")):
+        lines = "".join(json.dumps({"text": f"{name} {text}"}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text(lines + end)
+    prepare_dataset(find_documents(folder), tmp_path / "out", replace(BYTES, skip_bad_shards=True))
+    train, validation = documents_of(tmp_path / "out")
+    assert train + validation == [f"{name} {text}" for name in "ac" for text in texts]
+    assert metadata_of(tmp_path / "out")["num_text_bytes"] == str(sum(map(len, train)))
 
 
 @pytest.mark.parametrize("bad", [0, 7, 9])
@@ -362,6 +491,7 @@ def fail_at(monkeypatch, owner, name, act):
 @pytest.mark.parametrize(("name", "num_bytes"), [
     *(("journal.jsonl", size) for size in (0, 1, 10, -1, -30)),
     *(("dataset/train.safetensors", size) for size in (0, 4100, 4200, -1)),
+    *(("document-ends.bin", size) for size in (0, 23)),
     ("dataset", None),  # was published, by a launch that was killed before it deleted the journal
 ])
 def test_a_file_that_is_shorter_or_longer_than_it_should_be_is_written_again(
@@ -503,7 +633,7 @@ def test_what_was_left_out_is_said_where_too_few_documents_are_left(tmp_path, mo
     parts = prepare_parts(lambda: find_documents(folder), tmp_path, options, 2)
     message = "1 document found; wanted at least 2{}; left out 3 files, the first: {}"
     with pytest.raises(UserError, match=message.format(
-            r", .* \(--validation-fraction\)", ".*/b.txt: is UTF-16; wanted UTF-8$")):
+            r", .* \(--validation-fraction\)", ".*/b.txt: is UTF-16; wanted UTF-8, or --enc")):
         prepare_dataset(find_documents(folder), tmp_path / "out", options)
     with pytest.raises(UserError, match=message.format("", "b.txt of .*part1: could not be read$")):
         join_parts(parts, tmp_path / "joined", skip_bad_shards=True)
@@ -517,6 +647,7 @@ def edit(old, new):
 @pytest.mark.parametrize("change", [
     lambda part: (part / "train.safetensors").open("r+b").write(b"x"),
     lambda part: (part / "train.safetensors").unlink(),
+    lambda part: (part / "document-ends.bin").write_bytes(bytes(16)),
     lambda part: (part / "part.json").write_text("{}"),
     edit('"num_empty": ', '"num_empty": -1'), edit('"part": "2/3"', '"part": "9/3"'), shutil.rmtree,
 ])
@@ -606,6 +737,42 @@ def corpus(tmp_path_factory):
              for _ in range(2000)]
     return write_parquet(tmp_path_factory.mktemp("corpus") / "source", *(
         [" ".join(generator.choices(words, k=100)) for _ in range(220)] for _ in range(8)))
+
+
+@pytest.fixture
+def kinds(tmp_path):
+    """Files of every kind that is read in a stream, with 200 kB each."""
+    generator, folder = random.Random(1), tmp_path / "kinds"
+    folder.mkdir()
+    texts = [" ".join(generator.choices(["naïve", '"quoted"', "a, b", "line\nline"], k=20))
+             for _ in range(1300)]
+    rows = [{"id": i, "text": text} for i, text in enumerate(texts)]
+    pyarrow.csv.write_csv(pyarrow.Table.from_pylist(rows), folder / "a.csv")
+    (folder / "b.json").write_text(json.dumps(rows, indent=1))
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (folder / "c.ndjson.xz").write_bytes(lzma.compress(lines))
+    (folder / "d.jsonl.bz2").write_bytes(bz2.compress(lines))
+    (folder / "e.txt").write_text("\n###\n".join(texts))
+    (folder / "f.txt.gz").write_bytes(gzip.compress("\n###\n".join(texts).encode()))
+    return f"{folder}/*", texts
+
+
+def test_kinds_that_are_read_in_a_stream_give_the_same_bytes_after_kills_and_by_workers(kinds,
+                                                                                        tmp_path):
+    source, texts = kinds
+    arguments = (source, "--tokenizer", "bytes", "--document-separator", "###")
+    succeeded(prepare(*arguments, str(tmp_path / "one")))
+    train, validation = documents_of(tmp_path / "one")
+    assert train + validation == texts * 6
+    succeeded(run_command(*SLOW_COMMAND, *arguments, str(tmp_path / "two"), "--workers", "3"))
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    process = start([*SLOW_COMMAND, *arguments, str(tmp_path / "out"), "--workers", "2"])
+    wait_for_lines(tmp_path / ".out.partial/journal.jsonl", 3)
+    process.kill()
+    process.wait()
+    result = succeeded(prepare(*arguments, str(tmp_path / "out")))
+    assert "continuing after document" in result.stderr
+    assert contents(tmp_path / "out") == contents(tmp_path / "one")
 
 
 @pytest.fixture(scope="module")
@@ -744,9 +911,9 @@ def test_memory_does_not_grow_with_the_input_or_the_largest_default_number_of_wo
 @pytest.mark.parametrize(("kind", "limit"), [
     ("lines", 400),  # the peak is 290 MiB, and 510 MiB if all tokens stay in memory
     *(pytest.param(kind, 1024, marks=pytest.mark.thorough)
-      for kind in ("longer lines", "escaped", "repeated", "groups"))])
+      for kind in ("longer lines", "escaped", "repeated", "groups", "array", "csv", "separated"))])
 def test_memory_stays_small_with_large_documents_in_every_form(tmp_path, kind, limit):
-    folder = tmp_path / "source"
+    folder, arguments = tmp_path / "source", []
     folder.mkdir()
     if "lines" in kind:  # of 13 or 100 MB
         length, count = (600_000, 10) if kind == "lines" else (4_500_000, 3)
@@ -756,6 +923,14 @@ def test_memory_stays_small_with_large_documents_in_every_form(tmp_path, kind, l
     elif kind == "escaped":  # 33 MB of Cyrillic, each letter as six characters
         line = json.dumps({"text": "Работа без отдыха " * 1_030_000})
         (folder / "a.jsonl").write_text(f"{line}\n{line}\n")
+    elif kind in ("array", "csv", "separated"):  # 90 MB in documents of 9 MB
+        text = "All work and no play. " * 400_000
+        row, between, around = {"array": (json.dumps({"text": text}), ",", "[{}]"),
+                                "csv": (f'"{text}"', "\n", "text\n{}\n"),
+                                "separated": (text, "###", "{}")}[kind]
+        (folder / "a").write_text(around.format(between.join([row] * 10)))
+        (folder / "a").rename(folder / {"array": "a.json", "csv": "a.csv"}.get(kind, "a.txt"))
+        arguments = ["--document-separator", "###"] if kind == "separated" else []
     elif kind == "repeated":  # 18 MB, stored once for all twelve rows
         write_parquet(folder, ["All work and no play. " * 820_000] * 12)
     else:  # large row groups
@@ -763,4 +938,5 @@ def test_memory_stays_small_with_large_documents_in_every_form(tmp_path, kind, l
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet",
                                     row_group_size=1000, use_dictionary=False)
     workers = "2" if kind == "lines" else "4"
-    assert peak_of(folder, tmp_path / "out", "--tokenizer", "bytes", "--workers", workers) < limit
+    arguments += ["--tokenizer", "bytes", "--workers", workers]
+    assert peak_of(folder, tmp_path / "out", *arguments) < limit

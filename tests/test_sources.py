@@ -1,11 +1,17 @@
 """Sources of documents: finding, choosing and reading files, the hub, and hostile input."""
 
+import bz2
+import csv
 import gzip
 import io
+import itertools
 import json
+import lzma
 import os
 import random
+import re
 import struct
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +26,12 @@ from safetensors.numpy import save
 from basics.errors import UserError
 from preparation import choosing, cutting, hub, reading
 from preparation.choosing import SourceOptions, config_patterns, split_of, split_of_files, subset_of
-from preparation.cutting import cut_document
+from preparation.cutting import BadShard, cut_document, split_documents
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset
 from preparation.journal import Journal
 from preparation.pipeline import prepare_dataset
-from preparation.reading import Reading, Task, json_tasks, parquet_tasks, text_tasks
+from preparation.reading import Reading, Task, csv_tasks, json_tasks, parquet_tasks, text_tasks
 from preparation.sources import python_stdlib
 from tests.support.hub_server import (
     Fault,
@@ -48,6 +54,8 @@ from tests.support.preparation import (
 )
 from tests.support.workplace import PROJECT_DIR, small_disk, succeeded
 from tokens.tokenizer import load_tokenizer
+
+PLAIN = SourceOptions("files")
 
 # --- finding files
 
@@ -110,7 +118,7 @@ def test_linked_directories_are_read_unless_they_lead_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda d: None, "contains no documents; wanted a directory"),
+    (lambda d: None, "contains no documents; wanted .jsonl, .ndj"),
     (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
     (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
     (lambda d: [(d / "a.txt").write_text("a"), (d / "b.txt").write_text("b", "utf-16")],
@@ -119,7 +127,7 @@ def test_linked_directories_are_read_unless_they_lead_out(tmp_path, capsys):
      r"0 documents found; .*\(--validation-fraction\); left out 1 file: .*/a.txt: is UTF-16"),
     (lambda d: (d / "a.jsonl").write_text('{"text": null}\n' * 3), "no text: all of its 3 docu"),
     (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
-     "contains JSON lines and parquet; wanted"),
+     "contains JSON lines and parquet; choose on"),
 ])
 def test_sources_that_cannot_be_used(tmp_path, make, message):
     source_dir = tmp_path / "source"
@@ -147,7 +155,8 @@ def test_a_source_without_enough_documents_can_be_repaired(tmp_path):
 
 def test_the_suffixes_of_documents_are_those_in_the_documentation_and_the_help():
     for text in ((PROJECT_DIR / "docs/data.md").read_text(), prepare("--help").stdout):
-        assert not [suffix for suffix in choosing.SUFFIXES if suffix[1:] not in text]
+        parts = {part for suffix in choosing.SUFFIXES for part in suffix[1:].split(".")}
+        assert not [part for part in parts if f".{part}" not in text]
 
 
 def test_the_documents_of_the_standard_library_are_always_the_same():
@@ -261,6 +270,64 @@ def test_a_local_directory_has_subsets_and_splits(tmp_path, capsys):
     assert find_documents(texts, split="test").shards[0].num_files == 1
 
 
+def write_names(folder, *names):
+    """Write files that hold as many documents as their names say: two texts, or rows."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            pyarrow.parquet.write_table(pyarrow.table({"text": [name, "b"]}), path)
+        else:
+            path.write_text({"jsonl": '{"text": "a"}\n' * 2, "json": '[{"text": "a"}]',
+                             "csv": "text\na\n"}.get(name.split(".")[-1], name))
+
+
+@pytest.mark.parametrize(("names", "line", "taken"), [
+    (["a.jsonl", "b.txt", "c/d.txt", "e.pdf", "README.md", ".gitattributes"],
+     "taking 1 .jsonl, leaving out 2 .txt, 1 .pdf; the pattern 'here/**/*' as SOURCE takes all",
+     ["a.jsonl"]),
+    (["a.parquet", "infos.json", "x.csv"], "taking 1 .parquet, leaving out 1 .json, 1 .csv; the p",
+     ["a.parquet"]),
+    (["a.csv", "x.json"], "taking 1 .csv, leaving out 1 .json; ", ["a.csv"]),
+    (["a.json", "x.txt"], "taking 1 .json, leaving out 1 .txt; ", ["a.json"]),
+    (["a.txt", "b.md", "x"], "taking 1 .txt, leaving out 1 .md, 1 other; the pattern '", ["a.txt"]),
+    (["a.txt", "b.html"], "taking 1 .txt, leaving out 1 .html\n", ["a.txt"]),
+    (["a.txt", "b.txt", "README.md"], "", ["a.txt"]),
+    (["a.ndjson", "b.jsonl"], "", ["a.ndjson", "b.jsonl"]),
+])
+def test_a_line_says_what_is_left_out_of_a_directory_and_how_to_take_it(
+        tmp_path, monkeypatch, names, line, taken, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_names(tmp_path / "here", *names)
+    assert names_in(find_documents("here")) == taken
+    printed = capsys.readouterr().err
+    assert line in printed and printed.count("\n") == bool(line)
+    if "SOURCE" in line:
+        pattern = printed.split("'")[1]
+        assert names_in(find_documents(pattern)) == sorted(
+            name for name in names if not name.endswith((".pdf", ".gitattributes", "d.txt")))
+        assert f"{pattern}: taking" in capsys.readouterr().err
+
+
+def test_split_also_chooses_the_kind_of_files(tmp_path, capsys):
+    write_names(tmp_path, "a.parquet", "b.jsonl", "c.txt", "d.txt")
+    with pytest.raises(UserError, match="JSON lines and parquet; .*--split '.*.parquet'"):
+        find_documents(tmp_path)
+    assert names_in(find_documents(tmp_path, split="*.parquet")) == ["a.parquet"]
+    assert find_documents(tmp_path, split="*.txt").shards[0].num_files == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_files_of_several_kinds_that_a_pattern_names_are_one_dataset(tmp_path):
+    write_names(tmp_path / "source", "a.parquet", "b.txt", "c.json", "d.txt", "e.txt", "f.csv")
+    source = find_documents(f"{tmp_path}/source/*")
+    assert [(shard.name, shard.num_files) for shard in source.shards] == [
+        ("a.parquet", 1), ("b.txt", 1), ("c.json", 1), ("d.txt", 2), ("f.csv", 1)]
+    prepare_dataset(source, tmp_path / "out", BYTES)
+    assert decoded(tmp_path / "out/train.safetensors") == [
+        "a.parquet", "b", "b.txt", "a", "d.txt", "e.txt"]
+
+
 # --- reading: splitting files into tasks loses no text, and keeps the tokens
 
 # Text for which GPT-2's pattern and the cuts could disagree: white space of every kind,
@@ -276,7 +343,7 @@ def documents(tasks):
     """Join the pieces of tasks to documents."""
     found, parts = [], []
     for task in tasks:
-        for text, ends_document in task.read(Reading("any", [])):
+        for text, ends_document, _ in task.read(Reading("any", [])):
             parts.append(text)
             if ends_document:
                 found.append("".join(parts))
@@ -305,6 +372,17 @@ def test_a_cut_document_has_the_tokens_of_the_whole(text, block):
             assert tokenizer.decode(ids) == text
 
 
+def write_packed(folder, name, content):
+    """Write a file as it is, and packed in every way."""
+    (folder / name).write_bytes(content)
+    for packed in choosing.PACKED:
+        (folder / f"{name}{packed}").write_bytes(PACK[packed](content))
+
+
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
+        ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True)}
+
+
 @settings(max_examples=25)
 @given(texts=st.lists(st.one_of(st.none(), TEXT), min_size=1, max_size=20),
        task_bytes=st.integers(4, 200), group_rows=st.integers(1, 10),
@@ -315,10 +393,14 @@ def test_the_documents_of_files_do_not_depend_on_the_size_of_tasks(tmp_path_fact
     folder = tmp_path_factory.mktemp("files")
     wanted = [text or "" for text in texts]
     lines = "".join(json.dumps({"text": text}) + "\n\n" for text in texts).encode()
-    (folder / "a.jsonl").write_bytes(lines)
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
-    with pyarrow.output_stream(folder / "a.jsonl.zst", compression="zstd") as file:
-        file.write(lines)
+    rows = [{"other": [1], "text": text} for text in texts]
+    table = io.StringIO()
+    csv.writer(table).writerows([["id", "text"], *([i, text] for i, text in enumerate(texts))])
+    marked = "\r\n<|sep|>\n".join(f"({text})" for text in wanted)
+    for name, content in (("jsonl", lines), ("array", json.dumps(rows, indent=1).encode()),
+                          ("line", json.dumps(rows, ensure_ascii=False).encode()),
+                          ("csv", table.getvalue().encode()), ("txt", marked.encode())):
+        write_packed(folder, name, content)
     table = pyarrow.table({"id": list(range(len(texts))),
                            "text": pyarrow.array(texts, pyarrow.string())})
     pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=group_rows)
@@ -329,10 +411,15 @@ def test_the_documents_of_files_do_not_depend_on_the_size_of_tasks(tmp_path_fact
         patch.setattr(reading, "TASK_BYTES", task_bytes)
         patch.setattr(reading, "WHOLE_BYTES", 10**6 if is_whole else task_bytes)
         patch.setattr(cutting, "LARGE_DOCUMENT", 20)
-        for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
-            assert documents(json_tasks(folder / name, "text", "any")) == wanted
-        assert documents(parquet_tasks(folder / "a.parquet", "text", "any")) == wanted
-        assert documents(text_tasks(paths, folder, "any")) == wanted
+        separated = SourceOptions("x", document_separator="<|sep|>")
+        for packed in ("", *choosing.PACKED):
+            for name in ("jsonl", "array", "line"):
+                assert documents(json_tasks(folder / (name + packed), PLAIN, "any")) == wanted
+            assert documents(csv_tasks(folder / f"csv{packed}", PLAIN, "any")) == wanted
+            assert documents(text_tasks([folder / f"txt{packed}"], folder, separated, "any")) == [
+                f"({text})" for text in wanted]
+        assert documents(parquet_tasks(folder / "a.parquet", PLAIN, "any")) == wanted
+        assert documents(text_tasks(paths, folder, PLAIN, "any")) == wanted
 
 
 @pytest.mark.parametrize("kind", [
@@ -344,10 +431,119 @@ def test_columns_of_every_text_type(tmp_path, kind):
     pyarrow.parquet.write_table(pyarrow.table({"text": column, "no": [None] * 3}),
                                 tmp_path / "a.parquet")
     path = tmp_path / "a.parquet"
-    assert documents(parquet_tasks(path, "text", "any")) == ["naïve", "", "b" * 10]
-    assert documents(parquet_tasks(path, "no", "any")) == [""] * 3
+    assert documents(parquet_tasks(path, PLAIN, "any")) == ["naïve", "", "b" * 10]
+    assert documents(parquet_tasks(path, SourceOptions("x", text_column="no"), "any")) == [""] * 3
     with pytest.raises(UserError, match="has no column 'body'; name one of its columns .*: text"):
-        list(parquet_tasks(path, "body", "any"))
+        list(parquet_tasks(path, SourceOptions("x", text_column="body"), "any"))
+
+
+def test_packed_files_may_have_several_parts(tmp_path):
+    lines = [json_lines([text]) for text in ("a", "b")]
+    for packed, pack in PACK.items():
+        padding = bytes(8) if packed == ".xz" else b""  # of zeros, as the format allows
+        path = tmp_path / f"a.jsonl{packed}"
+        path.write_bytes(pack(lines[0]) + padding + pack(lines[1]) + padding)
+        assert documents(json_tasks(path, PLAIN, "any")) == ["a", "b"]
+
+
+LINE_ENDS = ["\n", "\r\n", "\n\n\n", " "]
+
+
+@settings(max_examples=200)
+@given(parts=st.lists(st.sampled_from([*LINE_ENDS, "<|", "SEP", "SEP", "é"]), max_size=30),
+       separator=st.sampled_from(["<|>", "#\n", "\n#"]), block=st.sampled_from([1, 2, 3, 7, 30]))
+def test_documents_between_separators_do_not_depend_on_the_blocks(parts, separator, block):
+    """Two line ends on each side belong to a separator; documents without text are left out."""
+    text = "".join(parts).replace("SEP", separator)
+    line_ends = r"(?:\r?\n){0,2}"
+    *wanted, last = re.split(line_ends + re.escape(separator) + line_ends, text)
+    wanted.append(re.sub(line_ends + r"\Z", "", last))
+    data = text.encode()
+    blocks = [data[start:start + block] for start in range(0, len(data), block)]
+    documents = split_documents(blocks, separator.encode())
+    found = [b"".join(document).decode() for document in documents]
+    assert found == [document for document in wanted if document]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_a_text_can_be_inside_of_another_column(tmp_path, kind):
+    rows = [{"a": {"b": "one", "c": {"d": "two"}}, "a.x": "three"}, {"a": None, "a.x": None},
+            {"a": {"b": None, "c": None}, "a.x": ""}]
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        rows[1]["a"] = {"b": None, "c": {"d": None}}  # as a table has it
+        rows[2]["a"]["c"] = {"d": None}
+        path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
+    for column, texts in (("a.b", ["one", "", ""]), ("a.c.d", ["two", "", ""]),
+                          ("a.x", ["three", "", ""])):
+        (shard,) = find_documents(path, text_column=column).shards
+        assert documents(shard.tasks("any")) == texts
+    for column in ("a.y", "a", "a.b.c"):
+        (shard,) = find_documents(path, text_column=column).shards
+        with pytest.raises(BadShard, match=f"no column '{column}'|with a text in \"{column}\""):
+            list(documents(shard.tasks("any")))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_two_columns_of_one_name_are_one_line(tmp_path, kind):
+    path = tmp_path / f"x.{kind}"
+    if kind == "csv":
+        path.write_text("text,text\na,b\nc,d\n")
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_arrays(
+            [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]), path)
+    result = prepare(str(path), str(tmp_path / "out"), "--tokenizer", "bytes")
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert f"x.{kind}: has 2 columns 'text'; rename all but one of them" in result.stderr
+
+
+def test_other_keys_of_a_row_may_hold_anything(tmp_path):
+    row = {"id": 10**5000, "n": [1e400, -3], "text": "a"}
+    old = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        line = json.dumps(row)
+    finally:
+        sys.set_int_max_str_digits(old)
+    (tmp_path / "a.jsonl").write_text(f"{line}\n{line}\n")
+    (tmp_path / "b.json").write_text(f"[{line}, {line}]")
+    for name in ("a.jsonl", "b.json"):
+        assert documents(json_tasks(tmp_path / name, PLAIN, "any")) == ["a", "a"]
+
+
+@pytest.mark.parametrize(("encoding", "suffix"), [
+    *itertools.product(["cp1252", "utf-16", "shift_jis"], ["jsonl", "json", "csv", "txt"]),
+    ("utf-16-le", "jsonl.xz"), ("utf-16", "txt.gz")])
+def test_files_of_another_encoding(tmp_path, encoding, suffix):
+    text = "日本 x, 'y'" if encoding == "shift_jis" else "naïve, 'é'"
+    rows = [{"id": 1, "text": text}] * 3
+    content = {"jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+               "json": json.dumps(rows, ensure_ascii=False, indent=1), "txt": text,
+               "csv": "id,text\n" + f'1,"{text}"\n' * 3}[suffix.split(".")[0]].encode(encoding)
+    pack = PACK.get(f".{suffix.split('.')[-1]}", bytes)
+    for number in range(2):
+        (tmp_path / f"{number}.{suffix}").write_bytes(pack(content))
+    arguments = (str(tmp_path), str(tmp_path / "out"), "--tokenizer", "bytes")
+    if encoding == "utf-16":  # recognised by its byte order mark
+        assert "is UTF-16; wanted UTF-8, or --encoding utf-16" in prepare(*arguments).stderr
+    succeeded(prepare(*arguments, "--encoding", encoding))
+    found = [document for split in ("train", "validation")
+             for document in decoded(tmp_path / f"out/{split}.safetensors")]
+    assert found == [text] * (2 if "txt" in suffix else 6)
+    assert "num_replaced_characters" not in metadata_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--encoding", "klingon"], "--encoding klingon: is no encoding that Python knows; wanted one"),
+    (["--encoding", "hex"], "--encoding hex: is no encoding"),
+    (["--encoding", "utf-16"], "--encoding is not for parquet files, whose text is UTF-8"),
+    (["--document-separator", "x"], "--document-separator is for .txt files; these are parquet"),
+])
+def test_options_that_do_not_fit_the_files_are_refused(tmp_path, arguments, message):
+    folder = write_parquet(tmp_path / "source", ["a", "b"])
+    assert message in refused(tmp_path, str(folder), str(tmp_path / "out"), *arguments)
 
 
 @pytest.mark.parametrize("other", ["small", "large " * 2**17])
@@ -356,10 +552,14 @@ def test_bytes_that_are_not_utf8_are_replaced_in_every_format(tmp_path, other):
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
     (tmp_path / "a.txt").write_bytes(b"a\xffb")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\xffb"}\n{"text": "half \\ud800 pair"}')
-    assert documents(parquet_tasks(tmp_path / "a.parquet", "text", "any")) == ["a\ufffdb", other]
-    assert documents(text_tasks([tmp_path / "a.txt"], tmp_path, "any")) == ["a\ufffdb"]
-    assert documents(json_tasks(tmp_path / "a.jsonl", "text", "any")) == [
-        "a\ufffdb", "half ? pair"]
+    assert documents(parquet_tasks(tmp_path / "a.parquet", PLAIN, "any")) == ["a\ufffdb", other]
+    assert documents(text_tasks([tmp_path / "a.txt"], tmp_path, PLAIN, "any")) == ["a\ufffdb"]
+    assert documents(json_tasks(tmp_path / "a.jsonl", PLAIN, "any")) == [
+        "a\ufffdb", "half \ufffd pair"]
+    (tmp_path / "a.json").write_bytes(b'[{"text": "a\xffb", "other": "\xff"}, {"text": "\\udcff"}]')
+    (tmp_path / "a.csv").write_bytes(b'text,other\n"a\xffb",\xff\n"",""\n')
+    assert documents(json_tasks(tmp_path / "a.json", PLAIN, "any")) == ["a\ufffdb", "\ufffd"]
+    assert documents(csv_tasks(tmp_path / "a.csv", PLAIN, "any")) == ["a\ufffdb", ""]
 
 
 @pytest.mark.parametrize("character", [*map(str.encode, [" ", "\n", "x", "🎉", "中"]), b"\x80"])
@@ -381,7 +581,7 @@ def test_a_byte_order_mark_is_no_text_and_capital_suffixes_are_accepted(tmp_path
     for shard in find_documents(tmp_path).shards:
         assert documents(shard.tasks("any")) == ["a", "b"]
     (tmp_path / "a.txt").write_bytes("\ufeffnaïve".encode())
-    assert documents(text_tasks([tmp_path / "a.txt"], tmp_path, "any")) == ["naïve"]
+    assert documents(text_tasks([tmp_path / "a.txt"], tmp_path, PLAIN, "any")) == ["naïve"]
 
 
 # --- the hub: the real client, with a local hub that fails in many ways
@@ -503,6 +703,28 @@ def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path):
         assert {path for _, path, _ in hub.requests if "/resolve/" in path} == {
             f"/datasets/{hub.repository}/resolve/{hub.sha}/{folder}/test-00000-of-00001.jsonl"
             for folder in ("en", "de")}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_wrong_text_column_does_not_cost_one_download_in_a_hundred(tmp_path, kind):
+    content = parquet(["a"] * 9) if kind == "parquet" else json_lines(["a"] * 9)
+    with serving(Hub({f"{i:03}.{kind}": content for i in range(400)})) as hub:
+        result = prepare_from(hub, tmp_path, "--text-column", "body")
+        assert result.returncode == 2 and ": 1; replace them, or skip" in result.stderr
+        assert sum(len(hub.downloads(name)) for name in hub.files) <= 2  # one is fetched ahead
+
+
+def test_text_files_of_the_hub_are_taken_where_split_names_them(tmp_path):
+    """As those of TinyStories, whose files hold many documents each."""
+    files = {"data/train-0.parquet": parquet(["row"] * 9), "README.md": b"a card",
+             "Stories-train.txt": b"one\n<|endoftext|>\ntwo\n<|endoftext|>\nthree\n<|endoftext|>\n"}
+    with serving(Hub(files)) as hub:
+        result = succeeded(prepare_from(hub, tmp_path))
+        assert "9 documents" in result.stdout
+        assert "leaving out 1 .txt; --split '*.txt' takes those" in result.stderr
+        result = succeeded(prepare_from(
+            hub, tmp_path, "--split", "*.txt", "--document-separator", "<|endoftext|>", out="1"))
+        assert "3 documents" in result.stdout and result.stderr.count("\n") == 1  # the download
 
 
 def test_a_preparation_that_was_stopped_continues_with_the_commit_that_it_had(lines_hub, tmp_path):
@@ -690,6 +912,19 @@ SOURCES: dict[str, tuple[str, bytes]] = {
     "a line longer than memory": ("a.jsonl.gz", gzip.compress(bytes(2**21), 1)),
     "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),
     "half a zstandard": ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)[:-12]),
+    "no bz2": ("a.jsonl.bz2", LINES), "half a bz2": ("a.jsonl.bz2", bz2.compress(LINES)[:-12]),
+    "no xz": ("a.ndjson.xz", LINES), "half an xz": ("a.csv.xz", lzma.compress(LINES)[:-12]),
+    "an xz that takes all memory": ("a.jsonl.xz", lzma.compress(LINES, filters=[
+        {"id": lzma.FILTER_LZMA2, "dict_size": 2**29}])),
+    "half an array": ("a.json", b'[{"text": "a"}, {"text": "b"'),
+    "an array of texts": ("a.json", b'["text", "text"]'), "an object": ("a.json", b'{\n"text": 1}'),
+    "two arrays": ("a.json", b'[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]'),
+    "an array with an endless text": ("a.json", b'[{"text": "' + b"x" * 2**22),
+    "deep in an array": ("a.json", b'[{"text": "a"}, {"text": ' + b"[" * 10**5),
+    "no header": ("a.csv", b"1,a\n2,b\n"), "no rows": ("a.csv", b""),
+    "more fields than columns": ("a.csv", b"id,text\n1,a\n2,b, or c\n"),
+    "a quote without end": ("a.csv", b'id,text\n1,a\n2,"b\n3,c\n'),
+    "a field longer than memory": ("a.csv", b'text\n"' + b"x\n" * 2**20),
 }
 OUTPUTS = ["", "/proc/out", "/dev/null", "/dev/null/out",
            "x" * 300, "source", "a-file", "loop/out"]

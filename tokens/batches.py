@@ -104,7 +104,7 @@ class RunData:
         except UserError:  # of another project, or its file was deleted
             return None
         lengths = byte_lengths(tokenizer, num_ids=self.validation.vocab_size)
-        num_bytes = sum(int(lengths[tokens[1:].numpy()].sum()) for tokens in self.validation)
+        num_bytes = sum(int(lengths.of(tokens.numpy()).sum()) for tokens in self.validation)
         return num_bytes / self.validation.num_tokens or None
 
     @cached_property

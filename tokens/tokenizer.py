@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ class FileTokenizer:
         self.n_vocab = max(tokenizer.get_vocab().values()) + 1
         parts = json.loads(tokenizer.to_str())
         self._is_byte_level = '"type": "ByteLevel"' in json.dumps(parts["decoder"])
+        self._adds_space = '"add_prefix_space": true' in json.dumps(parts["pre_tokenizer"])
         self._added = {token["id"]: token["content"] for token in parts["added_tokens"]}
         splitter = parts["pre_tokenizer"] or {}
         self.splits_like_gpt2 = (
@@ -88,14 +90,26 @@ class FileTokenizer:
         """Return the bytes that a token adds to the text before it; none for an unused id."""
         if (token := self._tokenizer.id_to_token(token_id)) is None:
             return b""
+        found = None if self._is_byte_level else BYTE_TOKEN.fullmatch(token)
+        if found:  # also if it is an added token
+            return bytes([int(found[1], 16)])
         if token_id in self._added:
             return self._added[token_id].encode()
         if self._is_byte_level:
             return b"".join(BYTE_OF.get(letter) or letter.encode() for letter in token)
-        if found := BYTE_TOKEN.fullmatch(token):
-            return bytes([int(found[1], 16)])
         once, twice = self.decode([token_id]), self.decode([token_id] * 2)
         return twice[len(once):].encode()  # the first token of a text may lack its space
+
+    def decode_first_token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for at the beginning of a text.
+
+        A space there counts as one that the tokenizer has added, if it adds one to each text.
+        """
+        inside = self.decode_single_token_bytes(token_id)
+        if self._is_byte_level:
+            return inside.removeprefix(b" ") if self._adds_space else inside
+        alone = self.decode([token_id]).encode()
+        return alone if len(alone) < len(inside) else inside
 
 
 Tokenizer = tiktoken.Encoding | FileTokenizer
@@ -127,13 +141,31 @@ def load_tokenizer(name: str, path: Path | None = None) -> Tokenizer:
     return tokenizer
 
 
-def byte_lengths(tokenizer: Tokenizer, *, num_ids: int = 0) -> np.ndarray:
-    """Return the number of text bytes of each id, (num_ids or more,) int64; 0 for end of text."""
-    lengths = np.zeros(max(num_ids, tokenizer.n_vocab), dtype=np.int64)
+@dataclass(frozen=True)
+class ByteLengths:
+    """The number of text bytes of each id, (V,) int64 each; 0 for end of text."""
+
+    inside: np.ndarray
+    first: np.ndarray  # as the first token of a document, whose space the tokenizer has added
+    eot_token: int
+
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the text bytes of all tokens but the first: (N + 1,) ids to (N,) int64."""
+        begins_document = tokens[:-1] == self.eot_token
+        return np.where(begins_document, self.first[tokens[1:]], self.inside[tokens[1:]])
+
+
+def byte_lengths(tokenizer: Tokenizer, *, num_ids: int = 0) -> ByteLengths:
+    """Return the number of text bytes of `num_ids` or more ids."""
+    inside = np.zeros(max(num_ids, tokenizer.n_vocab), dtype=np.int64)
+    first = inside.copy()
     for token_id in range(tokenizer.n_vocab):
         if token_id != tokenizer.eot_token:
-            lengths[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
-    return lengths
+            inside[token_id] = len(tokenizer.decode_single_token_bytes(token_id))
+            first[token_id] = inside[token_id]
+            if isinstance(tokenizer, FileTokenizer):
+                first[token_id] = len(tokenizer.decode_first_token_bytes(token_id))
+    return ByteLengths(inside, first, tokenizer.eot_token)
 
 
 def file_beside(directory: Path, name: str | None) -> Path | None:

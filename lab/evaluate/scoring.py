@@ -24,7 +24,7 @@ from lab.evaluate.tasks import Quiz
 from lab.runs import Record
 from lab.stats import t_95
 from tokens.token_file import TokenFile, check_token_ids
-from tokens.tokenizer import byte_lengths, file_beside, load_tokenizer, short_name
+from tokens.tokenizer import ByteLengths, byte_lengths, file_beside, load_tokenizer, short_name
 from trainer.models import LoadedModel
 
 # The unit of the intervals. Neighbouring sequences share documents, so that their losses are alike;
@@ -149,7 +149,7 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
         losses = _losses(target.model, tokens)
         # A sequence belongs to the block in which it begins.
         block = (place + np.arange(len(losses))) // longest * longest // block_tokens
-        num_bytes = np.zeros(len(losses)) if lengths is None else lengths[tokens[1:]]
+        num_bytes = np.zeros(len(losses)) if lengths is None else lengths.of(tokens)
         for row, values in zip(blocks, (losses, np.ones(len(losses)), num_bytes), strict=True):
             row += np.bincount(block, values, minlength=len(row))
     nats, num_tokens, num_bytes = blocks[:, blocks[1] > 0]
@@ -166,8 +166,8 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
             **entries("bits_per_byte", bits)}
 
 
-def _token_lengths(target: LoadedModel, file: TokenFile) -> np.ndarray | None:
-    """Return the text bytes of each token id, (V,) int64; None if no tokenizer is known."""
+def _token_lengths(target: LoadedModel, file: TokenFile) -> ByteLengths | None:
+    """Return the text bytes of each token id; None if no tokenizer is known."""
     made_with, own = file.metadata.get("tokenizer"), target.tokenizer_name
     if made_with and own and made_with != own:
         raise UserError(f"{file.path}: the tokenizer is {short_name(made_with)}, but that of"

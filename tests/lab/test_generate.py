@@ -193,6 +193,21 @@ def test_a_user_error_is_one_line_and_writes_nothing(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
+def test_text_for_a_tokenizer_is_read_and_warned_of_as_for_a_dataset(tmp_path):
+    (tmp_path / "a.txt").write_bytes("one é\n</s>\ntwo é\n".encode("latin-1") * 50)
+    source, arguments = tmp_path / "a.txt", ("--vocab-size", "258")
+    warned = succeeded(lab_tokenizer(source, tmp_path / "1", *arguments)).stderr
+    assert "warning: there is </s> in the text" in warned and warned.count("\n") == 2
+    assert "1 document with bytes that are not UTF-8: 100 characters became U+FFFD" in warned
+    result = succeeded(lab_tokenizer(source, tmp_path / "2", *arguments, "--encoding", "latin-1",
+                                     "--document-separator", "</s>"))
+    assert result.stderr == "" and "649 bytes of text" in result.stdout
+    write_parquet(tmp_path / "rows", ["a", "b"])
+    line = error_line(lab_tokenizer(tmp_path / "rows", tmp_path / "3", *arguments,
+                                    "--text-column", "body"))
+    assert "000.parquet: has no column 'body'; name one of its columns" in line
+
+
 def train_both(root):
     """Train two tiny runs on the same text: one in tokens of its own, one in bytes."""
     workplace = Workplace(root)

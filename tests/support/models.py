@@ -48,6 +48,36 @@ def write_tokenizer(directory: Path, *, vocab_size: int = 300,
     return directory
 
 
+# Parts of tokenizers that put a space in front of each text.
+WITH_A_SPACE: dict[str, dict[str, Any]] = {
+    "add_prefix_space": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True,
+                                           "trim_offsets": True, "use_regex": True}},
+    "Metaspace": {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "split": True,
+                                    "prepend_scheme": "always"}},
+    "Prepend": {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}}}
+
+
+def write_tokenizer_with_a_space(directory: Path, kind: str) -> Path:
+    """Write a tokenizer.json of a kind of `WITH_A_SPACE`, as GPT-2's or as Llama's."""
+    if kind == "add_prefix_space":
+        return write_tokenizer(directory, **WITH_A_SPACE[kind])
+    tokens = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(97, 123)),
+              "th", "▁th", "▁the", "▁a", "at"]
+    merges = [["t", "h"], ["▁", "th"], ["▁th", "e"], ["▁", "a"], ["a", "t"]]
+    decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    parts = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
+             "decoder": {"type": "Sequence", "decoders": decoders},
+             "model": {"type": "BPE", "byte_fallback": True, "merges": merges,
+                       "vocab": {token: place for place, token in enumerate(tokens)}}}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(json.dumps(parts | WITH_A_SPACE[kind]))
+    return directory
+
+
 SHAPE = {"vocab_size": 61, "context_length": 12, "emb_dim": 24, "n_heads": 3, "n_layers": 2,
          "drop_rate": 0.1, "qkv_bias": False}
 

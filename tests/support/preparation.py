@@ -27,7 +27,7 @@ from preparation.journal import Journal
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from preparation.reading import Task
 from preparation.sources import Request, Source, texts_shard
-from preparation.token_stream import TokenFileWriter
+from preparation.token_stream import DocumentEnds, TokenFileWriter
 
 DOCUMENTS = [f"document {i}: naïve 🎉 <|endoftext|>" for i in range(150)] + [""] * 2
 BYTES = PrepareOptions(tokenizer="bytes")
@@ -135,6 +135,7 @@ def stopping_after(num_writes: int | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((TokenFileWriter, "finish"), (TokenFileWriter, "sync"),
                             (TokenFileWriter, "truncate"), (TokenFileWriter, "add"),
+                            (DocumentEnds, "sync"), (DocumentEnds, "add"),
                             (Journal, "add"), (Journal, "begin"), (Journal, "publish"),
                             (pipeline, "write_card"), (pipeline, "write_part")):
             patch.setattr(owner, name, stopping(getattr(owner, name)))
