@@ -25,7 +25,8 @@ ADVICE: dict[int | None, str] = {  # after a write that failed
     **dict.fromkeys(FULL, "; make room"), errno.EIO: "; look at the disk",
     errno.EFBIG: "; raise the limit on the size of files (ulimit -f)",
     errno.ENOENT: "; its directory was deleted or unmounted"}
-MAX_LINE_LENGTH = 190  # characters of a printed message
+MAX_LINE_LENGTH = 190  # characters of a printed message, above which paths are shortened
+MAX_CAUSE_LENGTH = 500  # of a cause that another program or a file gives, which may be endless
 OBEYED = re.compile(  # controls but newline and tab, changes of direction, lone surrogates
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 LONG_PATH = re.compile(r"[^\s'\";,:]*/[^\s'\";,:]*([^\s'\";,:]{40})")
@@ -73,7 +74,7 @@ def status_of_place(error: BaseException) -> int:
 
 
 def why_not_written(error: OSError) -> str:
-    return (error.strerror or str(error)[:80]) + ADVICE.get(error.errno, "")
+    return (error.strerror or first_line(error)) + ADVICE.get(error.errno, "")
 
 
 def exit_status(error: BaseException) -> int:
@@ -130,12 +131,13 @@ def describe(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, at most 120 characters, or its type.
+    """Return the first line of an error's message, or its type.
 
     NCCL's messages begin with the place in its code: of these, what stands after "Last error:".
     """
     text = str(error).strip() or type(error).__name__
-    return (re.split(r"Last [eE]rror:", text)[-1].strip() or text).splitlines()[0][:120]
+    told = re.split(r"Last [eE]rror:", text)[-1].strip() or text
+    return told.splitlines()[0][:MAX_CAUSE_LENGTH]
 
 
 def visible(text: str) -> str:
@@ -144,12 +146,10 @@ def visible(text: str) -> str:
 
 
 def one_line(message: str) -> str:
-    """Escape control characters, and shorten long paths from the left, then the line itself."""
+    """Escape control characters, and shorten the paths of a long line; nothing else is cut."""
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
     if len(line) > MAX_LINE_LENGTH:
         line = LONG_PATH.sub(r"...\1", line)
-    if len(line) > MAX_LINE_LENGTH:
-        line = f"{line[:130]} ... {line[135 - MAX_LINE_LENGTH:]}"
     return line
 
 

@@ -5,8 +5,9 @@ import fcntl
 import hashlib
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -149,3 +150,26 @@ def locked(directory: Path, *, busy: str) -> Iterator[None]:
     finally:
         held.remove(descriptor)
         os.close(descriptor)
+
+
+def cache_dir(name: str) -> Path:
+    """Return a directory of this user's for a cache, made if it is missing.
+
+    It is below the home directory, or below a temporary one where that cannot be written, as with
+    `docker run --user` or on a read-only disk. Raises: UserError: neither can be written.
+    """
+    with suppress(OSError, RuntimeError):  # not writable; a user without a home directory
+        path = Path.home() / ".cache/ddp-train" / name
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.W_OK | os.X_OK):
+            return path
+    own = Path(tempfile.gettempdir()) / f"ddp-train-{os.getuid()}"
+    with suppress(OSError):
+        own.mkdir(mode=0o700, exist_ok=True)
+        # Others can make it too, and would then own the code that is kept there.
+        found = own.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            (own / name).mkdir(exist_ok=True)
+            return own / name
+    raise UserError(f"neither the home directory nor {own} can be written, where {name}'s cache"
+                    " goes; set HOME or TMPDIR to a directory of your own")

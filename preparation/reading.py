@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
+from basics.errors import MAX_CAUSE_LENGTH
 from preparation.choosing import PACKED, SourceOptions, kind_of
 from preparation.cutting import (
     LARGE_DOCUMENT,
@@ -361,7 +362,7 @@ def _naming(path: Path) -> Iterator[None]:
     except pyarrow.ArrowMemoryError:  # the file is not damaged
         raise
     except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:100]
+        reason = " ".join(str(error).split())[:MAX_CAUSE_LENGTH]
         raise BadShard(f"{path}: not a complete parquet file: {reason}") from None
 
 

@@ -75,6 +75,10 @@ def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    # Others' settings of torchrun, such as those of Kubeflow's trainer: with two nodes in them, a
+    # launch on this one would wait for ever.
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
     passed_on = ",".join([*(STOP_SIGNALS[number] for number in stop_signals()), "SIGQUIT"])

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -18,12 +19,14 @@ from basics.errors import (
     UserError,
     as_os_error,
     describe,
+    first_line,
     is_out_of_gpu_memory,
     is_out_of_memory,
+    one_line,
     says_out_of_memory,
     why_not_written,
 )
-from basics.files import append_whole, read_regular_file, replacing, write_atomically
+from basics.files import append_whole, cache_dir, read_regular_file, replacing, write_atomically
 from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
 from processes.launch import num_gpus
 from tests.support.stand_ins import H100, FakeNvml
@@ -141,6 +144,31 @@ def test_the_drivers_text_is_recognised():
     for caught in (of_code, of_call):
         assert says_out_of_memory(str(caught.value)) and is_out_of_memory(caught.value), caught
     assert torch.ones(2, device="cuda").sum().item() == 2  # the context still works
+
+
+def test_caches_are_in_a_place_of_ones_own_where_home_cannot_be_written(tmp_path, monkeypatch):
+    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    temporary.mkdir()
+    own = temporary / f"ddp-train-{os.getuid()}"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    assert cache_dir("x") == home / ".cache/ddp-train/x" and not own.exists()
+    shutil.rmtree(home)
+    home.write_text("no directory")
+    assert cache_dir("x") == own / "x" and own.stat().st_mode & 0o777 == 0o700
+    assert cache_dir("x") == own / "x"  # again
+    shutil.rmtree(own)
+    own.symlink_to(tmp_path)  # that somebody else has made
+    with pytest.raises(UserError, match="neither the home directory nor .* can be written"):
+        cache_dir("x")
+
+
+def test_no_cause_is_cut_out_of_a_message():
+    cause = "Unable to find an engine to execute this computation, " * 5
+    assert first_line(RuntimeError(cause)) == cause.strip()
+    path = "/a/" + "very/" * 40 + "long/path.json"
+    line = one_line(f"{path}: {cause}; remove it")
+    assert cause in line and path not in line and line.startswith("...") and "path.json: " in line
 
 
 def names(directory):

@@ -18,8 +18,6 @@ WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "t
                  "tokens.tokenizer", "run_config", "processes.command_line", "prepare_dataset",
                  "processes.beside", "reporting.charts", "reporting.tracker",
                  "lab.export_metrics", "lab.doctor.doctor"]
-LINES = {"ddp_train.py": 350, "checkpointing.py": 450}
-
 
 def tracked(*patterns):
     found = [path for pattern in patterns for path in PROJECT_DIR.glob(pattern)]
@@ -114,19 +112,10 @@ def test_no_name_is_that_of_a_package_that_a_dependency_may_import():
     assert not names & looked_for
 
 
-def test_files_and_functions_stay_small_and_have_docstrings():
+def test_modules_and_what_is_public_in_them_have_docstrings():
     for path in PRODUCT:
-        text = path.read_text()
-        tree = ast.parse(text)
-        assert len(text.splitlines()) <= LINES.get(path.name, 300), path
+        tree = ast.parse(path.read_text())
         assert ast.get_docstring(tree), path
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 50, f"{path}: {node.name}"
-                is_command = any("command" in ast.unparse(d) for d in node.decorator_list)
-                positional = [a for a in node.args.args if a.arg not in ("self", "cls", "ctx")]
-                parameters = len(positional) + len(node.args.kwonlyargs)
-                assert is_command or parameters <= 5, f"{path}: {node.name}"
         for node in tree.body:
             public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
             if public and len(node.body) > 3:

@@ -145,8 +145,10 @@ def machine(tmp_path):
     return workplace, os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
 
 
-def test_a_launch_leaves_no_directory_for_logs_and_asks_for_no_host_name(monkeypatch, tmp_path):
+def test_a_launch_is_of_this_machine_and_leaves_no_directory_for_logs(monkeypatch, tmp_path):
     started = []
+    monkeypatch.setenv("PET_NNODES", "2")  # as in a pod of Kubeflow's trainer
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "nowhere:29400")
     monkeypatch.setattr(torch.distributed.run, "run", started.append)
     monkeypatch.setattr(sys, "argv", ["ddp_train.py", "tiny"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -154,7 +156,8 @@ def test_a_launch_leaves_no_directory_for_logs_and_asks_for_no_host_name(monkeyp
         assert launch.start_torchrun(2, logs_dir) == 0
         config, _, _ = torch.distributed.run.config_from_args(started.pop())
         assert config.logs_specs.root_log_dir == str(logs_dir or os.devnull)
-        assert config.local_addr == "127.0.0.1"
+        assert config.local_addr == "127.0.0.1" and config.max_nodes == 1
+        assert "PET_NNODES" not in os.environ  # which its processes would see
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]  # those that were asked for
 
 

@@ -251,6 +251,13 @@ def test_under_torchrun_all_processes_refuse_a_search(workplace):
     assert re.findall(r"exitcode *: (-?\d+)", result.stderr) == ["2", "2"]
 
 
+def test_no_microbatch_is_tried_that_the_global_batch_has_no_use_for():
+    trials = launcher.find_max_microbatch(memory(1.0, 0.1, 1000.0), 12)
+    assert max(trial.microbatch_size for trial in trials) == 12 and len(trials) <= 4
+    trials = launcher.find_max_microbatch(memory(1.0, 0.1, 1.9), 12)
+    assert [trial.microbatch_size for trial in trials if trial.fits][-1] == 9  # as without
+
+
 def test_a_search_on_real_memory_with_two_processes(workplace):
     workplace.add_run(model=LARGE_VOCABULARY, train={"head_chunks": 1})
     before = workplace.files()

@@ -883,7 +883,7 @@ def test_a_partly_downloaded_dataset_is_completed_later(tokens_hub, tmp_path):
 
 # --- hostile sources and outputs: one line, exit status 2, and no dataset
 
-LONGEST = 200  # characters of an error line
+LONGEST = 900  # characters of a message: a cause has at most 500
 WHOLE = parquet()
 LINES = b'{"text": "some text"}\n' * 20
 SOURCES: dict[str, tuple[str, bytes]] = {

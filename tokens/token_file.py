@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from basics.errors import UserError
+from basics.errors import UserError, first_line
 
 FINGERPRINT_TOKENS = 2**11  # in each of the 64 samples of a fingerprint
 
@@ -29,7 +29,7 @@ class TokenFile:
             raise UserError(f"{path}: no such token file; prepare or download the"
                             " dataset") from None
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: not a whole safetensors file ({str(error)[:80]}); delete it"
+            raise UserError(f"{path}: not a whole safetensors file ({first_line(error)}); delete it"
                             " and prepare or download the dataset again") from None
         if keys != ["tokens"]:
             raise UserError(f"{path}: contains {', '.join(keys)[:60] or 'nothing'}; wanted one"

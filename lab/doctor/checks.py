@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from basics.errors import UserError, describe
+from basics.files import cache_dir
 from basics.gpu_readings import GpuReading, read_gpus
 from basics.machine import within
 from run_config import Run
@@ -193,6 +194,18 @@ def check_compiler(subject: Subject) -> Finding | None:
         ' "compile": false')
 
 
+def check_caches(subject: Subject) -> Finding | None:
+    """Check that compiled code can be kept, and run from where it is."""
+    try:
+        place = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir("inductor"))
+    except UserError as error:
+        return problem(str(error))
+    if os.statvfs(existing(place)).f_flag & os.ST_NOEXEC:
+        return warning(f"{place} is mounted noexec: compiled code cannot run from there",
+                       "set TORCHINDUCTOR_CACHE_DIR to a directory on another disk")
+    return ok(str(place))
+
+
 def check_shared_memory(subject: Subject) -> Finding | None:
     """Check the memory through which NCCL may exchange data between processes."""
     if subject.num_processes == 1 or not SHARED_MEMORY.is_dir():
@@ -259,5 +272,6 @@ def existing(place: Path) -> Path:
 
 
 CHECKS = {"use": check_use, "ECC memory": check_ecc, "compiler": check_compiler,
-          "shared memory": check_shared_memory, "host name": check_host_name,
-          "disk of runs": check_runs_disk, "disk of datasets": check_datasets_disk}
+          "compiled code": check_caches, "shared memory": check_shared_memory,
+          "host name": check_host_name, "disk of runs": check_runs_disk,
+          "disk of datasets": check_datasets_disk}

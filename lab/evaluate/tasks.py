@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from basics.errors import UserError
+from basics.errors import UserError, first_line
 from basics.json_files import describe
 
 KINDS = (".jsonl", ".parquet")
@@ -181,8 +181,8 @@ def _questions(path: Path, task: type[TaskRecord]) -> Iterator[Question]:
             yield question
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         reason = (describe(error) if isinstance(error, ValidationError)
-                  else getattr(error, "strerror", None) or str(error))
-        raise UserError(f"{path}: not {task.__name__}'s questions ({reason[:80]}); each needs"
+                  else getattr(error, "strerror", None) or first_line(error))
+        raise UserError(f"{path}: not {task.__name__}'s questions ({reason}); each needs"
                         f" {', '.join(task.model_fields)}") from None
 
 

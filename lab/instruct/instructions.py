@@ -102,7 +102,7 @@ def book_entries(datasets_dir: Path) -> Path:
         write_atomically(path, content)
     except (OSError, HTTPException, ValidationError) as error:
         reason = describe(error) if isinstance(error, ValidationError) else first_line(error)
-        raise UserError(f"{BOOK_URL}: cannot be downloaded into {datasets_dir} ({reason[:60]});"
+        raise UserError(f"{BOOK_URL}: cannot be downloaded into {datasets_dir} ({reason});"
                         " name a file of entries with --data FILE") from None
     return path
 

@@ -16,7 +16,7 @@ import requests
 from pydantic import HttpUrl, ValidationError
 from urllib3.exceptions import HTTPError
 
-from basics.errors import UserError
+from basics.errors import MAX_CAUSE_LENGTH, UserError
 from basics.json_files import parsed_object
 from basics.machine import within
 from lab.instruct.instructions import Entry
@@ -152,10 +152,11 @@ class Judge:
             except (requests.Timeout, TimeoutError):
                 raise UnusableReplyError("the judge did not answer in time") from None
             except requests.RequestException as error:
-                reason = str(error).rsplit(": ", 1)[-1].strip("\"')")  # without the library's words
+                # Without the library's words.
+                reason = str(error).rsplit(": ", 1)[-1].strip("\"')")[:MAX_CAUSE_LENGTH]
                 num_failed += 1
                 problem = UserError(
-                    f"{self.address}: cannot be reached ({reason[:60]}); check --base-url and the"
+                    f"{self.address}: cannot be reached ({reason}); check --base-url and the"
                     " network, then run the same command again")
             if num_failed == MAX_FAILED or self.stopped.wait(pause):
                 break
@@ -167,7 +168,7 @@ class Judge:
         if location := headers.get("Location"):
             message = f"it redirects to {location}"
         message = message.replace(self.key, "***") if self.key else message  # some repeat the key
-        reason = " ".join(message.split())[:60]
+        reason = " ".join(message.split())[:MAX_CAUSE_LENGTH]
         if status in FATAL_STATUSES or _text_in(body, "error", "code") == FATAL_CODE:
             return UserError(f"{self.address}: status {status} for model {self.model[:40]!r}"
                              f" ({reason}); check OPENAI_API_KEY, --model and --base-url")

@@ -498,6 +498,21 @@ def test_a_compiler_is_missed_where_the_step_is_compiled(place, tmp_path, monkey
         assert checks.check_compiler(about).text.startswith(f"no {tmp_path}/Python.h")
 
 
+def test_a_place_for_compiled_code_is_needed_from_which_it_can_run(place, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    about = subject(place)
+    assert checks.check_caches(about) == ok(str(tmp_path / ".cache/ddp-train/inductor"))
+    flags = SimpleNamespace(f_flag=os.ST_NOEXEC)
+    monkeypatch.setattr(os, "statvfs", lambda _: flags)
+    found = checks.check_caches(about)
+    assert found.verdict == WARNING and "set TORCHINDUCTOR_CACHE_DIR" in found.advice
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")
+    found = checks.check_caches(about)
+    assert found.verdict == PROBLEM and "neither the home directory" in found.text
+
+
 DISKS = {  # seconds to write, an error, file system, bytes free: verdict, part of the text
     "fast": (0.01, None, "ext4", 1e9, OK, "writes 3,355 MB/s"),
     "slow": (5.0, None, "ext4", 1e9, WARNING, "writes 7 MB/s"),

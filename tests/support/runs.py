@@ -122,7 +122,7 @@ def read_only(directory: Path) -> Iterator[None]:
             directory.chmod(0o755)
 
 
-LONGEST_ERROR = 200  # characters, "Error: " included
+LONGEST_ERROR = 900  # characters, "Error: " included; a cause has at most 500
 
 
 class Exited(BaseException):
