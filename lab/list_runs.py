@@ -36,6 +36,10 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     states = sorted((read_state(runs_dir, name) for name in launched),
                     key=lambda state: state.status != RUNNING)
     states += [RunState(name, NEW) for name in new]
+    if not states and not as_json:
+        click.echo(f"no run in {runs_dir}: a run is a directory there with model.json and"
+                   " train.json; ddp_train.py demo trains the one that comes with the project")
+        return
     if as_json:
         print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})
         return

@@ -198,7 +198,7 @@ class RunState:
     tokens: float | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
-    tokens_per_second: float | None = None  # as last reported
+    tokens_per_second: float | None = None  # as last reported; of a run that has ended its mean
     mfu: float | None = None  # as last reported, a fraction
     seconds: float | None = None  # spent by all launches, as `usd` is
     usd: float | None = None
@@ -225,13 +225,15 @@ def read_state(runs_dir: Path, name: str) -> RunState:
             price = usd / seconds * 3600
             at_end = usd + left / 3600 * price
     gpus = _last_list(records, "gpu_memory_gib")
+    # A summary of a run that has ended tells more than its last record.
+    told = [files.summary, *records] if is_running else [*records, files.summary]
     return RunState(
         name=name, status=files.status, reason=words(files.summary.get("reason")),
         phase=words(files.beat.get("phase")) if is_running else None,
         heartbeat_seconds=files.heartbeat_seconds,
         global_step=None if step is None else int(step),
         num_steps=None if num_steps is None else int(num_steps),
-        **{key: last_value([files.summary, *records], key) for key in (
+        **{key: last_value(told, key) for key in (
             "tokens", "train_loss", "validation_loss", "tokens_per_second", "mfu")},
         seconds=seconds, usd=usd, seconds_left=left, usd_per_hour=price, usd_at_end=at_end,
         memory_gib=max((gib for gib in gpus if gib), default=number(

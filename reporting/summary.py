@@ -141,6 +141,9 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     lines = [
         f"{run.name} {summary['status']} at {steps}{because}: {losses} (nats per token)",
         _split("time", summary["seconds"], duration)]
+    if summary["status"] == "stopped":
+        raised = "raise max_cost_usd or max_hours, then " if summary["stopped_by"] == BUDGET else ""
+        lines.append(f"to continue: {raised}run the same command again")
     if summary["usd"]:
         lines.append(_split("cost", summary["usd"], lambda usd: f"${dollars(usd)}"))
     if price:

@@ -140,7 +140,8 @@ def test_a_finished_run_says_so_and_changes_nothing(finished):
 def test_a_run_made_shorter_than_what_is_trained_is_finished_with_true_numbers(workplace):
     run_dir = workplace.add_run(train={"validation_interval": 5})
     workplace.add_dataset()
-    succeeded(workplace.torchrun(2, "tiny", "--max-steps", "7"))
+    stopped = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "7")).stdout
+    assert "\nto continue: run the same command again\n" in stopped
     path = run_dir / "train.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"min_train_tokens": 3 * 128}))
     mark = workplace.root / "done"

@@ -37,6 +37,9 @@ def test_the_state_of_a_finished_run(runs_dir):
     add_run(runs_dir, "done", global_step=99, seconds={"training": 9.0, "startup": 1.5},
             usd={"training": 0.4, "total": 0.5}, machine={"peak_memory_gib": 3.25})
     state = read_state(runs_dir, "done")
+    assert read_state(runs_dir, add_run(runs_dir, "mean", global_step=99, seconds={},
+                                        tokens_per_second=1234.0).name
+                      ).tokens_per_second == 1234  # of the whole run, not of its last steps
     assert (state.status, state.global_step, state.num_steps) == ("finished", 99, 200)
     assert state.tokens == 100 * 2048 and state.validation_loss == 1.5 + 1 / 100
     assert state.train_loss == 1.4 and state.tokens_per_second == 20480
@@ -238,6 +241,11 @@ def test_all_runs_are_listed_with_their_status_and_progress(listed):
     assert total == "in all: 0:06:00, US$1.80"
     output = listing(listed, "new")  # also one that was not launched can be named
     assert "not launched" in output and "trains" not in output
+
+
+def test_a_folder_without_runs_says_what_a_run_is(tmp_path):
+    assert "a run is a directory there with model.json and train.json" in listing(tmp_path)
+    assert checked(listing(tmp_path, "--json")).runs == []
 
 
 def test_the_sum_of_all_runs_counts_those_without_a_price_and_those_killed_at_their_start(listed):
