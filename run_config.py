@@ -200,12 +200,20 @@ class Run:
         return replace(self, config=self.config.model_copy(update={"usd_per_hour": price}))
 
 
+def plain_name(runs_dir: Path, text: str) -> str:
+    """Return the name of a run that is given as tab completion writes it, such as `runs/demo/`."""
+    path = Path(text)
+    is_inside = "/" in text and path.parent.resolve() == runs_dir.resolve()
+    return path.name if is_inside else text
+
+
 def load_run(runs_dir: Path, name: str) -> Run:
     """Read and check a run's `model.json` and `train.json`.
 
     Raises: UserError: the name is not one plain directory name, the run does not exist, or one of
         its files is missing, unreadable or wrong.
     """
+    name = plain_name(runs_dir, name)
     if not RUN_NAME.fullmatch(name):
         also = "" if os.path.exists(name) else ", and no such directory"
         raise UserError(f"run {name[:60]!r} is not a plain name{also}; wanted a directory inside"

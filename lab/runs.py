@@ -23,7 +23,7 @@ from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import found_object, to_json
 from reporting.metrics_file import MAX_RECORDS_BYTES, THROTTLING, is_number, valid_records
 from reporting.summary import duration
-from run_config import RUN_NAME
+from run_config import RUN_NAME, plain_name
 
 MAX_WORDS = 200  # characters of a status, a phase or a reason
 HEARTBEAT_SECONDS = 60  # a run that trains writes its heartbeat every few seconds
@@ -112,7 +112,8 @@ def is_launched(runs_dir: Path, name: str) -> bool:
 
 def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
     """Return these runs, or all that have been launched. Raises: UserError: one of them is not."""
-    launched, names = launched_runs(runs_dir), list(dict.fromkeys(names))
+    launched = launched_runs(runs_dir)
+    names = list(dict.fromkeys(plain_name(runs_dir, name) for name in names))
     for name in names:
         if name not in launched:
             is_run = RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir()

@@ -137,6 +137,23 @@ def test_a_finished_run_says_so_and_changes_nothing(finished):
     assert workplace.files() == before
 
 
+def test_a_rank_without_the_rest_of_torchruns_environment_is_one_line(workplace):
+    workplace.add_run()
+    result = run_command(sys.executable, "ddp_train.py", "tiny", RANK="0")
+    assert result.returncode == 2 and result.stderr == (
+        "Error: RANK is set in the environment, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start"
+        " with torchrun, or unset RANK\n")
+
+
+def test_a_run_is_named_as_tab_completion_writes_it_too(workplace, monkeypatch):
+    workplace.add_run()
+    monkeypatch.chdir(workplace.root)
+    for text in ("runs/tiny", "runs/tiny/", str(workplace.runs_dir / "tiny")):
+        assert load_run(workplace.runs_dir, text).name == "tiny"
+    with pytest.raises(UserError, match="not a plain name"):
+        load_run(workplace.runs_dir, "elsewhere/tiny")
+
+
 def test_a_run_made_shorter_than_what_is_trained_is_finished_with_true_numbers(workplace):
     run_dir = workplace.add_run(train={"validation_interval": 5})
     workplace.add_dataset()

@@ -53,8 +53,13 @@ def compiler_options(model: ModelConfig, precision: Precision | None) -> dict[st
 
 
 def compiled(function: Callable, options: dict[str, Any]) -> Callable:
-    """Compile for fixed shapes, with the options of `compiler_options`."""
-    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
+    """Compile for fixed shapes, with the options of `compiler_options`.
+
+    They are set for the whole process: some are read when a kernel runs for the first time.
+    """
+    for name, value in options.items():
+        setattr(torch._inductor.config, name, value)
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 class ByLayer(nn.Module):
