@@ -61,7 +61,7 @@ TINY = ModelConfig(vocab_size=257, context_length=32, emb_dim=32, n_heads=2, n_l
                    drop_rate=0.0, qkv_bias=False)
 # Seconds that a part may take, the most decisive first. On an H100 (estimated): 20, 50, 330, 60,
 # 50, 40, 15.
-LIMITS = {"facts": 60, "curve": 90, "rows": 400, "rank": 120, "kernels": 100, "memory": 100,
+LIMITS = {"facts": 60, "curve": 120, "rows": 400, "rank": 120, "kernels": 100, "memory": 100,
           "ceilings": 60}
 LEAST_SECONDS = 5.0  # that a part needs to begin
 TINY_ROWS = ("ours", throughput.ORIGINAL, throughput.WHOLE_RUN)
@@ -129,8 +129,8 @@ def facts(place: Place) -> Iterator[Line]:
     yield {"code": code_version(), **versions}
     yield {"cpu_cores": os.cpu_count(), "host": socket.gethostname(), "gcc": shutil.which("gcc")}
     if place.is_gpu:
-        reading = read_gpus()[0]
-        yield {"gpu": torch.cuda.get_device_name(place.device), "driver": reading.driver_version,
+        drivers = {reading.driver_version for reading in read_gpus()}
+        yield {"gpu": torch.cuda.get_device_name(place.device), "driver": ", ".join(drivers),
                "capability": torch.cuda.get_device_capability(place.device),
                "free_and_all_bytes": torch.cuda.mem_get_info(place.device)}
         yield attempt({}, clocks_and_power)
@@ -229,16 +229,17 @@ def rank(place: Place) -> Iterator[Line]:
         return wrap_in_ddp(*arguments)
 
     def measure(changes: Line) -> Line:
-        with (patch("torch.distributed.all_gather_into_tensor", gather),
-              patch("ddp_train.wrap_in_ddp", wrap)):
-            step, take = build(place, 12, world_size=RANKS, **changes)
-            try:
+        try:
+            with (patch("torch.distributed.all_gather_into_tensor", gather),
+                  patch("ddp_train.wrap_in_ddp", wrap)):
+                step, take = build(place, 12, world_size=RANKS, **changes)
                 tokens = (step.config.microbatch_size * place.model.context_length
                           * step.config.gradient_accumulation_steps)
                 _, speed = time_steps(take, 40 if place.is_gpu else 7, tokens, place.device)
                 seconds = [host_seconds(take, place) for _ in range(10)]
-            finally:
-                del step, take
+            del step.parallel_loss  # its threads must be gone before the process group
+        finally:
+            if dist.is_initialized():
                 dist.destroy_process_group()
         return {"step_ms": speed["step_ms"], "tokens_per_second": speed["tokens_per_second"],
                 "host_ms": 1e3 * sorted(seconds)[5]}
@@ -380,7 +381,7 @@ PARTS = {"facts": facts, "curve": curve, "rows": rows, "rank": rank, "kernels": 
 def run_part(name: str, seconds: float, output: Path, options: list[str]) -> None:
     """Run a part in a process of its own; write why it ended early, if it did."""
     command = [sys.executable, __file__, *options, "--only-part", name, "--output", str(output),
-               "--minutes", str(seconds / 60)]
+               "--ends-at", str(time.monotonic() + seconds)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace",
                                start_new_session=True)
     try:
@@ -454,10 +455,11 @@ def parse_parts(_: Any, __: Any, text: str) -> list[str]:
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False, resolve_path=True),
               default=Path("gpu.jsonl"), show_default=True, help="One file for each machine.")
 @click.option("--only-part", hidden=True, help="Run this part in this process.")
+@click.option("--ends-at", type=float, hidden=True, help="Its end, in time.monotonic().")
 def main(device: str, parts: list[str], minutes: float, nanogpt: Path | None, output: Path,
-         only_part: str | None) -> None:
+         only_part: str | None, ends_at: float | None) -> None:
     """Measure what a GPU can tell, and print it as one page."""
-    ends_at = time.monotonic() + 60 * minutes
+    ends_at = ends_at or time.monotonic() + 60 * minutes
     if only_part is not None:
         place = Place(torch.device("cuda", 0) if device == "cuda" else torch.device(device),
                       nanogpt, ends_at)
@@ -466,7 +468,9 @@ def main(device: str, parts: list[str], minutes: float, nanogpt: Path | None, ou
         return
     known = len(output.read_text().splitlines()) if output.exists() else 0
     options = ["--device", device, *(["--nanogpt", str(nanogpt)] if nanogpt else [])]
-    with suppress(KeyboardInterrupt):  # the page is printed all the same
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    status = 0
+    try:
         for name in parts:
             seconds = min(LIMITS[name], ends_at - time.monotonic())
             if seconds < LEAST_SECONDS:
@@ -475,9 +479,13 @@ def main(device: str, parts: list[str], minutes: float, nanogpt: Path | None, ou
                 continue
             run_part(name, seconds, output, options)
             click.echo(f"{name} done", err=True)
-    lines = list(map(json.loads, output.read_text().splitlines()))
+    except KeyboardInterrupt:  # the page is printed all the same
+        status = 128 + signal.SIGINT
+    lines = list(map(json.loads, output.read_text().splitlines())) if output.exists() else []
     click.echo(page(lines))
-    sys.exit(1 if any(line.get("failed") for line in lines[known:]) else 0)
+    if any(line.get("failed") for line in lines[known:]):
+        status = status or 1
+    sys.exit(status)
 
 
 if __name__ == "__main__":
