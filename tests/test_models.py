@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from basics.errors import UserError
 from gpt import GPTModel
-from run_config import ModelConfig
+from run_config import ModelConfig, load_run
 from tests.support.models import add_dataset_with_tokenizer, export, random_model
 from tests.support.optional import package
 from tests.support.runs import run_in_process, summary_of
@@ -135,13 +135,41 @@ def test_checkpoints_of_the_original_system_load(tie_weights, left_out, qkv_bias
         (directory / "config.json").write_text(json.dumps({"model_type": "other", "cfg": config}))
     else:
         (tmp_path / "model.json").write_text(json.dumps(config))
-    save_file(weights, directory / "model.safetensors")
-    assert torch.equal(load(directory)(tokens_for(model)), model(tokens_for(model)))
+    for wrapper in ("", "module.", "_orig_mod.module."):  # of DDP, of torch.compile
+        save_file({wrapper + name: value for name, value in weights.items()},
+                  directory / "model.safetensors")
+        assert torch.equal(load(directory)(tokens_for(model)), model(tokens_for(model)))
     for name in [name for name in weights if name.endswith(("tok_emb.weight", "out_head.weight"))]:
         del weights[name]
     save_file(weights, directory / "model.safetensors")
     with pytest.raises(UserError, match="has no weights (tok_emb|out_head).weight"):
         load(directory)
+
+
+def test_a_run_of_the_original_system_is_recognised_and_left_as_it_is(workplace):
+    """And `init_from`, which the message names, trains on from its weights."""
+    workplace.add_dataset()
+    run_dir = workplace.add_run("theirs")
+    model = GPTModel(load_run(workplace.runs_dir, "theirs").model)
+    name = "20260101Z000000-iteration-7"
+    checkpoint = run_dir / "checkpoints" / name
+    checkpoint.mkdir(parents=True)
+    save_file(original_weights(model), checkpoint / "model.safetensors")
+    for file in ("optimizer.pt", "scaler.pt"):
+        (checkpoint / file).write_bytes(b"a pickle")
+    (checkpoint / "meta.json").write_text('{"iteration": 7}')
+    for link in ("latest", "best"):
+        (run_dir / "checkpoints" / link).symlink_to(name)
+    before = workplace.files()
+    for arguments in ((), ("latest",)):
+        result = workplace.torchrun(1, "theirs", *arguments)
+        line = next(line for line in result.stderr.splitlines() if line.startswith("Error: "))
+        assert "has checkpoints of the original system" in line
+        assert f'"init_from": "{checkpoint}"'[-40:] in line and workplace.files() == before
+    ours = workplace.add_run("ours", train=STANDING_STILL | {"init_from": str(checkpoint)})
+    succeeded(workplace.torchrun(1, "ours"))
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weights_of(ours)[name], weight, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

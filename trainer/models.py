@@ -31,6 +31,7 @@ from tokens.tokenizer import (
 from trainer.weight_formats import Gpt2Config, Weights, from_gpt2, from_original
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")  # names of a module inside of DDP or compiled
 DOWNLOADED = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
               TOKENIZER_FILE]
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that do not change the shape
@@ -219,7 +220,7 @@ def _map_weights(directory: Path) -> Weights:
             if path.exists() and not path.is_file():
                 raise OSError("is not a file")  # reading a pipe could block forever
             with safe_open(path, framework="pt") as file:
-                weights |= {key: file.get_tensor(key) for key in file.keys()}
+                weights |= {WRAPPERS.sub("", key): file.get_tensor(key) for key in file.keys()}
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; a directory of weights needs it (pickled"
                             " weights such as pytorch_model.bin are not read)") from None

@@ -177,13 +177,20 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
     """Return the name of the checkpoint to resume from, or "", then warnings of others. Rank 0."""
     if options.fresh:
         return [""]
+    partial = named_as_checkpoints(run.checkpoints_dir, partial=True)
+    of_the_original = [path for path in partial if (path / "optimizer.pt").exists()]
+    if of_the_original and not named_as_checkpoints(run.checkpoints_dir):
+        newest = of_the_original[-1]
+        raise UserError(f"{run.checkpoints_dir}: has checkpoints of the original system, whose"
+                        " optimizer state is not read; to train on from the weights of the newest,"
+                        f' make a run directory with "init_from": "{newest}" in train.json')
     warnings = []
     if options.checkpoint in (None, LATEST):
         checkpoint, damaged = checkpointing.newest_whole(run.checkpoints_dir)
         warnings += [f"{line}; {checkpoint and checkpoint.name} is used instead"
                      for line in damaged]
         warnings += [f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
-                     for path in named_as_checkpoints(run.checkpoints_dir, partial=True)]
+                     for path in partial if path not in of_the_original]
     else:
         checkpoint = checkpointing.find_checkpoint(run.checkpoints_dir, options.checkpoint)
     if checkpoint is None and options.checkpoint:
