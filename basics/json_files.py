@@ -93,10 +93,13 @@ def found_object(path: Path) -> dict[str, Any]:
         return {}
 
 
-def parsed_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object; return an empty one if the text is damaged or only partly written."""
+def parsed_object(text: str, *, unique_keys: bool = False) -> dict[str, Any]:
+    """Parse a JSON object; return an empty one if the text is damaged or only partly written.
+
+    With `unique_keys` also where a key is there twice: of two values, the last would count.
+    """
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_unique_keys if unique_keys else None)
     except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -52,9 +52,12 @@ def words(value: object) -> str | None:
 
 
 def version_of(path: Path) -> Version | None:
-    """Return what changes when a file is appended to or replaced; None if missing or too large."""
+    """Return what changes when a file is appended to or replaced; None if missing or too large.
+
+    None for a link too: what a run directory shows is its own.
+    """
     with suppress(OSError):
-        found = path.stat()
+        found = path.lstat()
         if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_RECORDS_BYTES:
             return found.st_ino, found.st_size, found.st_mtime_ns
     return None

@@ -103,8 +103,14 @@ def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
 def this_process() -> Process:
     """Return this process, from the environment variables that torchrun sets.
 
-    Raises: UserError: the machine has GPUs, but fewer than processes.
+    Raises: UserError: the machine has GPUs, but fewer than processes; or not the interface that
+        gloo is told to use, which would end each process with a traceback.
     """
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        interfaces = psutil.net_if_addrs()
+        if name not in interfaces:
+            raise UserError(f"GLOO_SOCKET_IFNAME: this machine has no network interface {name};"
+                            f" unset it, or name one of {', '.join(interfaces)}")
     local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), num_gpus()
     if found and local_rank >= found:
         raise UserError(f"--nproc_per_node: local rank {local_rank} has no GPU of its own;"

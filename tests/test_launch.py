@@ -64,6 +64,12 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         this_process()
 
 
+def test_an_interface_that_is_absent_is_refused_before_gloo_looks_for_it(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
+    with pytest.raises(UserError, match="no network interface nosuch0; unset it, or name one of"):
+        this_process()
+
+
 @pytest.mark.parametrize(("used", "num_warnings"), [("4", 1), ("8", 0)])
 def test_gpus_that_no_process_uses_are_warned_of(monkeypatch, used, num_warnings):
     monkeypatch.setattr(launch, "num_gpus", lambda: 8)

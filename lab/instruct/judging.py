@@ -78,8 +78,9 @@ class Comparison:
 
     def read_scores(self, reply: str) -> dict[str, float]:
         """Return each model's score; other text may surround it. Raises: UnusableReplyError."""
-        usable, problem = [], "it contains no JSON object"
-        for scores in filter(None, map(parsed_object, FLAT_OBJECT.findall(reply))):
+        usable, problem = [], "it contains no JSON object in which each label is there once"
+        found = (parsed_object(text, unique_keys=True) for text in FLAT_OBJECT.findall(reply))
+        for scores in filter(None, found):
             wrong = [label for label in self.labels
                      if not is_number(scores.get(label), 0, HIGHEST_SCORE)]
             if wrong:

@@ -4,12 +4,14 @@ import gzip
 import json
 import re
 import secrets
+import socket
 import time
 from contextlib import suppress
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 from basics.errors import UserError
@@ -30,6 +32,7 @@ HEADERS = {
 # `ssh -L` may use any port; another name would be another site that points to this machine.
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 TOKEN_HEADER = "X-Token"
+MAX_CONNECTIONS = 32  # a browser opens at most six to one server
 # In an exported page: what is loaded; what could end a script or a line of it, as \uXXXX.
 LOADED = re.compile(r'<link rel="stylesheet" href="([\w.]+)">|<script src="([\w.]+)"></script>')
 ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
@@ -43,16 +46,40 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads, block_on_close = True, False
+    request_queue_size = 64  # of connections that are not yet accepted
 
-    def __init__(self, watched: Watched, port: int) -> None:
-        """Listen. Raises: UserError if the port cannot be used."""
+    def __init__(self, watched: Watched, port: int, allowed_hosts: tuple[str, ...] = ()) -> None:
+        """Listen. Raises: UserError if the port cannot be used.
+
+        Args:
+            allowed_hosts: names of this machine that a proxy in front of this server passes on.
+        """
+        self.allowed_hosts = {name.lower() for name in allowed_hosts}
         self.watched, self.token = watched, secrets.token_urlsafe(16)
+        self._connections: dict[socket.socket, None] = {}  # the open ones, the oldest first
         try:
             super().__init__(("127.0.0.1", port), Handler)
         except OSError as error:
             raise UserError(f"port {port} of 127.0.0.1 cannot be used ({error.strerror}); choose"
                             " another one with --port") from None
         self.address = f"http://127.0.0.1:{self.server_port}/#token={self.token}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread; of too many the oldest is closed.
+
+        Anybody on the machine can open some and leave them idle. A browser opens its own again.
+        """
+        self._connections[request] = None
+        if len(self._connections) > MAX_CONNECTIONS:
+            oldest = list(self._connections)[0]
+            self._connections.pop(oldest, None)
+            with suppress(OSError):  # it has just ended
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: the browser has gone away."""
@@ -69,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
         hosts, tokens = (self.headers.get_all(name, []) for name in ("Host", TOKEN_HEADER))
-        if len(hosts) != 1 or not HOST.fullmatch(hosts[0].strip()):
+        if len(hosts) != 1 or not self._is_allowed(hosts[0].strip()):
             self.send_error(HTTPStatus.FORBIDDEN)
         elif path in FILES:
             file = STATIC / FILES[path]
@@ -82,6 +109,9 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._send(HTTPStatus.OK, json.dumps(answer, separators=(",", ":")).encode(),
                        TYPES[".json"])
+
+    def _is_allowed(self, host: str) -> bool:
+        return HOST.fullmatch(host) is not None or host.lower() in self.server.allowed_hosts
 
     def _send(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
         self.send_response(status)

@@ -530,7 +530,7 @@ def test_only_a_reply_with_one_valid_set_of_scores_is_used():
         assert comparison.read_scores(reply) == {first: 1, second: 2}
     assert comparison.read_scores(faulty_reply("fraction", scores)) == {first: 1.5, second: 2.5}
     for kind in ("junk", "empty", "deep", "missing", "extra", "text", "truth", "nan", "too high",
-                 "too low", "several"):
+                 "too low", "twice", "several"):
         with pytest.raises(UnusableReplyError):
             comparison.read_scores(faulty_reply(kind, scores))
 

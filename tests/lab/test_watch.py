@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from lab.watch.answers import MAX_POINTS, Columns, Watched
-from lab.watch.server import FILES, STATIC, Server, exported_page
+from lab.watch.server import FILES, MAX_CONNECTIONS, STATIC, Server, exported_page
 from lab.watch.text import screen, watch_text
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.optional import package
@@ -213,6 +213,38 @@ def test_nobody_without_the_token_learns_anything(runs_dir):
                 response, body = ask(server, path, token=token)
                 assert response.status == 403 and body == b"403 Forbidden\n"
             assert ask(server, f"{path}&token={server.token}", token=None)[0].status == 403
+
+
+def test_a_proxy_may_have_a_name_that_is_allowed(runs_dir):
+    with served(runs_dir) as server:
+        assert ask(server, "/", Host="train.example")[0].status == 403
+        server.allowed_hosts = {"train.example"}
+        assert ask(server, "/", Host="Train.example")[0].status == 200
+        assert ask(server, "/", Host="other.train.example")[0].status == 403
+    for name in ("page.html", "page.js"):  # so a proxy may add a prefix to the path
+        assert not re.search(r"""(href|src)="/|fetch\([`"']/""", (STATIC / name).read_text())
+
+
+def test_links_inside_of_a_run_directory_are_not_followed(runs_dir, tmp_path):
+    add_run(runs_dir, "a")
+    other = add_run(tmp_path, "other", steps=30)
+    add_sample(other, 10, "def ", "secret")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (runs_dir / "a" / name).unlink(missing_ok=True)
+        (runs_dir / "a" / name).symlink_to(other / name)
+    found = Watched(runs_dir).run("a")
+    assert found["samples"] == [] and not found["lines"]
+
+
+def test_idle_connections_are_bounded_and_do_not_keep_the_owner_out(runs_dir):
+    with served(runs_dir) as server:
+        idle = [socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
+                for _ in range(100)]
+        assert json_of(server, "/runs") == {"runs": []}
+        assert idle[0].recv(1) == b""  # closed: too many came after it
+        assert len(server._connections) <= MAX_CONNECTIONS
+        for connection in idle:
+            connection.close()
 
 
 @pytest.mark.parametrize(("request_text", "status"), [

@@ -74,6 +74,7 @@ def faulty_reply(kind: str, scores: dict[str, int]) -> Any:
         "truth": json.dumps(scores | {first: True}),
         "nan": json.dumps(scores | {first: float("nan")}),
         "too high": json.dumps(scores | {first: 101}),
+        "twice": f'{{"{first}": 99, {reply[1:]}',
         "too low": json.dumps(scores | {first: -1}),
         "several": json.dumps(scores | {first: (scores[first] + 1) % 100}) + reply,
     }[kind]
