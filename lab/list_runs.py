@@ -37,8 +37,9 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
                     key=lambda state: state.status != RUNNING)
     states += [RunState(name, NEW) for name in new]
     if not states and not as_json:
-        click.echo(f"no run in {runs_dir}: a run is a directory there with model.json and"
-                   " train.json; ddp_train.py demo trains the one that comes with the project")
+        click.echo(visible(f"no run in {runs_dir}: a run is a directory there with model.json and"
+                           " train.json; ddp_train.py demo trains the one that comes with the"
+                           " project"))
         return
     if as_json:
         print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})

@@ -143,9 +143,6 @@ def read_command_line() -> Options:
     return options
 
 
-TORCHRUN_VARIABLES = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # beside RANK
-
-
 def check_before_torch() -> None:
     """Answer --help, mistakes on the command line and a locked run at once; lock the run.
 
@@ -155,10 +152,9 @@ def check_before_torch() -> None:
     gc.disable()  # collecting while modules are imported takes a tenth of the start-up time
     rank = os.environ.get("RANK")
     if rank is not None:
-        missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
-        if missing:
-            exit_with(UserError(f"RANK is set in the environment, but not {', '.join(missing)}:"
-                                " start with torchrun, or unset RANK"))
+        if "WORLD_SIZE" not in os.environ:
+            exit_with(UserError("RANK is set in the environment, but not WORLD_SIZE: start with"
+                                " torchrun, or unset RANK"))
         end_with_torchrun()
     if rank not in (None, "0"):
         return

@@ -140,7 +140,7 @@ def test_a_machine_without_gpus_is_fit_to_train_a_run(ready, monkeypatch):
     before = ready.files()
     result = run_lab("doctor", *ready.arguments("tiny", "--json", "--time-limit", "200"))
     assert result.exit_code == 0, result.output
-    found = report_of(result.output)
+    found = report_of(result.stdout)
     assert found["GPUs"].verdict == WARNING
     assert {found[name].verdict for name in (  # the disk may be slow
         "PyTorch", "matrix products", "all-reduce", "configs", "dataset", "batch")} == {OK}, found
@@ -153,7 +153,7 @@ def test_a_machine_without_gpus_is_fit_to_train_a_run(ready, monkeypatch):
 def test_wrong_configs_and_a_failed_import_are_not_fit(ready, stand):
     (ready.runs_dir / "tiny" / "train.json").write_text("{}")
     result = run_lab("doctor", *ready.arguments("tiny", "--json"))
-    found = report_of(result.output)
+    found = report_of(result.stdout)
     assert result.exit_code == 1 and found["configs"].verdict == PROBLEM and "dataset" not in found
     assert found["PyTorch"].verdict == PROBLEM and "ImportError" in found["PyTorch"].text
     line = error_line(run_lab("doctor", *ready.arguments("other")))
@@ -182,7 +182,7 @@ def test_a_gpu_whose_memory_others_have_taken_is_not_fit(
     stand.pid = 7 if is_trained else None
     monkeypatch.setattr(doctor, "available_ram_gib", lambda: 100.0)
     result = run_lab("doctor", *place.arguments("large", "--json"))
-    found = report_of(result.output)["microbatch"]
+    found = report_of(result.stdout)["microbatch"]
     assert result.exit_code == status, result.output
     assert found.verdict == (PROBLEM if status else OK)
     assert status == 0 or ("GPU 1 has 2.00 GiB free" in found.text and "nvidia-smi" in found.advice)
@@ -199,7 +199,7 @@ def test_a_driver_or_a_disk_that_never_answers_is_no_hang(
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 0.1)
     result = run_lab("doctor", *ready.arguments("tiny", "--json"))
     forever.set()
-    found = report_of(result.output)[name]
+    found = report_of(result.stdout)[name]
     assert result.exit_code == 1 and found.verdict == PROBLEM and text in found.text
 
 
