@@ -220,7 +220,8 @@ def test_two_machines_that_lose_their_connection_end_and_resume_later(namespaces
     agents = [subprocess.Popen(
         ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
          "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.83.0.1:29400",
-         "--rdzv-id=tiny", f"--rdzv-conf=is_host={int(number == 1)}", "--local-addr",
+         "--rdzv-id=tiny", f"--rdzv-conf=is_host={int(number == 1)}",
+         f"--log-dir={os.devnull}", "--local-addr",
          f"10.83.0.{number}", "ddp_train.py", "tiny",
          "--runs-dir", str(cluster.runs.runs_dir), "--datasets-dir", str(datasets_dir)],
         env=os.environ | SLOWLY | with_deadlines(heartbeat=1, store=5), cwd=PROJECT_DIR,

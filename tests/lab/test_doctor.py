@@ -646,7 +646,8 @@ def test_two_nodes_print_a_report_each_and_add_up_numbers_together(ready):
     launches = [subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
          "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
-         "-m", "lab", *ready.arguments("doctor", "tiny", "--json", "--time-limit", "200")],
+         f"--log-dir={os.devnull}", "-m", "lab",
+         *ready.arguments("doctor", "tiny", "--json", "--time-limit", "200")],
         cwd=PROJECT_DIR, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)]
     for launch in launches:
