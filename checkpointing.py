@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -77,6 +77,7 @@ class CheckpointMeta(FrozenConfig):
     loss_scale: LossScale | None = None  # only in fp16
     model: ModelConfig
     random_seed: int
+    settings: dict[str, Any] = {}  # of `setting_changes.settings_of`; older checkpoints have none
     data: dict[str, str]  # fingerprints of the token files by split, start tokens by key
 
 

@@ -34,6 +34,7 @@ from processes.launch import Process, process_group, this_process
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, VALIDATION, WAITING, PhaseClock
+from reporting.setting_changes import settings_of
 from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed, read_ahead
@@ -320,7 +321,8 @@ class Trainer:
                 optimizer=self.config.optimizer, code=self.reports.code,
                 tokenizer=self.data.tokenizer_name, tokenizer_file=self.data.tokenizer_file,
                 loss_scale=self.state.loss_scale(), model=self.prepared.run.model,
-                random_seed=self.config.random_seed, data=self.data.fingerprints))
+                random_seed=self.config.random_seed, settings=settings_of(self.prepared.run),
+                data=self.data.fingerprints))
         self.reports.warn_of_failed_write()
 
     def validate(self, global_step: int) -> None:

@@ -5,7 +5,7 @@ Shapes: a hidden matrix is (out, in). `qkv` holds three of them, one below the o
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from run_config import GROUPS, Group, ModelConfig, TrainConfig
 
 COSINE_FINAL_FRACTION = 0.1  # of the original system
 WSD_DECAY_PERCENT = 20.0
+SCHEDULE_SETTINGS = (  # that `learning_rate_at` reads
+    "learning_rate", "schedule", "schedule_learning_rate", "warmup_period_percent",
+    "decay_period_percent", "final_learning_rate_fraction")
 RAISED = 1.1  # ratio of two learning rates that is worth a warning
 
 
@@ -110,16 +113,19 @@ def learning_rate_at(config: TrainConfig, global_step: int, *, num_steps: int) -
     return floor + (peak - floor) * (1 - (progress if schedule == "linear" else progress**0.5))
 
 
-def schedule_warning(config: TrainConfig, step: int, before: float | None, *,
-                     num_steps: int) -> str:
-    """Return a warning if a step had a lower rate, `before`, as when a run is made longer."""
+def schedule_warning(config: TrainConfig, step: int, before: float | None, *, num_steps: int,
+                     changed: Collection[str]) -> str:
+    """Return a warning if a step had a lower rate, `before`; it names which setting has changed."""
     rate, next_rate = (learning_rate_at(config, each, num_steps=num_steps)
                        for each in (step, step + 1))
     if before is None or step + 1 == num_steps or rate <= RAISED * before:
         return ""
-    return (f"the schedule ({config.resolved_schedule}, now {num_steps:,} steps) raises the"
-            f" learning rate from {before:.2g} to {next_rate:.2g}; with the schedule wsd a run can"
-            " be continued from a checkpoint before its decay")
+    rises = f"the learning rate rises from {before:.2g} to {next_rate:.2g}"
+    if causes := [key for key in SCHEDULE_SETTINGS if key in changed]:
+        return f"{rises}, because {' and '.join(causes)} changed"
+    return (f"{rises}, because the run has another length: the schedule"
+            f" ({config.resolved_schedule}) now has {num_steps:,} steps; with the schedule wsd a"
+            " run can be continued from a checkpoint before its decay")
 
 
 class Muon(AdamW):

@@ -18,6 +18,7 @@ from basics.files import replacing
 from basics.text import dollars
 from processes.beside import serve
 from reporting.metrics_file import read_metrics
+from reporting.setting_changes import recorded_changes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,6 +57,7 @@ def draw_charts(run_dir: Path, records: Records) -> None:
             _label_steps(axes)
             axes.set_ylabel(ylabel)
             plot(axes, *shown)
+            _mark_changes(axes, records)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(frameon=False)
 
@@ -70,6 +72,13 @@ def draw_charts(run_dir: Path, records: Records) -> None:
     if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(run_dir / "layers-chart.png",
                      lambda figure: plot_layers(figure, measured, title))
+
+
+def _mark_changes(axes: Axes, records: Records) -> None:
+    """Draw a vertical line where settings were changed between two launches, and name them."""
+    for num_steps, changes in recorded_changes(records):
+        axes.axvline(num_steps, color="gray", linewidth=1, linestyle=":",
+                     label=f"step {num_steps:,}: {', '.join(changes)} changed")
 
 
 def _label_steps(axes: Axes) -> None:

@@ -13,6 +13,7 @@ MAX_STEP = 2**40
 BOUND = 1e100  # of the numbers of a record
 LARGEST = 1e15  # the largest number that a run could have measured
 THROTTLING = "gpu_throttling"
+CHANGED = "changed"  # settings between two launches: see `setting_changes`
 # Where trackers show the keys of a record, and the beginning of a key that they leave out. {layer}
 # and {gpu} are the place in a list, counted from 1 and, as nvidia-smi does, from 0.
 SECTIONS = {
@@ -132,12 +133,13 @@ def spent_before(records: list[dict[str, Any]], summary_path: Path) -> tuple[flo
 def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool = False) -> None:
     """Drop the records of steps that a resumed run takes again, from `first_step` on.
 
-    If it lacks the validation before that step, drop that and its samples too.
+    If it lacks the validation before that step, drop that and its samples too. A change of settings
+    after the step before is recorded anew, if there still is one.
     """
+    dropped = {CHANGED, "validation_loss", "prompt"} if lacks_validation else {CHANGED}
     if path.exists():
         kept = [record for record in read_metrics(path) if record["global_step"] < first_step
-                and not (lacks_validation and record["global_step"] == first_step - 1
-                         and record.keys() & {"validation_loss", "prompt"})]
+                and not (record["global_step"] == first_step - 1 and record.keys() & dropped)]
         write_atomically(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
 
 

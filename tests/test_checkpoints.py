@@ -294,19 +294,26 @@ def test_each_machine_checks_its_own_copy(workplace, monkeypatch):
         assert prepared(rank=rank, local_rank=rank % 2).resume_from == checkpoint
 
 
-@pytest.mark.parametrize(("train", "was", "num_steps", "raised"), [
-    ({"schedule": "linear"}, 0.0, 80, "(linear, now 80 steps) raises the learning rate from 0 to"
-                                      " 0.0049"),
-    ({"schedule_learning_rate": True}, 0.001, 80, "(cosine, now 80 steps) raises"),
-    ({"schedule": "wsd"}, 0.01, 80, ""),  # before its decay
-    ({"schedule": "linear"}, 0.0, 40, ""),  # it is finished
-    ({"schedule": "linear"}, 0.01 * 40 / 79, 80, ""),  # in its middle
-    ({"schedule": "linear", "learning_rate": 0.005}, 0.01 * 40 / 79, 80, ""),
+LONGER = "because the run has another length: the schedule ({}) now has 80 steps; with"
+
+
+@pytest.mark.parametrize(("train", "was", "num_steps", "changed", "raised"), [
+    ({"schedule": "linear"}, 0.0, 80, ["min_train_tokens"],
+     f"the learning rate rises from 0 to 0.0049, {LONGER.format('linear')}"),
+    ({"schedule_learning_rate": True}, 0.001, 80, [], LONGER.format("cosine")),
+    ({"learning_rate": 0.02}, 0.01, 80, ["learning_rate", "beta1"],
+     "rises from 0.01 to 0.02, because learning_rate changed"),
+    ({"schedule": "constant"}, 0.001, 80, ["schedule"], "because schedule changed"),
+    ({"schedule": "wsd"}, 0.01, 80, [], ""),  # before its decay
+    ({"schedule": "linear"}, 0.0, 40, [], ""),  # it is finished
+    ({"schedule": "linear"}, 0.01 * 40 / 79, 80, [], ""),  # in its middle
+    ({"schedule": "linear", "learning_rate": 0.005}, 0.01 * 40 / 79, 80, ["learning_rate"], ""),
 ])
-def test_a_schedule_that_begins_again_is_one_warning(workplace, train, was, num_steps, raised):
+def test_a_rate_that_rises_is_one_warning_with_its_cause(
+        workplace, train, was, num_steps, changed, raised):
     workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
-    found = schedule_warning(run.config, 39, was, num_steps=num_steps)
+    found = schedule_warning(run.config, 39, was, num_steps=num_steps, changed=changed)
     assert raised in found and bool(raised) == bool(found)
 
 

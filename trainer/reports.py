@@ -17,8 +17,10 @@ from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.loss_window import LossWindow, Window
 from reporting.machine_meter import MachineMeter
+from reporting.metrics_file import CHANGED
 from reporting.run_log import RunLog, batch_arithmetic
 from reporting.sampling import Sampler
+from reporting.setting_changes import change_lines
 from reporting.speed import SPEED_CHECK_STEPS, Speed, find_gpu, flops_per_token
 from reporting.summary import RunEnd, StopReason
 from trainer.background_saver import BackgroundSaver
@@ -65,6 +67,10 @@ class Reports:
             self.beside.after_checkpoint.start()  # the copy learns of it before it has more
         if resume_from is not None:
             say(f"resuming from {resume_from.path}")
+            for line in change_lines(self.prepared.changes, self.prepared.first_step):
+                say(line)
+            if self.prepared.changes:
+                self.log.record(self.prepared.first_step - 1, {CHANGED: self.prepared.changes})
         num_parameters = self.model.num_parameters()
         for warning in self.prepared.warnings:
             say(f"warning: {warning}")

@@ -3,7 +3,7 @@
 import json
 import shutil
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,10 +29,11 @@ from processes.run_lock import seconds_before
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
+from reporting.setting_changes import Changes, find_changes, settings_of
 from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, read_summary, write_status
 from reporting.tracker import check_tracker
-from run_config import Run, TrainConfig, load_run
+from run_config import RUN_NAME, Run, TrainConfig, load_run
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData, open_run_data
 from trainer.losses import build_training_state
@@ -52,6 +53,7 @@ class PreparedRun:
     summary_says_finished: bool = False
     warnings: tuple[str, ...] = ()
     energy_kwh: float = 0.0  # of earlier launches
+    changes: Changes = field(default_factory=dict)  # of settings since the checkpoint
 
     def for_device(self, device: torch.device) -> Self:
         """Return the run with its precision decided; initialise CUDA. Raises: UserError."""
@@ -107,7 +109,8 @@ class PreparedRun:
         found = found or Identity(name=meta.identity)
         # Later checkpoints may be elsewhere, so each one that is named begins something new.
         is_named = self.options.checkpoint not in (None, LATEST)
-        if found.includes(meta.identity, meta.global_step) and not is_named:
+        is_new = is_named or copied_from(self.run) is not None
+        if found.includes(meta.identity, meta.global_step) and not is_new:
             return found
         return found.after_step_back(meta.identity, meta.global_step)
 
@@ -122,8 +125,10 @@ class PreparedRun:
             steps, tokens = self.first_step, self.first_step * self.plan.tokens_per_step
             wanted = "" if steps == self.plan.num_steps else (
                 f", {self.plan.num_steps:,} were wanted")
-            print_line(f"{self.run.name} is complete: {steps:,} steps{wanted}, {tokens:,} tokens;"
-                       " --fresh starts it over")
+            original = copied_from(self.run)
+            copy = f" in {original}, of which this is a copy" if original else ""
+            print_line(f"{self.run.name} is complete: {steps:,} steps{wanted}, {tokens:,}"
+                       f" tokens{copy}; --fresh starts it over")
 
 
 def prepare_run(options: Options, process: Process, clock: PhaseClock,
@@ -160,14 +165,19 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     warnings.append(clock.set_price(run.config.usd_per_hour))
     if not options.fresh:
         clock.count_lost(seconds_before(run.run_dir))  # of launches that were killed
+    changes: Changes = {}
     if resume_from is not None:
+        changes = find_changes(resume_from.meta.settings, settings_of(run))
+        if process.is_main and (original := copied_from(run)):
+            warnings.append(f"{run.run_dir} is a copy of {original} with its checkpoints, and goes"
+                            " on from there; --fresh starts it over")
         rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
                  if "train_loss" in record}
         last_step = resume_from.meta.global_step
         warnings.append(schedule_warning(run.config, last_step, rates.get(last_step),
-                                         num_steps=data.plan.num_steps))
+                                         num_steps=data.plan.num_steps, changed=changes))
     prepared = PreparedRun(run, run.config, data, resume_from, options, says_finished,
-                           tuple(filter(None, warnings)), energy_kwh)
+                           tuple(filter(None, warnings)), energy_kwh, changes)
     goes_on = not prepared.is_trained  # each node by its own train.json: all take both steps
     step("room", lambda: check_room(run, clock, process) if goes_on else None)
     return prepared
@@ -235,8 +245,27 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
                  for key in sorted(data.keys() & meta.data.keys() - {"validation_sequences"})]
     for path, key, found, before in compared:
         if found != before:
+            original = copied_from(run)
+            copy = f"; the checkpoint was copied from {original}" if original else ""
             raise UserError(f"{path}: {key} is {found}, {checkpoint.name} was trained with"
-                            f" {before}; set it back, or start over with --fresh")
+                            f" {before}{copy}; set it back, or start over with --fresh")
+
+
+def copied_from(run: Run) -> Path | None:
+    """Return the run directory that this one was copied from, checkpoints included, and not since
+    trained; None if it is no copy. A directory that was only renamed is none.
+
+    A copy's summary still has the name of the other run, and both have the same identity.
+    """
+    name = read_summary(run).get("run")
+    if not isinstance(name, str) or name == run.name or not RUN_NAME.fullmatch(name):
+        return None
+    other = run.run_dir.with_name(name)
+    try:
+        found = read_identity(other)
+    except UserError:  # the other run's file is damaged
+        return None
+    return other if found is not None and found == read_identity(run.run_dir) else None
 
 
 def open_run_dir(prepared: PreparedRun, process: Process,

@@ -14,6 +14,7 @@ from basics.json_files import FrozenConfig, parsed_object
 from lab.plan.memory import size_name
 from lab.runs import Record, RunFiles, last_value, number
 from reporting.metrics_file import read_metrics, read_records
+from reporting.setting_changes import histories
 from reporting.summary import FINISHED
 from run_config import ModelConfig, TrainConfig, load_config, with_defaults
 
@@ -52,6 +53,7 @@ class Result:
     config: dict[str, Any] = field(default_factory=dict)
     # On held-out tokens, by the text or the slice; the longest first.
     tests: dict[str, Record] = field(default_factory=dict)
+    changes: dict[str, str] = field(default_factory=dict)  # of settings during the run
     tokenizer: str | None = None
     code: str = ""  # the version of the code that ended the run, if it recorded one
     notes: str = ""
@@ -64,6 +66,11 @@ class Result:
     loss_group: tuple[str, ...] = ()  # of a curve of the loss over the batch size
     memory_group: tuple[str, ...] = ()  # of a line of the memory over the microbatch
     search: tuple[tuple[float, float], ...] = ()  # tried by --find-max-microbatch, and their GiB
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings as text; of one that was changed during the run all its values."""
+        return {key: shown(value) for key, value in self.config.items()} | self.changes
 
     @property
     def validation_slice(self) -> tuple[str, ...]:
@@ -100,6 +107,7 @@ def read_result(run_dir: Path) -> Result:
                            if number(line.get("score")) is not None and "judge" in line), {})
     tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
+    changes = {key: text for key, text in histories(records).items() if key in config}
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
     tokenizers = [record.get("tokenizer") for record in (files.summary, *tests)]
     try:
@@ -109,11 +117,12 @@ def read_result(run_dir: Path) -> Result:
         size = ""
 
     def group(*keys: str) -> tuple[str, ...]:
-        return tuple(shown(config.get(key)) for key in (*ModelConfig.model_fields, *keys))
+        return tuple(changes.get(key, shown(config.get(key)))
+                     for key in (*ModelConfig.model_fields, *keys))
 
     return Result(
-        name=run_dir.name, status=files.status, config=config, machine=machine, size=size,
-        reason=str(files.summary.get("reason") or ""),
+        name=run_dir.name, status=files.status, config=config, changes=changes, machine=machine,
+        size=size, reason=str(files.summary.get("reason") or ""),
         device=machine[0] if isinstance(facts.get("device"), str) else None,
         figures=_figures(files, records, config, judged), records=records,
         tests={str(test.get("text") or slice_of(test)): test for test in tests},  # later ones win

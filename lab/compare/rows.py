@@ -104,7 +104,7 @@ def _group_seeds(results: list[Result]) -> list[Row]:
     groups: dict[object, list[Result]] = {}
     times_seen: Counter[object] = Counter()
     for result in results:
-        config = {key: shown(value) for key, value in result.config.items()}
+        config = result.settings
         seed = config.pop(SEED, None)
         key = (tuple(sorted(config.items())), result.status, result.machine,
                result.figures["steps"], result.figures["global_batch_size"])
@@ -151,8 +151,7 @@ def _mark_differences(rows: list[Row]) -> str:
         seeds = [shown(result.config[SEED]) for result in row.results if SEED in result.config]
         codes = sorted({result.code for result in row.results if result.code})
         several = {SEED: ",".join(seeds), "code": ",".join(codes)}
-        configs.append({key: shown(value) for key, value in row.first.config.items()}
-                       | {key: text for key, text in several.items() if text})
+        configs.append(row.first.settings | {key: text for key, text in several.items() if text})
     known = [config for config in configs if config]
     common, differing = {}, []
     for key in dict.fromkeys(key for config in known for key in config):

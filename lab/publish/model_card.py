@@ -14,6 +14,7 @@ from basics.text import code, counted, dollars, escaped
 from checkpointing import CheckpointMeta
 from lab.runs import RUNNING, Record, RunFiles, number
 from reporting.metrics_file import read_metrics
+from reporting.setting_changes import histories
 from run_config import DATASET_NAME, MUON_DEFAULTS, ModelConfig, TrainConfig
 from tokens.tokenizer import TOKENIZER_FILE
 from trainer.models import HUB_NAME, LoadedModel
@@ -72,13 +73,15 @@ def model_card(target: LoadedModel, request: Request) -> str:
     The run's JSON files may have changed since training; they are read only without a summary.
     """
     written, config = RunFiles.read(target.run.run_dir), target.model.config
-    settings = written.part("train") or target.run.config.model_dump()
+    meta, is_bytes = target.checkpoint.meta, target.tokenizer_name == "bytes"
+    settings = meta.settings or written.part("train") or target.run.config.model_dump()
     if settings.get("init_from") is not None:
         name = public_name(str(settings["init_from"]), beside=target.run.run_dir)
         settings = settings | {"init_from": name}
     start, dataset = settings.get("init_from"), one_line(str(settings.get("dataset")))
     found = measurements(target, dataset)
-    meta, is_bytes = target.checkpoint.meta, target.tokenizer_name == "bytes"
+    changes = histories(record for record in read_metrics(target.run.metrics_path)
+                        if record["global_step"] < meta.global_step)
     num_steps = number(written.summary.get("num_steps"))
     charts = [f"![{title}]({name})" for name, title in CHARTS.items()
               if (target.run.run_dir / name).is_file()]
@@ -104,7 +107,7 @@ def model_card(target: LoadedModel, request: Request) -> str:
         notes="Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n" * is_bytes,
         step=f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
         train_loss="-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
-        hours=sum(meta.seconds.values()) / 3600, training=_rows(_training(meta, written)),
+        hours=sum(meta.seconds.values()) / 3600, training=_rows(_training(meta, written) | changes),
         settings=json.dumps(_changed(meta.model, settings), indent=2),
         more="".join(f"\n\n{part}" for part in [*charts, *[GGUF] * request.with_gguf]))
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -345,12 +346,11 @@ def test_tokens_load_with_safetensors_alone(workplace):
 
 def card_of(workplace, **train):
     """Return the card of a run that says that it was trained with these settings."""
-    path = workplace.runs_dir / "tiny/summary.json"
-    summary = json.loads(path.read_text())
-    summary["train"] |= train
-    path.write_text(json.dumps(summary))
-    return model_card(load_model("tiny", runs_dir=workplace.runs_dir),
-                      Request("tiny", datasets_dir=workplace.datasets_dir))
+    target = load_model("tiny", runs_dir=workplace.runs_dir)
+    meta = target.checkpoint.meta
+    meta = meta.model_copy(update={"settings": meta.settings | train})
+    target = replace(target, checkpoint=replace(target.checkpoint, meta=meta))
+    return model_card(target, Request("tiny", datasets_dir=workplace.datasets_dir))
 
 
 def words_of(card):

@@ -1,0 +1,65 @@
+"""Settings that were changed between two launches of a run. Needs no torch.
+
+A checkpoint has the settings that it was trained with. A launch that resumes from it with others
+adds a record to `metrics.jsonl`: {"global_step": 437, ..., "changed": {KEY: [BEFORE, AFTER]}}.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from reporting.metrics_file import CHANGED
+from run_config import Run
+
+PRICE = "usd_per_hour"  # of a machine; the clock compares prices
+
+Changes = dict[str, list[Any]]  # by key: the value before and the value after
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return the settings of `model.json` and `train.json` in one dictionary, as JSON has them."""
+    return run.model.model_dump(mode="json") | run.config.model_dump(mode="json", exclude={PRICE})
+
+
+def find_changes(before: dict[str, Any], after: dict[str, Any]) -> Changes:
+    """Return the keys with different values; keys that only one version of the code has do not."""
+    return {key: [before[key], after[key]] for key in after
+            if key in before and before[key] != after[key]}
+
+
+def change_lines(changes: Changes, num_steps: int) -> list[str]:
+    """Return a line of text for each setting that was changed after so many steps."""
+    return [f"{key} was {_shown(before)} until step {num_steps:,} and is {_shown(after)} from here"
+            " on" for key, (before, after) in changes.items()]
+
+
+def recorded_changes(records: Iterable[dict[str, Any]]) -> list[tuple[int, Changes]]:
+    """Return the changes of a run with the steps that were taken before each; damaged ones not."""
+    return [(record["global_step"] + 1, changes) for record in records
+            if (changes := _valid(record.get(CHANGED)))]
+
+
+def histories(records: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Return by key all values of a setting as text: "0.01 until step 438, then 0.02"."""
+    before: dict[str, str] = {}
+    last: dict[str, str] = {}
+    for num_steps, changes in recorded_changes(records):
+        for key, (old, new) in changes.items():
+            earlier = f"{before[key]}, " if key in before else ""
+            before[key] = f"{earlier}{_shown(old)} until step {num_steps:,}"
+            last[key] = _shown(new)
+    return {key: f"{before[key]}, then {last[key]}" for key in before}
+
+
+def _valid(found: Any) -> Changes:
+    if not isinstance(found, dict):
+        return {}
+    return {key: values for key, values in found.items()
+            if isinstance(values, list) and len(values) == 2 and key.isidentifier()}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)[:60] if isinstance(value, (int, float)) else ascii(value)[:60]
