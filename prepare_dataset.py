@@ -87,12 +87,22 @@ def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
         else:
             summary = prepare(sources[0], output, **options)
         print_line(summary)
+        if not options["part"]:
+            print_line(f"make a run for it: uv run lab new RUN {dataset_options(output)}")
     except OSError as error:  # while reading the source or examining the output directory
         place = error.filename or sources[0]
         raise UserError(f"{place}: {error.strerror or error}") from None
     except KeyboardInterrupt:
         print_error(f"\n{INTERRUPTED}; run the same command again to continue")
         sys.exit(128 + signal.SIGINT)
+
+
+def dataset_options(output: Path) -> str:
+    """Return the options of `lab new` that name a dataset."""
+    dataset_dir = Path(os.path.abspath(output))
+    if dataset_dir.parent == Path("datasets").absolute():
+        return f"--dataset {dataset_dir.name}"
+    return f"--dataset {dataset_dir.name} --datasets-dir {output.parent}"
 
 
 def check_name(output: Path) -> None:

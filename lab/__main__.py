@@ -13,11 +13,20 @@ import click
 from basics.cli import run_and_exit
 
 MODULES = {
-    "compare": "lab.compare.compare", "doctor": "lab.doctor.doctor",
-    "evaluate": "lab.evaluate.evaluate", "export-metrics": "lab.export_metrics",
-    "generate": "lab.generate", "judge": "lab.instruct.judge", "list": "lab.list_runs",
-    "plan": "lab.plan.plan", "publish": "lab.publish.publish", "sweep": "lab.sweep.sweep",
-    "tokenizer": "lab.tokenizer", "tune": "lab.instruct.tune", "watch": "lab.watch.watch",
+    "compare": "lab.compare.compare",
+    "doctor": "lab.doctor.doctor",
+    "evaluate": "lab.evaluate.evaluate",
+    "export-metrics": "lab.export_metrics",
+    "generate": "lab.generate",
+    "judge": "lab.instruct.judge",
+    "list": "lab.list_runs",
+    "new": "lab.new_run",
+    "plan": "lab.plan.plan",
+    "publish": "lab.publish.publish",
+    "sweep": "lab.sweep.sweep",
+    "tokenizer": "lab.tokenizer",
+    "tune": "lab.instruct.tune",
+    "watch": "lab.watch.watch",
 }
 
 
@@ -40,7 +49,7 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Train tokenizers; check, plan, sweep, watch, evaluate, compare, export, tune, publish."""
+    """Make runs and tokenizers; check, plan, sweep, watch, evaluate, compare, tune, publish."""
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def command(source: str, output: Path, **options: Any) -> None:
     click.echo(visible(
         f"{vocab_size:,} entries, from {num_bytes:,} bytes of text, in {output}\n"
         f"prepare a dataset with it: uv run prepare_dataset.py SOURCE datasets/NAME --tokenizer"
-        f' {output}\nand set "vocab_size": {vocab_size} in model.json'))
+        f" {output}"))
 
 
 def first_pieces(source: "Source", *, max_bytes: int) -> tuple[list[Piece], int]:

@@ -885,7 +885,9 @@ def test_the_command_prints_its_progress_and_counts(tmp_path, monkeypatch):
     source_dir = write_source("parquet", tmp_path / "source")
     result = succeeded(prepare(str(source_dir), str(tmp_path / "out"), "--tokenizer", "bytes"))
     assert re.search(r"\d+% [\d.]+k/[\d.]+k \[.*B/s, 0 M tokens\]\n", result.stderr)
-    first, empty, train, validation = result.stdout.splitlines()
+    first, empty, train, validation, next_command = result.stdout.splitlines()
+    assert next_command == ("make a run for it: uv run lab new RUN --dataset out --datasets-dir"
+                            f" {tmp_path}")
     size = sum(len(text.encode()) for text in DOCUMENTS)
     assert first == (f"152 documents, {size + 152:,} tokens, {size:,} bytes of text, 0.97"
                      " per token")

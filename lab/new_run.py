@@ -1,0 +1,185 @@
+"""`lab new`: a run directory for a dataset, made from the settings of a run that there is."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from basics.cli import DATASETS_DIR, RUNS_DIR
+from basics.errors import UserError, visible, writing_to
+from basics.files import write_atomically
+from basics.json_files import read_json_object, to_json
+from basics.text import gib
+from run_config import (
+    RUN_NAME,
+    SHIPPED_RUNS,
+    ModelConfig,
+    Run,
+    TrainConfig,
+    load_config,
+    with_defaults,
+)
+
+# More passes over the same text than this lower the loss hardly any further. Source: Muennighoff
+# et al. 2023, "Scaling Data-Constrained Language Models".
+MAX_PASSES = 4
+VALIDATIONS = 10  # in a run
+FEW_STEPS = 100
+SMALLEST_CONTEXT = 8
+PROMPT_TOKENS, PROMPT_WORDS = 200, 3
+OF_ANOTHER_DATASET = (  # keys of train.json that are not taken over
+    "minibatch_size", "start_train_token", "start_val_token", "repeat_data", "validation_batches",
+    "sample_prompts")
+
+
+@click.command()
+@click.argument("run")
+@click.option("--dataset", required=True, metavar="NAME",
+              help="A directory in --datasets-dir, or a dataset of token files on the hub.")
+@click.option("--like", default="demo", show_default=True, metavar="RUN",
+              help="The run whose settings are taken, such as gpt2-small-1gpu.")
+@RUNS_DIR
+@DATASETS_DIR
+def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Path) -> None:
+    """Make the run directory RUN for a dataset: model.json and train.json.
+
+    They are those of another run, with the vocabulary, the length and the validation that fit the
+    dataset. What is changed is printed with the reason.
+    """
+    from lab.plan.estimate import default_precision
+    from lab.plan.memory import Setting, peak_memory
+    from preparation.ensure_dataset import provide_dataset
+    from reporting.speed import num_parameters
+    from tokens.batches import open_run_data
+
+    run_dir = runs_dir / run
+    if not RUN_NAME.fullmatch(run):
+        raise UserError(f"run {run[:60]!r} is not a plain name; wanted letters, digits, '.', '_'"
+                        " and '-', at most 128")
+    if run_dir.exists():
+        raise UserError(f"{run_dir}: is there already; choose another name")
+    model, train = read_settings(runs_dir, like)
+    dataset_dir = datasets_dir / dataset
+    provide_dataset(dataset_dir, dataset)
+    reasons = fit_to_dataset(model, train, dataset, dataset_dir)
+    try:
+        configs = with_defaults(ModelConfig.model_validate(model),
+                                TrainConfig.model_validate(train))
+    except ValueError as error:
+        raise UserError(f"{like}: its settings do not fit {dataset_dir} ({error}); choose another"
+                        " --like") from None
+    made = Run(run, run_dir, *configs)
+    plan = open_run_data(made, dataset_dir, world_size=1).plan  # or an error: nothing is written
+    with writing_to(run_dir):
+        run_dir.mkdir(parents=True)
+        for name, settings in (("model.json", model), ("train.json", train)):
+            write_atomically(run_dir / name, to_json(settings, indent=4) + "\n")
+    memory = peak_memory(Setting(made.model, made.config, default_precision(made.config), 1),
+                         made.config.microbatch_size).total
+    lines = [f"{run_dir}: model.json and train.json are those of {like}, but for", *reasons]
+    if plan.num_steps < FEW_STEPS:
+        lines.append(f"these are only {plan.num_steps:,} steps: give it more text, or a smaller"
+                     " global_batch_size")
+    lines += [
+        f"plan: {num_parameters(made.model):,} parameters, {plan.num_steps:,} steps of"
+        f" {plan.tokens_per_step:,} tokens, {gib(memory)} of tensors a process",
+        f"train it: uv run ddp_train.py {run}"]
+    click.echo(visible("\n".join(lines)))
+
+
+def read_settings(runs_dir: Path, like: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return `model.json` and `train.json` of a run, as they stand there. Raises: UserError."""
+    places = [place / like for place in (runs_dir, SHIPPED_RUNS)]
+    found = next((place for place in places if (place / "train.json").is_file()), None)
+    if found is None or not RUN_NAME.fullmatch(like):
+        names = sorted(path.parent.name for path in SHIPPED_RUNS.glob("*/train.json"))
+        raise UserError(f"--like {like[:60]}: no such run; there are: {', '.join(names)}")
+    load_config(found / "model.json", ModelConfig)  # or an error
+    load_config(found / "train.json", TrainConfig)
+    return read_json_object(found / "model.json"), read_json_object(found / "train.json")
+
+
+def fit_to_dataset(model: dict[str, Any], train: dict[str, Any], dataset: str,
+                   dataset_dir: Path) -> list[str]:
+    """Change the settings so that they fit a dataset; return a line for each change.
+
+    Raises: UserError: the dataset cannot be read, or is too short.
+    """
+    from tokens.token_file import TokenFile
+
+    files = {split: TokenFile(dataset_dir / f"{split}.safetensors")
+             for split in ("train", "validation")}
+    like = TrainConfig.model_validate(
+        train | {"microbatch_size": train.get("microbatch_size") or train["minibatch_size"]})
+    for key in OF_ANOTHER_DATASET:
+        train.pop(key, None)
+    train |= {"dataset": dataset, "microbatch_size": like.microbatch_size}
+    reasons = [f"  dataset {dataset}"]
+
+    model["vocab_size"], why = vocabulary_of(files, dataset_dir)
+    reasons.append(f"  vocab_size {model['vocab_size']:,}: {why}")
+
+    num_validation = files["validation"].num_tokens
+    if num_validation <= model["context_length"]:
+        model["context_length"] = 2 ** int(math.log2(max(1, num_validation - 1)))
+        reasons.append(f"  context_length {model['context_length']:,}: the validation file has only"
+                       f" {num_validation:,} tokens")
+    if model["context_length"] < SMALLEST_CONTEXT:
+        raise UserError(f"{files['validation'].path}: has only {num_validation:,} tokens; prepare"
+                        " more text")
+
+    sequences = (like.global_batch_size
+                 or like.microbatch_size * like.gradient_accumulation_steps)
+    step_tokens = sequences * model["context_length"]
+    num_tokens = files["train"].num_tokens
+    wanted = num_tokens if like.min_train_tokens == -1 else like.min_train_tokens
+    num_steps = max(1, min(wanted, MAX_PASSES * num_tokens) // step_tokens)
+    train["min_train_tokens"] = num_steps * step_tokens
+    passes = train["min_train_tokens"] / num_tokens
+    reasons.append(f"  min_train_tokens {train['min_train_tokens']:,}: {passes:.3g} passes over the"
+                   f" {num_tokens:,} training tokens"
+                   + "; more passes help little" * (passes > MAX_PASSES - 1))
+    if train["min_train_tokens"] >= num_tokens:
+        train["repeat_data"] = True
+
+    available = (num_validation - 1) // model["context_length"]
+    if like.validates:
+        train["validation_sequences"] = min(like.num_validation_sequences, available)
+        train["validation_interval"] = math.ceil(num_steps / VALIDATIONS)
+        reasons.append(f"  validation_sequences {train['validation_sequences']:,}: of the"
+                       f" {available:,} that the validation file has; every"
+                       f" {train['validation_interval']:,} steps")
+    if like.sample_prompts and (prompt := first_words(files["validation"], dataset_dir)):
+        train["sample_prompts"] = [prompt]
+        reasons.append(f"  sample_prompts {to_json([prompt])}: the first words of the validation"
+                       " text")
+    return reasons
+
+
+def vocabulary_of(files: dict[str, Any], dataset_dir: Path) -> tuple[int, str]:
+    """Return the vocabulary size that a dataset needs, and why. Raises: UserError."""
+    from tokens.tokenizer import KNOWN_SIZES, file_beside, load_tokenizer
+
+    name = files["train"].metadata.get("tokenizer")
+    if name is None:
+        largest = max(int(file.read(0, file.num_tokens).max(initial=1)) for file in files.values())
+        return largest + 1, "one more than the largest token id; the dataset names no tokenizer"
+    size = KNOWN_SIZES.get(name) or load_tokenizer(name, file_beside(dataset_dir, name)).n_vocab
+    return size, "the entries of the dataset's tokenizer"
+
+
+def first_words(file: Any, dataset_dir: Path) -> str:
+    """Return the first words of a token file; empty if they cannot be decoded."""
+    from tokens.tokenizer import file_beside, load_tokenizer
+
+    name = file.metadata.get("tokenizer")
+    if name is None:
+        return ""
+    try:
+        tokenizer = load_tokenizer(name, file_beside(dataset_dir, name))
+    except UserError:  # GPT-2's may have to be downloaded
+        return ""
+    ids = [int(token) for token in file.read(0, PROMPT_TOKENS) if token != tokenizer.eot_token]
+    words = tokenizer.decode(ids).replace("\ufffd", "").split()
+    return " ".join(words[:PROMPT_WORDS])[:PROMPT_TOKENS]
