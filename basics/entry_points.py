@@ -1,7 +1,7 @@
 """How commands begin, the settings of the C libraries. Imports next to nothing."""
 
 import ctypes
-import importlib
+import importlib.util
 import io
 import os
 import runpy
@@ -15,6 +15,7 @@ INTERRUPTED = "Interrupted"  # what is printed after Ctrl-C
 # two busy ones, two threads on two cores trained at a tenth of their speed. After this many rounds,
 # some microseconds, it sleeps (benchmarks/README.md).
 SPIN_COUNT = "2500"
+OLDEST_PYTHON = (3, 11)
 CHOSEN_BY_USER = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"}
 # Parameters of mallopt, from malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8
@@ -26,6 +27,7 @@ def begin_command() -> None:
     Called first: importing takes seconds, and torch reads OpenMP's limit. A terminal or log that is
     not UTF-8 gets "\\u2192" for what it cannot show.
     """
+    open_closed_outputs()
     if not CHOSEN_BY_USER & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     # torchrun passes signals on to its processes, and says what has happened.
@@ -33,6 +35,32 @@ def begin_command() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
+    check_installation()
+
+
+def open_closed_outputs() -> None:
+    """Open the standard streams that are closed, as cron and daemons do, to /dev/null.
+
+    Otherwise they are None, and the next files that are opened would get what a child prints.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the lowest number first
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)  # for the processes that are started
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8"))
+
+
+def check_installation() -> None:
+    """End in one line, with status 2, with an old Python or without the packages."""
+    problem = ""
+    if sys.version_info < OLDEST_PYTHON:
+        problem = f"this is Python {sys.version.split()[0]}; Python 3.11 or newer is needed"
+    elif missing := [name for name in ("click", "torch") if importlib.util.find_spec(name) is None]:
+        problem = f"{sys.executable}: the packages are not installed ({', '.join(missing)})"
+    if problem:
+        print(f"Error: {problem}; put `uv run` before the command, or install with: pip install .",
+              file=sys.stderr)
+        sys.exit(2)
 
 
 def _end(*_: object) -> NoReturn:

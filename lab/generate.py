@@ -1,5 +1,7 @@
 """`lab generate`: text from a model."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,16 @@ def command(target: str, checkpoint: str, prompt: str, num_samples: int, stops: 
     for number in range(num_samples):
         if num_samples > 1:
             click.echo(visible(f"--- {number + 1} of {num_samples}, seed {seed + number}"))
+        prompt = as_utf8(prompt)
         click.echo(visible(prompt), nl=False)
         for piece in stream_text(loaded.model, tokenizer, prompt,
                                  SamplingOptions(**sampling, seed=seed + number), stops=stops):
             click.echo(visible(piece), nl=False)
         click.echo()
+
+
+def as_utf8(argument: str) -> str:
+    """Return an argument of the command line as UTF-8, whatever the locale; else as it is."""
+    with suppress(UnicodeError):
+        return os.fsencode(argument).decode()
+    return argument

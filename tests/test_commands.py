@@ -71,6 +71,44 @@ def test_output_is_no_error_and_threads_do_not_spin_unless_a_person_wants_it(mon
     assert result.stdout == f"a\\u2192b\n{wanted}\n", result.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_with_closed_output_commands_work_and_write_into_no_file(tmp_path, closed):
+    """As cron and daemons start them."""
+    code = ("import subprocess, sys; from basics.entry_points import *; begin_command();"
+            f" file = open({str(tmp_path / 'file')!r}, 'w'); print('said'); sys.stdout.flush();"
+            "subprocess.run(['sh', '-c', 'echo said; echo said >&2'], check=True); file.close()")
+    shell = f'"$0" -c "$1" {closed}'
+    result = run_command("sh", "-c", shell, sys.executable, code)
+    assert result.returncode == 0 and "said" not in result.stdout, result.stderr
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_closed_output_ends_neither_a_run_nor_a_list(workplace):
+    workplace.add_run(train={"min_train_tokens": 64})
+    workplace.add_dataset()
+    for command in (["ddp_train.py", "tiny"], ["-m", "lab", "list"]):
+        options = workplace.arguments() if command[0] == "ddp_train.py" else [
+            "--runs-dir", str(workplace.runs_dir)]
+        result = run_command("sh", "-c", '"$@" >&-', "sh", sys.executable, *command, *options)
+        assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.stderr
+    assert (workplace.runs_dir / "tiny/checkpoints/latest").exists()
+
+
+@pytest.mark.parametrize(("options", "code", "said"), [
+    ([], "import sys; sys.version_info = (3, 10, 9); sys.version = '3.10.9 (x)'",
+     "this is Python 3.10.9; Python 3.11 or newer is needed"),
+    (["-S"], "import sys", "the packages are not installed (click, torch)")])
+@pytest.mark.parametrize("script", ["ddp_train.py", "prepare_dataset.py", "lab/__main__.py"])
+def test_an_old_python_and_missing_packages_are_one_line(options, code, said, script):
+    run = (f"{code}; import runpy; sys.path.insert(0, '.');"
+           f" runpy.run_path({script!r}, run_name='__main__')")
+    result = run_command(sys.executable, *options, "-c", run)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr and result.stderr.count("\n") == 1
+    assert result.stderr.endswith("; put `uv run` before the command, or install with: pip install"
+                                  " .\n")
+
+
 NCCL = """NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error
 ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
 Last error:

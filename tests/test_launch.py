@@ -21,11 +21,14 @@ from torch.distributed.run import parse_args
 
 from basics.errors import UserError
 from processes import launch
-from processes.command_line import command_line
+from processes.command_line import Options, command_line
 from processes.launch import Process, end_torchrun, share_cpu_cores, this_process
-from run_config import TrainConfig
+from run_config import TrainConfig, load_run
 from tests.support.runs import summary_of, wait_for
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, Workplace
+from tokens.batches import open_run_data
+from trainer import startup
+from trainer.startup import PreparedRun
 
 CPU = torch.device("cpu")
 LAUNCH_DIR = PROJECT_DIR / "launch"
@@ -278,3 +281,19 @@ def test_every_exit_status_says_whether_to_start_again():
     assert {status for status, answer in rows.items() if answer == "yes"} == {
         "1", "5", "129", "134", "138", "143"}
     assert {"0", "2", "3", "4", "130", "131", "137"} <= rows.keys()
+
+
+@pytest.mark.parametrize(("train", "processes", "says"), [
+    ({"global_batch_size": 8}, 1, True),
+    ({"global_batch_size": 8}, 2, False),
+    ({"global_batch_size": 2}, 1, False),  # one microbatch
+    ({"gradient_accumulation_steps": 4}, 1, False)])  # the batch would be another one
+def test_a_run_that_leaves_cores_idle_is_told_of_more_processes(
+        workplace, monkeypatch, train, processes, says):
+    monkeypatch.setattr(startup, "num_cpu_cores", lambda: 4)
+    workplace.add_run(train={"gradient_accumulation_steps": None} | train)
+    run = load_run(workplace.runs_dir, "tiny")
+    data = open_run_data(run, workplace.add_dataset(), world_size=processes)
+    prepared = PreparedRun(run, run.config, data, None, Options("tiny"))
+    found = prepared.for_device(CPU).warnings
+    assert any("--nproc-per-node 4 a small model trains faster" in line for line in found) == says

@@ -52,7 +52,7 @@ UV = os.environ.get("UV") or shutil.which("uv")
 
 COMMANDS = [
     "git clone URL-OF-THIS-REPOSITORY ddp-train && cd ddp-train && pip install uv",
-    "uv run torchrun --standalone --nproc_per_node=2 ddp_train.py demo",
+    "uv run ddp_train.py demo --nproc-per-node 2",
     'uv run lab generate demo --prompt "class "',
     "uv run lab evaluate demo",
     "uv run lab compare --published",

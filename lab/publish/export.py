@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import HfApi, get_token
 from safetensors import SafetensorError
 
-from basics.errors import UserError, as_os_error, cannot_be_written, visible
+from basics.errors import UserError, as_os_error, cannot_be_written, print_error, visible
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file
 from basics.json_files import found_object, read_json_object
@@ -70,6 +70,8 @@ def write_export(target: LoadedModel, output_dir: Path, extras: Extras) -> Path:
         for path in (*new_dir.iterdir(), new_dir):
             fsync(path)
         if output_dir.exists():
+            if any(output_dir.iterdir()):
+                print_error(f"{output_dir}: replaces the earlier export there")
             output_dir.rename(old_dir)
             failpoint("export.rename")
         new_dir.rename(output_dir)

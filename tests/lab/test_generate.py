@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpt import GPTModel
+from lab.generate import as_utf8
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from reporting.sampling import SamplingOptions, decoded, stream_text, stream_tokens
 from run_config import ModelConfig
@@ -320,3 +321,10 @@ def test_a_changed_tokenizer_is_refused_by_the_trainer_and_damages_a_checkpoint(
         copy.write_text(copy.read_text().replace("true", "True", 1))
     assert "tokenizer.json has changed since it was written" in error_line(
         run_lab(*both.arguments("evaluate", "own")))
+
+
+@pytest.mark.parametrize(("argument", "wanted"), [
+    (b"na\xc3\xafve".decode("ascii", "surrogateescape"), "naïve"), ("naïve", "naïve"),
+    (b"na\xefve".decode("utf-8", "surrogateescape"), "na\udcefve")])
+def test_a_prompt_is_utf_8_in_every_locale(argument, wanted):
+    assert as_utf8(argument) == wanted
