@@ -9,6 +9,8 @@ import signal
 import sys
 from typing import NoReturn
 
+from basics.errors import print_error
+
 INTERRUPTED = "Interrupted"  # what is printed after Ctrl-C
 # A thread that waits at the end of a parallel region computes in a loop, so that it can go on at
 # once. By default OpenMP lets it do so for milliseconds, which other processes then lack: beside
@@ -58,8 +60,8 @@ def check_installation() -> None:
     elif missing := [name for name in ("click", "torch") if importlib.util.find_spec(name) is None]:
         problem = f"{sys.executable}: the packages are not installed ({', '.join(missing)})"
     if problem:
-        print(f"Error: {problem}; put `uv run` before the command, or install with: pip install .",
-              file=sys.stderr)
+        print_error(f"Error: {problem}; put `uv run` before the command, or install with: pip"
+                    " install .")
         sys.exit(2)
 
 

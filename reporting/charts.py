@@ -8,17 +8,22 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from basics.errors import UserError
 from basics.failpoints import failpoint
 from basics.files import replacing
+from basics.json_files import found_object
 from basics.text import dollars
 from processes.beside import serve
-from reporting.metrics_file import read_metrics
+from reporting.metrics_file import is_step, read_metrics
 from reporting.setting_changes import recorded_changes
+from run_config import ModelConfig, TrainConfig, load_config, with_defaults
+from schedule import learning_rate_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +45,6 @@ LINES = {  # prefix and suffix of the quantity in a key: the line's name and col
     ("", "_max"): ("largest", "black"), ("", "_p99"): ("99%", "tab:purple"),
     ("", "_p50"): ("median", "tab:blue"), ("", "_p1"): ("1%", "tab:gray"),
 }
-PLAIN: dict[str, Any] = {"path_effects": [], "sketch_params": None}  # crossing lines would be cut
 MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
 Records = list[dict[str, Any]]
@@ -66,12 +70,25 @@ def draw_charts(run_dir: Path, records: Records) -> None:
     if steps := [record for record in records if record.get("train_loss") is not None]:
         draw("loss-chart.png", "loss (nats per token)", plot_losses, steps,
              [record for record in records if record.get("validation_loss") is not None])
-        draw("grad-norm-chart.png", "gradient norm", _plot_grad_norms, steps)
-        draw("learning-rate-chart.png", "learning rate", lambda axes, shown: axes.plot(
-            *_columns(shown, "learning_rate"), color="tab:green"), steps)
+        config, num_steps = _plan_of(run_dir)
+        limit = config.clipping_max_norm if config else None
+        draw("grad-norm-chart.png", "gradient norm", partial(_plot_grad_norms, limit=limit), steps)
+        draw("learning-rate-chart.png", "learning rate",
+             partial(_plot_learning_rates, config=config, num_steps=num_steps), steps)
     if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(run_dir / "layers-chart.png",
                      lambda figure: plot_layers(figure, measured, title))
+
+
+def _plan_of(run_dir: Path) -> tuple[TrainConfig | None, int]:
+    """Return the settings of a run and its number of steps; None and 0 if they cannot be read."""
+    try:
+        _, config = with_defaults(load_config(run_dir / "model.json", ModelConfig),
+                                  load_config(run_dir / "train.json", TrainConfig))
+    except UserError:
+        return None, 0
+    found = found_object(run_dir / "summary.json").get("num_steps")
+    return config, found if isinstance(found, int) and is_step(found) else 0
 
 
 def _mark_changes(axes: Axes, records: Records) -> None:
@@ -102,6 +119,10 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
         plot(figure)
         for axes in figure.axes:
             axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(which="minor", length=0)
+            for data in (*axes.lines, *axes.collections):  # only axes and text look hand-drawn
+                data.set_sketch_params(None)
+                data.set_path_effects([])
         with replacing(path) as file:
             figure.savefig(file, format="png", dpi=120)
     return path
@@ -143,7 +164,18 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
     above.set_xlabel("US$")
 
 
-def _plot_grad_norms(axes: Axes, steps: Records) -> None:
+def _plot_learning_rates(axes: Axes, steps: Records, *, config: TrainConfig | None,
+                         num_steps: int) -> None:
+    """Plot the recorded rates, and those of the schedule over the whole run."""
+    if config and num_steps:
+        planned = np.unique(np.linspace(0, num_steps - 1, MAX_POINTS).astype(int))
+        axes.plot(planned + 1, [learning_rate_at(config, int(step), num_steps=num_steps)
+                                for step in planned],
+                  color="gray", linestyle="--", linewidth=1, label="planned")
+    axes.plot(*_columns(steps, "learning_rate"), color="tab:green", label="so far")
+
+
+def _plot_grad_norms(axes: Axes, steps: Records, *, limit: float | None) -> None:
     if skipped := sum(record.get("skipped_steps") or 0 for record in steps):
         axes.plot([], [], linestyle="none", label=f"skipped steps (gradient not finite): {skipped}")
     x, mean = _columns(steps, "grad_norm")
@@ -151,6 +183,9 @@ def _plot_grad_norms(axes: Axes, steps: Records) -> None:
     axes.plot(x, mean, color="tab:blue", label="mean between two points")
     axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0,
                       label="up to the largest step between them")
+    if limit is not None:
+        axes.axhline(limit, color="tab:red", linewidth=1, linestyle="--",
+                     label=f"clipped to {limit:g}")
 
 
 def _columns(records: Records, key: str, pool: Callable[..., Any] = np.ma.mean,
@@ -196,7 +231,7 @@ def _plot_quantity(axes: Axes, records: Records, quantity: str, colors: Any) -> 
                2.0) for (prefix, suffix), (_, color) in LINES.items()]
     for y, color, width in lines:
         if np.isfinite(y).any():
-            axes.plot(x, y, color=color, linewidth=width, **PLAIN)
+            axes.plot(x, y, color=color, linewidth=width)
     if quantity in LOGARITHMIC:
         axes.set_yscale("log", nonpositive="mask")
     axes.set_title(PANELS[quantity], fontsize="medium")

@@ -158,3 +158,59 @@ def test_diagnostics_that_cannot_be_drawn_do_not_stop_their_chart(tmp_path, monk
         draw_charts(tmp_path, found)
         assert [path.name for path in tmp_path.iterdir()] == ["layers-chart.png"]
         (tmp_path / "layers-chart.png").unlink()
+
+
+def drawn(run_dir, found, monkeypatch):
+    """Return the figures of a run's charts by name."""
+    figures = {}
+
+    def keep(path, plot):
+        figures[path.name] = figure = Figure()
+        plot(figure)
+
+    monkeypatch.setattr(charts, "draw_by_hand", keep)
+    draw_charts(run_dir, found)
+    return figures
+
+
+def lines_of(figure):
+    return {line.get_label(): line for line in figure.axes[0].lines}
+
+
+def test_the_planned_schedule_and_the_clipping_limit_are_drawn(workplace, monkeypatch):
+    run_dir = workplace.add_run(train={"schedule": "linear", "warmup_period_percent": 10,
+                                       "clipping_max_norm": 1.5})
+    (run_dir / "summary.json").write_text('{"num_steps": 2000}')
+    figures = drawn(run_dir, records(100), monkeypatch)
+    planned = lines_of(figures["learning-rate-chart.png"])["planned"]
+    x, y = planned.get_data()
+    assert (x[0], x[-1], y[-1]) == (1, 2000, 0.0) and max(y) == pytest.approx(0.01, rel=0.01)
+    assert len(x) <= charts.MAX_POINTS
+    limit = lines_of(figures["grad-norm-chart.png"])["clipped to 1.5"]
+    assert [*limit.get_ydata()] == [1.5, 1.5]
+
+
+def test_without_its_settings_a_run_has_charts_of_its_records(tmp_path, monkeypatch):
+    (tmp_path / "train.json").write_text("rubbish")
+    figures = drawn(tmp_path, records(100), monkeypatch)
+    assert "planned" not in lines_of(figures["learning-rate-chart.png"])
+    assert not any("clipped" in label for label in lines_of(figures["grad-norm-chart.png"]))
+
+
+def test_measured_points_are_drawn_where_they_are(tmp_path):
+    """Only axes and text are hand-drawn; minor ticks are no specks."""
+    figures = []
+
+    def plot(figure):
+        axes = figure.subplots()
+        axes.plot([1, 2, 3], [1, 3, 2])
+        axes.fill_between([1, 2, 3], [0, 0, 0], [1, 3, 2])
+        axes.set_yscale("log")
+        figures.append(figure)
+
+    charts.draw_by_hand(tmp_path / "chart.png", plot)
+    axes = figures[0].axes[0]
+    for data in (*axes.lines, *axes.collections):
+        assert data.get_sketch_params() is None and data.get_path_effects() == []
+    assert axes.spines["left"].get_sketch_params() is not None
+    assert {tick.tick1line.get_markersize() for tick in axes.yaxis.get_minor_ticks()} == {0}

@@ -87,9 +87,11 @@ class CountReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("changes", [{"clipping_max_norm": None},
                                      {"head_chunks": 3, "activation_checkpointing": True},
-                                     {"optimizer": "muon"}])
+                                     {"optimizer": "muon"}, {"diagnostics_interval": 1}])
 def test_a_step_reads_nothing_from_the_device(changes, monkeypatch):
     step, batches = step_of(precision="bf16", **changes), microbatches()
+    step.diagnostics = Diagnostics(step.config.diagnostics_interval, step.config.precision)
+    step.diagnostics.begin_step(0)
     step.take(batches, num_microbatches=2, learning_rate=0.1)
     with CountReads() as count:
         for name in ("cpu", "numpy", "tolist"):  # on a CPU they are no operation

@@ -27,15 +27,27 @@ MAX_SORTED = 2**20  # logits whose percentiles are computed: those of evenly spa
 
 @dataclass
 class Measured:
-    """What was measured of a global step, and how long that took."""
+    """What was measured of a global step, and how long that took. Reading waits for the device."""
 
     global_step: int
-    numbers: dict[str, float | list[float]] = field(default_factory=dict)
-    seconds: float = 0.0
+    statistics: Statistics = field(default_factory=dict)
+    times: list[tuple[DeviceTime, DeviceTime]] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> dict[str, float | list[float]]:
+        """The statistics as numbers: a list by layer, or one number."""
+        rounded = {name: [float(f"{number:.{DIGITS}g}") for number in value.flatten().tolist()]
+                   for name, value in self.statistics.items()}
+        return {name: values if self.statistics[name].dim() else values[0]
+                for name, values in rounded.items()}
+
+    @property
+    def seconds(self) -> float:
+        return sum(end.seconds_since(begin) for begin, end in self.times)
 
 
 class Diagnostics:
-    """Measures every `interval`-th step, and waits for the device in it. Rank 0.
+    """Measures every `interval`-th step; nothing waits for the device before it is read. Rank 0.
 
     That rank has the averaged gradients and the weights of all ranks; its own data is enough for
     the rest, so that nothing is a collective. No number of the training changes.
@@ -62,7 +74,7 @@ class Diagnostics:
         statistics |= _by_layer("grad_norm", [
             get_total_norm([weight.grad for weight in part])  # type: ignore[misc]
             for part in parts])
-        self._read(statistics, began, token_ids.device)
+        self._keep(statistics, began, token_ids.device)
 
     @torch.no_grad()
     def after_update(self, model: GPTModel) -> None:
@@ -74,14 +86,11 @@ class Diagnostics:
             changes = [new - old for new, old in zip(after, before, strict=True)]
             ratios.append(get_total_norm(changes) / get_total_norm(before))
         del self._before
-        self._read(_by_layer("update_ratio", ratios), began, device)
+        self._keep(_by_layer("update_ratio", ratios), began, device)
 
-    def _read(self, statistics: Statistics, began: DeviceTime, device: torch.device) -> None:
-        measured = self._measured[-1]
-        for name, value in statistics.items():
-            values = [float(f"{number:.{DIGITS}g}") for number in value.flatten().tolist()]
-            measured.numbers[name] = values if value.dim() else values[0]
-        measured.seconds += DeviceTime(device).seconds_since(began)
+    def _keep(self, statistics: Statistics, began: DeviceTime, device: torch.device) -> None:
+        self._measured[-1].statistics |= statistics
+        self._measured[-1].times.append((began, DeviceTime(device)))
 
     def pop_measured(self, up_to: int) -> Iterator[Measured]:
         """Yield what was measured since the last call, of steps up to `up_to`."""

@@ -25,6 +25,7 @@ AXES = {"global step": ("global_step", 1), "tokens": ("tokens", 1), "hours": ("s
         "US$": ("usd", 1)}  # by label: the key in a record, and how many of its units are one
 CURVES: dict[str, dict[str, float]] = {"train_loss": {"linewidth": 1, "alpha": 0.5},
                                        "validation_loss": {"linewidth": 2.5, "markersize": 4}}
+MINUTES_BELOW_SECONDS = 2 * 3600
 MAX_POINTS = 60  # of a training curve; the noise of more would hide the other curves
 MAX_NAMES = 16  # in a legend
 HIGH_START = 0.1  # of a curve; losses there are above the axis
@@ -116,20 +117,29 @@ def _plot_curves(rows: list[Row], figure: Figure) -> None:
     """Plot the losses of all runs, a panel for each axis that is recorded."""
     from matplotlib.ticker import EngFormatter
 
-    figure.set_size_inches(12, 9)
-    panels = figure.subplots(2, 2, sharey=True).flatten()
-    for axes, (label, (x_key, unit)) in zip(panels, AXES.items(), strict=True):
+    places = {label: axis for label, axis in AXES.items() if any(
+        number(record.get(axis[0])) is not None
+        for row in rows for result in row.results for record in result.records)}
+    longest = max((number(record.get("seconds")) or 0.0
+                   for row in rows for result in row.results for record in result.records),
+                  default=0.0)
+    if longest < MINUTES_BELOW_SECONDS and "hours" in places:
+        places = {"minutes" if label == "hours" else label: ("seconds", 60)
+                  if label == "hours" else axis for label, axis in places.items()}
+    shape = (2, 2) if len(places) == 4 else (1, len(places))
+    figure.set_size_inches(6 * shape[1], 4.5 * shape[0])
+    panels = figure.subplots(*shape, sharey=True, squeeze=False).flatten()
+    for axes, (label, (x_key, unit)) in zip(panels, places.items(), strict=True):
         axes.set(xlabel=label, ylabel="loss (nats per token)")
+        axes.tick_params(labelleft=True)  # on every panel, though they share the axis
         for place, row in enumerate(rows):
             for result, key in itertools.product(row.results, CURVES):
                 x, y = _points_of(result, key, x_key)
                 is_marked = key == "validation_loss" and len(y) <= FEW_VALIDATIONS
-                if len(x):  # without path effects: they draw white borders
-                    axes.plot(x / unit, y, color=f"C{place % 10}", path_effects=[],
+                if len(x):
+                    axes.plot(x / unit, y, color=f"C{place % 10}",
                               marker="o" if is_marked else None, **CURVES[key])
-        if not axes.lines:
-            axes.remove()
-        elif axes.get_xlim()[1] >= 1000:  # smaller x would have an m, read as M
+        if axes.get_xlim()[1] >= 1000:  # smaller x would have an m, read as M
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     losses = [line.get_ydata() for line in panels[0].lines]
     low, high = min(y.min() for y in losses), max(y[int(len(y) * HIGH_START):].max()

@@ -547,3 +547,24 @@ def test_the_comparison_is_a_json_document_with_the_columns_of_csv(runs):
         "a", 3.0, None, False)
     assert first["validation_loss"] == "3" and first["test_loss"] == "" and document.notes
     assert first["is_within_spread"] == "false"
+
+
+@pytest.mark.parametrize(("seconds", "priced", "labels"), [
+    (600.0, True, ["global step", "tokens", "minutes", "US$"]),
+    (9000.0, True, ["global step", "tokens", "hours", "US$"]),
+    (600.0, False, ["global step", "tokens", "minutes"])])
+def test_curves_have_a_panel_for_each_recorded_axis_with_its_numbers(runs, seconds, priced, labels):
+    runs.add("a")
+    path = runs.dir / "a/metrics.jsonl"
+    lines = [{"global_step": step, "tokens": 100 * step, "train_loss": 5 - step / 10,
+              "seconds": seconds * step / 9} | ({"usd": step / 9} if priced else {})
+             for step in range(10)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figure = Figure()
+    comparison_charts._plot_curves(compare(find_results(runs.dir, ["a"])).rows, figure)
+    figure.draw_without_rendering()
+    assert [axes.get_xlabel() for axes in figure.axes] == labels
+    for axes in figure.axes:
+        assert any(label.get_visible() and label.get_text() for label in axes.get_yticklabels())
+    if "minutes" in labels:
+        assert max(figure.axes[2].lines[0].get_xdata()) == pytest.approx(10)
