@@ -31,6 +31,13 @@ GONE_KEYS = {
         "beta1", "beta2", "weight_decay")), "remove it; all groups have the same"),
     **dict.fromkeys(("compile_mode", "cautious_weight_decay", "momentum_warmup_percent",
                      "weight_average"), "remove it; no gain by it was measured")}
+LENGTH = "min_train_tokens is the length of a run, and --max-steps ends one launch earlier"
+NAMES_ELSEWHERE = {  # of settings, in other trainers
+    **dict.fromkeys(("max_steps", "num_steps", "max_iters", "num_iterations", "epochs",
+                     "num_epochs"), LENGTH),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"),
+                    "microbatch_size is of one forward pass of a process, global_batch_size of a"
+                    " step")}
 MUON_DEFAULTS: dict[str, Any] = {
     "matrix_learning_rate": 0.02, "learning_rate": 0.02, "embedding_learning_rate": 0.15,
     "vector_learning_rate": 0.01, "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95,
@@ -269,6 +276,8 @@ def load_config(path: Path, config_type: type[Config]) -> Config:
     for key in values:
         if key in GONE_KEYS:
             raise UserError(f'{path}: the key "{key}" has gone: {GONE_KEYS[key]}')
+        if key in NAMES_ELSEWHERE:
+            raise UserError(f'{path}: unknown key "{key}"; {NAMES_ELSEWHERE[key]}')
         if key not in config_type.model_fields:
             raise UserError(f"{path}: {unknown_key(key, config_type.model_fields)}")
     try:

@@ -8,6 +8,8 @@ from basics.errors import one_line, visible
 # What makes a link of a bare address too: ://, www. and @.
 MARKUP = re.compile(r"[\\`\[\]|@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
+LEAST_DOLLARS = 1e-6  # a smaller sum is shown as less than that
+
 
 def gib(size: float) -> str:
     """Format a number of bytes with three digits, in GiB, MiB or KiB."""
@@ -32,9 +34,11 @@ def counted(number: int, noun: str, nouns: str = "") -> str:
 
 
 def dollars(value: float) -> str:
-    """Format US dollars: small sums with two digits that say something."""
+    """Format US dollars: small sums with two digits that say something, down to 0.000001."""
     if value >= 1:
         return f"{value:,.2f}"
+    if 0 < value < LEAST_DOLLARS:
+        return f"<{LEAST_DOLLARS:f}"
     digits = max(4, 1 - math.floor(math.log10(value))) if value > 0 else 4
     return f"{value:.{digits}f}"
 

@@ -1,5 +1,6 @@
 """`lab list`, and its table, which `lab watch --text` shows too. Needs no torch."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import click
 
 from basics.cli import RUNS_DIR, print_json
-from basics.errors import visible
+from basics.errors import print_error, visible
 from basics.text import dollars
 from lab.runs import NEW, RUNNING, RunState, chosen_runs, launched_runs, read_state
 from lab.table import UNKNOWN, Column, Table
@@ -27,6 +28,9 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     It may be run while they train.
     """
     launched = launched_runs(runs_dir)
+    for path in sorted(runs_dir.iterdir()):
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            print_error(f"warning: {path}: cannot be read (no permission): left out")
     new = sorted(name for path in runs_dir.glob("*/train.json")  # with a config only
                  if (name := path.parent.name) not in launched and RUN_NAME.fullmatch(name)
                  and (name in runs or not runs))

@@ -120,8 +120,10 @@ def command_line(*, run: str, places: tuple[str, ...], datasets_dir: Path | None
                 not _names_checkpoint(Path(place).name)):
             datasets_dir = Path(place)
         else:
-            raise UserError(f"{place[:60]!r}: no directory of datasets and no checkpoint, or a"
-                            " second one; wanted latest, best or the name of a directory in"
+            what = "is a second CHECKPOINT or DATASETS_DIR" if checkpoint or datasets_dir else (
+                "is neither a directory of datasets nor the name of a checkpoint")
+            raise UserError(f"{place[:60]!r} {what}; wanted RUN [CHECKPOINT] [DATASETS_DIR], where"
+                            " CHECKPOINT is latest, best or the name of a directory in"
                             f" runs/{run[:60]}/checkpoints")
     return Options(run=run, checkpoint=checkpoint, datasets_dir=datasets_dir or Path("datasets"),
                    **options)

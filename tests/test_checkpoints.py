@@ -578,3 +578,15 @@ def test_a_validation_that_cannot_be_written_is_tried_again(tmp_path, monkeypatc
     save_and_wait(saver, 1)
     first, second = list_checkpoints(tmp_path)
     assert first.validation is not None and first.loss is None and second.validation is None
+
+
+def test_a_checkpoint_that_is_a_link_is_said_to_be_ignored(workplace, tmp_path):
+    run_dir = workplace.add_run()
+    kept = save(run_dir / "checkpoints", 1)
+    moved = save(tmp_path / "elsewhere", 2)
+    (run_dir / "checkpoints" / moved.name).symlink_to(moved.path)
+    name, *warnings = choose_checkpoint(load_run(workplace.runs_dir, "tiny"), Options("tiny"))
+    assert name == kept.name
+    assert [line for line in warnings if moved.name in line] == [
+        f"{run_dir / 'checkpoints' / moved.name}: is a link, and a checkpoint is a directory:"
+        " ignored; copy there what it points to"]

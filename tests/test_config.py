@@ -161,3 +161,11 @@ def test_what_is_set_beside_muon_stays(model, train, wanted):
                           TrainConfig(**given | {"optimizer": "muon"} | train))
     values = found[0].model_dump() | found[1].model_dump()
     assert {key: values[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(("key", "means"), [
+    ("max_steps", "min_train_tokens is the length of a run, and --max-steps ends one launch"),
+    ("batch_size", "microbatch_size is of one forward pass of a process, global_batch_size of a")])
+def test_other_trainers_names_of_a_key_name_ours(workplace, key, means):
+    with pytest.raises(UserError, match=f'unknown key "{key}"; {means}'):
+        load(workplace, train={key: 5})

@@ -186,9 +186,9 @@ def test_the_last_validation_microbatch_may_be_smaller(workplace):
 @pytest.mark.parametrize(("train", "message"), [
     (SEQUENCES | {"validation_sequences": 32}, "validation_sequences is 32, .* has 31 from"),
     ({"start_val_token": 450}, "validation_batches is 3, which are 6 seq.*, but .* has 3 from"),
-    ({"min_train_tokens": 10**6}, "wanted 1000065 training tokens from .*or set repeat_data"),
+    ({"min_train_tokens": 10**6}, "wanted 1,000,065 training tokens from .*or set repeat_data"),
     ({"min_train_tokens": -1, "start_train_token": 3950}, "wanted 129 training tokens from"),
-    ({"start_train_token": 4000}, "start_train_token 4000 is past the end"),
+    ({"start_train_token": 4000}, "start_train_token 4,000 is past the end"),
     ({"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
     ({"repeat_data": True, "start_train_token": 3990}, "; lower min_train"),
 ])

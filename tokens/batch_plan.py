@@ -80,8 +80,8 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
     step_tokens = train.microbatch_size * accumulation_steps * world_size * context_length
     found, epoch_tokens = file_tokens - train.start_train_token, None
     if found <= 0:
-        raise UserError(f"{path}: start_train_token {train.start_train_token} is past the end of"
-                        f" {train.dataset}, which has {file_tokens} training tokens; lower it")
+        raise UserError(f"{path}: start_train_token {train.start_train_token:,} is past the end of"
+                        f" {train.dataset}, which has {file_tokens:,} training tokens; lower it")
     usable_steps = (found - 1) // step_tokens
     if train.repeat_data and found > context_length:
         epoch_tokens = (found - 1) // context_length * context_length
@@ -91,9 +91,9 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
         num_steps = usable_steps
     if not 1 <= num_steps <= usable_steps:
         raise UserError(
-            f"{path}: wanted {max(num_steps, 1) * step_tokens + 1} training tokens from token"
-            f" {train.start_train_token} on (batches of {step_tokens}), but {train.dataset} has"
-            f" {found}; lower min_train_tokens, or set repeat_data")
+            f"{path}: wanted {max(num_steps, 1) * step_tokens + 1:,} training tokens from token"
+            f" {train.start_train_token:,} on (batches of {step_tokens:,}), but {train.dataset} has"
+            f" {found:,}; lower min_train_tokens, or set repeat_data")
     return BatchPlan(train.microbatch_size, accumulation_steps, world_size, context_length,
                      num_steps, epoch_tokens)
 

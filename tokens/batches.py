@@ -139,9 +139,9 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
         found = max(0, file.num_tokens - config.start_val_token - 1) // run.model.context_length
         if found < wanted:
             key = "validation_sequences" if config.validation_sequences else "validation_batches"
-            raise UserError(f"{run.train_path}: {key} is {getattr(config, key)}, which are {wanted}"
-                            f" sequences, but {file.path} has {found} from token"
-                            f" {config.start_val_token} on; lower it or start_val_token")
+            raise UserError(f"{run.train_path}: {key} is {getattr(config, key):,}, which are"
+                            f" {wanted:,} sequences, but {file.path} has {found:,} from token"
+                            f" {config.start_val_token:,} on; lower it or start_val_token")
     for part in filter(None, (train, validation)):  # microbatches are checked when they are read
         stated = part.token_file.metadata.get("max_token_id", "")
         if stated.isdecimal() and len(stated) <= 5 and int(stated) >= vocab_size:

@@ -21,6 +21,7 @@ from basics.checkpoint_files import (
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.machine import num_cpu_cores
+from basics.text import gb
 from checkpointing import Checkpoint, TrainingState
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
@@ -213,6 +214,9 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
                      for line in damaged]
         warnings += [f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
                      for path in partial if path not in of_the_original]
+        warnings += [f"{path}: is a link, and a checkpoint is a directory: ignored; copy there what"
+                     " it points to" for path in sorted(run.checkpoints_dir.glob("*-iteration-*"))
+                     if path.is_symlink()]
     else:
         checkpoint = checkpointing.find_checkpoint(run.checkpoints_dir, options.checkpoint)
     if checkpoint is None and options.checkpoint:
@@ -319,5 +323,5 @@ def check_room(run: Run, clock: PhaseClock, process: Process) -> None:
     disk = shutil.disk_usage(place)
     needed = checkpoint_bytes(run.model, run.config)
     if process.is_main and disk.free < needed and disk.total:  # object stores may have no size
-        raise UserError(f"{run.run_dir}: a checkpoint takes {needed / 1e9:,.2f} GB, and the"
-                        f" disk has {disk.free / 1e9:,.2f} GB free; free some, or set --runs-dir")
+        raise UserError(f"{run.run_dir}: a checkpoint takes {gb(needed)}, and the disk has"
+                        f" {gb(disk.free)} free; free some, or set --runs-dir")

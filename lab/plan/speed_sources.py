@@ -133,7 +133,8 @@ def measured_speed(run: Run) -> tuple[float, int, str]:
                 return speed, world_size, (f"{speed:,.0f} tokens/s on {world_size}x"
                                            f" {one_line(device)} ({path.name})")
     raise UserError(f"{run.run_dir}: no speed was measured with its settings on this machine; run"
-                    f" ddp_train.py {run.name} --find-max-microbatch --save")
+                    f" ddp_train.py {run.name} --find-max-microbatch --save, without a GPU with"
+                    " --memory-limit-gib N")
 
 
 def expected_speed(wanted: Setting, gpu: Gpu,

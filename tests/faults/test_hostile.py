@@ -159,7 +159,7 @@ def test_an_unknown_run_or_checkpoint_is_refused(tiny):
     assert "no checkpoint yet" in refused(tiny, "tiny", "best")
     for name in CHECKPOINT_NAMES:
         line = refused(tiny, "tiny", name)  # with a slash it would be the directory of the datasets
-        assert re.search(": no directory of datasets|: no checkpoint '2026",
+        assert re.search("is neither a directory of datasets|is a second|: no checkpoint '2026",
                          line)
 
 

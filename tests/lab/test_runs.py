@@ -4,10 +4,12 @@ import json
 import math
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from basics.errors import UserError
+from basics.text import dollars
 from lab.compare import charts as comparison_charts
 from lab.compare.results import read_result
 from lab.runs import END_BYTES, chosen_runs, launched_runs, read_state
@@ -298,3 +300,19 @@ def test_seeds_needed_are_those_of_the_exact_paired_test(size, num_seeds):
     (1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)])
 def test_critical_values_of_student(freedom, quantile):
     assert t_95(freedom) == pytest.approx(quantile, abs=0.004)
+
+
+def test_a_run_that_cannot_be_read_is_named(listed, monkeypatch):
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked"
+                        and allowed(path, mode))
+    (listed / "locked").mkdir()
+    result = run_lab("list", "--runs-dir", str(listed))
+    assert result.stderr == (f"warning: {listed / 'locked'}: cannot be read (no permission): left"
+                             " out\n")
+
+
+@pytest.mark.parametrize(("usd", "text"), [
+    (0.0, "0.0000"), (9.8e-8, "<0.000001"), (0.000123, "0.00012"), (1234.5, "1,234.50")])
+def test_small_sums_have_an_end(usd, text):
+    assert dollars(usd) == text

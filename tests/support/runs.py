@@ -17,6 +17,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -133,7 +134,9 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
     """Run ddp_train.py here, alone or as the only rank under torchrun, up to the first step."""
     stdout, stderr = io.StringIO(), io.StringIO()
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stderr):
+    with (mock.patch.dict(os.environ),  # a launch tells its processes what it has spent
+          pytest.MonkeyPatch.context() as patch,
+          redirect_stdout(stdout), redirect_stderr(stderr)):
         patch.setattr(sys, "argv", ["ddp_train.py", *arguments])
         patch.setattr(os, "_exit", _raise_exited)
         patch.setattr(torch.distributed.run, "run", _refuse_to_train)
