@@ -561,7 +561,7 @@ def test_the_runs_own_things(place):
 WRONG = {  # train.json: the check, its verdict, and a part of the text
     "no dataset": ({"dataset": "other"}, "dataset", PROBLEM, "no dataset there"),
     "made here": ({"dataset": "python-stdlib"}, "dataset", OK, "is made from Python's own"),
-    "too short": ({"min_train_tokens": 10**6}, "batch", PROBLEM, "wanted 1000"),
+    "too short": ({"min_train_tokens": 10**6}, "batch", PROBLEM, "wanted 1,000,065"),
     "uneven": ({"global_batch_size": 7, "gradient_accumulation_steps": None}, "batch", PROBLEM,
                "is not divisible"),
     "no price": ({"max_cost_usd": 5.0}, "configs", WARNING, "needs the machine's price"),
