@@ -224,6 +224,10 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
     for is_other, start in ((False, "test loss on"), (True, "† not comparable: test loss on")):
         slices = {row.values["test_slice"] for row in rows if row.is_of_other_text == is_other}
         notes += [f"{start} {'; '.join(sorted(slices - {''}))}"] if slices - {""} else []
+    if any(None not in (row.values["test_loss"], row.values["validation_loss"])
+           for row in rows if not row.is_published):
+        notes.append("validation loss: on the tokens on which a run validates, so not that of the"
+                     " test, also where both are of one file")
     if len({row.first.validation_slice for row in rows
             if row.values["validation_loss"] is not None}) > 1:
         notes.append("validation losses were measured on different tokens: see the differences")

@@ -568,3 +568,11 @@ def test_curves_have_a_panel_for_each_recorded_axis_with_its_numbers(runs, secon
         assert any(label.get_visible() and label.get_text() for label in axes.get_yticklabels())
     if "minutes" in labels:
         assert max(figure.axes[2].lines[0].get_xdata()) == pytest.approx(10)
+
+
+def test_two_losses_of_one_file_have_a_note_on_their_tokens(runs):
+    runs.add("a")
+    note = "validation loss: on the tokens on which a run validates, so not that of the test"
+    assert not any(note in line for line in compare(find_results(runs.dir, ())).notes)
+    runs.evaluate("a", 3.05)
+    assert sum(note in line for line in compare(find_results(runs.dir, ())).notes) == 1
