@@ -28,6 +28,7 @@ from basics.errors import drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from checkpointing import CheckpointMeta, TrainingState, Validation
+from ops.schedule import learning_rate_at
 from optim import clip_gradients, set_rates
 from processes.command_line import Options, read_command_line
 from processes.launch import Process, process_group, this_process
@@ -36,7 +37,6 @@ from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, VALIDATION, WAITING, PhaseClock
 from reporting.setting_changes import settings_of
 from run_config import TrainConfig
-from schedule import learning_rate_at
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver

@@ -19,8 +19,7 @@ CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
 PROJECT_DIR = Path(__file__).parents[1]
 # By name: a wheel's root has the modules of other packages, too.
 SOURCES = (*(f"{module}.py" for module in (
-    "checkpointing", "ddp_train", "gpt", "optim", "prepare_dataset", "run_config",
-    "schedule")),
+    "checkpointing", "ddp_train", "gpt", "optim", "prepare_dataset", "run_config")),
     *(f"{folder}/**/*.py" for folder in (
     "basics", "lab", "ops", "preparation", "processes", "reporting", "tokens", "trainer")))
 GIT_SECONDS = 10.0

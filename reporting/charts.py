@@ -19,11 +19,11 @@ from basics.failpoints import failpoint
 from basics.files import replacing
 from basics.json_files import found_object
 from basics.text import dollars
+from ops.schedule import learning_rate_at
 from processes.beside import serve
 from reporting.metrics_file import is_step, read_metrics
 from reporting.setting_changes import recorded_changes
 from run_config import ModelConfig, TrainConfig, load_config, with_defaults
-from schedule import learning_rate_at
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -41,12 +41,12 @@ from checkpointing import (
     renew_links,
     save_checkpoint,
 )
+from ops.schedule import schedule_warning
 from processes.command_line import Options, command_line
 from processes.launch import Process
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from run_config import load_run
-from schedule import schedule_warning
 from tests.support.models import MODEL, damage, describe, save, state
 from tests.support.stand_ins import odd_file_system
 from tests.support.workplace import small_disk

@@ -11,11 +11,9 @@ from tests.support.workplace import PROJECT_DIR
 
 # Imports go only from left to right.
 ORDER = ("benchmarks > ddp_train prepare_dataset lab > trainer > checkpointing optim"
-         " > reporting > processes > gpt > ops > preparation > tokens > schedule > run_config"
-         " > basics")
+         " > reporting > processes > gpt > ops > preparation > tokens > run_config > basics")
 RANK = {name: rank for rank, names in enumerate(ORDER.split(">")) for name in names.split()}
-ROOT_FILES = {"ddp_train", "gpt", "optim", "run_config", "schedule", "checkpointing",
-              "prepare_dataset"}
+ROOT_FILES = {"ddp_train", "gpt", "optim", "run_config", "checkpointing", "prepare_dataset"}
 WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "tokens.token_file",
                  "tokens.tokenizer", "run_config", "processes.command_line", "prepare_dataset",
                  "processes.beside", "reporting.charts", "reporting.tracker",

@@ -25,11 +25,11 @@ from checkpointing import (
     save_checkpoint,
 )
 from ddp_train import TrainingStep, microbatch_indices
+from ops.schedule import learning_rate_at
 from processes.command_line import Options
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from run_config import GROUPS
-from schedule import learning_rate_at
 from tests.support.models import ONE_PROCESS
 from tests.support.reference_loop import (
     FLOAT32,

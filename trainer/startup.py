@@ -23,6 +23,7 @@ from basics.failpoints import failpoint
 from basics.machine import num_cpu_cores
 from basics.text import gb
 from checkpointing import Checkpoint, TrainingState
+from ops.schedule import schedule_warning
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
 from processes.launch import Process, unused_gpus
@@ -35,7 +36,6 @@ from reporting.speed import checkpoint_bytes
 from reporting.summary import FINISHED, read_summary, write_status
 from reporting.tracker import check_tracker
 from run_config import RUN_NAME, Run, TrainConfig, load_run
-from schedule import schedule_warning
 from tokens.batch_plan import BatchPlan, largest_divisor
 from tokens.batches import RunData, open_run_data
 from trainer.losses import build_training_state
