@@ -1,5 +1,7 @@
 """Errors: those that a person can correct, memory that ran out, exit statuses, failing output."""
 
+from __future__ import annotations  # Python 3.9 gets its line, too
+
 import errno
 import faulthandler
 import os

@@ -28,8 +28,8 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     It may be run while they train.
     """
     launched = launched_runs(runs_dir)
-    for path in sorted(runs_dir.iterdir()):
-        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+    for path in [] if runs else sorted(runs_dir.iterdir()):
+        if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             print_error(f"warning: {path}: cannot be read (no permission): left out")
     new = sorted(name for path in runs_dir.glob("*/train.json")  # with a config only
                  if (name := path.parent.name) not in launched and RUN_NAME.fullmatch(name)

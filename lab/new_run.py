@@ -12,6 +12,7 @@ from basics.files import write_atomically
 from basics.json_files import read_json_object, to_json
 from basics.text import gib
 from run_config import (
+    OLD_NAME,
     RUN_NAME,
     SHIPPED_RUNS,
     ModelConfig,
@@ -26,10 +27,11 @@ from run_config import (
 MAX_PASSES = 4
 VALIDATIONS = 10  # in a run
 FEW_STEPS = 100
+BLOCK_TOKENS = 2**24  # read at a time
 SMALLEST_CONTEXT = 8
 PROMPT_TOKENS, PROMPT_WORDS = 200, 3
 OF_ANOTHER_DATASET = (  # keys of train.json that are not taken over
-    "minibatch_size", "start_train_token", "start_val_token", "repeat_data", "validation_batches",
+    "start_train_token", "start_val_token", "repeat_data", "validation_batches",
     "sample_prompts")
 
 
@@ -110,11 +112,12 @@ def fit_to_dataset(model: dict[str, Any], train: dict[str, Any], dataset: str,
 
     files = {split: TokenFile(dataset_dir / f"{split}.safetensors")
              for split in ("train", "validation")}
-    like = TrainConfig.model_validate(
-        train | {"microbatch_size": train.get("microbatch_size") or train["minibatch_size"]})
+    if OLD_NAME in train:
+        train["microbatch_size"] = train.pop(OLD_NAME)
+    like = TrainConfig.model_validate(train)
     for key in OF_ANOTHER_DATASET:
         train.pop(key, None)
-    train |= {"dataset": dataset, "microbatch_size": like.microbatch_size}
+    train["dataset"] = dataset
     reasons = [f"  dataset {dataset}"]
 
     model["vocab_size"], why = vocabulary_of(files, dataset_dir)
@@ -163,7 +166,9 @@ def vocabulary_of(files: dict[str, Any], dataset_dir: Path) -> tuple[int, str]:
 
     name = files["train"].metadata.get("tokenizer")
     if name is None:
-        largest = max(int(file.read(0, file.num_tokens).max(initial=1)) for file in files.values())
+        largest = max(int(file.read(start, min(start + BLOCK_TOKENS, file.num_tokens)).max())
+                      for file in files.values()
+                      for start in range(0, file.num_tokens, BLOCK_TOKENS))
         return largest + 1, "one more than the largest token id; the dataset names no tokenizer"
     size = KNOWN_SIZES.get(name) or load_tokenizer(name, file_beside(dataset_dir, name)).n_vocab
     return size, "the entries of the dataset's tokenizer"

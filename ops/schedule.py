@@ -48,13 +48,15 @@ def learning_rate_at(config: TrainConfig, global_step: int, *, num_steps: int) -
 
 
 def schedule_warning(config: TrainConfig, step: int, before: float | None, *, num_steps: int,
-                     changed: Collection[str]) -> str:
+                     changed: Collection[str] | None) -> str:
     """Return a warning if a step had a lower rate, `before`; it names which setting has changed."""
     rate, next_rate = (learning_rate_at(config, each, num_steps=num_steps)
                        for each in (step, step + 1))
     if before is None or step + 1 == num_steps or rate <= RAISED * before:
         return ""
     rises = f"the learning rate rises from {before:.2g} to {next_rate:.2g}"
+    if changed is None:  # a checkpoint of older code does not tell
+        return rises
     if causes := [key for key in SCHEDULE_SETTINGS if key in changed]:
         return f"{rises}, because {' and '.join(causes)} changed"
     return (f"{rises}, because the run has another length: the schedule"

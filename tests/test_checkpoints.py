@@ -304,6 +304,7 @@ LONGER = "because the run has another length: the schedule ({}) now has 80 steps
     ({"learning_rate": 0.02}, 0.01, 80, ["learning_rate", "beta1"],
      "rises from 0.01 to 0.02, because learning_rate changed"),
     ({"schedule": "constant"}, 0.001, 80, ["schedule"], "because schedule changed"),
+    ({"learning_rate": 0.02}, 0.01, 80, None, "the learning rate rises from 0.01 to 0.02"),
     ({"schedule": "wsd"}, 0.01, 80, [], ""),  # before its decay
     ({"schedule": "linear"}, 0.0, 40, [], ""),  # it is finished
     ({"schedule": "linear"}, 0.01 * 40 / 79, 80, [], ""),  # in its middle
@@ -315,6 +316,7 @@ def test_a_rate_that_rises_is_one_warning_with_its_cause(
     run = load_run(workplace.runs_dir, "tiny")
     found = schedule_warning(run.config, 39, was, num_steps=num_steps, changed=changed)
     assert raised in found and bool(raised) == bool(found)
+    assert changed is not None or "because" not in found
 
 
 def test_without_links_latest_and_best_are_files_that_name_checkpoints(tmp_path, monkeypatch):

@@ -159,6 +159,8 @@ def _head_statistics(model: GPTModel, x: Tensor, targets: Tensor) -> Statistics:
     for name, values in (("logit", F.linear(some, model.head_weight).float()),
                          ("token_loss", torch.cat(losses))):
         ordered = values.flatten().sort().values
-        statistics |= {f"{name}_p{percent}": ordered[round(percent / 100 * (len(ordered) - 1))]
+        # Copies: a view would keep all of the sorted values until it is read.
+        statistics |= {f"{name}_p{percent}":
+                       ordered[round(percent / 100 * (len(ordered) - 1))].clone()
                        for percent in PERCENTILES}
-    return statistics | {"token_loss_max": ordered[-1]}
+    return statistics | {"token_loss_max": ordered[-1].clone()}

@@ -69,7 +69,7 @@ class Reports:
             say(f"resuming from {resume_from.path}")
             for line in change_lines(self.prepared.changes, self.prepared.first_step):
                 say(line)
-            if self.prepared.changes:
+            if self.prepared.changes and not self.prepared.is_trained:  # else no step uses them
                 self.log.record(self.prepared.first_step - 1, {CHANGED: self.prepared.changes})
         num_parameters = self.model.num_parameters()
         for warning in self.prepared.warnings:

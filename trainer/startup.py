@@ -188,7 +188,8 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
                  if "train_loss" in record}
         last_step = resume_from.meta.global_step
         warnings.append(schedule_warning(run.config, last_step, rates.get(last_step),
-                                         num_steps=data.plan.num_steps, changed=changes))
+                                         num_steps=data.plan.num_steps,
+                                         changed=changes if resume_from.meta.settings else None))
     prepared = PreparedRun(run, run.config, data, resume_from, options, says_finished,
                            tuple(filter(None, warnings)), energy_kwh, changes)
     goes_on = not prepared.is_trained  # each node by its own train.json: all take both steps
@@ -278,10 +279,10 @@ def copied_from(run: Run) -> Path | None:
         return None
     other = run.run_dir.with_name(name)
     try:
-        found = read_identity(other)
-    except UserError:  # the other run's file is damaged
+        found, own = read_identity(other), read_identity(run.run_dir)
+    except UserError:  # one of the files is damaged; of its own `run_identity` says so
         return None
-    return other if found is not None and found == read_identity(run.run_dir) else None
+    return other if found is not None and found == own else None
 
 
 def open_run_dir(prepared: PreparedRun, process: Process,

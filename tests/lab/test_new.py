@@ -85,7 +85,8 @@ def test_a_run_for_a_dataset_can_be_trained_at_once(workplace):
     (65, 64_000, 4, True)])
 def test_the_length_fits_the_dataset(workplace, num_tokens, wanted, steps, repeats):
     workplace.add_dataset(num_tokens=num_tokens)
-    workplace.add_run(train={"min_train_tokens": wanted})
+    workplace.add_run(train={"min_train_tokens": wanted, "microbatch_size": None,
+                             "minibatch_size": 2})  # the original's name
     output = succeeded(new(workplace, "mine", "--dataset", "tiny", "--like", "tiny")).output
     _, train = settings_of(workplace.runs_dir / "mine")
     assert train["min_train_tokens"] == 64 * steps and train.get("repeat_data", False) == repeats
