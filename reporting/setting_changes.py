@@ -34,8 +34,16 @@ def change_lines(changes: Changes, num_steps: int) -> list[str]:
 
 def recorded_changes(records: Iterable[dict[str, Any]]) -> list[tuple[int, Changes]]:
     """Return the changes of a run with the steps that were taken before each; damaged ones not."""
-    return [(record["global_step"] + 1, changes) for record in records
-            if (changes := _valid(record.get(CHANGED)))]
+    found = []
+    for record in records:
+        recorded = record.get(CHANGED)
+        if not isinstance(recorded, dict):
+            continue
+        changes = {key: values for key, values in recorded.items()
+                   if isinstance(values, list) and len(values) == 2 and key.isidentifier()}
+        if changes:
+            found.append((record["global_step"] + 1, changes))
+    return found
 
 
 def histories(records: Iterable[dict[str, Any]]) -> dict[str, str]:
@@ -48,13 +56,6 @@ def histories(records: Iterable[dict[str, Any]]) -> dict[str, str]:
             before[key] = f"{earlier}{_shown(old)} until step {num_steps:,}"
             last[key] = _shown(new)
     return {key: f"{before[key]}, then {last[key]}" for key in before}
-
-
-def _valid(found: Any) -> Changes:
-    if not isinstance(found, dict):
-        return {}
-    return {key: values for key, values in found.items()
-            if isinstance(values, list) and len(values) == 2 and key.isidentifier()}
 
 
 def _shown(value: Any) -> str:

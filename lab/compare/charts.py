@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-AXES = {"global step": ("global_step", 1), "tokens": ("tokens", 1), "hours": ("seconds", 3600),
-        "US$": ("usd", 1)}  # by label: the key in a record, and how many of its units are one
 CURVES: dict[str, dict[str, float]] = {"train_loss": {"linewidth": 1, "alpha": 0.5},
                                        "validation_loss": {"linewidth": 2.5, "markersize": 4}}
 MINUTES_BELOW_SECONDS = 2 * 3600
@@ -117,19 +115,18 @@ def _plot_curves(rows: list[Row], figure: Figure) -> None:
     """Plot the losses of all runs, a panel for each axis that is recorded."""
     from matplotlib.ticker import EngFormatter
 
-    places = {label: axis for label, axis in AXES.items() if any(
-        number(record.get(axis[0])) is not None
-        for row in rows for result in row.results for record in result.records)}
-    longest = max((number(record.get("seconds")) or 0.0
-                   for row in rows for result in row.results for record in result.records),
-                  default=0.0)
-    if longest < MINUTES_BELOW_SECONDS and "hours" in places:
-        places = {"minutes" if label == "hours" else label: ("seconds", 60)
-                  if label == "hours" else axis for label, axis in places.items()}
-    shape = (2, 2) if len(places) == 4 else (1, len(places))
+    records = [record for row in rows for result in row.results for record in result.records]
+    longest = max((number(record.get("seconds")) or 0.0 for record in records), default=0.0)
+    time_axis = ("minutes", "seconds", 60) if longest < MINUTES_BELOW_SECONDS else (
+        "hours", "seconds", 3600)
+    every_axis = [("global step", "global_step", 1), ("tokens", "tokens", 1), time_axis,
+                  ("US$", "usd", 1)]  # label, key in a record, and how many of its units are one
+    recorded = [axis for axis in every_axis
+                if any(number(record.get(axis[1])) is not None for record in records)]
+    shape = (2, 2) if len(recorded) == 4 else (1, len(recorded))
     figure.set_size_inches(6 * shape[1], 4.5 * shape[0])
     panels = figure.subplots(*shape, sharey=True, squeeze=False).flatten()
-    for axes, (label, (x_key, unit)) in zip(panels, places.items(), strict=True):
+    for axes, (label, x_key, unit) in zip(panels, recorded, strict=True):
         axes.set(xlabel=label, ylabel="loss (nats per token)")
         axes.tick_params(labelleft=True)  # on every panel, though they share the axis
         for place, row in enumerate(rows):

@@ -177,7 +177,7 @@ def _plot(chart: "Figure", records: list[Record]) -> None:
                   markersize=5, label=label)
         for x, record in zip(tokens, found, strict=True):
             if (bounds := record[f"{key}_interval"]) is not None:
-                axes.plot([x, x], bounds, color=color, linewidth=1.5, path_effects=[])
+                axes.plot([x, x], bounds, color=color, linewidth=1.5)
         axes.set_ylabel("loss (nats per token)" if key == "loss" else "accuracy")
     chart.suptitle(records[0]["target"].replace("$", r"\$"))
     axes.set_xlabel("tokens of training")
