@@ -31,11 +31,12 @@ from checkpointing import CheckpointMeta, TrainingState, Validation
 from ops.schedule import learning_rate_at
 from optim import clip_gradients, set_rates
 from processes.command_line import Options, read_command_line
-from processes.launch import Process, process_group, this_process
+from processes.launch import Process, end_torchrun, process_group, this_process
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, VALIDATION, WAITING, PhaseClock
 from reporting.setting_changes import settings_of
+from reporting.summary import final_status
 from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed, read_ahead
@@ -58,8 +59,7 @@ def main() -> None:
         if "RANK" in os.environ:  # torchrun has started this process
             clock.import_from_parent()
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-            run_worker(agreement, clock)
-            leave(0)
+            leave(run_worker(agreement, clock))
         else:
             leave(launch(read_command_line(), clock, agreement))
     except AgreedError as error:
@@ -70,22 +70,26 @@ def main() -> None:
         drop_unwritable_output()
 
 
-def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
-    """Run one of the processes that torchrun has started. Every rank."""
+def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
+    """Run one of the processes that torchrun has started; return its exit status. Every rank."""
     options = agreement.run("command line", read_command_line)
     process = agreement.run("process", this_process)
     if TRIAL_VARIABLE in os.environ:
-        return measure_microbatch(MicrobatchTrial(options, process, agreement))
+        measure_microbatch(MicrobatchTrial(options, process, agreement))
+        return 0
     if options.find_max_microbatch:  # one process starts the trials
         run = agreement.run("search", lambda: run_to_search(options, process.world_size))
-        return search(run, options, process.world_size) if process.is_main else None
+        if process.is_main:
+            search(run, options, process.world_size)
+        return 0
     if process.device.type == "cpu":
         keep_freed_memory()
     options = options.after_restart(agreement.step_before_restart())
     watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
                         seconds=clock.total_seconds)
     if options.find_learning_rate:
-        return find_learning_rate(options, watchdog, agreement)
+        find_learning_rate(options, watchdog, agreement)
+        return 0
     with watchdog.start():  # a node may be lost while another one downloads
         prepared = prepare_run(options, process, clock, agreement)
         agreement.require_same("run", prepared.agreed_values())
@@ -93,6 +97,11 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> None:
         if not prepared.is_finished:
             train_run(prepared, watchdog, clock, agreement)
     run_when_done(prepared, process, stop_signal=watchdog.stop_signal)
+    if not watchdog.stop_signal:
+        return 0
+    end_torchrun(process)
+    # The other ranks have nothing left to do: torchrun may end them when rank 0 exits.
+    return final_status(prepared.run, 0) if process.is_main else 0
 
 
 def train_run(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,

@@ -1,5 +1,6 @@
 """How commands begin, the settings of the C libraries. Imports next to nothing."""
 
+import contextlib
 import ctypes
 import importlib.util
 import io
@@ -7,9 +8,10 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 from typing import NoReturn
 
-from basics.errors import print_error
+from basics.errors import STOP_SIGNALS, print_error
 
 INTERRUPTED = "Interrupted"  # what is printed after Ctrl-C
 # A thread that waits at the end of a parallel region computes in a loop, so that it can go on at
@@ -34,6 +36,10 @@ def begin_command() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     # torchrun passes signals on to its processes, and says what has happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _end)
+    if may_restart():  # until the watchdog starts, which has handlers of its own
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _end_with_torchrun)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
@@ -63,6 +69,24 @@ def check_installation() -> None:
         print_error(f"Error: {problem}; put `uv run` before the command, or install with: pip"
                     " install .")
         sys.exit(2)
+
+
+def may_restart() -> bool:
+    """Return whether a torchrun started this process that has --max-restarts."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def _end_with_torchrun(number: int, _: object) -> NoReturn:
+    """End this process after a stop signal, and torchrun, which would only start it again.
+
+    Not if another process of torchrun's is gone: then the signal is torchrun's, which restarts all.
+    """
+    torchrun = os.getppid()
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+        if len(children) == int(os.environ["LOCAL_WORLD_SIZE"]):
+            os.kill(torchrun, signal.SIGTERM)
+    os._exit(128 + number)
 
 
 def _end(*_: object) -> NoReturn:

@@ -20,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from basics.entry_points import may_restart
 from basics.errors import STOP_SIGNALS, UserError, print_error
 from basics.machine import PROJECT_DIR, cuda_problem, num_cpu_cores
 from processes.signals import stop_signals
@@ -126,12 +127,14 @@ def spans_nodes() -> bool:
 
 
 def end_torchrun(process: Process) -> None:
-    """End the torchrun of this node, if the run is on several, after a signal. Every rank.
+    """After a stop signal, end the torchrun of this node if it would not end by itself. Every rank.
 
-    The signal may have come to one node's torchrun, which leaves without the others. At their end
-    each of them would wait for it for 5 minutes, a time that cannot be set.
+    With --max-restarts it would start the processes again. On several nodes the signal may have
+    come to one node's torchrun, which leaves without the others: at their end each of them would
+    wait for it for 5 minutes, a time that cannot be set.
     """
-    if process.is_main_of_node and spans_nodes() and os.getppid() == process.torchrun_pid:
+    goes_on = spans_nodes() or may_restart()
+    if process.is_main_of_node and goes_on and os.getppid() == process.torchrun_pid:
         os.kill(process.torchrun_pid, signal.SIGTERM)
 
 

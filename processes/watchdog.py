@@ -136,8 +136,6 @@ class Watchdog(AbstractContextManager):
         self.before_exit = lambda status, reason: None  # else it would keep the model in memory
         if self.process.is_main and self._heartbeat_path:
             self._heartbeat_path.unlink(missing_ok=True)
-        if self.stop_signal:
-            end_torchrun(self.process)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Exit because of an error; one rank prints one line for the whole run."""
@@ -172,8 +170,10 @@ class Watchdog(AbstractContextManager):
         try:
             self.before_exit(outcome, reason)
         finally:
-            if outcome == "stopped" and self._hang_seconds < NEVER:
-                end_torchrun(self.process)  # in the start-up it may restart the processes
+            # In the start-up the signal may be of a torchrun that starts the processes again,
+            # because one on another node, which nobody here has seen, has died.
+            if outcome == "stopped" and (self._hang_seconds < NEVER or not spans_nodes()):
+                end_torchrun(self.process)
             os._exit(status)
 
     def _record_failure(self, status: int, reason: str) -> tuple[int, str]:

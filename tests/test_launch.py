@@ -82,11 +82,13 @@ def test_gpus_that_no_process_uses_are_warned_of(monkeypatch, used, num_warnings
     assert [line.startswith(wanted) for line in warnings] == [True] * num_warnings
 
 
-@pytest.mark.parametrize(("nodes", "local_rank", "parent_is_torchrun", "ends"), [
-    (2, 0, True, True), (1, 0, True, False), (2, 1, True, False), (2, 0, False, False)])
-def test_only_a_torchrun_that_is_one_of_several_is_ended(monkeypatch, nodes, local_rank,
-                                                         parent_is_torchrun, ends):
+@pytest.mark.parametrize(("nodes", "restarts", "local_rank", "parent_is_torchrun", "ends"), [
+    (2, 0, 0, True, True), (1, 3, 0, True, True), (1, 0, 0, True, False), (2, 0, 1, True, False),
+    (2, 0, 0, False, False)])
+def test_only_a_torchrun_that_would_go_on_is_ended(monkeypatch, nodes, restarts, local_rank,
+                                                   parent_is_torchrun, ends):
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
     ended: list[int] = []
     monkeypatch.setattr(launch.os, "kill", lambda pid, number: ended.append(pid))
     parent = os.getppid()

@@ -140,6 +140,25 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(workplace, run_dir,
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.parametrize(("place", "trains"), [("worker", False), ("compile", False),
+                                               ("train", True)])
+def test_a_signal_to_one_process_ends_a_torchrun_that_restarts_failed_ones(
+        workplace, run_dir, undisturbed, tmp_path, place, trains):
+    """Before the watchdog, before the first step, and in a step."""
+    process, (_, stderr) = start_forked(
+        "ddp_train.py", workplace.arguments("tiny"), num_processes=2, folder=tmp_path,
+        max_restarts=2, environment={VARIABLE: f"{place}:signal:number=15:rank=1"
+                                               ";train:slow:seconds=0.05"})
+    process.join(timeout=60)
+    assert process.exitcode == 1
+    assert "SignalException" in stderr.read_text()  # it was ended, and restarted nothing
+    if trains:
+        assert summary_of(run_dir)["reason"] == "SIGTERM"
+        assert_resumes_to_the_same_result(workplace, run_dir, undisturbed, stopped_between=True)
+    else:
+        assert not (run_dir / "checkpoints/latest").exists()
+
+
 @pytest.mark.parametrize("num_processes", thorough_but(  # it starts torchrun itself, or under one
     [None], [None, 2]))
 def test_a_closed_terminal_stops_a_run_with_a_checkpoint(workplace, run_dir, undisturbed, tmp_path,
@@ -288,6 +307,13 @@ def test_a_restart_resumes_even_if_the_launch_had_fresh_or_a_checkpoint(workplac
     assert resumed_from == {"--fresh": ["4", "4"], first: ["4", "9", "9"]}[argument]
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert len(list((run_dir / "set-aside").iterdir())) == 1
+
+
+def test_torchrun_restarts_a_rank_that_is_killed_before_the_watchdog_begins(workplace, run_dir,
+                                                                            undisturbed):
+    """Torchrun ends the other with SIGTERM, which is no request to stop."""
+    restarted(workplace, "worker:kill:rank=0:attempt=0", "tiny")
+    assert weights_of(run_dir) == weights_of(undisturbed)
 
 
 def test_max_steps_counts_over_a_restart(workplace, run_dir, undisturbed):
