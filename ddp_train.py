@@ -108,9 +108,10 @@ def train_run(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
               agreement: Agreement) -> None:
     """Train a run; all of its memory is free afterwards. Every rank."""
     process = watchdog.process
+    watchdog.write_heartbeats(prepared.run.heartbeat_path)
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
     state = agreement.run("state", lambda: build_state(prepared, process))
-    watchdog.expect_steps(prepared.config.hang_timeout_seconds, prepared.run.heartbeat_path)
+    watchdog.expect_steps(prepared.config.hang_timeout_seconds)
     with process_group(process, agreement.connect("group"), prepared.config) as group:
         trainer = Trainer(prepared, state, watchdog, clock=clock, group=group)
         global_step = trainer.train(agreement)

@@ -89,11 +89,15 @@ class Watchdog(AbstractContextManager):
         self._thread.start()
         return self
 
-    def expect_steps(self, hang_timeout_seconds: float, heartbeat_path: Path | None) -> None:
+    def write_heartbeats(self, path: Path) -> None:
+        """Write the heartbeat file from now on, if this is rank 0, until `stop` removes it."""
+        self._heartbeat_path, self._publish_at = path, 0.0
+
+    def expect_steps(self, hang_timeout_seconds: float) -> None:
         """Detect hangs from now on; the first step, which compiles, may take an hour or longer."""
         self.heartbeat()
         self._hang_seconds = max(self.deadlines.first_step, hang_timeout_seconds)
-        self._lost_seconds, self._heartbeat_path = hang_timeout_seconds, heartbeat_path
+        self._lost_seconds = hang_timeout_seconds
         self._publish_at = 0.0
 
     def start_hang_detection(self) -> None:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from basics.text import dollars
 from processes.command_line import Options
+from processes.watchdog import Watchdog
 from reporting.clock import PhaseClock, nearest_limit
 from run_config import ModelConfig, TrainConfig
 from tests.support.optional import given, settings, st
 from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
 from tokens.batch_plan import BatchPlan
+from trainer import startup
 from trainer.startup import PreparedRun
 from trainer.stopping import Stop
 
@@ -272,3 +274,14 @@ def test_speed_is_judged_once_after_fifty_steps(workplace):
                        re.MULTILINE)
     assert len(lines) == 1 and int(lines[0].replace(",", "")) > 0
     assert re.search(r" parameters, [\d.]+ tokens per parameter; ", output)
+
+
+def test_the_time_of_a_launch_counts_from_before_its_model_is_built(workplace, monkeypatch):
+    """A kill while a large checkpoint is read would otherwise cost nothing."""
+    workplace.add_dataset()
+    run_dir = workplace.add_run()
+    calls = []
+    monkeypatch.setattr(Watchdog, "write_heartbeats", lambda _, path: calls.append(path))
+    monkeypatch.setattr(startup, "build_state", lambda *_: calls.append("state"))
+    run_in_process(*workplace.arguments("tiny"), under_torchrun=True)
+    assert calls == [run_dir / "heartbeat.json", "state"]

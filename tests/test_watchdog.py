@@ -281,7 +281,7 @@ def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(silence, 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(watchdog_module, "print_stacks", full_disk)  # the log is on it
-    alone.expect_steps(10.0, None)
+    alone.expect_steps(10.0)
     alone.start_hang_detection()
     seconds[0] = silence
     with alone.suspended() if is_suspended else nullcontext():
@@ -296,7 +296,7 @@ def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(silence, 
 def test_a_lost_machine_is_found_in_the_start_up_and_while_the_first_step_compiles(
         alone, seconds, timeout_seconds, found_after):
     if timeout_seconds is not None:
-        alone.expect_steps(timeout_seconds, None)
+        alone.expect_steps(timeout_seconds)
     alone._check()
     for moment in (found_after - 6.0, found_after + 1.0):
         assert alone._peers.get("failure") == ""
@@ -329,7 +329,7 @@ def test_a_signal_in_the_start_up_on_several_nodes_leaves_torchrun(alone, monkey
         alone._receive(signal.SIGTERM)
     assert alone._peers.get("stop") == str(int(signal.SIGTERM))  # for the other nodes
     alone._exiting.release()  # which only one thread takes
-    alone.expect_steps(600.0, None)
+    alone.expect_steps(600.0)
     with pytest.raises(Ended, match="end torchrun"):
         alone._exit_for_signal()
 
@@ -370,7 +370,7 @@ def test_a_stop_that_the_others_tell_of_is_noted_once(alone, seconds):
     assert alone.stop_signal == signal.SIGTERM
     alone._check()
     seconds[0] = 14.0  # the deadline of the first one is over
-    alone.expect_steps(600.0, None)
+    alone.expect_steps(600.0)
     with pytest.raises(Ended, match="end torchrun"):
         alone._check()
 
@@ -378,7 +378,7 @@ def test_a_stop_that_the_others_tell_of_is_noted_once(alone, seconds):
 @pytest.mark.parametrize("has_ended", [True, False])
 def test_a_signal_of_a_torchrun_that_starts_its_processes_again_is_no_stop(alone, has_ended):
     """It comes after the death of a process of another node, which nobody here has seen."""
-    alone.expect_steps(600.0, None)
+    alone.expect_steps(600.0)
     alone.heartbeat(3)
     alone._receive(signal.SIGTERM)
     if has_ended:  # another process, for the signal

@@ -69,7 +69,7 @@ def prepare_range_test(options: Options, watchdog: Watchdog, agreement: Agreemen
         print_line(f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial"
                    f" weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved")
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
-    watchdog.expect_steps(run.config.hang_timeout_seconds, heartbeat_path=None)
+    watchdog.expect_steps(run.config.hang_timeout_seconds)
     return replace(prepared, config=prepared.config.model_copy(
         update={"validation_interval": None}))
 
