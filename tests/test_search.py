@@ -8,7 +8,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,7 +50,7 @@ from tests.support.workplace import (
 from trainer import launcher, learning_rate_search, microbatch_trial
 from trainer.learning_rate_search import CHART_NAME, RATES, run_range_test, suggest, suggested_rates
 from trainer.losses import build_training_state
-from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial, Trial, check_idle
+from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, MicrobatchTrial, Trial, check_idle
 from trainer.precision import resolve_for_device
 
 # A sequence takes 20 MiB in one chunk, or 30 with gradient accumulation.
@@ -141,6 +143,25 @@ def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys)
     assert [trial["fits"] for trial in trials if trial["microbatch_size"] == 6] == [False]
 
 
+def test_a_trial_that_fails_ends_the_search_and_keeps_what_it_has_found(workplace, monkeypatch,
+                                                                        capsys):
+    path = workplace.add_run() / "train.json"
+    train = memory(0.5, 0.1, 1000.0)
+
+    def try_microbatch(size, *_, **__):
+        if size > 4:
+            raise UserError(f"microbatch {size} failed: {TOO_SLOW}", 1)
+        return train(size)
+
+    monkeypatch.setattr(launcher, "try_microbatch", try_microbatch)
+    options = Options("tiny", runs_dir=workplace.runs_dir, memory_limit_gib=1.0, save=True)
+    launcher.search(load_run(workplace.runs_dir, "tiny"), options, 1)
+    text = capsys.readouterr().out
+    assert "warning: the search ends here: microbatch 256 failed: took longer than 20 min" in text
+    assert "\nlargest microbatch: 4 (more may fit)\n" in text
+    assert json.loads(path.read_text())["microbatch_size"] == 4
+
+
 @pytest.mark.parametrize(("train", "options", "message"), [
     ({}, {"memory_limit_gib": None}, "without a GPU: give --memory-limit-gib"),
     ({}, {"capacity": 1.2}, "not even a microbatch of 1 fits"),
@@ -172,6 +193,7 @@ LOST_PEER = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer"
     (True, 3, ["KeyError: x", LOST_PEER], "", "microbatch 3 failed: KeyError: x"),
     (True, 3, [], "a line\nthe last line\n", "microbatch 3 failed: the last line"),
     (True, 3, [], "", "microbatch 3 failed: exit status 139"),
+    (False, 3, [TOO_SLOW, LOST_PEER], "", "microbatch 3 failed: took longer than 20 minutes"),
 ])
 def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(monkeypatch, on_gpu, size,
                                                                     errors, stderr, message):
@@ -221,6 +243,16 @@ def test_a_trial_includes_the_optimizers_state(workplace, monkeypatch, trial_of)
     found = Trial(**json.loads((workplace.root / "result").read_text()))
     assert found.fits and found.microbatch_size == 2 and found.device
     assert found.tokens_per_second > 0 and found.capacity_gib == 1.0
+
+
+def test_a_trial_that_takes_too_long_ends_its_process(workplace, monkeypatch, trial_of):
+    workplace.add_run()
+    left = threading.Event()
+    monkeypatch.setattr(microbatch_trial, "TRIAL_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr(microbatch_trial, "leave", lambda status: left.set())
+    with trial_of(2).measuring():
+        assert left.wait(60)
+    assert (workplace.root / "result.rank0").read_text() == TOO_SLOW
 
 
 def test_a_process_that_fails_says_why_and_ends(workplace, monkeypatch, trial_of):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from basics.errors import FAILED, STOP_SIGNALS, UserError, print_line, says_out_of_memory
+from basics.errors import FAILED, STOP_SIGNALS, UserError, one_line, print_line, says_out_of_memory
 from basics.files import write_atomically
 from basics.json_files import read_json_object, set_number, to_json
 from basics.text import gib
@@ -24,7 +24,7 @@ from reporting.summary import final_status
 from run_config import OLD_NAME, Run, load_run
 from tokens.batch_plan import largest_divisor
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
-from trainer.microbatch_trial import TRIAL_VARIABLE, Trial
+from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, Trial
 from trainer.models import DOWNLOADED, model_directory
 from trainer.side_processes import run_when_done
 from trainer.startup import prepare_run
@@ -103,13 +103,22 @@ def _verify(what: str, directory: Path, patterns: list[str]) -> None:
 def search(run: Run, options: Options, num_processes: int) -> None:
     """Find the largest microbatch of a run, and print it. One process; it starts the others.
 
-    Raises: UserError: not even a microbatch of 1 fits, or a trial failed for another reason.
+    A trial that fails for another reason than memory, or takes too long, ends the search with what
+    it has found until then.
+
+    Raises: UserError: not even a microbatch of 1 fits, or its trial failed for another reason.
     """
     on_gpu = num_gpus() > 0
     print_line(f"microbatch {'memory' if on_gpu else 'mapped memory':>14}     tokens/s")
 
-    def try_size(size: int) -> Trial:
-        trial = try_microbatch(size, num_processes, on_gpu=on_gpu)
+    def try_size(size: int) -> Trial | None:
+        try:
+            trial = try_microbatch(size, num_processes, on_gpu=on_gpu)
+        except UserError as error:
+            if size == 1:
+                raise
+            print_line(f"warning: the search ends here: {one_line(str(error))}")
+            return None
         print_line(f"{size:>10,} {gib(trial.demand_gib * 2**30):>14}"
                    f" {trial.tokens_per_second:>12,.0f}"
                    if trial.fits else f"{size:>10,} {'out of memory':>14}")
@@ -127,6 +136,8 @@ def search(run: Run, options: Options, num_processes: int) -> None:
         limit = f" (all of a process's share of global_batch_size {batch:,})"
     elif failure == largest + 1:
         limit = ""
+    elif len(trials) < MAX_TRIALS:
+        limit = " (more may fit)"
     else:
         limit = f" (limit of {MAX_TRIALS} trials: more may fit)"
     print_line(f"largest microbatch: {largest:,}{limit}")
@@ -181,13 +192,14 @@ def try_microbatch(microbatch_size: int, num_processes: int, *, on_gpu: bool = T
                           key=lambda path: path.stat().st_mtime_ns)
         said = "\n".join(path.read_text(errors="replace")
                          for path in (*Path(folder).rglob("stderr.log"), *failures))
-    if says_out_of_memory(said) or not on_gpu and microbatch_size > 1:
+    is_slow = TOO_SLOW in said
+    if not is_slow and (says_out_of_memory(said) or not on_gpu and microbatch_size > 1):
         return Trial(microbatch_size, fits=False)
     reason = (said.strip() or f"exit status {status}").splitlines()[-1].strip()
     raise UserError(f"microbatch {microbatch_size} failed: {reason}", FAILED)
 
 
-def find_max_microbatch(try_size: Callable[[int], Trial],
+def find_max_microbatch(try_size: Callable[[int], Trial | None],
                         most: int | None = None) -> list[Trial]:
     """Try larger microbatches, then ones in between, until the largest that fits is known.
 
@@ -195,8 +207,9 @@ def find_max_microbatch(try_size: Callable[[int], Trial],
 
     A line through the memory of the two largest that fit predicts the next one to try. In smaller
     ones the optimizer's step sets the peak, not the microbatch. The first trial has a size of 1.
+    A `try_size` that returns None ends the search.
     """
-    trials = [try_size(1)]
+    trials = list(filter(None, [try_size(1)]))
     while len(trials) < MAX_TRIALS:
         fitting, failure = by_size(trials)
         if not fitting or failure == fitting[-1].microbatch_size + 1:
@@ -217,7 +230,9 @@ def find_max_microbatch(try_size: Callable[[int], Trial],
             size = (low + failure) // 2
         if most is not None:
             size = min(size, most)
-        trials.append(try_size(size))
+        if (trial := try_size(size)) is None:
+            break
+        trials.append(trial)
     return trials
 
 

@@ -10,11 +10,13 @@ import json
 import math
 import os
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,8 @@ TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result,
 # Steps before the timed ones, and these. The second step has optimizer state from the start, and
 # DDP's final buckets: on a CPU, where large microbatches take seconds, it is the timed one.
 STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
-TRIAL_TIMEOUT = timedelta(minutes=20)  # of a collective: ranks may compile for different times
+TRIAL_TIMEOUT = timedelta(minutes=20)  # of a trial, and of a collective in it: it compiles first
+TOO_SLOW = "took longer than 20 minutes"
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
 
 
@@ -71,9 +74,13 @@ class MicrobatchTrial:
     def measuring(self) -> Iterator[tuple[TrainingState, TrainConfig, Iterator[Microbatch]]]:
         """Yield the state, the config and the microbatches of the trial. Every rank.
 
-        Whatever fails inside ends this process, which says why in a file.
+        Whatever fails inside ends this process, which says why in a file. So does a trial that
+        takes too long: on a busy machine each step of a large microbatch may take minutes.
         """
         device, model = self.process.device, self._run.model
+        timer = threading.Timer(TRIAL_TIMEOUT.total_seconds(), self._fail, [TOO_SLOW])
+        timer.daemon = True
+        timer.start()
         try:
             if device.type == "cpu":
                 map_every_tensor()  # before any other thread has allocated a heap
@@ -93,11 +100,15 @@ class MicrobatchTrial:
             state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": 1.0})
             yield state, config, random_microbatches(model, self._size, device)
         except Exception as error:  # whatever it is: to exit in order could wait for other ranks
-            _limit_address_space(math.inf)
             cause = "out of memory: " if is_out_of_memory(error) else ""
-            path = self._result_path.with_suffix(f".rank{self.process.rank}")
-            path.write_text(f"{cause}{describe(error)}")
-            leave(FAILED)
+            self._fail(f"{cause}{describe(error)}")
+        finally:
+            timer.cancel()
+
+    def _fail(self, reason: str) -> NoReturn:
+        _limit_address_space(math.inf)
+        self._result_path.with_suffix(f".rank{self.process.rank}").write_text(reason)
+        leave(FAILED)
 
     def _limit_memory(self) -> None:
         """Limit what this process takes beside what it has; on a CPU its address space."""
