@@ -5,11 +5,12 @@ older version. A value that cannot be read, or that no run can have measured, is
 """
 
 import datetime
+import math
 import os
 import stat
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -210,6 +211,8 @@ class RunState:
     usd_per_hour: float | None = None  # the mean until now, while it trains and has a price
     usd_at_end: float | None = None  # at that price
     memory_gib: float | None = None  # of the fullest GPU as last reported, else a process's peak
+    tokenizer: str | None = None
+    bytes_per_token: float | None = None  # the mean, in the validation text
     warnings: tuple[str, ...] = ()  # one line each
 
 
@@ -242,7 +245,18 @@ def read_state(runs_dir: Path, name: str) -> RunState:
         seconds=seconds, usd=usd, seconds_left=left, usd_per_hour=price, usd_at_end=at_end,
         memory_gib=max((gib for gib in gpus if gib), default=number(
             files.part("machine").get("peak_memory_gib"))),
+        tokenizer=words(files.summary.get("tokenizer")), bytes_per_token=bytes_per_token(told),
         warnings=tuple(_warnings(files, records)))
+
+
+def bytes_per_token(records: Sequence[Record]) -> float | None:
+    """Return the mean length of the validation text's tokens: its last loss is in both units."""
+    for record in reversed(records):
+        nats, bits = (number(record.get(key)) for key in (
+            "validation_loss", "validation_bits_per_byte"))
+        if nats and bits:
+            return nats / math.log(2) / bits
+    return None
 
 
 def _last_list(records: tuple[Record, ...], key: str) -> list:

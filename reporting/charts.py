@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from basics.errors import UserError
 from basics.failpoints import failpoint
 from basics.files import replacing
 from basics.json_files import found_object
@@ -23,7 +22,7 @@ from ops.schedule import learning_rate_at
 from processes.beside import serve
 from reporting.metrics_file import is_step, read_metrics
 from reporting.setting_changes import recorded_changes
-from run_config import ModelConfig, TrainConfig, load_config, with_defaults
+from run_config import TrainConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,20 +73,24 @@ def draw_charts(run_dir: Path, records: Records) -> None:
         limit = config.clipping_max_norm if config else None
         draw("grad-norm-chart.png", "gradient norm", partial(_plot_grad_norms, limit=limit), steps)
         draw("learning-rate-chart.png", "learning rate",
-             partial(_plot_learning_rates, config=config, num_steps=num_steps), steps)
+             partial(_plot_learning_rates, config=config, num_steps=num_steps,
+                     since=max((step for step, _ in recorded_changes(records)), default=0)), steps)
     if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(run_dir / "layers-chart.png",
                      lambda figure: plot_layers(figure, measured, title))
 
 
 def _plan_of(run_dir: Path) -> tuple[TrainConfig | None, int]:
-    """Return the settings of a run and its number of steps; None and 0 if they cannot be read."""
+    """Return what a run trains with, and its number of steps; None and 0 if they cannot be read.
+
+    By its summary: `train.json` may have been edited since the launch.
+    """
+    summary = found_object(run_dir / "summary.json")
     try:
-        _, config = with_defaults(load_config(run_dir / "model.json", ModelConfig),
-                                  load_config(run_dir / "train.json", TrainConfig))
-    except UserError:
+        config = TrainConfig.model_validate(summary.get("train"))
+    except ValueError:
         return None, 0
-    found = found_object(run_dir / "summary.json").get("num_steps")
+    found = summary.get("num_steps")
     return config, found if isinstance(found, int) and is_step(found) else 0
 
 
@@ -165,10 +168,10 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
 
 
 def _plot_learning_rates(axes: Axes, steps: Records, *, config: TrainConfig | None,
-                         num_steps: int) -> None:
-    """Plot the recorded rates, and those of the schedule over the whole run."""
-    if config and num_steps:
-        planned = np.unique(np.linspace(0, num_steps - 1, MAX_POINTS).astype(int))
+                         num_steps: int, since: int) -> None:
+    """Plot the recorded rates, and those of the schedule from the step `since` to the end."""
+    if config and num_steps > since:
+        planned = np.unique(np.linspace(since, num_steps - 1, MAX_POINTS).astype(int))
         axes.plot(planned + 1, [learning_rate_at(config, int(step), num_steps=num_steps)
                                 for step in planned],
                   color="gray", linestyle="--", linewidth=1, label="planned")

@@ -28,9 +28,10 @@ ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not grow with the ste
 class RunLog:
     """Prints and records the progress of a run. On ranks other than 0 it does nothing."""
 
-    def __init__(self, run: Run, plan: BatchPlan, *, clock: PhaseClock, is_active: bool) -> None:
+    def __init__(self, run: Run, plan: BatchPlan, tokenizer: str | None, *, clock: PhaseClock,
+                 is_active: bool) -> None:
         self.run, self.plan, self.clock = run, plan, clock
-        self.is_active = is_active
+        self.tokenizer, self.is_active = tokenizer, is_active
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._unwritten = ""  # records that a full disk refused
@@ -55,7 +56,7 @@ class RunLog:
 
     def write_status(self, status: str, reason: str | None) -> None:
         write_status(self.run, self.clock, status=status, reason=reason,
-                     num_steps=self.plan.num_steps)
+                     num_steps=self.plan.num_steps, tokenizer=self.tokenizer)
 
     def step(self) -> None:
         with suppress(OSError):

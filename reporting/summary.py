@@ -73,11 +73,12 @@ def _spent(clock: PhaseClock) -> dict[str, Any]:
     return {"seconds": clock.read(), "usd": usd | {"total": sum(usd.values())} if usd else None}
 
 
-def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None,
-                 num_steps: int) -> None:
+def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None, num_steps: int,
+                 tokenizer: str | None) -> None:
     """Write the `summary.json` of a run that has not ended."""
     _write(run, {"run": run.name, "status": status, "reason": reason, "num_steps": num_steps,
-                 **_spent(clock)})
+                 **_spent(clock), "tokenizer": tokenizer, "model": run.model.model_dump(),
+                 "train": run.config.model_dump()})
 
 
 def _write(run: Run, summary: dict[str, Any], *, durable: bool = False) -> None:

@@ -1,5 +1,6 @@
 """The charts of a run: what they show, also of odd records, and the process that draws them."""
 
+import json
 import logging
 import math
 import warnings
@@ -25,7 +26,7 @@ from reporting.charts import (
     plot_losses,
 )
 from reporting.metrics_file import METRICS
-from tests.support.workplace import draw_bare
+from tests.support.workplace import TINY_TRAIN, draw_bare
 
 BY_LAYER = [key for key in METRICS if key.startswith("layer_")]
 CHARTS = ("loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png")
@@ -178,9 +179,10 @@ def lines_of(figure):
 
 
 def test_the_planned_schedule_and_the_clipping_limit_are_drawn(workplace, monkeypatch):
-    run_dir = workplace.add_run(train={"schedule": "linear", "warmup_period_percent": 10,
-                                       "clipping_max_norm": 1.5})
-    (run_dir / "summary.json").write_text('{"num_steps": 2000}')
+    trained = {"schedule": "linear", "warmup_period_percent": 10, "clipping_max_norm": 1.5}
+    run_dir = workplace.add_run(train={"clipping_max_norm": 7.0})  # edited since the launch
+    (run_dir / "summary.json").write_text(json.dumps({
+        "num_steps": 2000, "train": TINY_TRAIN | trained}))
     figures = drawn(run_dir, records(100), monkeypatch)
     planned = lines_of(figures["learning-rate-chart.png"])["planned"]
     x, y = planned.get_data()
@@ -188,6 +190,10 @@ def test_the_planned_schedule_and_the_clipping_limit_are_drawn(workplace, monkey
     assert len(x) <= charts.MAX_POINTS
     limit = lines_of(figures["grad-norm-chart.png"])["clipped to 1.5"]
     assert [*limit.get_ydata()] == [1.5, 1.5]
+    resumed = [*records(50), {"global_step": 49, "changed": {"learning_rate": [0.02, 0.01]}},
+               *records(100)[50:]]
+    planned = lines_of(drawn(run_dir, resumed, monkeypatch)["learning-rate-chart.png"])["planned"]
+    assert planned.get_xdata()[0] == 51  # before that the schedule was another one
 
 
 def test_without_its_settings_a_run_has_charts_of_its_records(tmp_path, monkeypatch):

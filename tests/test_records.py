@@ -91,7 +91,7 @@ def test_a_log_that_nobody_reads_any_more_ends_no_run(workplace, run_dir, monkey
     os.close(reader)
     monkeypatch.setattr("sys.stdout", open(writer, "w"))
     log = RunLog(load_run(workplace.runs_dir, "tiny"), BatchPlan(1, 1, 2, 16, 1000),
-                 clock=PhaseClock(), is_active=True)
+                 "gpt2", clock=PhaseClock(), is_active=True)
     log.say("a line")
     log.report_validation(4, 3.5, 1.0)
     with pytest.raises(BrokenPipeError):

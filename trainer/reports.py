@@ -42,7 +42,8 @@ class Reports:
         self.model, self.config = model, prepared.config
         self.clock, self.watchdog, self.saver = clock, watchdog, saver
         self.process, is_main = watchdog.process, watchdog.process.is_main
-        self.log = RunLog(self.run, self.plan, clock=clock, is_active=is_main)
+        self.log = RunLog(self.run, self.plan, prepared.data.tokenizer_name, clock=clock,
+                          is_active=is_main)
         self.window = LossWindow(self.process.device)
         self.diagnostics = Diagnostics(self.config.diagnostics_interval if is_main else None,
                                        self.config.precision)

@@ -298,7 +298,8 @@ def open_run_dir(prepared: PreparedRun, process: Process,
     write_identity(run.run_dir, identity)
     for path in (run.metrics_path, run.samples_path, run.evaluations_path):
         remove_metrics_from(path, prepared.first_step, lacks_validation=prepared.lacks_validation)
-    write_status(run, clock, status="running", reason=None, num_steps=prepared.plan.num_steps)
+    write_status(run, clock, status="running", reason=None, num_steps=prepared.plan.num_steps,
+                 tokenizer=prepared.data.tokenizer_name)
     return identity, checkpointing.clean_up(run.run_dir, from_step=prepared.first_step)
 
 

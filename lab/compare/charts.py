@@ -13,8 +13,8 @@ import numpy as np
 from numpy.polynomial import Polynomial
 
 from lab.compare.results import Result
-from lab.compare.rows import LOSS_NAMES, Row, deciding_loss
-from lab.runs import number
+from lab.compare.rows import LOSS_NAMES, Row, deciding_loss, tokenizers
+from lab.runs import bytes_per_token, number
 from reporting.charts import draw_by_hand
 
 if TYPE_CHECKING:
@@ -35,10 +35,11 @@ NEEDED_FOR_PARABOLA, NEEDED_FOR_LINE = 3, 2  # different x
 Points = dict[str, dict[tuple[float, float], Row | None]]
 
 
-def loss_points(rows: list[Row], kind: str) -> Points:
+def loss_points(rows: list[Row], kind: str, *, in_bits: bool = False) -> Points:
     """Group the rows that have this loss by all settings that change it, except the batch size."""
-    return _grouped(((row.first.loss_group, row, row.values["global_batch_size"], row.loss(kind))
-                     for row in rows), NEEDED_FOR_PARABOLA)
+    return _grouped(((row.first.loss_group, row, row.values["global_batch_size"],
+                      row.bits(kind) if in_bits else row.loss(kind)) for row in rows),
+                    NEEDED_FOR_PARABOLA)
 
 
 def memory_points(rows: list[Row]) -> Points:
@@ -71,7 +72,8 @@ def _grouped(found: Iterable[tuple[tuple[str, ...], Row, float | None, float | N
 def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list[str]]:
     """Draw the charts that have data, and delete those of an earlier comparison.
 
-    Returns their paths, and a line with the reason for each missing chart. Raises: OSError.
+    If the tokenizers of the runs differ, losses are in bits per byte. Returned are their paths, and
+    a line with the reason for each missing chart or curve. Raises: OSError.
     """
     charts_dir.mkdir(parents=True, exist_ok=True)
     kind = deciding_loss([row for row in rows if not row.is_published] or rows)
@@ -79,12 +81,21 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
         kind = "test_loss"  # that of the published rows
     recorded = [row for row in rows if any(len(_points_of(result, key, "global_step")[0])
                                            for result in row.results for key in CURVES)]
-    losses, memory = loss_points(rows, kind), memory_points(rows)
     written, missing = [], []
+    in_bits, unit = len(tokenizers(recorded)) > 1, "nats per token"
+    if in_bits:
+        unit = "bits per byte"
+        unknown = [row for row in recorded if not all(
+            bytes_per_token(result.records) for result in row.results)]
+        recorded = [row for row in recorded if row not in unknown]
+        missing += [f"not drawn in loss-curves.png: {row.name}: the tokenizers of these runs"
+                    " differ, and its bits per byte are not known" for row in unknown]
+    losses, memory = loss_points(rows, kind, in_bits=in_bits), memory_points(rows)
     for name, data, plot, needed in (
-        ("loss-curves.png", recorded, partial(_plot_curves, recorded), "a run with records"),
+        ("loss-curves.png", recorded, partial(_plot_curves, recorded, unit, in_bits=in_bits),
+         "a run with records"),
         ("loss-over-batch.png", losses, partial(plot_points, losses, plot_fit, (
-            "global batch (sequences)", f"{LOSS_NAMES[kind]} (nats per token)")),
+            "global batch (sequences)", f"{LOSS_NAMES[kind]} ({unit})")),
          f"{NEEDED_FOR_PARABOLA} finished runs that differ in their batch"),
         ("memory-over-microbatch.png", memory, partial(plot_points, memory, plot_line, (
             "microbatch (sequences)", "memory per GPU (GiB)")),
@@ -111,7 +122,7 @@ def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     return (x + 1 if x_key == "global_step" else x), y  # people count from 1
 
 
-def _plot_curves(rows: list[Row], figure: Figure) -> None:
+def _plot_curves(rows: list[Row], loss_unit: str, figure: Figure, *, in_bits: bool) -> None:
     """Plot the losses of all runs, a panel for each axis that is recorded."""
     from matplotlib.ticker import EngFormatter
 
@@ -127,11 +138,13 @@ def _plot_curves(rows: list[Row], figure: Figure) -> None:
     figure.set_size_inches(6 * shape[1], 4.5 * shape[0])
     panels = figure.subplots(*shape, sharey=True, squeeze=False).flatten()
     for axes, (label, x_key, unit) in zip(panels, recorded, strict=True):
-        axes.set(xlabel=label, ylabel="loss (nats per token)")
+        axes.set(xlabel=label, ylabel=f"loss ({loss_unit})")
         axes.tick_params(labelleft=True)  # on every panel, though they share the axis
         for place, row in enumerate(rows):
             for result, key in itertools.product(row.results, CURVES):
                 x, y = _points_of(result, key, x_key)
+                if in_bits:
+                    y = y / math.log(2) / bytes_per_token(result.records)
                 is_marked = key == "validation_loss" and len(y) <= FEW_VALIDATIONS
                 if len(x):
                     axes.plot(x / unit, y, color=f"C{place % 10}",

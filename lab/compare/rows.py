@@ -47,6 +47,14 @@ class Row:
         """Return a loss if it can be compared with those of the other rows."""
         return None if kind == "test_loss" and self.is_of_other_text else self.values[kind]
 
+    def bits(self, kind: str) -> float | None:
+        """Return the same loss in bits per byte of text, which does not depend on the tokenizer."""
+        return None if self.loss(kind) is None else self.values.get(bits_key(kind))
+
+
+def bits_key(kind: str) -> str:
+    return kind.replace("loss", "bits_per_byte")
+
 
 class Comparison(NamedTuple):
     """Rows, the best first, and notes for the reader."""
@@ -67,7 +75,7 @@ def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
     rows = _group_seeds(results)
     differences, kind = _mark_differences(rows), deciding_loss(rows)
     bits_note = _bits_note(rows, kind)
-    sorted_by = _bits(kind) if bits_note else kind
+    sorted_by = bits_key(kind) if bits_note else kind
 
     def order(row: Row) -> tuple:
         values = [row.values[sorted_by]] if bits_note else [
@@ -86,8 +94,9 @@ def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
     return Comparison(rows, [*filter(None, notes)], sorted_by, reference)
 
 
-def _bits(kind: str) -> str:
-    return kind.replace("loss", "bits_per_byte")
+def tokenizers(rows: list[Row]) -> set[str]:
+    """Return the known tokenizers of rows; losses in nats per token of several do not compare."""
+    return {row.first.tokenizer for row in rows if row.first.tokenizer is not None}
 
 
 def _group_seeds(results: list[Result]) -> list[Row]:
@@ -180,11 +189,10 @@ def deciding_loss(rows: list[Row]) -> str:
 
 def _bits_note(rows: list[Row], kind: str) -> str:
     """Say how rows with different tokenizers are sorted; empty if their losses can be compared."""
-    known = [row for row in rows if row.loss(kind) and row.values.get(_bits(kind))]
-    names = {row.first.tokenizer for row in rows if row.loss(kind) is not None}
-    if not known or len(names - {None}) < 2:
+    known = [row for row in rows if row.loss(kind) and row.bits(kind)]
+    if not known or len(tokenizers([row for row in rows if row.loss(kind) is not None])) < 2:
         return ""
-    lengths = [row.values[kind] / math.log(2) / row.values[_bits(kind)] for row in known]
+    lengths = [row.values[kind] / math.log(2) / row.values[bits_key(kind)] for row in known]
     text = "" if kind == "test_loss" else (
         "; the bits are not of the same text: measure runs on the same documents together with lab"
         " evaluate, else each with --dataset on a few MB of documents prepared with its tokenizer")

@@ -71,6 +71,10 @@ class Runs:
         path = self.dir / name / "metrics.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
+    def append(self, name, record):
+        with (self.dir / name / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
     def add_batches(self):
         """Add runs with three batches: losses of a parabola, memory of a line."""
         for size in (1, 2, 4):
@@ -536,6 +540,38 @@ def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs):
     assert runs.csv()["long"]["validation_bits_per_byte"] == "0.9"
 
 
+def test_curves_of_different_tokenizers_are_in_bits_per_byte(runs, tmp_path, monkeypatch):
+    figures = {}
+
+    def keep(path, plot):
+        figures[path.name] = figure = Figure()
+        plot(figure)
+        return path
+
+    monkeypatch.setattr(comparison_charts, "draw_by_hand", keep)
+    lengths = {"long": 4.0, "short": 1.0, "unknown": None}  # bytes per token
+    for name, length in lengths.items():
+        runs.add(name, train={"dataset": name}, summary={"tokenizer": f"that of {name}"})
+        if length is not None:
+            runs.append(name, {"global_step": 11, "tokens": 1536, "seconds": 100.0, "usd": 1.0,
+                               "validation_loss": 2.0, "validation_bits_per_byte":
+                                   2.0 / math.log(2) / length})
+    _, missing = comparison_charts.draw_comparison(runs.compare().rows, tmp_path)
+    assert [line for line in missing if "curves" in line] == [
+        "not drawn in loss-curves.png: unknown: the tokenizers of these runs differ, and its bits"
+        " per byte are not known"]
+    axes = figures["loss-curves.png"].axes[0]
+    assert axes.get_ylabel() == "loss (bits per byte)"
+    ends = sorted(line.get_ydata()[-1] for line in axes.lines if len(line.get_ydata()) > 2)
+    last = 5 - 11 / 10  # the training loss of both, in nats per token
+    assert ends[:1] + ends[-1:] != [last, last]
+    assert {round(end, 6) for end in ends} >= {
+        round(last / math.log(2) / length, 6) for length in (4.0, 1.0)}
+    runs.dir.joinpath("unknown/summary.json").unlink()
+    comparison_charts.draw_comparison(runs.compare("long").rows, tmp_path)
+    assert figures["loss-curves.png"].axes[0].get_ylabel() == "loss (nats per token)"
+
+
 def test_the_comparison_is_a_json_document_with_the_columns_of_csv(runs):
     for name, loss in (("a", 3.0), ("b", 3.1)):
         runs.add(name, losses=(3.2, loss, None), train={"learning_rate": loss})
@@ -561,7 +597,8 @@ def test_curves_have_a_panel_for_each_recorded_axis_with_its_numbers(runs, secon
              for step in range(10)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     figure = Figure()
-    comparison_charts._plot_curves(compare(find_results(runs.dir, ["a"])).rows, figure)
+    comparison_charts._plot_curves(compare(find_results(runs.dir, ["a"])).rows, "nats per token",
+                                   figure, in_bits=False)
     figure.draw_without_rendering()
     assert [axes.get_xlabel() for axes in figure.axes] == labels
     for axes in figure.axes:

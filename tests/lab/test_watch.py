@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import math
 import re
 import shutil
 import socket
@@ -409,6 +410,26 @@ def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(page, two_r
         append(two_runs / "third", report(180), validation(180, 1.25))
         expect(drawn(page, "Loss").nth(1)).to_contain_text("1.2500")
         expect(first.locator(".chip")).to_have_text("running")
+
+
+def test_losses_of_different_tokenizers_are_in_bits_per_byte(page, runs_dir):
+    for name, length in (("long", 4.0), ("short", 1.0), ("unknown", None)):
+        run_dir = add_run(runs_dir, name, steps=90, tokenizer=f"that of {name}")
+        append(run_dir, validation(100, 2.0) | ({} if length is None else {
+            "validation_bits_per_byte": 2.0 / math.log(2) / length}))
+    unit = page.locator("#loss-unit")
+    with served(runs_dir) as server:
+        open_page(page, server, "hide=short,unknown")
+        expect(unit).to_have_text("nats per token")
+        expect(drawn(page, "Loss").nth(1)).to_contain_text("2.0000")
+        page.get_by_role("checkbox", name="All runs").check()
+        expect(unit).to_have_text("bits per byte, since the tokenizers differ; not yet known of"
+                                  " unknown")
+        expect(drawn(page, "Loss")).to_have_count(4)
+        expect(drawn(page, "Loss").nth(1)).to_contain_text("0.7213")
+        expect(drawn(page, "Loss").nth(3)).to_contain_text("2.8854")
+        expect(page.locator("#runs tbody tr").first).to_contain_text("0.7213 bits per byte")
+        expect(drawn(page, "Learning rate")).to_have_count(3)
 
 
 def test_the_ten_runs_that_changed_last_are_drawn_at_first(page, two_runs):

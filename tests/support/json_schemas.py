@@ -38,10 +38,10 @@ MACHINE = part(
         **dict.fromkeys(("microbatch_size", "gradient_accumulation_steps", "global_batch_size",
                          "steps", "checkpoints", "checkpoints_kept"), int)})
 RUN = part(
-    text="name status", texts="warnings", text_or_none="reason phase",
+    text="name status", texts="warnings", text_or_none="reason phase tokenizer",
     whole_or_none="global_step num_steps",
     number_or_none="heartbeat_seconds tokens train_loss validation_loss tokens_per_second mfu"
-                   " seconds usd seconds_left usd_per_hour usd_at_end memory_gib")
+                   " seconds usd seconds_left usd_per_hour usd_at_end memory_gib bytes_per_token")
 COMPARED = part(
     text="run status differs model ift_judge sorted_by test_slice", whole="num_seeds",
     text_or_none="machine", flag="is_within_spread",

@@ -55,7 +55,7 @@ const extremes = (values) => values.reduce(([low, high], value) => [Math.min(low
 // An article of page.html, whose data attributes say what it shows:
 // keys: of its lines. format: of its values. log: its y axis may be logarithmic. falls: its first
 // values are so large that they would flatten the others. zero: its y axis begins at 0. whole: its
-// ticks are whole numbers. scale: by which values are multiplied.
+// ticks are whole numbers. scale: by which values are multiplied. loss: its scale is that of the run.
 class Chart {
   // onZoom is called with [smallest, largest] of a selected range, and with null for all.
   constructor(card, onZoom) {
@@ -69,8 +69,8 @@ class Chart {
     return { width: Math.max(200, Math.floor(this.place.clientWidth)), height };
   }
 
-  // runs: name, color, x, lines, is_long. view: axis, log, whole (the y range too), isZoomed, range
-  // (of x), theme.
+  // runs: name, color, x, lines, is_long, lossScale (null if not known). view: axis, log, whole (the
+  // y range too), isZoomed, range (of x), theme, inBits.
   show(runs, view) {
     this.view = view;
     this.isLog = view.log && "log" in this.spec;
@@ -92,7 +92,8 @@ class Chart {
 
   // Each line of a run, after the edges of its band: what a report, GPUs or a point have as extremes.
   seriesOf(run, isAlone) {
-    const scale = Number(this.spec.scale ?? 1);
+    const scale = "loss" in this.spec ? run.lossScale : Number(this.spec.scale ?? 1);
+    if (scale === null) return [];
     const shown = (values) => values.map((y, index) => (y == null || run.x[index] == null || (this.isLog && y <= 0) ? null : y * scale));
     return this.spec.keys.split(" ").filter((key) => run.lines[key]).flatMap((key) => {
       const { y, low, high } = run.lines[key];

@@ -36,6 +36,9 @@
     return runs.filter((run) => (hidden ? !hidden.has(run.name) : newest.includes(run)));
   }
 
+  // Losses in nats per token of several tokenizers do not compare.
+  const differInTokenizer = (some) => new Set(some.map(({ tokenizer }) => tokenizer).filter(Boolean)).size > 1;
+
   // A run keeps its color while it is drawn; ten have ten colors.
   function chooseColors() {
     const names = shownRuns().map(({ name }) => name);
@@ -51,13 +54,18 @@
   // Draw the charts, and show the samples.
   function draw() {
     const [shown, axis] = [shownRuns(), controls.axis.value];
-    const drawn = shown.filter(({ name }) => loaded.has(name)).map(({ name }) => {
+    const inBits = differInTokenizer(shown);
+    const drawn = shown.filter(({ name }) => loaded.has(name)).map(({ name, bytes_per_token }) => {
       const answer = loaded.get(name);
-      return { ...answer, name, color: cssColor(colors.get(name)), x: answer.x[axis] };
+      const bitsPerNat = bytes_per_token ? 1 / (Math.LN2 * bytes_per_token) : null;
+      return { ...answer, name, color: cssColor(colors.get(name)), x: answer.x[axis], lossScale: inBits ? bitsPerNat : 1 };
     });
+    const unknown = drawn.filter(({ lossScale }) => lossScale === null).map(({ name }) => name);
+    byId("loss-unit").textContent = !inBits ? "nats per token"
+      : `bits per byte, since the tokenizers differ${unknown.length ? `; not yet known of ${unknown.join(", ")}` : ""}`;
     const [low, high] = extremes(drawn.flatMap(({ x }) => x.filter((value) => value != null)));
     const range = zoom ?? (low === high ? [low - 1, high + 1] : [low, high]);
-    const view = { axis, range, isZoomed: Boolean(zoom), log: controls.log.checked, whole: controls.whole.checked, theme: dark.matches };
+    const view = { axis, range, isZoomed: Boolean(zoom), log: controls.log.checked, whole: controls.whole.checked, theme: dark.matches, inBits };
     for (const chart of charts) chart.show(drawn, view);
     byId("reset").hidden = !zoom;
     byId("nothing").hidden = !runs.length || low <= high || (shown.length > 0 && !drawn.length);
@@ -85,7 +93,9 @@
     Steps: (run) => [text(run.global_step, (step) => format.whole(step + 1)) + text(run.num_steps, (number) => ` of ${format.whole(number)}`),
       text(run.tokens, (number) => `${format.short(number)} tokens`)],
     "Training loss": (run) => [text(run.train_loss, format.four)],
-    "Validation loss": (run) => [text(run.validation_loss, format.four)],
+    "Validation loss": (run) => [text(run.validation_loss, format.four),
+      differInTokenizer(shownRuns()) && run.validation_loss && run.bytes_per_token
+        && `${format.four(run.validation_loss / Math.LN2 / run.bytes_per_token)} bits per byte`],
     "Tokens/s": (run) => [text(run.tokens_per_second, format.short)],
     MFU: (run) => [text(run.mfu, (mfu) => format.percent(100 * mfu))],
     Memory: (run) => [text(run.memory_gib, (gib) => `${gib.toFixed(1)} GiB`)],
