@@ -36,10 +36,8 @@ def begin_command() -> None:
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     # torchrun passes signals on to its processes, and says what has happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _end)
-    if may_restart():  # until the watchdog starts, which has handlers of its own
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                signal.signal(number, _end_with_torchrun)
+    if may_restart():
+        _end_torchrun_after_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
@@ -76,10 +74,27 @@ def may_restart() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def _end_with_torchrun(number: int, _: object) -> NoReturn:
-    """End this process after a stop signal, and torchrun, which would only start it again.
+def _end_torchrun_after_signals() -> None:
+    """Until the watchdog starts, let a stop signal end torchrun too, which would start all again.
 
-    Not if another process of torchrun's is gone: then the signal is torchrun's, which restarts all.
+    By a thread: a handler in Python would wait until the main thread is back from C++ code.
+    """
+    import socket
+    import threading
+
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda *_: None)
+    threading.Thread(target=lambda: _end_with_torchrun(reader.recv(1)[0]), daemon=True).start()
+
+
+def _end_with_torchrun(number: int) -> NoReturn:
+    """End this process and torchrun.
+
+    Not torchrun if another process of its is gone: then the signal is its own, to restart all.
     """
     torchrun = os.getppid()
     with contextlib.suppress(OSError):

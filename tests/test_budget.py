@@ -283,5 +283,6 @@ def test_the_time_of_a_launch_counts_from_before_its_model_is_built(workplace, m
     calls = []
     monkeypatch.setattr(Watchdog, "write_heartbeats", lambda _, path: calls.append(path))
     monkeypatch.setattr(startup, "build_state", lambda *_: calls.append("state"))
-    run_in_process(*workplace.arguments("tiny"), under_torchrun=True)
+    with pytest.raises(pytest.fail.Exception, match="training would start now"):
+        run_in_process(*workplace.arguments("tiny"), under_torchrun=True)
     assert calls == [run_dir / "heartbeat.json", "state"]
