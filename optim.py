@@ -27,11 +27,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig, process: Process) -> 
         by_group.setdefault(group_of(name, parameter), []).append(parameter)
     groups = []
     for group, parameters in by_group.items():
-        decay = config.weight_decay if group != "vector" or config.decay_norms_and_biases else 0.0
         peak = peak_learning_rate(group, config)
         groups.append({
             "params": parameters, "lr": peak, "peak_ratio": peak / config.learning_rate,
-            "betas": (config.beta1, config.beta2), "eps": config.epsilon, "weight_decay": decay,
+            "betas": (config.beta1, config.beta2), "eps": config.epsilon,
+            "weight_decay": config.weight_decay if is_decayed(group, config) else 0.0,
             "is_orthogonalised": group == "matrix" and config.optimizer == "muon",
             "momentum": config.momentum})
     if config.optimizer == "muon":
@@ -47,6 +47,24 @@ def group_of(name: str, parameter: Tensor) -> Group:
     if "embedding" in name:
         return "embedding"
     return "head" if name.startswith("head.") else "matrix"
+
+
+def is_decayed(group: Group, config: TrainConfig) -> bool:
+    return group != "vector" or config.decay_norms_and_biases
+
+
+def decay_line(model: nn.Module, config: TrainConfig) -> str:
+    """Say how many tensors have weight decay, and how many parameters they are; the same without.
+
+    Empty if none has.
+    """
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        sizes[is_decayed(group_of(name, parameter), config)].append(parameter.numel())
+    counts = {has: f"{len(found)} tensors ({sum(found):,} parameters)"
+              for has, found in sizes.items()}
+    return (f"weight decay {config.weight_decay:g} on {counts[True]}, none on {counts[False]}"
+            if config.weight_decay else "")
 
 
 def peak_learning_rate(group: Group, config: TrainConfig) -> float:

@@ -10,7 +10,7 @@ from basics.errors import DISK_FULL, NON_FINITE, UserError, describe
 from basics.machine import code_version, machine_up_seconds
 from checkpointing import best_of, list_checkpoints
 from gpt import GPTModel
-from optim import rates_line
+from optim import decay_line, rates_line
 from processes.launch import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
@@ -81,6 +81,8 @@ class Reports:
             f" parameter; {self.config.precision} on {self.process.device.type}; attention:"
             f" {self._kernel}")
         say(f"learning rates: {rates_line(self.run.model, self.config)}")
+        if line := decay_line(self.model, self.config):
+            say(line)
         if self.process.is_main:
             self.meter.start(self.prepared.energy_kwh)
             self.beside.track()

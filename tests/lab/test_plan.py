@@ -4,17 +4,22 @@ import json
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from basics.errors import MAX_LINE_LENGTH, UserError
 from basics.gpu_readings import GpuReading
 from gpt import GPTModel
+from lab.compare.charts import fit_log_quadratic, loss_points, memory_points
+from lab.compare.results import read_published
+from lab.compare.rows import compare
 from lab.plan import speed_sources
 from lab.plan.estimate import Machine, default_precision, num_checkpoints, verdict
 from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, peak_memory
 from lab.plan.speed_sources import MEASURED, expected_speed, read_measured, read_own
+from optim import decay_line
 from processes.launch import Process
 from processes.run_lock import release_run
 from reporting.clock import PhaseClock
@@ -70,6 +75,46 @@ def test_original_run_has_its_published_figures():
         assert part in output
     row = next(row for row in rows_of(output) if row[0] == "8x A100-40")
     assert row[4:7] == ["104", "30,614", "50 (97.8 GB)"]  # global batch, steps, checkpoints
+
+
+def test_the_figures_of_the_notes_are_those_of_their_page(workplace):
+    train = json.loads((PROJECT_DIR / "runs/original/train.json").read_text())
+    model = json.loads((PROJECT_DIR / "runs/original/model.json").read_text())
+    run_dir = workplace.add_run()
+    (run_dir / "model.json").write_text(json.dumps(model))
+    (run_dir / "train.json").write_text(json.dumps(train | {"attention": "math",
+                                                            "compile": False}))
+    output = plan("tiny", runs_dir=workplace.runs_dir)
+    by_card = dict(re.findall(r"^(\d+ GiB) +\d+ +(\d+)$", output, re.MULTILINE))
+    rows = compare(read_published()).rows
+    (losses,) = loss_points(rows, "test_loss").values()
+    (memory,) = memory_points(rows).values()
+    slope, fixed = np.polyfit(*zip(*memory, strict=True), 1)
+    _, (batch, _) = fit_log_quadratic(*zip(*losses, strict=True))
+    cost = next(row.values["usd_without_validation"] for row in rows
+                if row.results[0].name == "8x A100 40 GiB")
+    with torch.device("meta"):
+        network = GPTModel(ModelConfig(**model))
+        openais = GPTModel(ModelConfig(**model | {"qkv_bias": True, "tie_weights": True}))
+    decayed = TrainConfig(**train | {"decay_norms_and_biases": False})
+    counted, plain = (re.findall(r"on (\d+) tensors", decay_line(each, decayed))
+                      for each in (openais, network))
+    text = (PROJECT_DIR / "docs/lab-notes.md").read_text()
+    page = dict(re.findall(r"^\| (.+) \| .+ \| (.+) \|$", text, re.MULTILINE))
+    assert page == {
+        "figure": "here", "parameters of the model": f"{network.num_parameters():,}",
+        "tokens for 20 a parameter": f"{20 * network.num_parameters():,}",
+        **{f"largest microbatch in {card}": by_card[card]
+           for card in ("24 GiB", "40 GiB", "80 GiB")},
+        "largest microbatch in 160 GiB (8x B200)": next(
+            row[3] for row in rows_of(output) if row[0] == "8x B200"),
+        "memory of a microbatch, fixed part (GiB)": f"{fixed:.2f}",
+        "memory of a microbatch, per sequence (GiB)": f"{slope:.3f}",
+        "global batch at the minimum of the loss": f"{batch:.2f}",
+        "US$ of the train on 8x A100 40 GiB, without validation": f"{cost:.2f}",
+        "tensors with weight decay, GPT-2 small as OpenAI has it": counted[0],
+        "tensors without weight decay, the same model": counted[1]}
+    assert f"neither: {' and '.join(plain)}." in text
 
 
 def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace):
