@@ -9,7 +9,8 @@ SPEED_CHECK_STEPS = 50  # global steps of a launch, after which its speed is rep
 FAR_BELOW = 0.5  # of the expected MFU; below it, likely reasons are listed
 MUCH_WAITING = 0.10  # share of the time spent waiting for the next microbatch
 SMALL_MICROBATCH_TOKENS = 4096  # too few to fill a GPU's multiprocessors
-CARDS_GIB = (12, 16, 24, 40, 80, 141, 192)  # common memory sizes of GPUs
+# Common memory sizes of GPUs, and what the driver reports of one: of several the one with least.
+CARDS_GIB = {12: 11.6, 16: 15.6, 24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8, 192: 191.0}
 SLOW_DISK_BYTES_PER_SECOND = 100e6  # estimates a checkpoint before one is measured
 EXPECTED_SHARE = 0.8  # of the best MFU, on a GPU without a public figure for several
 MAKERS = re.compile(r"^((NVIDIA|AMD|Tesla|Instinct|GeForce) )*", re.IGNORECASE)

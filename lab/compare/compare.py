@@ -33,10 +33,10 @@ img {{ max-width: 100%; display: block; margin: 1em 0; }}
 {charts}
 """
 HIDDEN_FIRST = (  # in a terminal that is too narrow
-    "model", "machine", "microbatch_size", "ift_score", "steps", "num_gpus", "usd_per_hour",
+    "model", "machine", "microbatch_size", "steps", "num_gpus", "usd_per_hour",
     "usd_without_validation", "tokens_per_second", "usd_per_megatoken", "train_loss",
-    "seconds_without_validation", "tokens", "seconds", "tokens_to_loss", "usd", "validation_loss",
-    "global_batch_size")
+    "seconds_without_validation", "ift_score", "tokens", "seconds", "tokens_to_loss", "usd",
+    "validation_loss", "global_batch_size")
 BITS = {"validation_bits_per_byte", "test_bits_per_byte"}
 WIDTH = 24  # to which names and settings are wrapped in a terminal
 whole = "{:,.0f}".format

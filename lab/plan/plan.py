@@ -109,8 +109,9 @@ def _memory_tables(run: Run, settings: dict[str, Setting]) -> list[Table]:
             [name, *(f"{getattr(peak, key) / factor:,.2f}" for peak in peaks)]
             for key, name in PARTS.items()]),
         Table([Column("largest microbatch, by card", "left"), *BY_GPUS], [
-            [f"{card} GiB", *(f"{largest_microbatch(setting, usable_gib(card)):,}"
-                              for setting in settings.values())] for card in CARDS_GIB],
+            [f"{card} GiB", *(f"{largest_microbatch(setting, usable_gib(reported)):,}"
+                              for setting in settings.values())]
+            for card, reported in CARDS_GIB.items()],
             ["computed with the activations of code that is not compiled, which needs more;",
              "ddp_train.py --find-max-microbatch measures the code that will run"])]
 
@@ -163,6 +164,7 @@ def _document(run: Run, settings: dict[str, Setting], machines: list[dict[str, A
         "memory_bytes": {name: asdict(peak) | {"total": peak.total}
                          for name, peak in peaks.items()},
         "largest_microbatch": [
-            {"card_gib": card} | {name: largest_microbatch(setting, usable_gib(card))
-                                  for name, setting in settings.items()} for card in CARDS_GIB],
+            {"card_gib": card} | {name: largest_microbatch(setting, usable_gib(reported))
+                                  for name, setting in settings.items()}
+            for card, reported in CARDS_GIB.items()],
         "machines": machines}

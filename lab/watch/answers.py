@@ -190,11 +190,13 @@ def _line(key: str, columns: Arrays, rows: slice, starts: np.ndarray) -> Answer:
     values, least, most = (columns.get(f"{key}{end}", columns[key])[rows]
                            for end in ("", "_min", "_max"))
     low, high = np.fmin.reduceat(least, starts), np.fmax.reduceat(most, starts)
+    # Losses are shown with four decimals: if they were rounded before, the last would differ.
+    digits = 10 if key.endswith("_loss") else 6
     if key in RISING:
-        return {"y": _short(high)}
-    line = {"y": _short(_means(values, starts))}
+        return {"y": _short(high, digits)}
+    line = {"y": _short(_means(values, starts), digits)}
     return line if np.array_equal(low, high, equal_nan=True) else line | {
-        "low": _short(low), "high": _short(high)}
+        "low": _short(low, digits), "high": _short(high, digits)}
 
 
 def _means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -205,6 +207,6 @@ def _means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
                 / np.add.reduceat(is_known.astype(int), starts))
 
 
-def _short(values: np.ndarray, digits: int = 6) -> list[float | None]:
+def _short(values: np.ndarray, digits: int) -> list[float | None]:
     """Return numbers with so many digits, as few characters of JSON; None for NaN."""
     return [float(f"{value:.{digits}g}") if value == value else None for value in values.tolist()]

@@ -77,6 +77,13 @@ def test_original_run_has_its_published_figures():
     assert row[4:7] == ["104", "30,614", "50 (97.8 GB)"]  # global batch, steps, checkpoints
 
 
+def test_a_card_holds_as_many_sequences_in_both_tables():
+    output = plan("original", "--machine", "one=1xRTX-4090@0.5", "--machine", "two=2xRTX-4090@1")
+    (by_card,) = re.findall(r"^24 GiB +(\d+) +(\d+)$", output, re.MULTILINE)
+    largest = {row[0]: row[3] for row in rows_of(output)}
+    assert by_card == (largest["one"], largest["two"])
+
+
 def test_the_figures_of_the_notes_are_those_of_their_page(workplace):
     train = json.loads((PROJECT_DIR / "runs/original/train.json").read_text())
     model = json.loads((PROJECT_DIR / "runs/original/model.json").read_text())

@@ -407,8 +407,10 @@ def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(page, two_r
         expect(first).to_contain_text(re.compile(r"\$17\.00\s*of about \$20\.00\s*at \$3600"))
         expect(drawn(page, "Learning rate")).to_have_count(3)
         assert page.evaluate("draws") > before
-        append(two_runs / "third", report(180), validation(180, 1.25))
+        append(two_runs / "third", report(180), validation(180, 1.2500499))
         expect(drawn(page, "Loss").nth(1)).to_contain_text("1.2500")
+        append(two_runs / "third", report(190), validation(190, 1.23454996))
+        expect(drawn(page, "Loss").nth(1)).to_contain_text("1.2345")  # not rounded twice
         expect(first.locator(".chip")).to_have_text("running")
 
 
