@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from basics.errors import STOP_SIGNALS, print_error
+from basics.files import give_libraries_a_cache
 
 INTERRUPTED = "Interrupted"  # what is printed after Ctrl-C
 # A thread that waits at the end of a parallel region computes in a loop, so that it can go on at
@@ -32,6 +33,7 @@ def begin_command() -> None:
     not UTF-8 gets "\\u2192" for what it cannot show.
     """
     open_closed_outputs()
+    give_libraries_a_cache()
     if not CHOSEN_BY_USER & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     # torchrun passes signals on to its processes, and says what has happened.

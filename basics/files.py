@@ -158,11 +158,8 @@ def cache_dir(name: str) -> Path:
     It is below the home directory, or below a temporary one where that cannot be written, as with
     `docker run --user` or on a read-only disk. Raises: UserError: neither can be written.
     """
-    with suppress(OSError, RuntimeError):  # not writable; a user without a home directory
-        path = Path.home() / ".cache/ddp-train" / name
-        path.mkdir(parents=True, exist_ok=True)
-        if os.access(path, os.W_OK | os.X_OK):
-            return path
+    if path := _cache_dir_of_home(name):
+        return path
     own = Path(tempfile.gettempdir()) / f"ddp-train-{os.getuid()}"
     with suppress(OSError):
         own.mkdir(mode=0o700, exist_ok=True)
@@ -173,3 +170,26 @@ def cache_dir(name: str) -> Path:
             return own / name
     raise UserError(f"neither the home directory nor {own} can be written, where {name}'s cache"
                     " goes; set HOME or TMPDIR to a directory of your own")
+
+
+def _cache_dir_of_home(name: str) -> Path | None:
+    with suppress(OSError, RuntimeError):  # not writable; a user without a home directory
+        path = Path.home() / ".cache/ddp-train" / name
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.W_OK | os.X_OK):
+            return path
+    return None
+
+
+def give_libraries_a_cache() -> None:
+    """Where the home directory cannot be written, let libraries keep their caches in `cache_dir`.
+
+    Called before they are imported. Those of the Hugging Face hub go where XDG_CACHE_HOME says;
+    Matplotlib has two directories, and would warn of each. What the user has set stays.
+    """
+    if _cache_dir_of_home(""):
+        return
+    with suppress(UserError):  # later, of what needs a cache
+        place = str(cache_dir("libraries"))
+        for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR"):
+            os.environ.setdefault(name, place)

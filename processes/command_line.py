@@ -120,6 +120,7 @@ def command_line(*, run: str, places: tuple[str, ...], datasets_dir: Path | None
                 not _names_checkpoint(Path(place).name)):
             datasets_dir = Path(place)
         else:
+            load_run(options["runs_dir"], run)  # the first word may be the wrong one
             what = "is a second CHECKPOINT or DATASETS_DIR" if checkpoint or datasets_dir else (
                 "is neither a directory of datasets nor the name of a checkpoint")
             raise UserError(f"{place[:60]!r} {what}; wanted RUN [CHECKPOINT] [DATASETS_DIR], where"

@@ -49,7 +49,9 @@ def lock_run(run_dir: Path) -> None:
             if os.path.lexists(path) and not path.is_dir():  # such as a link to a disk that is gone
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
             if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+                is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+                number = errno.EROFS if is_read_only else errno.EACCES
+                raise OSError(number, os.strerror(number), str(path))
         _wait_for_lock(run_dir, is_child=is_child)
     except OSError as error:
         if error.errno not in UNSUPPORTED:

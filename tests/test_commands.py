@@ -30,7 +30,7 @@ from basics.files import append_whole, cache_dir, read_regular_file, replacing, 
 from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
 from processes.launch import num_gpus
 from tests.support.stand_ins import H100, FakeNvml
-from tests.support.workplace import run_command
+from tests.support.workplace import PROJECT_DIR, run_command
 
 # Runs a command, and presses Ctrl-C as soon as it imports a module.
 CTRL_C = """
@@ -182,6 +182,39 @@ def test_the_drivers_text_is_recognised():
     for caught in (of_code, of_call):
         assert says_out_of_memory(str(caught.value)) and is_out_of_memory(caught.value), caught
     assert torch.ones(2, device="cuda").sum().item() == 2  # the context still works
+
+
+def test_charts_and_downloads_have_a_cache_where_home_cannot_be_written(tmp_path):
+    """Matplotlib would warn in two lines, and the hub's client fail."""
+    (tmp_path / "home").write_text("no directory")
+    code = ("from basics.entry_points import *; begin_command();"
+            " import matplotlib, huggingface_hub.constants as hub; from matplotlib import pyplot;"
+            " print(matplotlib.get_cachedir(), hub.HF_HOME)")
+    environment = {key: value for key, value in os.environ.items()
+                   if not key.startswith(("XDG_", "HF_", "MPL"))}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                            cwd=PROJECT_DIR, env=environment | {
+                                "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)})
+    place = tmp_path / f"ddp-train-{os.getuid()}/libraries"
+    assert result.stdout.split() == [str(place), f"{place}/huggingface"], result.stderr
+    assert result.stderr == ""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_a_user_without_a_name_or_a_home_trains(workplace):
+    """As with `docker run --user`."""
+    workplace.add_dataset()
+    run_dir = workplace.add_run()
+    other_user = ["unshare", "--user", "--map-user=12345", "--map-group=12345"]
+    if subprocess.run([*other_user, "true"], capture_output=True).returncode:
+        pytest.skip("this machine allows no user namespaces")
+    result = subprocess.run(
+        [*other_user, sys.executable, "ddp_train.py", *workplace.arguments("tiny", "--max-steps",
+                                                                          "2")],
+        capture_output=True, text=True, cwd=PROJECT_DIR, env={
+            "PATH": os.environ["PATH"], "HOME": "/proc", "TMPDIR": str(workplace.root)})
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "" and (run_dir / "loss-chart.png").exists()
 
 
 def test_caches_are_in_a_place_of_ones_own_where_home_cannot_be_written(tmp_path, monkeypatch):

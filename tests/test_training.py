@@ -289,6 +289,16 @@ def test_the_originals_command_line_is_understood(tmp_path, monkeypatch, words, 
         assert command_line.main(["RUN", *words, flag], standalone_mode=False).find_max_microbatch
 
 
+@pytest.mark.parametrize(("words", "message"), [
+    (("two", "nosuch"), "runs/two: no such run"),
+    (("tiny", "nosuch"), "'nosuch' is neither a directory of datasets nor the name of a"),
+    (("tiny", "latest", "best"), "'best' is a second CHECKPOINT or DATASETS_DIR")])
+def test_a_word_too_many_is_refused_after_a_run_that_is_missing(workplace, words, message):
+    workplace.add_run()
+    with pytest.raises(UserError, match=message):
+        command_line.main([*words, "--runs-dir", str(workplace.runs_dir)], standalone_mode=False)
+
+
 @pytest.mark.parametrize(("num_processes", "graphs_in_training"), [
     pytest.param(1, 1, marks=pytest.mark.thorough), (2, 3)])
 def test_nothing_is_compiled_again_after_a_validation_and_the_curve_is_that_of_eager_runs(

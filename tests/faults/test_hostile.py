@@ -252,13 +252,14 @@ def test_records_with_invalid_numbers_are_skipped(tmp_path):
 
 
 def test_a_read_only_directory_is_refused(tiny):
+    reason = "Read-only file system" if os.geteuid() == 0 else "Permission denied"
     """Such as that of a read-only checkout, where room on the disk would not help."""
     checkpoints_dir = tiny.runs_dir / "tiny/checkpoints"
     checkpoints_dir.mkdir()
     for place in (checkpoints_dir.parent, checkpoints_dir):
         with read_only(place):
             assert refused(tiny, "tiny").endswith(
-                f"/{place.name}: cannot be written to (Permission denied); a run writes its"
+                f"/{place.name}: cannot be written to ({reason}); a run writes its"
                 " checkpoints and charts there\n")
 
 

@@ -540,6 +540,13 @@ def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs):
     assert runs.csv()["long"]["validation_bits_per_byte"] == "0.9"
 
 
+def test_the_instruction_score_is_there_in_a_terminal_of_160_columns(runs):
+    for name, loss in (("first-run", 3.0), ("second-run", 3.1)):
+        runs.add(name, losses=(3.2, loss, 3.3), train={"learning_rate": loss})
+    heads = table_of(runs.compare(published=True)).terminal(160).split("-----")[0]
+    assert "IFT" in heads and "val." in heads and "tokens to" in heads
+
+
 def test_curves_of_different_tokenizers_are_in_bits_per_byte(runs, tmp_path, monkeypatch):
     figures = {}
 
