@@ -48,7 +48,7 @@ Count = Annotated[int, Field(ge=1, le=2**40)]
 GroupRate = Annotated[float | None, Field(gt=0)]  # None stands for `learning_rate`
 # A JSON list becomes a tuple: the config is frozen.
 Prompts = Annotated[tuple[Annotated[str, Field(max_length=2**14)], ...],
-                    Field(strict=False, min_length=1, max_length=64)]
+                    Field(strict=False, max_length=64)]
 
 
 class ModelConfig(FrozenConfig):

@@ -574,8 +574,10 @@ def test_each_validation_writes_a_line_per_prompt_and_training_stays_the_same(sa
     assert [(line["global_step"], line["prompt"]) for line in lines] == [
         (step, prompt) for step in (4, 9, 11) for prompt in PROMPTS]
     assert len({line["text"] for line in lines}) > 3  # the model learns between them
-    plain = sampled.add_run("plain", train=SAMPLED | {"sample_prompts": None})
-    succeeded(sampled.torchrun(1, "plain"))
+    shown = succeeded(sampled.torchrun(1, "tiny", "--fresh")).stdout.split("sample:\n")[1]
+    assert shown.startswith(PROMPTS[0])
+    plain = sampled.add_run("plain", train=SAMPLED | {"sample_prompts": []})
+    assert "sample:" not in succeeded(sampled.torchrun(1, "plain")).stdout
     assert weights_of(plain) == weights_of(sampled.runs_dir / "tiny")
     assert not (plain / "samples.jsonl").exists()
 

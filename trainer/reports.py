@@ -228,11 +228,13 @@ class Reports:
             self.log.write_status(status, reason)
 
     def _print_sample(self) -> None:
-        """Print a sample of the model's text; a failure is only a warning."""
-        if self.prepared.data.tokenizer_name is None:
+        """Print a sample of the model's text, of the first prompt; a failure is only a warning."""
+        prompts = self.config.sample_prompts
+        if self.prepared.data.tokenizer_name is None or prompts == ():
             return
+        prompt = prompts[0] if prompts else ""
         try:
             with autocast(self.config.precision, self.process.device):
-                self.log.say(f"sample:\n{self._sampler.text()}")
+                self.log.say(f"sample:\n{prompt}{self._sampler.text(prompt)}")
         except Exception as error:
             self.log.say(f"warning: no sample: {describe(error)}")

@@ -94,6 +94,8 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
                      unknown_key(key, known))
             raise UserError(f"--change {label(changes)}: {wrong}")
     model, config = _with_values(base.model, changes), _with_values(base.config, changes)
+    if "sample_prompts" not in changes:  # nobody reads the samples of all variants
+        config = config.model_copy(update={"sample_prompts": ()})
     if not config.validates:
         raise UserError(f"{label(changes)}: a sweep compares validation losses; set"
                         f" validation_interval with validation_sequences in {base.train_path}")

@@ -252,8 +252,8 @@ def test_records_with_invalid_numbers_are_skipped(tmp_path):
 
 
 def test_a_read_only_directory_is_refused(tiny):
-    reason = "Read-only file system" if os.geteuid() == 0 else "Permission denied"
     """Such as that of a read-only checkout, where room on the disk would not help."""
+    reason = "Read-only file system" if os.geteuid() == 0 else "Permission denied"
     checkpoints_dir = tiny.runs_dir / "tiny/checkpoints"
     checkpoints_dir.mkdir()
     for place in (checkpoints_dir.parent, checkpoints_dir):

@@ -120,7 +120,7 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
     base, changed, second = map(sweeps.train_json, (
         "baseline-seed-42", "weight_decay-0-seed-42", "weight_decay-0-seed-43"))
     own = json.loads((sweeps.workplace.runs_dir / "tiny/train.json").read_text())
-    assert base == own | {"random_seed": 42}
+    assert base == own | {"random_seed": 42, "sample_prompts": []}
     assert changed == base | {"weight_decay": 0.0}
     assert second == changed | {"random_seed": 43}
     compared = run_lab("compare", "--runs-dir", str(sweeps.tiny), "--csv")
@@ -176,6 +176,7 @@ def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps):
     assert train["sample_prompts"] == ["a,b", "c"] and "clipping_max_norm" not in train
     assert json.loads((sweeps.tiny / first / "model.json").read_text())["init"] == "torch"
     train = sweeps.train_json(second)
+    assert train["sample_prompts"] == []  # a sweep prints no samples
     assert "precision" not in train and train["global_batch_size"] == 4
 
 
