@@ -18,11 +18,14 @@ from lab.table import UNKNOWN, Column, Table, short_count
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Comparison of runs</title>
 <style>
 body {{ font-family: sans-serif; margin: 1.5em; }}
 .table {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: clamp(7px, 0.72vw, 12px); }}
+table {{ border-collapse: collapse; }}
+table, p {{ font-size: clamp(11px, 0.72vw, 14px); }}
+p {{ max-width: 100ch; overflow-wrap: anywhere; }}
 th, td {{ padding: 0.3em 0.4em; border-bottom: 1px solid #ccc; vertical-align: top; }}
 .left {{ text-align: left; }}
 .right {{ text-align: right; }}
