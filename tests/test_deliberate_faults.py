@@ -1,4 +1,4 @@
-"""The list of deliberate faults can be tried: each line and test is where it is said to be."""
+"""The list of deliberate faults can be tried: each piece of code and test is where it should be."""
 
 from tests.support.deliberate_faults import read_faults
 from tests.support.workplace import PROJECT_DIR
@@ -22,8 +22,8 @@ def problem_of(fault):
         path = PROJECT_DIR / file
         if not path.is_file() or f"def {function.partition('[')[0]}" not in path.read_text():
             return f"{fault.area}: there is no test {test}"
-    is_complete = fault.selected and fault.effect and fault.fault != fault.line
-    return "" if is_complete else f"{fault.area}: {fault.line!r}: incomplete"
+    is_complete = fault.selected and fault.effect and fault.fault != fault.code
+    return "" if is_complete else f"{fault.area}: {fault.code!r}: incomplete"
 
 
 def test_every_fault_can_be_tried():

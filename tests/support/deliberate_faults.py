@@ -6,6 +6,7 @@ Runs of tests are forked from this process, which has imported what takes long t
 """
 
 import argparse
+import ast
 import atexit
 import gc
 import importlib
@@ -33,13 +34,17 @@ LIMIT_SECONDS, UNBROKEN_SECONDS = 180.0, 900.0  # of a fault's tests; of all tes
 
 @dataclass(frozen=True)
 class Fault:
-    """One line of the product as it is and as it is broken, and the tests that should notice."""
+    """A piece of the product as it is and as it is broken, and the tests that should notice.
+
+    Both are written as `ast.unparse` writes them, so layout and comments do not matter.
+    """
 
     area: str
     file: str
-    line: str
+    code: str
     fault: str
     effect: str
+    function: str = ""  # with its class: Watchdog.stop
     tests: tuple[str, ...] = ()
     configurations: tuple[int, ...] = ()  # of tests/test_reference.py
     hangs: bool = False  # whether a run beyond the time limit counts as caught
@@ -48,15 +53,39 @@ class Fault:
     def selected(self) -> list[str]:
         return [*self.tests, *map(CONFIGURATION.format, self.configurations)]
 
-    def broken(self) -> str:
-        """Return the file's text with the fault. Raises: ValueError: the line is not there once."""
-        text = project_files().get(self.file, b"").decode()
-        if (count := text.count(self.line)) != 1:
-            places = [name for name, found in project_files().items() if self.line.encode() in found
-                      and name.endswith(".py")]
-            raise ValueError(f"{self.area}: {self.line!r} is {count} times in {self.file}, wanted"
-                             f" once; it is in: {', '.join(places) or 'no file'}")
-        return text.replace(self.line, self.fault)
+    def broken(self) -> ast.Module:
+        """Return the file with the fault. Raises: ValueError: the code is not there once."""
+        tree = ast.parse(project_files().get(self.file, b""))
+        place: ast.AST = tree
+        for name in filter(None, self.function.split(".")):
+            found = [node for node in definitions_in(place) if node.name == name]
+            if len(found) != 1:
+                raise ValueError(f"{self.area}: {self.file} has {len(found)} times {self.function}")
+            place = found[0]
+        text = ast.unparse(place)
+        if (count := text.count(self.code)) != 1:
+            places = [name for name, content in project_files().items() if name.endswith(".py")
+                      and self.code in ast.unparse(ast.parse(content))]
+            raise ValueError(f"{self.area}: {self.code!r} is {count} times in {self.file}"
+                             f" {self.function}, wanted once; it is in:"
+                             f" {', '.join(places) or 'no file'}")
+        broken = ast.parse(text.replace(self.code, self.fault))
+        if self.function:
+            vars(place).update(vars(broken.body[0]))
+            broken = tree
+        return broken
+
+
+def definitions_in(place: ast.AST) -> list[ast.FunctionDef | ast.ClassDef]:
+    """Return the functions and classes in a place, but not those in them."""
+    found, pending = [], [*ast.iter_child_nodes(place)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append(node)
+        else:
+            pending += ast.iter_child_nodes(node)
+    return found
 
 
 @cache
@@ -97,7 +126,7 @@ def try_fault(fault: Fault, unbroken: Path) -> tuple[bool, str]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         copy = shutil.copytree(unbroken, Path(place, "copy"))
-        (copy / fault.file).write_text(fault.broken())
+        (copy / fault.file).write_text(ast.unparse(fault.broken()))
         status, log = run_tests(copy, ["-x", *fault.selected], LIMIT_SECONDS)
     is_caught = status == 1 or (status is None and fault.hangs)
     verdict = "caught" if is_caught else {0: "MISSED", None: "TIMED OUT"}.get(status, log)
