@@ -31,7 +31,7 @@ from checkpointing import CheckpointMeta, TrainingState, Validation
 from ops.schedule import learning_rate_at
 from optim import clip_gradients, set_rates
 from processes.command_line import Options, read_command_line
-from processes.launch import Process, end_torchrun, process_group, this_process
+from processes.launch import Process, end_torchrun, process_group, spans_nodes, this_process
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, VALIDATION, WAITING, PhaseClock
@@ -99,9 +99,11 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
     run_when_done(prepared, process, stop_signal=watchdog.stop_signal)
     if not watchdog.stop_signal:
         return 0
-    end_torchrun(process)
-    # The other ranks have nothing left to do: torchrun may end them when rank 0 exits.
-    return final_status(prepared.run, 0) if process.is_main else 0
+    # Of rank 0 alone: torchrun ends all when one fails, and rank 0 is the last to end.
+    status = final_status(prepared.run, 0) if process.is_main else 0
+    if status or spans_nodes():
+        end_torchrun(process)
+    return status
 
 
 def train_run(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,

@@ -54,17 +54,20 @@ def is_decayed(group: Group, config: TrainConfig) -> bool:
 
 
 def decay_line(model: nn.Module, config: TrainConfig) -> str:
-    """Say how many tensors have weight decay, and how many parameters they are; the same without.
+    """Say how many tensors and parameters have weight decay and how many have none.
 
-    Empty if none has.
+    Empty without weight decay.
     """
-    sizes: dict[bool, list[int]] = {True: [], False: []}
+    if not config.weight_decay:
+        return ""
+    decayed: list[int] = []
+    others: list[int] = []
     for name, parameter in model.named_parameters():
-        sizes[is_decayed(group_of(name, parameter), config)].append(parameter.numel())
-    counts = {has: f"{len(found)} tensors ({sum(found):,} parameters)"
-              for has, found in sizes.items()}
-    return (f"weight decay {config.weight_decay:g} on {counts[True]}, none on {counts[False]}"
-            if config.weight_decay else "")
+        group = group_of(name, parameter)
+        (decayed if is_decayed(group, config) else others).append(parameter.numel())
+    return (f"weight decay {config.weight_decay:g} on {len(decayed)} tensors"
+            f" ({sum(decayed):,} parameters), none on {len(others)} tensors"
+            f" ({sum(others):,} parameters)")
 
 
 def peak_learning_rate(group: Group, config: TrainConfig) -> float:

@@ -1,6 +1,5 @@
-"""How commands begin, the settings of the C libraries. Imports next to nothing."""
+"""How commands begin, and the settings of the C libraries. Imports little."""
 
-import contextlib
 import ctypes
 import importlib.util
 import io
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from basics.errors import STOP_SIGNALS, print_error
-from basics.files import give_libraries_a_cache
 
 INTERRUPTED = "Interrupted"  # what is printed after Ctrl-C
 # A thread that waits at the end of a parallel region computes in a loop, so that it can go on at
@@ -33,17 +31,19 @@ def begin_command() -> None:
     not UTF-8 gets "\\u2192" for what it cannot show.
     """
     open_closed_outputs()
-    give_libraries_a_cache()
     if not CHOSEN_BY_USER & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     # torchrun passes signals on to its processes, and says what has happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL if "RANK" in os.environ else _end)
-    if may_restart():
+    if "RANK" in os.environ and may_restart():
         _end_torchrun_after_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     check_installation()
+    from basics.files import give_libraries_a_cache  # not above: an old Python gets its line first
+
+    give_libraries_a_cache()
 
 
 def open_closed_outputs() -> None:
@@ -84,26 +84,36 @@ def _end_torchrun_after_signals() -> None:
     import socket
     import threading
 
+    torchrun = os.getppid()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: None)
-    threading.Thread(target=lambda: _end_with_torchrun(reader.recv(1)[0]), daemon=True).start()
+    threading.Thread(target=lambda: _end_with_torchrun(torchrun, reader.recv(1)[0]),
+                     daemon=True).start()
 
 
-def _end_with_torchrun(number: int) -> NoReturn:
-    """End this process and torchrun.
+def _end_with_torchrun(torchrun: int, number: int) -> NoReturn:
+    """End this process, and its torchrun if that did not send the signal itself, to restart all.
 
-    Not torchrun if another process of its is gone: then the signal is its own, to restart all.
+    It does so when one of its processes has ended, or when one on another node has, which cannot be
+    seen here: on several nodes torchrun is left alone.
     """
-    torchrun = os.getppid()
-    with contextlib.suppress(OSError):
+    try:
+        own_command = Path("/proc/self/cmdline").read_bytes()  # that of the others, too
         children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
-        if len(children) == int(os.environ["LOCAL_WORLD_SIZE"]):
+        alive = [child for child in children
+                 if Path(f"/proc/{child}/cmdline").read_bytes() == own_command]
+        on_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
+        if (on_one_node and os.environ.get("LOCAL_WORLD_SIZE") == str(len(alive))
+                and os.getppid() == torchrun):
             os.kill(torchrun, signal.SIGTERM)
-    os._exit(128 + number)
+    except OSError:  # one has ended meanwhile, or this system has no such files
+        pass
+    finally:
+        os._exit(128 + number)
 
 
 def _end(*_: object) -> NoReturn:

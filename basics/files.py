@@ -184,12 +184,13 @@ def _cache_dir_of_home(name: str) -> Path | None:
 def give_libraries_a_cache() -> None:
     """Where the home directory cannot be written, let libraries keep their caches in `cache_dir`.
 
-    Called before they are imported. Those of the Hugging Face hub go where XDG_CACHE_HOME says;
-    Matplotlib has two directories, and would warn of each. What the user has set stays.
+    Called before they are imported. Matplotlib has two directories, and would warn of each. Models
+    of the Hugging Face hub that are there, as in an image, stay where they are.
     """
     if _cache_dir_of_home(""):
         return
-    with suppress(UserError):  # later, of what needs a cache
+    with suppress(UserError):  # raised later, by what needs a cache
         place = str(cache_dir("libraries"))
-        for name in ("XDG_CACHE_HOME", "MPLCONFIGDIR"):
-            os.environ.setdefault(name, place)
+        os.environ.setdefault("MPLCONFIGDIR", place)
+        if not os.path.isdir(os.path.expanduser("~/.cache/huggingface")):
+            os.environ.setdefault("XDG_CACHE_HOME", place)

@@ -174,8 +174,8 @@ class Watchdog(AbstractContextManager):
         try:
             self.before_exit(outcome, reason)
         finally:
-            # In the start-up the signal may be of a torchrun that starts the processes again,
-            # because one on another node, which nobody here has seen, has died.
+            # In the start-up the signal may come from a torchrun that starts the processes again,
+            # because one on another node has died, which nobody here has seen.
             if outcome == "stopped" and (self._hang_seconds < NEVER or not spans_nodes()):
                 end_torchrun(self.process)
             os._exit(status)

@@ -9,7 +9,7 @@ SPEED_CHECK_STEPS = 50  # global steps of a launch, after which its speed is rep
 FAR_BELOW = 0.5  # of the expected MFU; below it, likely reasons are listed
 MUCH_WAITING = 0.10  # share of the time spent waiting for the next microbatch
 SMALL_MICROBATCH_TOKENS = 4096  # too few to fill a GPU's multiprocessors
-# Common memory sizes of GPUs, and what the driver reports of one: of several the one with least.
+# Common memory sizes of GPUs, and what the driver reports; the lowest where cards differ.
 CARDS_GIB = {12: 11.6, 16: 15.6, 24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8, 192: 191.0}
 SLOW_DISK_BYTES_PER_SECOND = 100e6  # estimates a checkpoint before one is measured
 EXPECTED_SHARE = 0.8  # of the best MFU, on a GPU without a public figure for several
@@ -205,9 +205,9 @@ class Speed:
         return f"{line}; likely reason: {found or 'none found'}"
 
 
-def usable_gib(card_gib: float) -> float:
-    """Estimate the GiB of a GPU that are left for tensors beside its driver, CUDA and NCCL.
+def usable_gib(reported_gib: float) -> float:
+    """Estimate the GiB of a GPU that are left for tensors, of those that the driver reports.
 
-    Nominal sizes are rounded: one of 40 GiB has 39.4, and a CUDA context takes 0.5.
+    A CUDA context takes 0.5 GiB, NCCL about as much; 2% are for what the allocator cannot use.
     """
-    return 0.98 * card_gib - 1.0
+    return 0.98 * reported_gib - 1.0

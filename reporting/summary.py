@@ -115,8 +115,8 @@ def final_figures(summary: dict[str, Any]) -> dict[str, float]:
 def final_status(run: Run, status: int) -> int:
     """Return the exit status of a launch whose processes have ended, and correct its summary.
 
-    `status` is that of the processes, so far: 128 + n is returned also if it is 0, but signal n has
-    stopped the run.
+    `status` is that of the processes. If signal n has stopped the run, 128 + n is returned even
+    where it is 0.
     """
     summary = read_summary(run)
     stopped_by = next((128 + number for number, name in STOP_SIGNALS.items()

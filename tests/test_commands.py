@@ -184,6 +184,37 @@ def test_the_drivers_text_is_recognised():
     assert torch.ones(2, device="cuda").sum().item() == 2  # the context still works
 
 
+def test_an_old_python_gets_its_line_before_what_it_cannot_read_is_imported():
+    code = "import sys, basics.entry_points; sys.exit('basics.files' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT_DIR).returncode == 0
+
+
+# Is torchrun: starts two processes, one of which gets a stop signal; says whether it was ended.
+TORCHRUN = """
+import os, signal, sys, time
+from basics.entry_points import _end_with_torchrun
+signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+for number in range(2):
+    if os.fork() == 0:
+        if number == int(sys.argv[1]):
+            os._exit(0)  # a process that has failed
+        time.sleep(0.5)
+        _end_with_torchrun(os.getppid(), signal.SIGTERM) if number else time.sleep(5)
+os.wait() if int(sys.argv[1]) == 0 else None
+time.sleep(3)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("failed", "nodes", "is_ended"), [(9, 1, True), (0, 1, False),
+                                                           (9, 2, False)])
+def test_a_stop_signal_ends_torchrun_unless_that_has_sent_it(failed, nodes, is_ended):
+    environment = os.environ | {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": str(nodes)}
+    ended = subprocess.run([sys.executable, "-c", TORCHRUN, str(failed)], cwd=PROJECT_DIR,
+                           env=environment)
+    assert ended.returncode == (7 if is_ended else 0)
+
+
 def test_charts_and_downloads_have_a_cache_where_home_cannot_be_written(tmp_path):
     """Matplotlib would warn in two lines, and the hub's client fail."""
     (tmp_path / "home").write_text("no directory")

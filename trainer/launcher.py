@@ -209,13 +209,15 @@ def find_max_microbatch(try_size: Callable[[int], Trial | None],
     ones the optimizer's step sets the peak, not the microbatch. The first trial has a size of 1.
     A `try_size` that returns None ends the search.
     """
-    trials = list(filter(None, [try_size(1)]))
-    while len(trials) < MAX_TRIALS:
+    trials: list[Trial] = []
+    size = 1
+    while len(trials) < MAX_TRIALS and (trial := try_size(size)) is not None:
+        trials.append(trial)
         fitting, failure = by_size(trials)
-        if not fitting or failure == fitting[-1].microbatch_size + 1:
+        if not fitting:
             break
         low = fitting[-1].microbatch_size
-        if low == most:
+        if low == most or failure == low + 1:
             break
         predicted: float = low * GROWTH
         if len(fitting) > 1:
@@ -230,9 +232,6 @@ def find_max_microbatch(try_size: Callable[[int], Trial | None],
             size = (low + failure) // 2
         if most is not None:
             size = min(size, most)
-        if (trial := try_size(size)) is None:
-            break
-        trials.append(trial)
     return trials
 
 

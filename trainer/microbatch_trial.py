@@ -37,8 +37,8 @@ TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result,
 # Steps before the timed ones, and these. The second step has optimizer state from the start, and
 # DDP's final buckets: on a CPU, where large microbatches take seconds, it is the timed one.
 STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
-TRIAL_TIMEOUT = timedelta(minutes=20)  # of a trial, and of a collective in it: it compiles first
-TOO_SLOW = "took longer than 20 minutes"
+TRIAL_TIMEOUT = timedelta(minutes=20)  # of a trial with its compiling, and of each collective
+TOO_SLOW = f"took longer than {TRIAL_TIMEOUT.total_seconds() / 60:.0f} minutes"
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
 
 
@@ -80,10 +80,12 @@ class MicrobatchTrial:
         device, model = self.process.device, self._run.model
         timer = threading.Timer(TRIAL_TIMEOUT.total_seconds(), self._fail, [TOO_SLOW])
         timer.daemon = True
-        timer.start()
         try:
             if device.type == "cpu":
                 map_every_tensor()  # before any other thread has allocated a heap
+            if not self._task["prefetches"]:
+                timer.start()
+            if device.type == "cpu":
                 share_cpu_cores(self.process)  # starts threads, which a limit might not leave room
             join_process_group(self.process, self._agreement.connect("trial"),
                                timeout=TRIAL_TIMEOUT)

@@ -82,20 +82,27 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
     recorded = [row for row in rows if any(len(_points_of(result, key, "global_step")[0])
                                            for result in row.results for key in CURVES)]
     written, missing = [], []
-    in_bits, unit = len(tokenizers(recorded)) > 1, "nats per token"
-    if in_bits:
-        unit = "bits per byte"
+    curves_in_bits, losses_in_bits = (
+        len(tokenizers(some)) > 1
+        for some in (recorded, [row for row in rows if row.loss(kind) is not None]))
+    if curves_in_bits:
         unknown = [row for row in recorded if not all(
             bytes_per_token(result.records) for result in row.results)]
         recorded = [row for row in recorded if row not in unknown]
         missing += [f"not drawn in loss-curves.png: {row.name}: the tokenizers of these runs"
                     " differ, and its bits per byte are not known" for row in unknown]
-    losses, memory = loss_points(rows, kind, in_bits=in_bits), memory_points(rows)
+    if losses_in_bits:
+        missing.append("loss-over-batch.png: in bits per byte, as the tokenizers differ; without"
+                       " the runs and published results of which these are not known")
+    losses = loss_points(rows, kind, in_bits=losses_in_bits)
+    memory = memory_points(rows)
+    curve_unit, loss_unit = ("bits per byte" if in_bits else "nats per token"
+                             for in_bits in (curves_in_bits, losses_in_bits))
     for name, data, plot, needed in (
-        ("loss-curves.png", recorded, partial(_plot_curves, recorded, unit, in_bits=in_bits),
-         "a run with records"),
+        ("loss-curves.png", recorded, partial(
+            _plot_curves, recorded, curve_unit, in_bits=curves_in_bits), "a run with records"),
         ("loss-over-batch.png", losses, partial(plot_points, losses, plot_fit, (
-            "global batch (sequences)", f"{LOSS_NAMES[kind]} ({unit})")),
+            "global batch (sequences)", f"{LOSS_NAMES[kind]} ({loss_unit})")),
          f"{NEEDED_FOR_PARABOLA} finished runs that differ in their batch"),
         ("memory-over-microbatch.png", memory, partial(plot_points, memory, plot_line, (
             "microbatch (sequences)", "memory per GPU (GiB)")),

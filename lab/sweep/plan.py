@@ -189,7 +189,8 @@ class Sweep:
                 run.config if train_path in missing else load_config(train_path, TrainConfig))
             for old, new in zip(there, files.values(), strict=True):
                 for key in type(new).model_fields:
-                    if getattr(old, key) != getattr(new, key):
+                    # Earlier sweeps had the prompts of their base.
+                    if key != "sample_prompts" and getattr(old, key) != getattr(new, key):
                         raise UserError(
                             f"{run.run_dir}: {key} is {getattr(old, key)}, but would be"
                             f" {getattr(new, key)} now: {self.base.run_dir} or this directory was"

@@ -168,6 +168,13 @@ def test_runs_may_start_from_the_best_weights_of_a_run(sweeps):
         assert train["init_from"] == str(best)
 
 
+def test_a_sweep_whose_runs_had_the_prompts_of_their_base_goes_on(sweeps):
+    succeeded(sweeps.run("--change", "drop_rate=0"))
+    path = sweeps.tiny / "drop_rate-0-seed-42/train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sample_prompts": ["a"]}))
+    succeeded(sweeps.run("--change", "drop_rate=0"))
+
+
 def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps):
     succeeded(sweeps.run("--change", 'sample_prompts=["a,b","c"],init=torch,clipping_max_norm=null',
                          "--change", "precision=null,global_batch_size=4,validate_on=all"))

@@ -22,6 +22,7 @@
   let rows = new Map(); // by run: its row
   const loaded = new Map(); // by run: what was answered, and the key of its version and range
   const colors = new Map(); // by run that is drawn
+  let inBits = false; // whether the tokenizers of the runs that are drawn differ: then nats per token do not compare
 
   async function ask(path, parameters) {
     if (exported) return path === "runs" ? exported : exported.run[parameters.run];
@@ -36,8 +37,8 @@
     return runs.filter((run) => (hidden ? !hidden.has(run.name) : newest.includes(run)));
   }
 
-  // Losses in nats per token of several tokenizers do not compare.
-  const differInTokenizer = (some) => new Set(some.map(({ tokenizer }) => tokenizer).filter(Boolean)).size > 1;
+  // In bits per byte of the validation text; null until its first validation.
+  const bitsPerNat = (run) => (run.bytes_per_token ? 1 / (Math.LN2 * run.bytes_per_token) : null);
 
   // A run keeps its color while it is drawn; ten have ten colors.
   function chooseColors() {
@@ -54,11 +55,9 @@
   // Draw the charts, and show the samples.
   function draw() {
     const [shown, axis] = [shownRuns(), controls.axis.value];
-    const inBits = differInTokenizer(shown);
-    const drawn = shown.filter(({ name }) => loaded.has(name)).map(({ name, bytes_per_token }) => {
-      const answer = loaded.get(name);
-      const bitsPerNat = bytes_per_token ? 1 / (Math.LN2 * bytes_per_token) : null;
-      return { ...answer, name, color: cssColor(colors.get(name)), x: answer.x[axis], lossScale: inBits ? bitsPerNat : 1 };
+    const drawn = shown.filter(({ name }) => loaded.has(name)).map((run) => {
+      const [{ name }, answer] = [run, loaded.get(run.name)];
+      return { ...answer, name, color: cssColor(colors.get(name)), x: answer.x[axis], lossScale: inBits ? bitsPerNat(run) : 1 };
     });
     const unknown = drawn.filter(({ lossScale }) => lossScale === null).map(({ name }) => name);
     byId("loss-unit").textContent = !inBits ? "nats per token"
@@ -94,8 +93,7 @@
       text(run.tokens, (number) => `${format.short(number)} tokens`)],
     "Training loss": (run) => [text(run.train_loss, format.four)],
     "Validation loss": (run) => [text(run.validation_loss, format.four),
-      differInTokenizer(shownRuns()) && run.validation_loss && run.bytes_per_token
-        && `${format.four(run.validation_loss / Math.LN2 / run.bytes_per_token)} bits per byte`],
+      inBits && bitsPerNat(run) && text(run.validation_loss, (nats) => `${format.four(nats * bitsPerNat(run))} bits per byte`)],
     "Tokens/s": (run) => [text(run.tokens_per_second, format.short)],
     MFU: (run) => [text(run.mfu, (mfu) => format.percent(100 * mfu))],
     Memory: (run) => [text(run.memory_gib, (gib) => `${gib.toFixed(1)} GiB`)],
@@ -108,6 +106,7 @@
   function showTable() {
     chooseColors();
     const [shown, body] = [shownRuns(), byId("runs").tBodies[0]];
+    inBits = new Set(shown.map(({ tokenizer }) => tokenizer).filter(Boolean)).size > 1;
     rows = new Map(runs.map(({ name }) => [name, rows.get(name) ?? newRow(name)]));
     const elements = [...rows.values()];
     if (elements.length !== body.rows.length || elements.some((row, index) => row !== body.rows[index])) body.replaceChildren(...elements);
