@@ -44,7 +44,12 @@ from gpt import GPTModel
 from run_config import ModelConfig
 
 WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
-    "model.safetensors", "optimizer.safetensors", "meta.json", "validation.json", "tokenizer.json")
+    "model.safetensors",
+    "optimizer.safetensors",
+    "meta.json",
+    "validation.json",
+    "tokenizer.json",
+)
 # An optimizer's state of one parameter.
 ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
 ALIGNMENT = 64  # bytes, of a tensor in a block
@@ -125,11 +130,14 @@ class SnapshotBuffers:
 
     def take(self, state: TrainingState) -> Snapshot:
         """Copy a state. Waits for the device until the copy is complete."""
-        weights = {name: self._copy(name, tensor)
-                   for name, tensor in state.model.state_dict().items()}
-        moments = {f"{moment}/{name}": self._copy(f"{moment}/{name}", tensor)
-                   for name, parameter in state.model.named_parameters()
-                   for moment, tensor in state.optimizer.state[parameter].items()}
+        weights = {
+            name: self._copy(name, tensor) for name, tensor in state.model.state_dict().items()
+        }
+        moments = {
+            f"{moment}/{name}": self._copy(f"{moment}/{name}", tensor)
+            for name, parameter in state.model.named_parameters()
+            for moment, tensor in state.optimizer.state[parameter].items()
+        }
         if any(tensor.is_cuda for tensor in state.model.parameters()):
             torch.cuda.synchronize()
         return Snapshot(weights, moments)
@@ -138,8 +146,9 @@ class SnapshotBuffers:
         if name not in self._buffers:
             size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
             if len(self._free) < size:
-                self._free = torch.empty(max(size, SNAPSHOT_BLOCK_BYTES), dtype=torch.uint8,
-                                         pin_memory=tensor.is_cuda)
+                self._free = torch.empty(
+                    max(size, SNAPSHOT_BLOCK_BYTES), dtype=torch.uint8, pin_memory=tensor.is_cuda
+                )
             part, self._free = self._free[: tensor.nbytes], self._free[size:]
             self._buffers[name] = part.view(tensor.dtype).view(tensor.shape)
         return self._buffers[name].copy_(tensor.detach(), non_blocking=True)
@@ -250,8 +259,10 @@ def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
         except UserError as error:
             damaged.append(str(error))
     if damaged:
-        raise UserError(f"{damaged[0]}; and no other checkpoint is whole: restore one, or start"
-                        " over with --fresh")
+        raise UserError(
+            f"{damaged[0]}; and no other checkpoint is whole: restore one, or start"
+            " over with --fresh"
+        )
     return None, damaged
 
 
@@ -271,14 +282,19 @@ def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
         except UserError as error:
             raise UserError(f"{error}; name another checkpoint") from None
     known = ", ".join(checkpoint.name for checkpoint in list_checkpoints(checkpoints_dir)[-3:])
-    raise UserError(f"{checkpoints_dir}: no checkpoint {name[:60]!r};"
-                    f" it has {known or 'none'}; wanted latest, best or a directory's name")
+    raise UserError(
+        f"{checkpoints_dir}: no checkpoint {name[:60]!r};"
+        f" it has {known or 'none'}; wanted latest, best or a directory's name"
+    )
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """Return the one with the lowest loss, the later of equals; the latest if none has a loss."""
-    return min(reversed(checkpoints), default=None,
-               key=lambda found: math.inf if found.loss is None else found.loss)
+    return min(
+        reversed(checkpoints),
+        default=None,
+        key=lambda found: math.inf if found.loss is None else found.loss,
+    )
 
 
 def renew_links(checkpoints_dir: Path) -> None:
@@ -296,24 +312,36 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
     Raises: UserError: a file is missing or damaged, or does not fit.
     """
     load_weights(checkpoint, state.model)
-    keys_of = {parameter: MUON_STATE if group.get("is_orthogonalised") else ADAMW_STATE
-               for group in state.optimizer.param_groups for parameter in group["params"]}
+    keys_of = {
+        parameter: MUON_STATE if group.get("is_orthogonalised") else ADAMW_STATE
+        for group in state.optimizer.param_groups
+        for parameter in group["params"]
+    }
     parameters = dict(state.model.named_parameters())
-    wanted = {f"{key}/{name}": ("F32", [] if key == "step" else list(parameter.shape))
-              for name, parameter in parameters.items() for key in keys_of[parameter]}
+    wanted = {
+        f"{key}/{name}": ("F32", [] if key == "step" else list(parameter.shape))
+        for name, parameter in parameters.items()
+        for key in keys_of[parameter]
+    }
     moments = _read(checkpoint, OPTIMIZER, wanted)
     for name, parameter in parameters.items():
         state.optimizer.state[parameter] = {  # "step" too: a fused optimizer wants it there
-            key: moments[f"{key}/{name}"].to(parameter.device) for key in keys_of[parameter]}
+            key: moments[f"{key}/{name}"].to(parameter.device) for key in keys_of[parameter]
+        }
     if state.scaler.is_enabled() and (saved := checkpoint.meta.loss_scale):
-        state.scaler.load_state_dict(state.scaler.state_dict() | {
-            "scale": saved.scale, "_growth_tracker": saved.growth_tracker})
+        state.scaler.load_state_dict(
+            state.scaler.state_dict()
+            | {"scale": saved.scale, "_growth_tracker": saved.growth_tracker}
+        )
 
 
 def load_weights(checkpoint: Checkpoint, model: GPTModel) -> None:
     """Load only the weights, in place. Raises: UserError: as `load_checkpoint`."""
-    weights = _read(checkpoint, WEIGHTS, {
-        name: ("F32", list(tensor.shape)) for name, tensor in model.state_dict().items()})
+    weights = _read(
+        checkpoint,
+        WEIGHTS,
+        {name: ("F32", list(tensor.shape)) for name, tensor in model.state_dict().items()},
+    )
     model.load_state_dict(weights)
 
 
@@ -323,7 +351,8 @@ def _read(checkpoint: Checkpoint, file: str, wanted: Header) -> dict[str, Tensor
     except DAMAGE as error:
         raise UserError(
             f"{checkpoint.path}: cannot be loaded: {first_line(error)}; restore model.json, name"
-            " another checkpoint, or start over with --fresh") from None
+            " another checkpoint, or start over with --fresh"
+        ) from None
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -365,12 +394,20 @@ def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
         if _is_partly_saved(path):
             with suppress(OSError):
                 remove_checkpoint(path)
-    kept = {checkpoint.path for checkpoint in list_checkpoints(checkpoints_dir)
-            if checkpoint.meta.global_step < from_step}
+    kept = {
+        checkpoint.path
+        for checkpoint in list_checkpoints(checkpoints_dir)
+        if checkpoint.meta.global_step < from_step
+    }
     if chosen := [path for path in named_as_checkpoints(checkpoints_dir) if path not in kept]:
         now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
-        aside_dir = next(place for number in count() if not (
-            place := run_dir / "set-aside" / (f"{now}-{number}" if number else now)).exists())
+        aside_dir = next(
+            place
+            for number in count()
+            if not (
+                place := run_dir / "set-aside" / (f"{now}-{number}" if number else now)
+            ).exists()
+        )
         (aside_dir / "checkpoints").mkdir(parents=True)
         for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
             if path.is_file() and not path.is_symlink() and path.name != IDENTITY:

@@ -85,8 +85,12 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
     if process.device.type == "cpu":
         keep_freed_memory()
     options = options.after_restart(agreement.step_before_restart())
-    watchdog = Watchdog(process, agreement.connect("watchdog"), phase=lambda: clock.current,
-                        seconds=clock.total_seconds)
+    watchdog = Watchdog(
+        process,
+        agreement.connect("watchdog"),
+        phase=lambda: clock.current,
+        seconds=clock.total_seconds,
+    )
     if options.find_learning_rate:
         find_learning_rate(options, watchdog, agreement)
         return 0
@@ -106,8 +110,9 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
     return status
 
 
-def train_run(prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock,
-              agreement: Agreement) -> None:
+def train_run(
+    prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock, agreement: Agreement
+) -> None:
     """Train a run; all of its memory is free afterwards. Every rank."""
     process = watchdog.process
     watchdog.write_heartbeats(prepared.run.heartbeat_path)
@@ -131,8 +136,12 @@ def find_learning_rate(options: Options, watchdog: Watchdog, agreement: Agreemen
             step = TrainingStep(state, prepared.config, process)
             microbatches = read_microbatches(prepared, watchdog, PhaseClock())
             num_microbatches = prepared.plan.gradient_accumulation_steps
-            losses = run_range_test(lambda rate: step.take(
-                microbatches, num_microbatches=num_microbatches, learning_rate=rate)[0], watchdog)
+            losses = run_range_test(
+                lambda rate: step.take(
+                    microbatches, num_microbatches=num_microbatches, learning_rate=rate
+                )[0],
+                watchdog,
+            )
             microbatches.close()
             del step.parallel_loss  # its threads must be gone before its process group
     report_range_test(prepared.run, losses, process)
@@ -142,8 +151,13 @@ def measure_microbatch(trial: MicrobatchTrial) -> None:
     """Take a few steps on random tokens, with one size of the microbatch. Every rank."""
     with trial.measuring() as (state, config, microbatches):
         step = TrainingStep(state, config, trial.process)
-        trial.time_steps(lambda: step.take(microbatches, learning_rate=config.learning_rate,
-                                           num_microbatches=trial.num_microbatches))
+        trial.time_steps(
+            lambda: step.take(
+                microbatches,
+                learning_rate=config.learning_rate,
+                num_microbatches=trial.num_microbatches,
+            )
+        )
 
 
 def wrap_in_ddp(loss: nn.Module, process: Process, config: TrainConfig) -> Any:
@@ -151,8 +165,10 @@ def wrap_in_ddp(loss: nn.Module, process: Process, config: TrainConfig) -> Any:
     if process.world_size == 1:
         return loss  # there is nothing to average, and DDP would cost time
     parallel_loss = DistributedDataParallel(  # the model has no buffers to broadcast
-        loss, device_ids=[process.device] if process.device.type == "cuda" else None,
-        gradient_as_bucket_view=True)
+        loss,
+        device_ids=[process.device] if process.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+    )
     if config.all_reduce_dtype == "bf16":
         parallel_loss.register_comm_hook(None, bf16_compress_hook)
     return parallel_loss
@@ -169,8 +185,9 @@ def microbatch_indices(plan: BatchPlan, rank: int, *, first_step: int) -> Iterat
             yield accumulated * plan.world_size + rank
 
 
-def read_microbatches(prepared: PreparedRun, watchdog: Watchdog,
-                      clock: PhaseClock) -> Generator[Microbatch]:
+def read_microbatches(
+    prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock
+) -> Generator[Microbatch]:
     """Yield this process's microbatches, each read while the one before is used."""
     process = watchdog.process
     indices = microbatch_indices(prepared.plan, process.rank, first_step=prepared.first_step)
@@ -188,16 +205,22 @@ def read_microbatches(prepared: PreparedRun, watchdog: Watchdog,
 class TrainingStep:
     """Takes the global steps of one process. Building one compiles the model. Every rank."""
 
-    def __init__(self, state: TrainingState, config: TrainConfig, process: Process,
-                 diagnostics: Diagnostics = NO_DIAGNOSTICS) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        config: TrainConfig,
+        process: Process,
+        diagnostics: Diagnostics = NO_DIAGNOSTICS,
+    ) -> None:
         self.state, self.config = state, config
         self.process, self.diagnostics = process, diagnostics
         self._parameters = list(state.model.parameters())  # finding them takes 1 ms of each step
         self.losses = Losses(state.model, config, process)
         self.parallel_loss = wrap_in_ddp(self.losses.training, process, config)
 
-    def take(self, microbatches: Iterator[Microbatch], *, num_microbatches: int,
-             learning_rate: float) -> tuple[Tensor, Tensor]:
+    def take(
+        self, microbatches: Iterator[Microbatch], *, num_microbatches: int, learning_rate: float
+    ) -> tuple[Tensor, Tensor]:
         """Take one global step, on the next `num_microbatches`. Every rank.
 
         Nothing here waits for the device. Returned are this process's mean loss and the norm of the
@@ -240,16 +263,27 @@ class TrainingStep:
 class Trainer:
     """One process's part in the training of a run; `group` is of gloo, for waits of any length."""
 
-    def __init__(self, prepared: PreparedRun, state: TrainingState, watchdog: Watchdog, *,
-                 clock: PhaseClock, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        state: TrainingState,
+        watchdog: Watchdog,
+        *,
+        clock: PhaseClock,
+        group: dist.ProcessGroup,
+    ) -> None:
         self.prepared, self.config, self.data = prepared, prepared.config, prepared.data
         self.plan, self.state, self.clock, self.group = prepared.plan, state, clock, group
         self.watchdog, self.process = watchdog, watchdog.process
         self.saver = BackgroundSaver(
-            prepared.run.checkpoints_dir, keep=self.config.keep_checkpoints,
-            newest=prepared.resume_from, heartbeat=watchdog.heartbeat)
-        self.reports = Reports(prepared, state.model, clock=clock, watchdog=watchdog,
-                               saver=self.saver)
+            prepared.run.checkpoints_dir,
+            keep=self.config.keep_checkpoints,
+            newest=prepared.resume_from,
+            heartbeat=watchdog.heartbeat,
+        )
+        self.reports = Reports(
+            prepared, state.model, clock=clock, watchdog=watchdog, saver=self.saver
+        )
         self.stop = Stop(prepared, clock=clock, watchdog=watchdog, group=group, saver=self.saver)
 
     def train(self, agreement: Agreement) -> int:
@@ -263,8 +297,10 @@ class Trainer:
             learning_rate = learning_rate_at(self.config, global_step, num_steps=num_steps)
             self.step.diagnostics.begin_step(global_step)
             loss, grad_norm = self.step.take(
-                microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
-                learning_rate=learning_rate)
+                microbatches,
+                num_microbatches=self.plan.gradient_accumulation_steps,
+                learning_rate=learning_rate,
+            )
             losses.add(loss, grad_norm)
             self.reports.log.step()
             if global_step == self.prepared.first_step:
@@ -301,8 +337,11 @@ class Trainer:
             self.saver.tidy()
             self.reports.draw_charts()
         is_due = self.prepared.is_validation_due(global_step)
-        self.reports.end(global_step, stop_reason=self.stop.reason,
-                         lacks_validation=is_due and self.saver.validation is None)
+        self.reports.end(
+            global_step,
+            stop_reason=self.stop.reason,
+            lacks_validation=is_due and self.saver.validation is None,
+        )
 
     def save_and_validate(self, global_step: int) -> None:
         """Let rank 0 save, validate and start to draw while the other ranks wait. Every rank."""
@@ -326,16 +365,27 @@ class Trainer:
         train_loss = finite_or_none(self.reports.window.pop_loss_since_checkpoint())
         decides_best = not self.config.validates and self.prepared.is_save_due(global_step)
         with self.clock.phase(CHECKPOINT):
-            self.saver.save(self.state, CheckpointMeta(
-                identity=self.identity.name, global_step=global_step,
-                tokens=(global_step + 1) * self.plan.tokens_per_step,
-                loss=train_loss if decides_best else None, train_loss=train_loss,
-                seconds=self.clock.read(), usd=self.clock.usd(),
-                optimizer=self.config.optimizer, code=self.reports.code,
-                tokenizer=self.data.tokenizer_name, tokenizer_file=self.data.tokenizer_file,
-                loss_scale=self.state.loss_scale(), model=self.prepared.run.model,
-                random_seed=self.config.random_seed, settings=settings_of(self.prepared.run),
-                data=self.data.fingerprints))
+            self.saver.save(
+                self.state,
+                CheckpointMeta(
+                    identity=self.identity.name,
+                    global_step=global_step,
+                    tokens=(global_step + 1) * self.plan.tokens_per_step,
+                    loss=train_loss if decides_best else None,
+                    train_loss=train_loss,
+                    seconds=self.clock.read(),
+                    usd=self.clock.usd(),
+                    optimizer=self.config.optimizer,
+                    code=self.reports.code,
+                    tokenizer=self.data.tokenizer_name,
+                    tokenizer_file=self.data.tokenizer_file,
+                    loss_scale=self.state.loss_scale(),
+                    model=self.prepared.run.model,
+                    random_seed=self.config.random_seed,
+                    settings=settings_of(self.prepared.run),
+                    data=self.data.fingerprints,
+                ),
+            )
         self.reports.warn_of_failed_write()
 
     def validate(self, global_step: int) -> None:
@@ -344,8 +394,11 @@ class Trainer:
             loss = validate(self.step.losses, self.data.validation, self.watchdog)
         if loss is not None and self.process.is_main:
             self.reports.report_validation(global_step, loss, phase.seconds)
-            self.saver.add_validation(Validation(
-                loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd()))
+            self.saver.add_validation(
+                Validation(
+                    loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd()
+                )
+            )
 
 
 if __name__ == "__main__":

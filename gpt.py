@@ -22,8 +22,11 @@ from ops.linear_cross_entropy import linear_cross_entropy, pad_rows
 from run_config import ModelConfig
 
 INIT_STD = 0.02
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-           "math": SDPBackend.MATH}
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ class GPTModel(nn.Module):
         self.position_embedding = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.drop_rate)
         self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
-            Block(config, self.options) for _ in range(config.n_layers))
+            Block(config, self.options) for _ in range(config.n_layers)
+        )
         self.final_norm = nn.LayerNorm(config.emb_dim)
         if not config.tie_weights:
             self.head = nn.Linear(config.emb_dim, config.vocab_size, bias=False)
@@ -150,14 +154,16 @@ class GPTModel(nn.Module):
         x = self.dropout(x)
         return x if self.options.residual_dtype is None else x.to(self.options.residual_dtype)
 
-    def transform(self, x: Tensor,
-                  run: Callable[[Block, Tensor], Tensor] = lambda block, x: block(x)) -> Tensor:
+    def transform(
+        self, x: Tensor, run: Callable[[Block, Tensor], Tensor] = lambda block, x: block(x)
+    ) -> Tensor:
         """Run all layers, (B, T, C) to (B, T, C), each one through `run`."""
         recomputes = self.options.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
             if recomputes:
-                x = checkpoint(run, block, x, use_reentrant=False,
-                               preserve_rng_state=self.config.drop_rate > 0)
+                x = checkpoint(
+                    run, block, x, use_reentrant=False, preserve_rng_state=self.config.drop_rate > 0
+                )
             else:
                 x = run(block, x)
         return x
@@ -165,9 +171,13 @@ class GPTModel(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean loss, () float32, of the layers' output (B, T, C); targets (B, T)."""
         x, targets = self.final_norm(x).flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
-        return linear_cross_entropy(x, self.head_weight, targets,
-                                    chunk_tokens=self.options.head_chunk_tokens,
-                                    multiple=self.options.head_multiple)
+        return linear_cross_entropy(
+            x,
+            self.head_weight,
+            targets,
+            chunk_tokens=self.options.head_chunk_tokens,
+            multiple=self.options.head_multiple,
+        )
 
     @property
     def head_weight(self) -> Tensor:

@@ -28,12 +28,18 @@ def build_optimizer(model: nn.Module, config: TrainConfig, process: Process) -> 
     groups = []
     for group, parameters in by_group.items():
         peak = peak_learning_rate(group, config)
-        groups.append({
-            "params": parameters, "lr": peak, "peak_ratio": peak / config.learning_rate,
-            "betas": (config.beta1, config.beta2), "eps": config.epsilon,
-            "weight_decay": config.weight_decay if is_decayed(group, config) else 0.0,
-            "is_orthogonalised": group == "matrix" and config.optimizer == "muon",
-            "momentum": config.momentum})
+        groups.append(
+            {
+                "params": parameters,
+                "lr": peak,
+                "peak_ratio": peak / config.learning_rate,
+                "betas": (config.beta1, config.beta2),
+                "eps": config.epsilon,
+                "weight_decay": config.weight_decay if is_decayed(group, config) else 0.0,
+                "is_orthogonalised": group == "matrix" and config.optimizer == "muon",
+                "momentum": config.momentum,
+            }
+        )
     if config.optimizer == "muon":
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         return Muon(groups, dtype=dtype, rank=process.rank, world_size=process.world_size)
@@ -65,9 +71,11 @@ def decay_line(model: nn.Module, config: TrainConfig) -> str:
     for name, parameter in model.named_parameters():
         group = group_of(name, parameter)
         (decayed if is_decayed(group, config) else others).append(parameter.numel())
-    return (f"weight decay {config.weight_decay:g} on {len(decayed)} tensors"
-            f" ({sum(decayed):,} parameters), none on {len(others)} tensors"
-            f" ({sum(others):,} parameters)")
+    return (
+        f"weight decay {config.weight_decay:g} on {len(decayed)} tensors"
+        f" ({sum(decayed):,} parameters), none on {len(others)} tensors"
+        f" ({sum(others):,} parameters)"
+    )
 
 
 def peak_learning_rate(group: Group, config: TrainConfig) -> float:
@@ -76,8 +84,11 @@ def peak_learning_rate(group: Group, config: TrainConfig) -> float:
 
 
 def rates_line(model: ModelConfig, config: TrainConfig) -> str:
-    return ", ".join(f"{group} {peak_learning_rate(group, config):g}" for group in GROUPS
-                     if group != "head" or not model.tie_weights)
+    return ", ".join(
+        f"{group} {peak_learning_rate(group, config):g}"
+        for group in GROUPS
+        if group != "head" or not model.tie_weights
+    )
 
 
 def set_rates(optimizer: Optimizer, learning_rate: float) -> None:
@@ -107,8 +118,9 @@ class Muon(AdamW):
 
     found_inf: Tensor
 
-    def __init__(self, groups: list[dict[str, Any]], *, dtype: torch.dtype, rank: int,
-                 world_size: int) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], *, dtype: torch.dtype, rank: int, world_size: int
+    ) -> None:
         super().__init__(groups, fused=True)
         self._dtype, self._rank, self._world_size = dtype, rank, world_size
         by_shape: dict[torch.Size, list[nn.Parameter]] = {}
@@ -117,10 +129,14 @@ class Muon(AdamW):
         self._batches = []  # parameters of one shape, and factors of their updates, (n, 1, 1)
         for parameters in by_shape.values():
             # A matrix with more rows than columns may change more.
-            scales = [max(1.0, _height(each) / each.shape[1]) ** 0.5
-                      for each in parameters for _ in _matrices([each])]
-            self._batches.append((parameters, torch.tensor(
-                scales, device=parameters[0].device).view(-1, 1, 1)))
+            scales = [
+                max(1.0, _height(each) / each.shape[1]) ** 0.5
+                for each in parameters
+                for _ in _matrices([each])
+            ]
+            self._batches.append(
+                (parameters, torch.tensor(scales, device=parameters[0].device).view(-1, 1, 1))
+            )
 
     def _group(self) -> dict[str, Any]:
         return next(group for group in self.param_groups if group["is_orthogonalised"])
@@ -134,13 +150,16 @@ class Muon(AdamW):
         if group["weight_decay"]:
             torch._foreach_mul_(group["params"], 1 - rate * group["weight_decay"])
         # One shape's updates are gathered while those of the next are orthogonalised.
-        started = [(parameters, scales, *self._start_updates(parameters, skips, group["momentum"]))
-                   for parameters, scales in self._batches]
+        started = [
+            (parameters, scales, *self._start_updates(parameters, skips, group["momentum"]))
+            for parameters, scales in self._batches
+        ]
         for parameters, scales, updates, gathering in started:
             if gathering is not None:
                 gathering.wait()
             torch._foreach_sub_(  # the product has the weights' type: one pass
-                _matrices(parameters), list(updates[: len(scales)] * (scales * rate)))
+                _matrices(parameters), list(updates[: len(scales)] * (scales * rate))
+            )
         groups = self.param_groups
         self.param_groups = [each for each in groups if each is not group]
         super().step(closure)
@@ -157,12 +176,21 @@ class Muon(AdamW):
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
         torch._fused_sgd_(
             [self.state[parameter]["momentum"] for parameter in group["params"]],
-            [parameter.grad for parameter in group["params"]], [], lr=1 - group["momentum"],
-            weight_decay=1.0, maximize=True, momentum=0.0, dampening=0.0, nesterov=False,
-            is_first_step=False, found_inf=self.found_inf)
+            [parameter.grad for parameter in group["params"]],
+            [],
+            lr=1 - group["momentum"],
+            weight_decay=1.0,
+            maximize=True,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            is_first_step=False,
+            found_inf=self.found_inf,
+        )
 
-    def _start_updates(self, parameters: list[nn.Parameter], skips: Tensor, momentum: float
-                       ) -> tuple[Tensor, dist.Work | None]:
+    def _start_updates(
+        self, parameters: list[nn.Parameter], skips: Tensor, momentum: float
+    ) -> tuple[Tensor, dist.Work | None]:
         """Return the updates of matrices of one shape, (n or more, r, c), and what brings them."""
         gradients = _matrices([each.grad for each in parameters])  # type: ignore[misc]
         averages = _matrices([self.state[each]["momentum"] for each in parameters])
@@ -188,5 +216,8 @@ def _height(parameter: Tensor) -> int:
 
 def _matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the matrices in parameters, or in tensors like them, as views (r, c), r at most c."""
-    return [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-            for tensor in tensors for matrix in tensor.split(_height(tensor))]
+    return [
+        matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+        for tensor in tensors
+        for matrix in tensor.split(_height(tensor))
+    ]

@@ -28,31 +28,63 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
 @click.argument("sources", metavar="SOURCE", nargs=-1, required=True)
 @click.argument("output", type=click.Path(path_type=Path))
 @source_options
-@click.option("--tokenizer", default="gpt2", show_default=True, metavar="gpt2|bytes|DIR",
-              help="gpt2 has a vocabulary of 50,257, bytes of 257. DIR holds a tokenizer.json, as"
-                   " lab tokenizer writes it.")
-@click.option("--validation-fraction", default=0.01, show_default=True,
-              type=FiniteRange(0, 1, min_open=True, max_open=True),
-              help="Fraction of the documents, taken from the end, to use for validation.")
+@click.option(
+    "--tokenizer",
+    default="gpt2",
+    show_default=True,
+    metavar="gpt2|bytes|DIR",
+    help="gpt2 has a vocabulary of 50,257, bytes of 257. DIR holds a tokenizer.json, as"
+    " lab tokenizer writes it.",
+)
+@click.option(
+    "--validation-fraction",
+    default=0.01,
+    show_default=True,
+    type=FiniteRange(0, 1, min_open=True, max_open=True),
+    help="Fraction of the documents, taken from the end, to use for validation.",
+)
 @click.option("--max-documents", type=click.IntRange(2), help="Use only the first N documents.")
-@click.option("--workers", type=click.IntRange(1), default=None,
-              help="Number of tokenising processes.  [default: one per core, at most 16; 16 need"
-                   " less than 1 GiB of memory]")
-@click.option("--skip-bad-shards", is_flag=True,
-              help="Leave out any number of files that cannot be read.  [default: one in a hundred,"
-                   " of text files at least one]")
-@click.option("--keep-raw", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-              help="Download files from the hub to DIR and keep them.")
-@click.option("--import", "is_import", is_flag=True,
-              help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, .bin shards of"
-                   " llm.c, the same as .npy files, or a single such file.")
-@click.option("--part", metavar="I/N", default="",
-              help="Prepare only part I of N, on one of several machines, for --join.")
-@click.option("--join", "is_join", is_flag=True,
-              help="Each SOURCE is a part: join all of them to the dataset that one machine would"
-                   " have made.")
-def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
-         **options: Any) -> None:
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=None,
+    help="Number of tokenising processes.  [default: one per core, at most 16; 16 need"
+    " less than 1 GiB of memory]",
+)
+@click.option(
+    "--skip-bad-shards",
+    is_flag=True,
+    help="Leave out any number of files that cannot be read.  [default: one in a hundred,"
+    " of text files at least one]",
+)
+@click.option(
+    "--keep-raw",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Download files from the hub to DIR and keep them.",
+)
+@click.option(
+    "--import",
+    "is_import",
+    is_flag=True,
+    help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, .bin shards of"
+    " llm.c, the same as .npy files, or a single such file.",
+)
+@click.option(
+    "--part",
+    metavar="I/N",
+    default="",
+    help="Prepare only part I of N, on one of several machines, for --join.",
+)
+@click.option(
+    "--join",
+    "is_join",
+    is_flag=True,
+    help="Each SOURCE is a part: join all of them to the dataset that one machine would have made.",
+)
+def main(
+    sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool, **options: Any
+) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
     OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
 
@@ -74,11 +106,14 @@ def main(sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool,
             check_options("--join", "is_join", "skip_bad_shards")
             from preparation.pipeline import join_parts
 
-            summary = join_parts([Path(part) for part in sources], output,
-                                 skip_bad_shards=options["skip_bad_shards"]).summary(output)
+            summary = join_parts(
+                [Path(part) for part in sources], output, skip_bad_shards=options["skip_bad_shards"]
+            ).summary(output)
         elif len(sources) > 1:
-            raise UserError(f"{sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
-                            " around a pattern of files, or join parts with --join")
+            raise UserError(
+                f"{sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
+                " around a pattern of files, or join parts with --join"
+            )
         elif is_import:
             check_options("--import", "is_import", "tokenizer")
             from preparation.import_bin import import_tokens
@@ -111,8 +146,10 @@ def check_name(output: Path) -> None:
 
     name = os.path.basename(os.path.abspath(output))
     if name and not re.fullmatch(DATASET_NAME, name):
-        raise UserError(f"{output}: its name may have only a-z, A-Z, 0-9, '.', '-' and '_', a"
-                        " letter or digit first: train.json must be able to name it")
+        raise UserError(
+            f"{output}: its name may have only a-z, A-Z, 0-9, '.', '-' and '_', a"
+            " letter or digit first: train.json must be able to name it"
+        )
 
 
 def check_options(mode: str, *accepted: str) -> None:
@@ -120,10 +157,14 @@ def check_options(mode: str, *accepted: str) -> None:
     context = click.get_current_context()
     for option in context.command.params:
         source = context.get_parameter_source(option.name)
-        if isinstance(option, click.Option) and option.name not in accepted and (
-                source is not ParameterSource.DEFAULT):
-            raise UserError(f"{option.opts[0]}: is not for {mode}, which takes everything from its"
-                            " SOURCE")
+        if (
+            isinstance(option, click.Option)
+            and option.name not in accepted
+            and (source is not ParameterSource.DEFAULT)
+        ):
+            raise UserError(
+                f"{option.opts[0]}: is not for {mode}, which takes everything from its SOURCE"
+            )
 
 
 def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> str:
@@ -132,11 +173,24 @@ def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -
     from preparation.pipeline import PrepareOptions, prepare_dataset
     from preparation.sources import find_source
 
-    named = SourceOptions(source, **{key: options.pop(key) for key in (
-        "subset", "split", "revision", "text_column", "encoding", "document_separator",
-        "keep_raw")})
+    named = SourceOptions(
+        source,
+        **{
+            key: options.pop(key)
+            for key in (
+                "subset",
+                "split",
+                "revision",
+                "text_column",
+                "encoding",
+                "document_separator",
+                "keep_raw",
+            )
+        },
+    )
     preparation = PrepareOptions(
-        **options, num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS))
+        **options, num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS)
+    )
     documents = find_source(named, raw_dir=Journal(check_output_dir(output)).raw_dir)
     if preparation.part and documents.request.revision != named.revision:
         print_line(f"use --revision {documents.request.revision} on the other machines")

@@ -27,28 +27,43 @@ OLD_NAME = "minibatch_size"  # of microbatch_size, in the original system
 GONE_KEYS = {
     "cross_entropy": "remove it; there is one form, and head_chunks saves memory",
     "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length beforehand",
-    **dict.fromkeys((f"{group}_{key}" for group in GROUPS for key in (
-        "beta1", "beta2", "weight_decay")), "remove it; all groups have the same"),
-    **dict.fromkeys(("compile_mode", "cautious_weight_decay", "momentum_warmup_percent",
-                     "weight_average"), "remove it; no gain by it was measured")}
+    **dict.fromkeys(
+        (f"{group}_{key}" for group in GROUPS for key in ("beta1", "beta2", "weight_decay")),
+        "remove it; all groups have the same",
+    ),
+    **dict.fromkeys(
+        ("compile_mode", "cautious_weight_decay", "momentum_warmup_percent", "weight_average"),
+        "remove it; no gain by it was measured",
+    ),
+}
 LENGTH = "min_train_tokens is the length of a run, and --max-steps ends one launch earlier"
 NAMES_ELSEWHERE = {  # of settings, in other trainers
-    **dict.fromkeys(("max_steps", "num_steps", "max_iters", "num_iterations", "epochs",
-                     "num_epochs"), LENGTH),
-    **dict.fromkeys(("batch_size", "per_device_train_batch_size"),
-                    "microbatch_size is of one forward pass of a process, global_batch_size of a"
-                    " step")}
+    **dict.fromkeys(
+        ("max_steps", "num_steps", "max_iters", "num_iterations", "epochs", "num_epochs"), LENGTH
+    ),
+    **dict.fromkeys(
+        ("batch_size", "per_device_train_batch_size"),
+        "microbatch_size is of one forward pass of a process, global_batch_size of a step",
+    ),
+}
 MUON_DEFAULTS: dict[str, Any] = {
-    "matrix_learning_rate": 0.02, "learning_rate": 0.02, "embedding_learning_rate": 0.15,
-    "vector_learning_rate": 0.01, "weight_decay": 0.0, "beta1": 0.8, "beta2": 0.95,
-    "schedule": "linear"}
+    "matrix_learning_rate": 0.02,
+    "learning_rate": 0.02,
+    "embedding_learning_rate": 0.15,
+    "vector_learning_rate": 0.01,
+    "weight_decay": 0.0,
+    "beta1": 0.8,
+    "beta2": 0.95,
+    "schedule": "linear",
+}
 WIDTH_DEPENDENT = {"learning_rate", "embedding_learning_rate", "vector_learning_rate"}
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
 GroupRate = Annotated[float | None, Field(gt=0)]  # None stands for `learning_rate`
 # A JSON list becomes a tuple: the config is frozen.
-Prompts = Annotated[tuple[Annotated[str, Field(max_length=2**14)], ...],
-                    Field(strict=False, max_length=64)]
+Prompts = Annotated[
+    tuple[Annotated[str, Field(max_length=2**14)], ...], Field(strict=False, max_length=64)
+]
 
 
 class ModelConfig(FrozenConfig):
@@ -131,30 +146,55 @@ class TrainConfig(FrozenConfig):
     def _keys_fit_together(self) -> Self:
         of_validation = self.validation_batches or self.validation_sequences
         for is_wrong, message in (
-            (self.min_train_tokens != -1 and self.min_train_tokens < 1,
-             f"min_train_tokens is {self.min_train_tokens}; wanted 1 or more or -1"),
-            (self.repeat_data and self.min_train_tokens == -1,
-             "repeat_data needs min_train_tokens, the tokens to train on: set it"),
-            (self.global_batch_size and "gradient_accumulation_steps" in self.model_fields_set,
-             "gradient_accumulation_steps follows from global_batch_size: drop it"),
-            (self.validation_batches and self.validation_sequences,
-             "validation_batches and validation_sequences exclude each other: drop one"),
-            (self.validates != bool(of_validation), "validation_interval goes together with"
-             " validation_batches or validation_sequences: set both"),
-            (not self.validates and self.checkpoint_interval is None, "set validation_interval with"
-             " validation_batches, or checkpoint_interval, so that the run is saved"),
-            (self.schedule_learning_rate and self.schedule not in (None, "cosine"),
-             f'schedule is "{self.schedule}" but schedule_learning_rate is true, which means'
-             " cosine: drop one"),
-            (self.warmup_period_percent + (self.decay_period_percent or 0) > 100,
-             "warmup_period_percent and decay_period_percent are more than 100 together: lower"
-             " one"),
-            (not self.use_amp and self.precision in ("bf16", "fp16"),
-             f'use_amp is false but precision is "{self.precision}": drop one'),
-            (self.deterministic and self.attention == "cudnn",
-             'attention "cudnn" is not deterministic: drop it, or deterministic'),
-            (self.sample_prompts and not self.validates, "sample_prompts are continued at each"
-             " validation, but there is none: set validation_interval, or drop them"),
+            (
+                self.min_train_tokens != -1 and self.min_train_tokens < 1,
+                f"min_train_tokens is {self.min_train_tokens}; wanted 1 or more or -1",
+            ),
+            (
+                self.repeat_data and self.min_train_tokens == -1,
+                "repeat_data needs min_train_tokens, the tokens to train on: set it",
+            ),
+            (
+                self.global_batch_size and "gradient_accumulation_steps" in self.model_fields_set,
+                "gradient_accumulation_steps follows from global_batch_size: drop it",
+            ),
+            (
+                self.validation_batches and self.validation_sequences,
+                "validation_batches and validation_sequences exclude each other: drop one",
+            ),
+            (
+                self.validates != bool(of_validation),
+                "validation_interval goes together with"
+                " validation_batches or validation_sequences: set both",
+            ),
+            (
+                not self.validates and self.checkpoint_interval is None,
+                "set validation_interval with"
+                " validation_batches, or checkpoint_interval, so that the run is saved",
+            ),
+            (
+                self.schedule_learning_rate and self.schedule not in (None, "cosine"),
+                f'schedule is "{self.schedule}" but schedule_learning_rate is true, which means'
+                " cosine: drop one",
+            ),
+            (
+                self.warmup_period_percent + (self.decay_period_percent or 0) > 100,
+                "warmup_period_percent and decay_period_percent are more than 100 together: lower"
+                " one",
+            ),
+            (
+                not self.use_amp and self.precision in ("bf16", "fp16"),
+                f'use_amp is false but precision is "{self.precision}": drop one',
+            ),
+            (
+                self.deterministic and self.attention == "cudnn",
+                'attention "cudnn" is not deterministic: drop it, or deterministic',
+            ),
+            (
+                self.sample_prompts and not self.validates,
+                "sample_prompts are continued at each"
+                " validation, but there is none: set validation_interval, or drop them",
+            ),
         ):
             if is_wrong:
                 raise ValueError(message)
@@ -202,8 +242,10 @@ class Run:
         """Return the run with the command line's price, if any. Raises: UserError: it needs one."""
         price = usd_per_hour or self.config.usd_per_hour
         if self.config.max_cost_usd and not price:
-            raise UserError(f"{self.train_path}: max_cost_usd needs the machine's price; set"
-                            " usd_per_hour, or pass --usd-per-hour")
+            raise UserError(
+                f"{self.train_path}: max_cost_usd needs the machine's price; set"
+                " usd_per_hour, or pass --usd-per-hour"
+            )
         return replace(self, config=self.config.model_copy(update={"usd_per_hour": price}))
 
 
@@ -223,8 +265,10 @@ def load_run(runs_dir: Path, name: str) -> Run:
     name = plain_name(runs_dir, name)
     if not RUN_NAME.fullmatch(name):
         also = "" if os.path.exists(name) else ", and no such directory"
-        raise UserError(f"run {name[:60]!r} is not a plain name{also}; wanted a directory inside"
-                        f" {runs_dir}, of letters, digits, '.', '_' and '-', at most 128")
+        raise UserError(
+            f"run {name[:60]!r} is not a plain name{also}; wanted a directory inside"
+            f" {runs_dir}, of letters, digits, '.', '_' and '-', at most 128"
+        )
     run_dir, shipped = runs_dir / name, SHIPPED_RUNS / name
     if not run_dir.exists() and (shipped / "train.json").is_file():  # of an installed package
         with suppress(OSError):  # then there is no such run
@@ -234,8 +278,10 @@ def load_run(runs_dir: Path, name: str) -> Run:
     if not run_dir.is_dir():
         found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
         raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
-    model, config = with_defaults(load_config(run_dir / "model.json", ModelConfig),
-                                  load_config(run_dir / "train.json", TrainConfig))
+    model, config = with_defaults(
+        load_config(run_dir / "model.json", ModelConfig),
+        load_config(run_dir / "train.json", TrainConfig),
+    )
     return Run(name, run_dir, model, config)
 
 
@@ -248,8 +294,11 @@ def with_defaults(model: ModelConfig, config: TrainConfig) -> tuple[ModelConfig,
     """
     if config.optimizer != "muon":
         return model, config
-    missing = {key: value for key, value in MUON_DEFAULTS.items()
-               if key not in config.model_fields_set or getattr(config, key) is None}
+    missing = {
+        key: value
+        for key, value in MUON_DEFAULTS.items()
+        if key not in config.model_fields_set or getattr(config, key) is None
+    }
     if config.schedule_learning_rate:
         missing.pop("schedule", None)
     for key in WIDTH_DEPENDENT & missing.keys():

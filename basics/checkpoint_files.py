@@ -46,8 +46,10 @@ class Manifest(FrozenConfig):
 
 def write_manifest(directory: Path, *, global_step: int, tokens: int) -> None:
     """Write the manifest of a directory's files. Call fsync on each of them first."""
-    files = {path.name: FileFacts(bytes=path.stat().st_size, sha256=sha256_of(path))
-             for path in sorted(directory.iterdir())}
+    files = {
+        path.name: FileFacts(bytes=path.stat().st_size, sha256=sha256_of(path))
+        for path in sorted(directory.iterdir())
+    }
     manifest = Manifest(global_step=global_step, tokens=tokens, files=files)
     write_atomically(directory / MANIFEST, manifest.model_dump_json(indent=2) + "\n", durable=True)
 
@@ -79,9 +81,14 @@ def find_damage(directory: Path, *, thoroughly: bool = False) -> str:
 
 def named_as_checkpoints(checkpoints_dir: Path, *, partial: bool = False) -> list[Path]:
     """Return the directories with a checkpoint's name, and a manifest or none, by global step."""
-    paths = [path for path in checkpoints_dir.glob("*-iteration-*")
-             if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-             and (path / MANIFEST).exists() != partial]
+    paths = [
+        path
+        for path in checkpoints_dir.glob("*-iteration-*")
+        if CHECKPOINT_NAME.fullmatch(path.name)
+        and path.is_dir()
+        and not path.is_symlink()
+        and (path / MANIFEST).exists() != partial
+    ]
     return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 
@@ -124,8 +131,9 @@ class Identity(FrozenConfig):
         """Return a new identity that goes on from a checkpoint."""
         is_known = name == self.name or name in self.earlier
         branch = min(global_step, self.earlier.get(name, global_step)) if is_known else 0
-        before = {known: last for known, last in self.earlier.items()
-                  if last < branch and known != name}
+        before = {
+            known: last for known, last in self.earlier.items() if last < branch and known != name
+        }
         return Identity(earlier=before | {name: global_step})
 
 
@@ -138,8 +146,10 @@ def read_identity(run_dir: Path) -> Identity | None:
         return None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "damaged"
-        raise UserError(f"{path}: cannot be read ({reason}); restore it, or remove it and name a"
-                        " checkpoint", status_of_place(error)) from None
+        raise UserError(
+            f"{path}: cannot be read ({reason}); restore it, or remove it and name a checkpoint",
+            status_of_place(error),
+        ) from None
 
 
 def write_identity(run_dir: Path, identity: Identity) -> None:

@@ -27,8 +27,9 @@ from basics.json_files import to_json
 MAX_USD_PER_HOUR = 1e6
 PLACE = click.Path(path_type=Path)
 RUNS_DIR = click.option("--runs-dir", type=PLACE, default=Path("runs"), show_default=True)
-DATASETS_DIR = click.option("--datasets-dir", type=PLACE, default=Path("datasets"),
-                            show_default=True)
+DATASETS_DIR = click.option(
+    "--datasets-dir", type=PLACE, default=Path("datasets"), show_default=True
+)
 
 
 class FiniteRange(click.FloatRange):
@@ -45,8 +46,13 @@ ABOVE_0 = FiniteRange(min=0, min_open=True)
 USD_PER_HOUR = FiniteRange(min=0, max=MAX_USD_PER_HOUR, min_open=True)
 
 
-def run_and_exit(command: click.Command, arguments: list[str] | None = None, *,
-                 name: str | None = None, smaller: str) -> NoReturn:
+def run_and_exit(
+    command: click.Command,
+    arguments: list[str] | None = None,
+    *,
+    name: str | None = None,
+    smaller: str,
+) -> NoReturn:
     """Run a command, and exit with its status; what a person can correct is one line.
 
     Args:

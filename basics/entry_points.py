@@ -66,8 +66,9 @@ def check_installation() -> None:
     elif missing := [name for name in ("click", "torch") if importlib.util.find_spec(name) is None]:
         problem = f"{sys.executable}: the packages are not installed ({', '.join(missing)})"
     if problem:
-        print_error(f"Error: {problem}; put `uv run` before the command, or install with: pip"
-                    " install .")
+        print_error(
+            f"Error: {problem}; put `uv run` before the command, or install with: pip install ."
+        )
         sys.exit(2)
 
 
@@ -91,8 +92,9 @@ def _end_torchrun_after_signals() -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: None)
-    threading.Thread(target=lambda: _end_with_torchrun(torchrun, reader.recv(1)[0]),
-                     daemon=True).start()
+    threading.Thread(
+        target=lambda: _end_with_torchrun(torchrun, reader.recv(1)[0]), daemon=True
+    ).start()
 
 
 def _end_with_torchrun(torchrun: int, number: int) -> NoReturn:
@@ -104,11 +106,17 @@ def _end_with_torchrun(torchrun: int, number: int) -> NoReturn:
     try:
         own_command = Path("/proc/self/cmdline").read_bytes()  # that of the others, too
         children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
-        alive = [child for child in children
-                 if Path(f"/proc/{child}/cmdline").read_bytes() == own_command]
+        alive = [
+            child
+            for child in children
+            if Path(f"/proc/{child}/cmdline").read_bytes() == own_command
+        ]
         on_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
-        if (on_one_node and os.environ.get("LOCAL_WORLD_SIZE") == str(len(alive))
-                and os.getppid() == torchrun):
+        if (
+            on_one_node
+            and os.environ.get("LOCAL_WORLD_SIZE") == str(len(alive))
+            and os.getppid() == torchrun
+        ):
             os.kill(torchrun, signal.SIGTERM)
     except OSError:  # one has ended meanwhile, or this system has no such files
         pass

@@ -16,33 +16,59 @@ from pathlib import Path
 
 # Exit statuses, beside 0 and 128 + n for a run that signal n stopped.
 FAILED, BAD_INPUT, NON_FINITE, DISK_FULL, HANG = 1, 2, 3, 4, 5
-STOP_SIGNALS = {int(number): number.name
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)}
+STOP_SIGNALS = {
+    int(number): number.name
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+}
 # What a place answers that cannot be reached now: another launch may find it again.
-TRANSIENT = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
-             errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
-             errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+TRANSIENT = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+}
 FULL = {errno.ENOSPC, errno.EDQUOT}
 ADVICE: dict[int | None, str] = {  # after a write that failed
-    **dict.fromkeys(FULL, "; make room"), errno.EIO: "; look at the disk",
+    **dict.fromkeys(FULL, "; make room"),
+    errno.EIO: "; look at the disk",
     errno.EFBIG: "; raise the limit on the size of files (ulimit -f)",
-    errno.ENOENT: "; its directory was deleted or unmounted"}
+    errno.ENOENT: "; its directory was deleted or unmounted",
+}
 MAX_LINE_LENGTH = 190  # characters of a printed message, above which paths are shortened
 MAX_CAUSE_LENGTH = 500  # of a cause that another program or a file gives, which may be endless
 OBEYED = re.compile(  # controls but newline and tab, changes of direction, lone surrogates
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 LONG_PATH = re.compile(r"[^\s'\";,:]*/[^\s'\";,:]*([^\s'\";,:]{40})")
 # Texts of errors that mean that memory ran out.
-OF_GPU = re.compile("|".join((
-    "out of memory",  # torch.OutOfMemoryError, AcceleratorError, Triton and NCCL
-    "(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED",
-    "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation", "Failed to CUDA calloc",
-    # Without memory for its workspace, cuBLAS cannot start; elsewhere this is another error's text.
-    "CUBLAS_STATUS_NOT_INITIALIZED when calling .?cublasCreate",
-)), re.IGNORECASE)
-OF_HOST = re.compile("can't allocate memory|cannot allocate memory|bad_alloc",  # PyTorch and C++
-                     re.IGNORECASE)
+OF_GPU = re.compile(
+    "|".join(
+        (
+            "out of memory",  # torch.OutOfMemoryError, AcceleratorError, Triton and NCCL
+            "(CUBLAS|CUDNN|CUSOLVER)_STATUS_ALLOC_FAILED",
+            "CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED",
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            "cudaErrorMemoryAllocation",
+            "Failed to CUDA calloc",
+            # cuBLAS cannot start without memory for its workspace; elsewhere this is another error.
+            "CUBLAS_STATUS_NOT_INITIALIZED when calling .?cublasCreate",
+        )
+    ),
+    re.IGNORECASE,
+)
+OF_HOST = re.compile(
+    "can't allocate memory|cannot allocate memory|bad_alloc",  # PyTorch and C++
+    re.IGNORECASE,
+)
 
 
 class UserError(Exception):
@@ -161,15 +187,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     The compiler wraps errors of the code that it runs; their text is then part of its own.
     """
     return is_out_of_gpu_memory(error) or any(
-        isinstance(cause, MemoryError) or says_out_of_memory(str(cause))
-        for cause in _causes(error))
+        isinstance(cause, MemoryError) or says_out_of_memory(str(cause)) for cause in _causes(error)
+    )
 
 
 def is_out_of_gpu_memory(error: BaseException) -> bool:
     """Return the same of a GPU's memory, not the machine's that CUDA could not allocate."""
-    return any(type(cause).__name__ == "OutOfMemoryError" or (  # torch's
-                   not isinstance(cause, OSError | MemoryError) and OF_GPU.search(str(cause)))
-               for cause in _causes(error))
+    return any(
+        type(cause).__name__ == "OutOfMemoryError"
+        or (  # torch's
+            not isinstance(cause, OSError | MemoryError) and OF_GPU.search(str(cause))
+        )
+        for cause in _causes(error)
+    )
 
 
 def says_out_of_memory(text: str) -> bool:

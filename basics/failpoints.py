@@ -27,8 +27,10 @@ def failpoint(place: str) -> bool:
 
 def _fail(place: str, wanted_place: str, fault: str, *conditions: str) -> bool:
     wanted = dict(condition.split("=") for condition in conditions)
-    found = {"rank": os.environ.get("RANK", "0"),
-             "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}
+    found = {
+        "rank": os.environ.get("RANK", "0"),
+        "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    }
     if place != wanted_place or any(wanted.get(key, now) != now for key, now in found.items()):
         return False
     key = ":".join((place, fault, *conditions))

@@ -16,8 +16,14 @@ from basics.errors import UserError, cannot_be_written
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
 # What a file system answers that has no locks, or no fsync of directories.
-UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EPERM,
-               errno.EINVAL}
+UNSUPPORTED = {
+    errno.ENOLCK,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EINVAL,
+}
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
@@ -168,8 +174,10 @@ def cache_dir(name: str) -> Path:
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
             (own / name).mkdir(exist_ok=True)
             return own / name
-    raise UserError(f"neither the home directory nor {own} can be written, where {name}'s cache"
-                    " goes; set HOME or TMPDIR to a directory of your own")
+    raise UserError(
+        f"neither the home directory nor {own} can be written, where {name}'s cache"
+        " goes; set HOME or TMPDIR to a directory of your own"
+    )
 
 
 def _cache_dir_of_home(name: str) -> Path | None:

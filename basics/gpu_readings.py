@@ -8,8 +8,13 @@ GIB = 2**30
 UNCORRECTED, SINCE_DRIVER_LOAD, CORE_SENSOR = 1, 0, 0  # arguments, as in nvml.h
 # Bits of NVML's mask. An idle GPU and clocks that somebody has set are no throttling.
 # Source: nvml.h, nvmlClocksEventReason*.
-THROTTLE_REASONS = {0x04: "sw power cap", 0x08: "hw slowdown", 0x20: "sw thermal slowdown",
-                    0x40: "hw thermal slowdown", 0x80: "hw power brake slowdown"}
+THROTTLE_REASONS = {
+    0x04: "sw power cap",
+    0x08: "hw slowdown",
+    0x20: "sw thermal slowdown",
+    0x40: "hw thermal slowdown",
+    0x80: "hw power brake slowdown",
+}
 # The most telling first. A power cap is none: a GPU is often at it at full load.
 SLOWDOWNS = tuple(reversed(tuple(THROTTLE_REASONS.values())[1:]))
 
@@ -41,12 +46,15 @@ class GpuReading:
     temperature_c: float | None = _asked("TemperatureV Temperature", int, CORE_SENSOR)
     power_w: float | None = _asked("PowerUsage", lambda milliwatts: milliwatts / 1000)
     energy_joules: float | None = _asked(
-        "TotalEnergyConsumption", lambda millijoules: millijoules / 1000)
+        "TotalEnergyConsumption", lambda millijoules: millijoules / 1000
+    )
     throttle_reasons: tuple[str, ...] | None = _asked(
         "CurrentClocksEventReasons CurrentClocksThrottleReasons",
-        lambda mask: tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit))
+        lambda mask: tuple(name for bit, name in THROTTLE_REASONS.items() if mask & bit),
+    )
     uncorrected_ecc_errors: int | None = _asked(
-        "TotalEccErrors", int, UNCORRECTED, SINCE_DRIVER_LOAD)
+        "TotalEccErrors", int, UNCORRECTED, SINCE_DRIVER_LOAD
+    )
     driver_version: str | None = None
 
 
@@ -58,9 +66,14 @@ def read_gpus(uuids: Sequence[str] | None = None) -> list[GpuReading]:
     """
     if nvml_failure() is not None:
         return []
-    handles = ([_ask("nvmlDeviceGetHandleByIndex", index)
-                for index in range(_ask("nvmlDeviceGetCount") or 0)] if uuids is None
-               else [_ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in uuids])
+    handles = (
+        [
+            _ask("nvmlDeviceGetHandleByIndex", index)
+            for index in range(_ask("nvmlDeviceGetCount") or 0)
+        ]
+        if uuids is None
+        else [_ask("nvmlDeviceGetHandleByUUID", uuid) for uuid in uuids]
+    )
     driver_version = _ask("nvmlSystemGetDriverVersion")
     return [GpuReading(driver_version=driver_version, **_answers(handle)) for handle in handles]
 

@@ -30,10 +30,14 @@ def read_json_object(path: Path, *, needed_by: str = "every run") -> dict[str, A
             what = "is not a file" if path.exists() else "no such file"
             raise UserError(f"{path}: {what}; {needed_by} needs it")
         if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"{path}: has {path.stat().st_size:,} bytes, more than any config;"
-                            " replace it")
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys,
-                            parse_constant=_refuse_constant)
+            raise UserError(
+                f"{path}: has {path.stat().st_size:,} bytes, more than any config; replace it"
+            )
+        values = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+        )
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {str(error)[:120]}") from None
     except (ValueError, RecursionError) as error:

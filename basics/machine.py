@@ -18,14 +18,38 @@ T = TypeVar("T")
 CGROUP = Path("/sys/fs/cgroup")  # of a container: its own limits
 PROJECT_DIR = Path(__file__).parents[1]
 # By name: a wheel's root has the modules of other packages, too.
-SOURCES = (*(f"{module}.py" for module in (
-    "checkpointing", "ddp_train", "gpt", "optim", "prepare_dataset", "run_config")),
-    *(f"{folder}/**/*.py" for folder in (
-    "basics", "lab", "ops", "preparation", "processes", "reporting", "tokens", "trainer")))
+SOURCES = (
+    *(
+        f"{module}.py"
+        for module in (
+            "checkpointing",
+            "ddp_train",
+            "gpt",
+            "optim",
+            "prepare_dataset",
+            "run_config",
+        )
+    ),
+    *(
+        f"{folder}/**/*.py"
+        for folder in (
+            "basics",
+            "lab",
+            "ops",
+            "preparation",
+            "processes",
+            "reporting",
+            "tokens",
+            "trainer",
+        )
+    ),
+)
 GIT_SECONDS = 10.0
 DEVICES = Path("/dev")  # has nvidia0 and so on where the kernel's driver is loaded
-OLD_DRIVER = ("run ./setup_lambda.sh, which installs PyTorch for older drivers, or take a machine"
-              " with driver 580 or newer")
+OLD_DRIVER = (
+    "run ./setup_lambda.sh, which installs PyTorch for older drivers, or take a machine"
+    " with driver 580 or newer"
+)
 OTHER_CAUSE = "docs/troubleshooting.md names its causes; see what nvidia-smi says"
 
 
@@ -94,8 +118,13 @@ def code_version() -> str:
     if (PROJECT_DIR / ".git").exists():  # else git would look for one in the directories above
         with suppress(OSError, subprocess.SubprocessError):
             found = subprocess.run(
-                ["git", "rev-parse", "--short=12", "HEAD"], cwd=PROJECT_DIR, capture_output=True,
-                text=True, timeout=GIT_SECONDS, check=True).stdout.split()
+                ["git", "rev-parse", "--short=12", "HEAD"],
+                cwd=PROJECT_DIR,
+                capture_output=True,
+                text=True,
+                timeout=GIT_SECONDS,
+                check=True,
+            ).stdout.split()
     return "+".join([*found, code_digest()])
 
 

@@ -24,21 +24,29 @@ def read_tensors(path: Path, wanted: Header) -> dict[str, Tensor]:
         found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
-            raise ValueError(f"{path.name}: {name[:60]} is {found.get(name, 'absent')}, wanted"
-                             f" {wanted.get(name, 'absent')}")
+            raise ValueError(
+                f"{path.name}: {name[:60]} is {found.get(name, 'absent')}, wanted"
+                f" {wanted.get(name, 'absent')}"
+            )
     return safetensors.torch.load_file(path)
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str:
     """Return the name of the first tensor with a NaN or an infinity, or empty."""
-    return next((name for name, tensor in tensors.items() if tensor.numel()
-                 and not all(limit.isfinite() for limit in tensor.aminmax())), "")
+    return next(
+        (
+            name
+            for name, tensor in tensors.items()
+            if tensor.numel() and not all(limit.isfinite() for limit in tensor.aminmax())
+        ),
+        "",
+    )
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor],
-                  metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the permissions of other new files; the library's are private.
-    """
+def write_tensors(
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the permissions of other new files, not the library's."""
     path.touch()
     mode = path.stat().st_mode
     safetensors.torch.save_file(tensors, path, metadata)

@@ -57,12 +57,26 @@ from trainer.microbatch_trial import random_microbatches
 from trainer.precision import attention_kernel, choose_forward_options, resolve_for_device
 
 Line = dict[str, Any]
-TINY = ModelConfig(vocab_size=257, context_length=32, emb_dim=32, n_heads=2, n_layers=2,
-                   drop_rate=0.0, qkv_bias=False)
+TINY = ModelConfig(
+    vocab_size=257,
+    context_length=32,
+    emb_dim=32,
+    n_heads=2,
+    n_layers=2,
+    drop_rate=0.0,
+    qkv_bias=False,
+)
 # Seconds that a part may take, the most decisive first. On an H100 (estimated): 20, 50, 330, 60,
 # 50, 40, 15.
-LIMITS = {"facts": 60, "curve": 120, "rows": 400, "rank": 120, "kernels": 100, "memory": 100,
-          "ceilings": 60}
+LIMITS = {
+    "facts": 60,
+    "curve": 120,
+    "rows": 400,
+    "rank": 120,
+    "kernels": 100,
+    "memory": 100,
+    "ceilings": 60,
+}
 LEAST_SECONDS = 5.0  # that a part needs to begin
 TINY_ROWS = ("ours", throughput.ORIGINAL, throughput.WHOLE_RUN)
 TINY_STEPS, CURVE_STEPS = 40, 20
@@ -98,15 +112,17 @@ def config_for(device: torch.device, **keys: Any) -> TrainConfig:
     return resolve_for_device(TrainConfig(dataset="none", checkpoint_interval=1, **keys), device)
 
 
-def build(place: Place, microbatch_size: int, *, world_size: int = 1,
-          **changes: Any) -> tuple[TrainingStep, Callable[[], Any]]:
+def build(
+    place: Place, microbatch_size: int, *, world_size: int = 1, **changes: Any
+) -> tuple[TrainingStep, Callable[[], Any]]:
     """Build a step of the place's model, and a function that takes it on random tokens."""
     config = config_for(place.device, microbatch_size=place.size(microbatch_size), **changes)
     process = Process(0, 0, world_size, place.device)
     step = TrainingStep(build_training_state(place.model, config, process), config, process)
     batches = random_microbatches(place.model, config.microbatch_size, place.device)
-    return step, lambda: step.take(batches, learning_rate=1e-3,
-                                   num_microbatches=config.gradient_accumulation_steps)
+    return step, lambda: step.take(
+        batches, learning_rate=1e-3, num_microbatches=config.gradient_accumulation_steps
+    )
 
 
 def attempt(row: Line, measure: Callable[[], Line]) -> Line:
@@ -119,8 +135,12 @@ def attempt(row: Line, measure: Callable[[], Line]) -> Line:
 
 
 def facts(place: Place) -> Iterator[Line]:
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda,
-                "cudnn": torch.backends.cudnn.version(), "python": platform.python_version()}
+    versions = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+    }
     for name in ("triton", "transformers"):
         try:
             versions[name] = __import__(name).__version__
@@ -130,14 +150,19 @@ def facts(place: Place) -> Iterator[Line]:
     yield {"cpu_cores": os.cpu_count(), "host": socket.gethostname(), "gcc": shutil.which("gcc")}
     if place.is_gpu:
         drivers = {reading.driver_version for reading in read_gpus()}
-        yield {"gpu": torch.cuda.get_device_name(place.device), "driver": ", ".join(drivers),
-               "capability": torch.cuda.get_device_capability(place.device),
-               "free_and_all_bytes": torch.cuda.mem_get_info(place.device)}
+        yield {
+            "gpu": torch.cuda.get_device_name(place.device),
+            "driver": ", ".join(drivers),
+            "capability": torch.cuda.get_device_capability(place.device),
+            "free_and_all_bytes": torch.cuda.mem_get_info(place.device),
+        }
         yield attempt({}, clocks_and_power)
     config = config_for(place.device, microbatch_size=2)
     model = GPTModel(place.model, choose_forward_options(place.model, config, place.device))
-    yield {"precision": config.precision,
-           "attention": attention_kernel(model, config, place.device)}
+    yield {
+        "precision": config.precision,
+        "attention": attention_kernel(model, config, place.device),
+    }
 
 
 def clocks_and_power() -> Line:
@@ -149,7 +174,8 @@ def clocks_and_power() -> Line:
         "sm_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
         "sm_mhz_max": pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
         "memory_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
-        "power_limit_w": pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000}
+        "power_limit_w": pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    }
 
 
 def curve(place: Place) -> Iterator[Line]:
@@ -157,8 +183,11 @@ def curve(place: Place) -> Iterator[Line]:
     shape = {"vocab_size": 5000, "context_length": 128, "emb_dim": 256, "n_heads": 4, "n_layers": 4}
     model = ModelConfig(**TINY.model_dump() | (shape if place.is_gpu else {}))
     on_cpu = {"device": torch.device("cpu"), "precision": "fp32", "compile": False}
-    rows: dict[str, Line] = {"cpu, fp32": on_cpu, "bf16": {"precision": "bf16"},
-                             "fp32": {"precision": "fp32", "compile": False}}
+    rows: dict[str, Line] = {
+        "cpu, fp32": on_cpu,
+        "bf16": {"precision": "bf16"},
+        "fp32": {"precision": "fp32", "compile": False},
+    }
     if place.is_gpu:
         rows |= {"fp32, compiled": {"precision": "fp32"}, "fp16": {"precision": "fp16"}}
     reference = torch.empty(0)
@@ -170,13 +199,23 @@ def curve(place: Place) -> Iterator[Line]:
         process = Process(0, 0, 1, device)
         step = TrainingStep(build_training_state(model, config, process), config, process)
         batches = rising_tokens(model, device)
-        losses = torch.stack([
-            step.take(batches, num_microbatches=1, learning_rate=1e-3)[0]
-            for _ in range(CURVE_STEPS)]).float().cpu()
+        losses = (
+            torch.stack(
+                [
+                    step.take(batches, num_microbatches=1, learning_rate=1e-3)[0]
+                    for _ in range(CURVE_STEPS)
+                ]
+            )
+            .float()
+            .cpu()
+        )
         if not len(reference):
             reference = losses
-        return {"first_loss": losses[0].item(), "last_loss": losses[-1].item(),
-                "largest_difference": (losses - reference).abs().max().item()}
+        return {
+            "first_loss": losses[0].item(),
+            "last_loss": losses[-1].item(),
+            "largest_difference": (losses - reference).abs().max().item(),
+        }
 
     for name, changes in rows.items():
         yield attempt({"row": name}, lambda changes=changes: measure(changes))  # type: ignore[misc]
@@ -195,7 +234,7 @@ def rows(place: Place) -> Iterator[Line]:
     """Measure rows of `benchmarks.throughput`, the most decisive first, while there is time."""
     tasks = throughput.tasks_of(place.device.type, place.nanogpt)
     if place.is_gpu:
-        tasks = tasks[:len(throughput.FIRST_ON_GPU)]
+        tasks = tasks[: len(throughput.FIRST_ON_GPU)]
         tasks.append(tasks[0])  # has the machine's speed changed meanwhile?
     else:
         chosen = [task for task in tasks if task.name in TINY_ROWS and task.model == tasks[0].model]
@@ -213,39 +252,53 @@ def rows(place: Place) -> Iterator[Line]:
 
 
 def tiny_task(task: Task) -> Task:
-    return replace(task, shape=TINY.model_dump(), microbatch_size=2, global_batch_size=4,
-                   num_steps=TINY_STEPS)
+    return replace(
+        task, shape=TINY.model_dump(), microbatch_size=2, global_batch_size=4, num_steps=TINY_STEPS
+    )
 
 
 def rank(place: Place) -> Iterator[Line]:
     """Time one process of eight: DDP, layers compiled separately, the others' work left out."""
+
     def gather(gathered: torch.Tensor, mine: torch.Tensor, **_: Any) -> MagicMock:
         gathered.view(RANKS, *mine.shape).copy_(mine)
         return MagicMock()
 
     def wrap(*arguments: Any) -> Any:
-        dist.init_process_group("nccl" if place.is_gpu else "gloo", store=dist.HashStore(),
-                                rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if place.is_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
         return wrap_in_ddp(*arguments)
 
     def measure(changes: Line) -> Line:
         try:
-            with (patch("torch.distributed.all_gather_into_tensor", gather),
-                  patch("ddp_train.wrap_in_ddp", wrap)):
+            with (
+                patch("torch.distributed.all_gather_into_tensor", gather),
+                patch("ddp_train.wrap_in_ddp", wrap),
+            ):
                 step, take = build(place, 12, world_size=RANKS, **changes)
-                tokens = (step.config.microbatch_size * place.model.context_length
-                          * step.config.gradient_accumulation_steps)
+                tokens = (
+                    step.config.microbatch_size
+                    * place.model.context_length
+                    * step.config.gradient_accumulation_steps
+                )
                 _, speed = time_steps(take, 40 if place.is_gpu else 7, tokens, place.device)
                 seconds = [host_seconds(take, place) for _ in range(10)]
             del step.parallel_loss  # its threads must be gone before the process group
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-        return {"step_ms": speed["step_ms"], "tokens_per_second": speed["tokens_per_second"],
-                "host_ms": 1e3 * sorted(seconds)[5]}
+        return {
+            "step_ms": speed["step_ms"],
+            "tokens_per_second": speed["tokens_per_second"],
+            "host_ms": 1e3 * sorted(seconds)[5],
+        }
 
-    for changes in ({"optimizer": "adamw"}, {"optimizer": "muon"},
-                    {"optimizer": "adamw", "gradient_accumulation_steps": 2}):
+    for changes in (
+        {"optimizer": "adamw"},
+        {"optimizer": "muon"},
+        {"optimizer": "adamw", "gradient_accumulation_steps": 2},
+    ):
         yield attempt(changes, lambda changes=changes: measure(changes))  # type: ignore[misc]
 
 
@@ -267,39 +320,56 @@ def kernels(place: Place) -> Iterator[Line]:
     started = time.perf_counter()
     take()
     place.wait()
-    yield {"attention": attention_kernel(step.state.model, step.config, place.device),
-           "step_ms": 1e3 * (time.perf_counter() - started), "host_ms": 1e3 * host}
+    yield {
+        "attention": attention_kernel(step.state.model, step.config, place.device),
+        "step_ms": 1e3 * (time.perf_counter() - started),
+        "host_ms": 1e3 * host,
+    }
     activity = ProfilerActivity.CUDA if place.is_gpu else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         for _ in range(3):
             take()
         place.wait()
-    spent = [(event.key, event.count // 3, (event.self_device_time_total if place.is_gpu else
-                                            event.self_cpu_time_total) / 3e3)
-             for event in profiler.key_averages()]
+    spent = [
+        (
+            event.key,
+            event.count // 3,
+            (event.self_device_time_total if place.is_gpu else event.self_cpu_time_total) / 3e3,
+        )
+        for event in profiler.key_averages()
+    ]
     spent.sort(key=lambda each: -each[2])
-    yield {"kernel": "all", "calls": sum(each[1] for each in spent),
-           "ms": sum(each[2] for each in spent)}
+    yield {
+        "kernel": "all",
+        "calls": sum(each[1] for each in spent),
+        "ms": sum(each[2] for each in spent),
+    }
     expected = expected_bytes() if place.is_gpu else {}
     for name, calls, milliseconds in spent[:SHOWN_KERNELS]:
-        yield {"kernel": name, "calls": calls, "ms": milliseconds,
-               "gb": expected.get(name)}
+        yield {"kernel": name, "calls": calls, "ms": milliseconds, "gb": expected.get(name)}
 
 
 def expected_bytes() -> dict[str, float]:
     """Return the GB that `benchmarks.gpu_code` counts for each kernel of that step, by name."""
     with suppress(subprocess.SubprocessError):
         printed = subprocess.run(
-            [sys.executable, "-m", "benchmarks.gpu_code", "--json"], cwd=PROJECT_DIR, check=True,
-            capture_output=True, text=True, timeout=60,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}).stdout
-        return {one["name"]: one["num_bytes"] / 1e9
-                for one in map(json.loads, printed.splitlines())}
+            [sys.executable, "-m", "benchmarks.gpu_code", "--json"],
+            cwd=PROJECT_DIR,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        ).stdout
+        return {
+            one["name"]: one["num_bytes"] / 1e9 for one in map(json.loads, printed.splitlines())
+        }
     return {}
 
 
 def memory(place: Place) -> Iterator[Line]:
     """Compare the peak of a step, which accumulates two microbatches, with `lab plan`'s."""
+
     def measure(changes: Line) -> Line:
         keys = {key: value for key, value in changes.items() if key != "microbatch_size"}
         step, take = build(place, changes["microbatch_size"], gradient_accumulation_steps=2, **keys)
@@ -313,12 +383,18 @@ def memory(place: Place) -> Iterator[Line]:
             place.wait()
             peak = torch.cuda.max_memory_allocated() / 2**30
         setting = Setting(place.model, config, config.precision, 1, on_gpu=place.is_gpu)
-        return {"microbatch_size": config.microbatch_size, "peak_gib": peak,
-                "planned_gib": peak_memory(setting, config.microbatch_size).total / 2**30}
+        return {
+            "microbatch_size": config.microbatch_size,
+            "peak_gib": peak,
+            "planned_gib": peak_memory(setting, config.microbatch_size).total / 2**30,
+        }
 
-    for changes in ({"microbatch_size": 64}, {"microbatch_size": 64, "head_chunks": 4},
-                    {"microbatch_size": 64, "optimizer": "muon"},
-                    {"microbatch_size": 16, "compile": False}):
+    for changes in (
+        {"microbatch_size": 64},
+        {"microbatch_size": 64, "head_chunks": 4},
+        {"microbatch_size": 64, "optimizer": "muon"},
+        {"microbatch_size": 16, "compile": False},
+    ):
         yield attempt(changes, lambda changes=changes: measure(changes))  # type: ignore[misc]
         if place.is_gpu:
             torch.cuda.empty_cache()
@@ -337,10 +413,17 @@ def ceilings(place: Place) -> Iterator[Line]:
 
     yield attempt({"copy": "2 GiB"}, copy)
     head = -(-model.vocab_size // 128) * 128
-    for name, n, k, m in (("qkv", tokens, C, 3 * C), ("output", tokens, C, C),
-                          ("up", tokens, C, 4 * C), ("down", tokens, 4 * C, C),
-                          ("head", tokens, C, head), ("head, gradient of x", tokens, head, C),
-                          ("head, gradient", head, tokens, C), ("up, gradient", 4 * C, tokens, C)):
+    for name, n, k, m in (
+        ("qkv", tokens, C, 3 * C),
+        ("output", tokens, C, C),
+        ("up", tokens, C, 4 * C),
+        ("down", tokens, 4 * C, C),
+        ("head", tokens, C, head),
+        ("head, gradient of x", tokens, head, C),
+        ("head, gradient", head, tokens, C),
+        ("up, gradient", 4 * C, tokens, C),
+    ):
+
         def product(n: int = n, k: int = k, m: int = m) -> Line:
             a = torch.randn(n, k, device=place.device, dtype=dtype)
             b = torch.randn(k, m, device=place.device, dtype=dtype)
@@ -349,6 +432,7 @@ def ceilings(place: Place) -> Iterator[Line]:
         yield attempt({"product": name}, product)
     shape = (place.size(64), T, 3, model.n_heads, C // model.n_heads)
     for kernel in ("auto", "flash", "cudnn") if place.is_gpu else ("auto",):
+
         def attention(kernel: str = kernel) -> Line:
             qkv = torch.randn(shape, device=place.device, dtype=dtype, requires_grad=True)
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
@@ -356,8 +440,11 @@ def ceilings(place: Place) -> Iterator[Line]:
             grad = torch.randn_like(out)
             return {
                 "forward_ms": 1e3 * median_seconds(lambda: attend(q, k, v, 0.0, kernel), place),
-                "backward_ms": 1e3 * median_seconds(
-                    lambda: torch.autograd.grad(out, qkv, grad, retain_graph=True), place)}
+                "backward_ms": 1e3
+                * median_seconds(
+                    lambda: torch.autograd.grad(out, qkv, grad, retain_graph=True), place
+                ),
+            }
 
         yield attempt({"attention": kernel}, attention)
 
@@ -374,16 +461,33 @@ def median_seconds(work: Callable[[], Any], place: Place, repeats: int = 9) -> f
     return sorted(times[3:])[repeats // 2]
 
 
-PARTS = {"facts": facts, "curve": curve, "rows": rows, "rank": rank, "kernels": kernels,
-         "memory": memory, "ceilings": ceilings}
+PARTS = {
+    "facts": facts,
+    "curve": curve,
+    "rows": rows,
+    "rank": rank,
+    "kernels": kernels,
+    "memory": memory,
+    "ceilings": ceilings,
+}
 
 
 def run_part(name: str, seconds: float, output: Path, options: list[str]) -> None:
     """Run a part in a process of its own; write why it ended early, if it did."""
-    command = [sys.executable, __file__, *options, "--only-part", name, "--output", str(output),
-               "--ends-at", str(time.monotonic() + seconds)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace",
-                               start_new_session=True)
+    command = [
+        sys.executable,
+        __file__,
+        *options,
+        "--only-part",
+        name,
+        "--output",
+        str(output),
+        "--ends-at",
+        str(time.monotonic() + seconds),
+    ]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
     try:
         _, said = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -404,8 +508,11 @@ def page(lines: list[Line]) -> str:
     """Format all lines as Markdown, a section for each part."""
     texts = []
     for part in dict.fromkeys(line["part"] for line in lines):
-        found = [{key: value for key, value in line.items() if key != "part"}
-                 for line in lines if line["part"] == part]
+        found = [
+            {key: value for key, value in line.items() if key != "part"}
+            for line in lines
+            if line["part"] == part
+        ]
         texts.append(f"## {part}\n")
         if part == "rows":
             texts += rows_page([line for line in found if "row" in line])
@@ -446,23 +553,43 @@ def parse_parts(_: Any, __: Any, text: str) -> list[str]:
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), show_default=True,
-              default="cuda" if torch.cuda.is_available() else "cpu")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    show_default=True,
+    default="cuda" if torch.cuda.is_available() else "cpu",
+)
 @click.option("--parts", default=",".join(PARTS), show_default=True, callback=parse_parts)
 @click.option("--minutes", type=float, default=15.0, show_default=True, help="Of all parts.")
-@click.option("--nanogpt", type=click.Path(exists=True, file_okay=False, resolve_path=True,
-                                           path_type=Path), help="A copy of its repository.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False, resolve_path=True),
-              default=Path("gpu.jsonl"), show_default=True, help="One file for each machine.")
+@click.option(
+    "--nanogpt",
+    type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
+    help="A copy of its repository.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False, resolve_path=True),
+    default=Path("gpu.jsonl"),
+    show_default=True,
+    help="One file for each machine.",
+)
 @click.option("--only-part", hidden=True, help="Run this part in this process.")
 @click.option("--ends-at", type=float, hidden=True, help="Its end, in time.monotonic().")
-def main(device: str, parts: list[str], minutes: float, nanogpt: Path | None, output: Path,
-         only_part: str | None, ends_at: float | None) -> None:
+def main(
+    device: str,
+    parts: list[str],
+    minutes: float,
+    nanogpt: Path | None,
+    output: Path,
+    only_part: str | None,
+    ends_at: float | None,
+) -> None:
     """Measure what a GPU can tell, and print it as one page."""
     ends_at = ends_at or time.monotonic() + 60 * minutes
     if only_part is not None:
-        place = Place(torch.device("cuda", 0) if device == "cuda" else torch.device(device),
-                      nanogpt, ends_at)
+        place = Place(
+            torch.device("cuda", 0) if device == "cuda" else torch.device(device), nanogpt, ends_at
+        )
         for line in PARTS[only_part](place):
             append_whole(output, json.dumps({"part": only_part} | line) + "\n")
         return
@@ -474,8 +601,9 @@ def main(device: str, parts: list[str], minutes: float, nanogpt: Path | None, ou
         for name in parts:
             seconds = min(LIMITS[name], ends_at - time.monotonic())
             if seconds < LEAST_SECONDS:
-                append_whole(output, json.dumps(
-                    {"part": name, "failed": "no time was left"}) + "\n")
+                append_whole(
+                    output, json.dumps({"part": name, "failed": "no time was left"}) + "\n"
+                )
                 continue
             run_part(name, seconds, output, options)
             click.echo(f"{name} done", err=True)

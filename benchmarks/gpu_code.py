@@ -71,18 +71,30 @@ class AbsentGpu:
         """Return what `torch.cuda.get_device_properties` would."""
         major, minor = self.capability
         return SimpleNamespace(
-            name=self.name, major=major, minor=minor, gcnArchName="", warp_size=32,
-            multi_processor_count=self.num_multiprocessors, L2_cache_size=self.cache,
+            name=self.name,
+            major=major,
+            minor=minor,
+            gcnArchName="",
+            warp_size=32,
+            multi_processor_count=self.num_multiprocessors,
+            L2_cache_size=self.cache,
             total_memory=int(find_gpu(self.name).memory_gib * 2**30),
-            regs_per_multiprocessor=65536, max_threads_per_block=1024,
+            regs_per_multiprocessor=65536,
+            max_threads_per_block=1024,
             max_threads_per_multi_processor=self.threads_per_multiprocessor,
-            shared_memory_per_block=49152, shared_memory_per_block_optin=self.shared_memory,
-            shared_memory_per_multiprocessor=self.shared_memory + 1024)
+            shared_memory_per_block=49152,
+            shared_memory_per_block_optin=self.shared_memory,
+            shared_memory_per_multiprocessor=self.shared_memory + 1024,
+        )
 
 
-GPUS = {gpu.name: gpu for gpu in (
-    AbsentGpu("H100", (9, 0), 132, 2048, 232448, 50 * 2**20, 3.35e12, 0.62, "cudnn"),
-    AbsentGpu("RTX-4090", (8, 9), 128, 1536, 101376, 72 * 2**20, 1.008e12, 0.80, "flash"))}
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        AbsentGpu("H100", (9, 0), 132, 2048, 232448, 50 * 2**20, 3.35e12, 0.62, "cudnn"),
+        AbsentGpu("RTX-4090", (8, 9), 128, 1536, 101376, 72 * 2**20, 1.008e12, 0.80, "flash"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -115,16 +127,21 @@ def step_work(model: ModelConfig, config: TrainConfig, gpu: AbsentGpu) -> list[W
         for one in products_of(graph):
             same = found.get(one.name, replace(one, calls=0, num_bytes=0.0, flops=0.0))
             found[one.name] = replace(
-                same, calls=same.calls + 1, num_bytes=same.num_bytes + one.num_bytes,
-                flops=same.flops + one.flops)
-    update = Work("AdamW and the gradient's norm", "update", 1,
-                  UPDATE_BYTES * num_parameters(model))
+                same,
+                calls=same.calls + 1,
+                num_bytes=same.num_bytes + one.num_bytes,
+                flops=same.flops + one.flops,
+            )
+    update = Work(
+        "AdamW and the gradient's norm", "update", 1, UPDATE_BYTES * num_parameters(model)
+    )
     work = [*found.values(), *kernels_of(graphs, gpu), update]
     return sorted(work, key=lambda one: -one.floor_seconds(gpu))
 
 
-def trace(model: ModelConfig, config: TrainConfig,
-          gpu: AbsentGpu) -> list[tuple[fx.GraphModule, dict[str, Any]]]:
+def trace(
+    model: ModelConfig, config: TrainConfig, gpu: AbsentGpu
+) -> list[tuple[fx.GraphModule, dict[str, Any]]]:
     """Trace the training loss on fake CPU tensors, since autograd on CUDA tensors needs a GPU.
 
     Return the graphs of the forward and the backward pass, each with the keyword arguments of
@@ -143,13 +160,18 @@ def trace(model: ModelConfig, config: TrainConfig,
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    with (FakeTensorMode(allow_non_fake_inputs=True),
-          patch.object(gpt, "attend", attend_with(gpu.attention)),
-          patch.object(nn.LayerNorm, "forward", norm_as_on_a_gpu)):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        patch.object(gpt, "attend", attend_with(gpu.attention)),
+        patch.object(nn.LayerNorm, "forward", norm_as_on_a_gpu),
+    ):
         network = GPTModel(model, choose_forward_options(model, config, DEVICE))
         loss_of = torch.compile(
-            lambda *batch: network(*batch), dynamic=False, fullgraph=True,
-            backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=record))
+            lambda *batch: network(*batch),
+            dynamic=False,
+            fullgraph=True,
+            backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=record),
+        )
         batch = torch.zeros(2, config.microbatch_size, model.context_length, dtype=torch.int64)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(*batch)
@@ -159,11 +181,13 @@ def trace(model: ModelConfig, config: TrainConfig,
 
 def attend_with(kernel: str) -> Callable[..., Tensor]:
     """Return `gpt.attend` with a kernel that is named: PyTorch would ask the GPU to choose one."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor, drop_rate: float, attention: str) -> Tensor:
         if kernel == "flash":
             return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, drop_rate, True)[0]
         return torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, drop_rate, True)[0]
+            q, k, v, None, True, drop_rate, True
+        )[0]
 
     return attend
 
@@ -188,13 +212,17 @@ def products_of(graph: fx.GraphModule) -> Iterator[Work]:
             *_, left, right = (tuple(each.shape) for each in values if isinstance(each, Tensor))
             name = f"{left[0]} x {left[1]} x {right[1]}"
         yield Work(
-            name, "product" if is_product else "attention", 1,
+            name,
+            "product" if is_product else "attention",
+            1,
             sum(each.numel() * each.element_size() for each in tensors),
-            flop_registry[operator](*values, **node.kwargs, out_val=results))
+            flop_registry[operator](*values, **node.kwargs, out_val=results),
+        )
 
 
-def kernels_of(graphs: list[tuple[fx.GraphModule, dict[str, Any]]],
-               gpu: AbsentGpu) -> Iterator[Work]:
+def kernels_of(
+    graphs: list[tuple[fx.GraphModule, dict[str, Any]]], gpu: AbsentGpu
+) -> Iterator[Work]:
     """Generate the Triton kernels of graphs and compile them; yield each with all its calls."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.compile_fx import compile_fx_inner
@@ -213,12 +241,18 @@ def kernels_of(graphs: list[tuple[fx.GraphModule, dict[str, Any]]],
             kernel.precompile(warm_cache_only=True)
             calls = len(re.findall(rf"\b{name}\.run\((?!\*args)", callers))
             widths = [widest_load(one.kernel.asm["ptx"]) for one in kernel.compile_results]
-            yield Work(name, "kernel", calls, calls * 1e9 * kernel.inductor_meta["kernel_num_gb"],
-                       load_bytes=max(widths))
+            yield Work(
+                name,
+                "kernel",
+                calls,
+                calls * 1e9 * kernel.inductor_meta["kernel_num_gb"],
+                load_bytes=max(widths),
+            )
 
 
 def move_to_gpu(graph: fx.GraphModule) -> list[FakeTensor]:
     """Move a graph of fake CPU tensors to the GPU that does not exist; return its inputs."""
+
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device):
             return DEVICE
@@ -226,7 +260,8 @@ def move_to_gpu(graph: fx.GraphModule) -> list[FakeTensor]:
             return value
         with torch.utils._python_dispatch._disable_current_modes():
             shape = torch.empty_strided(
-                value.size(), value.stride(), dtype=value.dtype, device="meta")
+                value.size(), value.stride(), dtype=value.dtype, device="meta"
+            )
         return FakeTensor(value.fake_mode, shape, DEVICE)
 
     for node in graph.graph.nodes:
@@ -278,82 +313,152 @@ def pretending(gpu: AbsentGpu) -> Iterator[SimpleNamespace]:
         return lambda *_, **__: value
 
     answers: list[tuple[Any, dict[str, Any]]] = [
-        (torch.cuda, {
-            "is_available": True, "device_count": 1, "current_device": 0, "_lazy_init": None,
-            "get_device_properties": properties, "get_device_capability": gpu.capability,
-            "get_device_name": gpu.name, "is_bf16_supported": True, "synchronize": None,
-            "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
-            "_exchange_device": 0, "_maybe_exchange_device": 0}),
+        (
+            torch.cuda,
+            {
+                "is_available": True,
+                "device_count": 1,
+                "current_device": 0,
+                "_lazy_init": None,
+                "get_device_properties": properties,
+                "get_device_capability": gpu.capability,
+                "get_device_name": gpu.name,
+                "is_bf16_supported": True,
+                "synchronize": None,
+                "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+                "set_rng_state": None,
+                "_exchange_device": 0,
+                "_maybe_exchange_device": 0,
+            },
+        ),
         (torch._C, {"_cuda_getCurrentRawStream": 0}),
         (torch._subclasses.fake_tensor, {"init_gpu_context": None}),
         (torch._inductor.runtime.triton_helpers, {"set_driver_to_gpu": None}),
         (torch.utils._triton, {"has_triton": True}),
         (torch._inductor.scheduler, {"has_triton": True}),
         (torch._inductor.utils, {"has_triton": True}),
-        (CudaInterface, {
-            "is_available": True, "device_count": 1, "current_device": 0, "get_raw_stream": 0,
-            "get_compute_capability": capability, "get_device_properties": properties}),
-        (CudaInterface.Worker, {"get_device_properties": properties, "current_device": 0})]
-    triton.runtime.driver.set_active(SimpleNamespace(
-        get_current_target=always(GPUTarget("cuda", capability, 32)),
-        get_current_device=always(0), get_current_stream=always(0)))
+        (
+            CudaInterface,
+            {
+                "is_available": True,
+                "device_count": 1,
+                "current_device": 0,
+                "get_raw_stream": 0,
+                "get_compute_capability": capability,
+                "get_device_properties": properties,
+            },
+        ),
+        (CudaInterface.Worker, {"get_device_properties": properties, "current_device": 0}),
+    ]
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=always(GPUTarget("cuda", capability, 32)),
+            get_current_device=always(0),
+            get_current_stream=always(0),
+        )
+    )
     with ExitStack() as stack:
         for owner, values in answers:
             for name, value in values.items():
                 answer = always(value)
-                stack.enter_context(patch.object(
-                    owner, name, staticmethod(answer) if isinstance(owner, type) else answer,
-                    create=True))
+                stack.enter_context(
+                    patch.object(
+                        owner,
+                        name,
+                        staticmethod(answer) if isinstance(owner, type) else answer,
+                        create=True,
+                    )
+                )
         stack.enter_context(patch.object(AsyncCompile, "triton", keep_kernel))
         stack.enter_context(patch.object(PyCodeCache, "write", keep_module))
-        stack.enter_context(torch._inductor.config.patch(
-            compiler_options(GPT2_SMALL, PRECISION) | {
-                "force_disable_caches": True, "compile_threads": 1,
-                "benchmark_kernel": True}))  # each kernel then says how many bytes it moves
+        stack.enter_context(
+            torch._inductor.config.patch(
+                compiler_options(GPT2_SMALL, PRECISION)
+                | {"force_disable_caches": True, "compile_threads": 1, "benchmark_kernel": True}
+            )
+        )  # each kernel then says how many bytes it moves
         yield written
 
 
 def table_of(work: list[Work], gpu: AbsentGpu, tokens: int) -> Table:
     """Format a step's work as a table; what takes less than a hundredth of a ms is one row."""
-    columns = [Column("", "left"), *map(Column, (
-        "calls", "GB", "TFLOP", "bytes a load", "floor, ms"))]
+    columns = [
+        Column("", "left"),
+        *map(Column, ("calls", "GB", "TFLOP", "bytes a load", "floor, ms")),
+    ]
     shown = [one for one in work if one.floor_seconds(gpu) >= 1e-5]
     rest = [one for one in work if one.floor_seconds(gpu) < 1e-5]
-    rows = [[one.name[:NAME_WIDTH], str(one.calls), f"{one.num_bytes / 1e9:.2f}",
-             f"{one.flops / 1e12:.2f}" if one.flops else "", str(one.load_bytes or ""),
-             f"{1e3 * one.floor_seconds(gpu):.2f}"] for one in shown]
-    rows.append([f"{len(rest)} others", str(sum(one.calls for one in rest)),
-                 f"{sum(one.num_bytes for one in rest) / 1e9:.2f}", "", "",
-                 f"{1e3 * sum(one.floor_seconds(gpu) for one in rest):.2f}"])
+    rows = [
+        [
+            one.name[:NAME_WIDTH],
+            str(one.calls),
+            f"{one.num_bytes / 1e9:.2f}",
+            f"{one.flops / 1e12:.2f}" if one.flops else "",
+            str(one.load_bytes or ""),
+            f"{1e3 * one.floor_seconds(gpu):.2f}",
+        ]
+        for one in shown
+    ]
+    rows.append(
+        [
+            f"{len(rest)} others",
+            str(sum(one.calls for one in rest)),
+            f"{sum(one.num_bytes for one in rest) / 1e9:.2f}",
+            "",
+            "",
+            f"{1e3 * sum(one.floor_seconds(gpu) for one in rest):.2f}",
+        ]
+    )
     seconds = sum(one.floor_seconds(gpu) for one in work)
-    rows.append(["all", str(sum(one.calls for one in work)),
-                 f"{sum(one.num_bytes for one in work) / 1e9:.2f}",
-                 f"{sum(one.flops for one in work) / 1e12:.2f}", "", f"{1e3 * seconds:.1f}"])
-    return Table(columns, rows, [
-        f"A floor, not a measurement: {tokens / seconds:,.0f} tokens/s at most, if memory reaches"
-        f" {BANDWIDTH_SHARE:.0%} of its data sheet's {gpu.bandwidth / 1e12:.2f} TB/s, products"
-        f" {gpu.product_share:.0%} and attention {ATTENTION_SHARE:.0%} of"
-        f" {find_gpu(gpu.name).peak(PRECISION) / 1e12:.0f} TFLOP/s, and nothing else takes time."])
+    rows.append(
+        [
+            "all",
+            str(sum(one.calls for one in work)),
+            f"{sum(one.num_bytes for one in work) / 1e9:.2f}",
+            f"{sum(one.flops for one in work) / 1e12:.2f}",
+            "",
+            f"{1e3 * seconds:.1f}",
+        ]
+    )
+    return Table(
+        columns,
+        rows,
+        [
+            f"A floor, not a measurement: {tokens / seconds:,.0f} tokens/s at most, if memory"
+            " reaches"
+            f" {BANDWIDTH_SHARE:.0%} of its data sheet's {gpu.bandwidth / 1e12:.2f} TB/s, products"
+            f" {gpu.product_share:.0%} and attention {ATTENTION_SHARE:.0%} of"
+            f" {find_gpu(gpu.name).peak(PRECISION) / 1e12:.0f} TFLOP/s, and nothing else takes"
+            " time."
+        ],
+    )
 
 
 @click.command()
-@click.option("--gpu", "gpu_name", type=click.Choice(list(GPUS)), default="H100",
-              show_default=True)
+@click.option("--gpu", "gpu_name", type=click.Choice(list(GPUS)), default="H100", show_default=True)
 @click.option("--microbatch", default=64, show_default=True, help="Sequences.")
 @click.option("--layers", default=GPT2_SMALL.n_layers, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print each row as a JSON object.")
 def main(gpu_name: str, microbatch: int, layers: int, as_json: bool) -> None:
     """Count the work of a step of GPT-2 small in bf16, with AdamW and one microbatch."""
     gpu, model = GPUS[gpu_name], GPT2_SMALL.model_copy(update={"n_layers": layers})
-    config = TrainConfig(dataset="none", checkpoint_interval=1, microbatch_size=microbatch,
-                         precision=PRECISION, residual_dtype=PRECISION, compile=True)
+    config = TrainConfig(
+        dataset="none",
+        checkpoint_interval=1,
+        microbatch_size=microbatch,
+        precision=PRECISION,
+        residual_dtype=PRECISION,
+        compile=True,
+    )
     work = step_work(model, config, gpu)
     if as_json:
         for one in work:
             click.echo(json.dumps(asdict(one) | {"floor_ms": 1e3 * one.floor_seconds(gpu)}))
         return
-    click.echo(f"{size_name(model)}, {microbatch} sequences of {model.context_length:,} tokens,"
-               f" {gpu.name}, PyTorch {torch.__version__}\n")
+    click.echo(
+        f"{size_name(model)}, {microbatch} sequences of {model.context_length:,} tokens,"
+        f" {gpu.name}, PyTorch {torch.__version__}\n"
+    )
     click.echo(table_of(work, gpu, microbatch * model.context_length).terminal())
 
 

@@ -35,8 +35,10 @@ from basics.machine import PROJECT_DIR, num_cpu_cores
 from tokens.tokenizer import load_tokenizer
 
 MEAN_SENTENCES = 30  # FineWeb's documents have about 3,000 characters
-AS_THE_ORIGINAL = ("import sys; from pathlib import Path; from benchmarks import prepare;"
-                   " prepare.prepare_as_the_original(*map(Path, sys.argv[1:]))")
+AS_THE_ORIGINAL = (
+    "import sys; from pathlib import Path; from benchmarks import prepare;"
+    " prepare.prepare_as_the_original(*map(Path, sys.argv[1:]))"
+)
 
 
 def prose() -> list[str]:
@@ -46,9 +48,13 @@ def prose() -> list[str]:
         if "site-packages" in path.parts or "test" in path.parts:
             continue
         with suppress(SyntaxError, ValueError):
-            texts += [node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                      if isinstance(node, ast.Constant) and isinstance(node.value, str)
-                      and len(node.value) > 200]
+            texts += [
+                node.value
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and len(node.value) > 200
+            ]
     sentences = re.split(r"(?<=[.!?])\s+", " ".join(" ".join(texts).split()))
     return [sentence for sentence in sentences if 20 < len(sentence) < 400]
 
@@ -61,16 +67,28 @@ def build_corpus(folder: Path, num_bytes: int, *, num_files: int = 4) -> None:
         rows, size = [], 0
         while size < num_bytes / num_files:
             count = 1 + int(generator.expovariate(1 / MEAN_SENTENCES))
-            rows.append("\n".join(" ".join(generator.choices(sentences, k=min(6, count - first)))
-                                  for first in range(0, count, 6)))
+            rows.append(
+                "\n".join(
+                    " ".join(generator.choices(sentences, k=min(6, count - first)))
+                    for first in range(0, count, 6)
+                )
+            )
             size += len(rows[-1].encode())
         ids = [f"<urn:uuid:{generator.getrandbits(128):032x}>" for _ in rows]
-        table = pyarrow.table({
-            "text": rows, "id": ids, "dump": ["CC-MAIN-2024-10"] * len(rows),
-            "url": [f"https://example.org/{i}" for i in ids], "language": ["en"] * len(rows),
-            "language_score": [0.95] * len(rows), "token_count": [len(row) // 4 for row in rows]})
-        pyarrow.parquet.write_table(table, folder / f"{number:03}_00000.parquet",
-                                    row_group_size=1000, compression="zstd")
+        table = pyarrow.table(
+            {
+                "text": rows,
+                "id": ids,
+                "dump": ["CC-MAIN-2024-10"] * len(rows),
+                "url": [f"https://example.org/{i}" for i in ids],
+                "language": ["en"] * len(rows),
+                "language_score": [0.95] * len(rows),
+                "token_count": [len(row) // 4 for row in rows],
+            }
+        )
+        pyarrow.parquet.write_table(
+            table, folder / f"{number:03}_00000.parquet", row_group_size=1000, compression="zstd"
+        )
 
 
 def peak_memory_of(command: Sequence[str | Path]) -> float:
@@ -98,8 +116,10 @@ def bare_rate(corpus: Path, num_workers: int) -> float:
     """Return the tokens per second of one process per core, with all text already in memory."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(num_workers), context.SimpleQueue()
-    processes = [context.Process(target=_encode_share, args=(corpus, share, barrier, results))
-                 for share in range(num_workers)]
+    processes = [
+        context.Process(target=_encode_share, args=(corpus, share, barrier, results))
+        for share in range(num_workers)
+    ]
     for process in processes:
         process.start()
     starts, ends, num_tokens = zip(*[results.get() for _ in processes], strict=True)
@@ -111,7 +131,7 @@ def bare_rate(corpus: Path, num_workers: int) -> float:
 def _encode_share(corpus: Path, share: int, barrier, results) -> None:
     tokenizer: Any = load_tokenizer("gpt2")
     column = pyarrow.parquet.read_table(corpus, columns=["text"])["text"]
-    texts = column.to_pylist()[share::barrier.parties]
+    texts = column.to_pylist()[share :: barrier.parties]
     barrier.wait()
     start = time.perf_counter()
     num_tokens = sum(tokenizer.encode_to_numpy(text, disallowed_special=()).size for text in texts)
@@ -149,8 +169,12 @@ def prepare_as_the_original(corpus: Path, output: Path) -> None:
 
 @click.command()
 @click.argument("corpus", type=click.Path(path_type=Path), required=False)
-@click.option("--megabytes", default=750, show_default=True,
-              help="Text in the generated corpus; its parquet files have two fifths of this size.")
+@click.option(
+    "--megabytes",
+    default=750,
+    show_default=True,
+    help="Text in the generated corpus; its parquet files have two fifths of this size.",
+)
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--workers", default=num_cpu_cores(), show_default=True)
 def main(corpus: Path | None, megabytes: int, repeats: int, workers: int) -> None:
@@ -161,9 +185,16 @@ def main(corpus: Path | None, megabytes: int, repeats: int, workers: int) -> Non
             build_corpus(corpus, megabytes * 10**6)
         output = Path(folder) / "tokens"
         commands: dict[str, list[str | Path]] = {
-            "ours": [sys.executable, PROJECT_DIR / "prepare_dataset.py", corpus, output,
-                     "--workers", str(workers)],
-            "original": [sys.executable, "-c", AS_THE_ORIGINAL, corpus, output]}
+            "ours": [
+                sys.executable,
+                PROJECT_DIR / "prepare_dataset.py",
+                corpus,
+                output,
+                "--workers",
+                str(workers),
+            ],
+            "original": [sys.executable, "-c", AS_THE_ORIGINAL, corpus, output],
+        }
         rates: dict[str, list[float]] = {"ours": [], "bare": [], "original": []}
         for _ in range(repeats):
             tokens = []
@@ -172,8 +203,14 @@ def main(corpus: Path | None, megabytes: int, repeats: int, workers: int) -> Non
                 started = time.perf_counter()
                 subprocess.run(command, check=True, capture_output=True)
                 seconds = time.perf_counter() - started
-                tokens.append(np.concatenate([load_file(output / f"{split}.safetensors")["tokens"]
-                                              for split in ("validation", "train")]))
+                tokens.append(
+                    np.concatenate(
+                        [
+                            load_file(output / f"{split}.safetensors")["tokens"]
+                            for split in ("validation", "train")
+                        ]
+                    )
+                )
                 rates[name].append(tokens[-1].size / seconds)
             assert np.array_equal(tokens[0], tokens[1])
             rates["bare"].append(bare_rate(corpus, workers))
@@ -183,8 +220,10 @@ def main(corpus: Path | None, megabytes: int, repeats: int, workers: int) -> Non
             click.echo(f"{name:>9} peak memory {peak_memory_of(command):,.0f} MiB")
     for name, found in rates.items():
         rate = statistics.median(found)
-        click.echo(f"{name:>9} {rate / 1e6:6.2f} M tokens/s, ours / {name}:"
-                   f" {statistics.median(rates['ours']) / rate:.2f}")
+        click.echo(
+            f"{name:>9} {rate / 1e6:6.2f} M tokens/s, ours / {name}:"
+            f" {statistics.median(rates['ours']) / rate:.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -26,15 +26,27 @@ from basics.files import write_atomically
 
 # The versions that the documents' figures were measured with.
 VERSIONS = {
-    "anarchism": "15.3-3", "debian-faq": "11.1", "debian-policy": "4.6.2.0",
-    "debian-reference-en": "2.100", "developers-reference": "12.18", "dict-devil": "1.0-13.1",
-    "dict-foldoc": "20230119-1", "dict-gcide": "0.48.5+nmu2", "dict-jargon": "4.4.7-3.1",
-    "git-doc": "1:2.39.5-0+deb12u3", "linux-doc-6.1": "6.1.192-2", "perl-doc": "5.36.0-7+deb12u4",
-    "postgresql-doc-15": "15.20-0+deb12u1", "python3.11-doc": "3.11.2-6+deb12u9"}
+    "anarchism": "15.3-3",
+    "debian-faq": "11.1",
+    "debian-policy": "4.6.2.0",
+    "debian-reference-en": "2.100",
+    "developers-reference": "12.18",
+    "dict-devil": "1.0-13.1",
+    "dict-foldoc": "20230119-1",
+    "dict-gcide": "0.48.5+nmu2",
+    "dict-jargon": "4.4.7-3.1",
+    "git-doc": "1:2.39.5-0+deb12u3",
+    "linux-doc-6.1": "6.1.192-2",
+    "perl-doc": "5.36.0-7+deb12u4",
+    "postgresql-doc-15": "15.20-0+deb12u1",
+    "python3.11-doc": "3.11.2-6+deb12u9",
+}
 DOCUMENT_CHARACTERS, MIN_PARAGRAPH_CHARACTERS = 3000, 100
 MIN_LETTERS = 0.9  # fraction of a paragraph that is ASCII letters and spaces
-BLOCKS = frozenset("p div li dd dt td th tr h1 h2 h3 h4 h5 h6 pre table ul ol dl section hr"
-                   " blockquote body title".split())
+BLOCKS = frozenset(
+    "p div li dd dt td th tr h1 h2 h3 h4 h5 h6 pre table ul ol dl section hr"
+    " blockquote body title".split()
+)
 SKIPPED = frozenset("script style nav head pre footer header svg table".split())
 TRANSLATED = re.compile(r"\.(de|es|fr|it|ja|ru|pt|ko|nl|zh-cn)\.html$|/(it_IT|ja_JP|ko_KR|zh_..)/")
 GENERATED = ("genindex", "search")  # the first letters of pages that hold indices
@@ -74,7 +86,7 @@ def download(names: tuple[str, ...], folder: Path) -> Iterator[Path]:
     try:
         subprocess.run(["apt-get", "download", *names], cwd=folder, check=True)
         for name in sorted(names):
-            package, = folder.glob(f"{name}_*.deb")
+            (package,) = folder.glob(f"{name}_*.deb")
             version = package.name.split("_")[1].replace("%3a", ":")
             if version != VERSIONS.get(name, version):
                 print_line(f"{name} is {version}; the documents' figures are of {VERSIONS[name]}")
@@ -102,16 +114,23 @@ def paragraphs_of(path: Path) -> list[str]:
 
 def is_prose(paragraph: str) -> bool:
     num_letters = sum(c.isascii() and (c.isalpha() or c == " ") for c in paragraph)
-    return (len(paragraph) >= MIN_PARAGRAPH_CHARACTERS and paragraph[-1] in ".?!:\"')”"
-            and num_letters >= MIN_LETTERS * len(paragraph))
+    return (
+        len(paragraph) >= MIN_PARAGRAPH_CHARACTERS
+        and paragraph[-1] in ".?!:\"')”"
+        and num_letters >= MIN_LETTERS * len(paragraph)
+    )
 
 
 def documents_of(folder: Path, seen: set[str]) -> Iterator[str]:
     """Yield the documents of a package by file; a paragraph in `seen`, which grows, is left out."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder).as_posix()
-        if (path.is_symlink() or not path.is_file() or path.name.startswith(GENERATED)
-                or TRANSLATED.search(inside)):
+        if (
+            path.is_symlink()
+            or not path.is_file()
+            or path.name.startswith(GENERATED)
+            or TRANSLATED.search(inside)
+        ):
             continue
         document: list[str] = []
         for paragraph in (" ".join(part.split()) for part in paragraphs_of(path)):
@@ -128,20 +147,31 @@ def documents_of(folder: Path, seen: set[str]) -> Iterator[str]:
 
 @click.command()
 @click.argument("output", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--package", "names", multiple=True, default=tuple(VERSIONS), metavar="NAME",
-              help="Use this package instead of all; can be repeated.")
+@click.option(
+    "--package",
+    "names",
+    multiple=True,
+    default=tuple(VERSIONS),
+    metavar="NAME",
+    help="Use this package instead of all; can be repeated.",
+)
 def main(output: Path, names: tuple[str, ...]) -> None:
     """Write prose from Debian packages to OUTPUT/prose.jsonl, one document a line."""
     seen: set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
-        documents = [document for package in download(names, Path(folder))
-                     for document in documents_of(package, seen)]
+        documents = [
+            document
+            for package in download(names, Path(folder))
+            for document in documents_of(package, seen)
+        ]
     random.Random(1).shuffle(documents)
     output.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     write_atomically(output / "prose.jsonl", lines)
-    print_line(f"{output / 'prose.jsonl'}: {len(documents):,} documents,"
-               f" {sum(map(len, documents)):,} characters")
+    print_line(
+        f"{output / 'prose.jsonl'}: {len(documents):,} documents,"
+        f" {sum(map(len, documents)):,} characters"
+    )
 
 
 if __name__ == "__main__":

@@ -18,13 +18,27 @@ from lab.stats import Difference
 from lab.table import UNKNOWN, Column, Table
 from reporting.summary import FINISHED
 
-RECIPES = {"bytes-muon": ("bytes-original", "bytes-adamw"),
-           "bpe-muon": ("bpe-original", "bpe-adamw-one-rate", "bpe-adamw"),
-           "bpe-muon-4k": ("bpe-adamw-4k",),
-           "bpe-large-muon": ("bpe-large-adamw",)}  # each with the baselines beside it
+RECIPES = {
+    "bytes-muon": ("bytes-original", "bytes-adamw"),
+    "bpe-muon": ("bpe-original", "bpe-adamw-one-rate", "bpe-adamw"),
+    "bpe-muon-4k": ("bpe-adamw-4k",),
+    "bpe-large-muon": ("bpe-large-adamw",),
+}  # each with the baselines beside it
 RUN_DIR = re.compile(r"(.+)-seed-(\d+)")
-HEADS = ["baseline", "its tokens", "its loss", "recipe", "its tokens", "share", "its loss",
-         "difference", "95% interval", "reached after", "share", "95% interval"]
+HEADS = [
+    "baseline",
+    "its tokens",
+    "its loss",
+    "recipe",
+    "its tokens",
+    "share",
+    "its loss",
+    "difference",
+    "95% interval",
+    "reached after",
+    "share",
+    "95% interval",
+]
 BASELINE = "baseline"  # in the directories of a sweep: its base without changes
 Runs = dict[int, Result]  # the finished runs of one variant of a sweep, by seed
 
@@ -46,8 +60,11 @@ def mean(figure: str, runs: Runs) -> float:
 
 
 def own_cells(name: str, runs: Runs) -> list[str]:
-    return [name, f"{mean('tokens', runs):,.0f}",
-            f"{mean('validation_loss', runs):.3f} ({len(runs)} seeds)"]
+    return [
+        name,
+        f"{mean('tokens', runs):,.0f}",
+        f"{mean('validation_loss', runs):.3f} ({len(runs)} seeds)",
+    ]
 
 
 def compare(baseline: tuple[str, Runs], recipe: tuple[str, Runs]) -> list[str]:
@@ -56,18 +73,32 @@ def compare(baseline: tuple[str, Runs], recipe: tuple[str, Runs]) -> list[str]:
     name, tokens, loss = own_cells(*recipe)
     seeds = sorted(theirs.keys() & ours.keys())
     losses = {seed: theirs[seed].figures["validation_loss"] for seed in seeds}
-    difference = Difference.of([ours[seed].figures["validation_loss"] - losses[seed]
-                                for seed in seeds])
-    cells += [name, tokens, f"{mean('tokens', ours) / mean('tokens', theirs):.0%}", loss,
-              f"{difference.mean:+.3f}" if difference else UNKNOWN,
-              interval_of(difference, "{:+.3f} to {:+.3f}")]
+    difference = Difference.of(
+        [ours[seed].figures["validation_loss"] - losses[seed] for seed in seeds]
+    )
+    cells += [
+        name,
+        tokens,
+        f"{mean('tokens', ours) / mean('tokens', theirs):.0%}",
+        loss,
+        f"{difference.mean:+.3f}" if difference else UNKNOWN,
+        interval_of(difference, "{:+.3f} to {:+.3f}"),
+    ]
     reached = [first_reaching(ours[seed].records, losses[seed]) for seed in seeds]
     if not seeds or None in reached:
         return [*cells, "not reached" if seeds else UNKNOWN, UNKNOWN, UNKNOWN]
-    shares = Difference.of([found.tokens / theirs[seed].figures["tokens"]
-                            for seed, found in zip(seeds, reached, strict=True)])
-    return [*cells, f"{statistics.fmean(found.tokens for found in reached):,.0f}",
-            f"{shares.mean:.1%}", interval_of(shares, "{:.1%} to {:.1%}")]
+    shares = Difference.of(
+        [
+            found.tokens / theirs[seed].figures["tokens"]
+            for seed, found in zip(seeds, reached, strict=True)
+        ]
+    )
+    return [
+        *cells,
+        f"{statistics.fmean(found.tokens for found in reached):,.0f}",
+        f"{shares.mean:.1%}",
+        interval_of(shares, "{:.1%} to {:.1%}"),
+    ]
 
 
 def interval_of(found: Difference | None, text: str) -> str:
@@ -75,16 +106,23 @@ def interval_of(found: Difference | None, text: str) -> str:
 
 
 @click.command()
-@click.option("--sweeps-dir", type=click.Path(path_type=Path), default=Path("sweeps"),
-              show_default=True)
+@click.option(
+    "--sweeps-dir", type=click.Path(path_type=Path), default=Path("sweeps"), show_default=True
+)
 def main(sweeps_dir: Path) -> None:
     """Print the table of recipes, each beside each of its baselines, as Markdown."""
-    rows = [compare(baseline, recipe) for name, baselines in RECIPES.items()
-            for each in baselines for baseline in read_variants(sweeps_dir / each)
-            for recipe in read_variants(sweeps_dir / name)]
+    rows = [
+        compare(baseline, recipe)
+        for name, baselines in RECIPES.items()
+        for each in baselines
+        for baseline in read_variants(sweeps_dir / each)
+        for recipe in read_variants(sweeps_dir / name)
+    ]
     if not rows:
-        raise UserError(f"{sweeps_dir}: no finished runs of the sweeps in benchmarks/recipes.md;"
-                        " run those commands first")
+        raise UserError(
+            f"{sweeps_dir}: no finished runs of the sweeps in benchmarks/recipes.md;"
+            " run those commands first"
+        )
     columns = [Column(head, "left" if head in (BASELINE, "recipe") else "right") for head in HEADS]
     print_line(Table(columns, rows).markdown())
 

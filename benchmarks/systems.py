@@ -67,15 +67,25 @@ class Task:
 
     @property
     def plan(self) -> BatchPlan:
-        return BatchPlan(self.microbatch_size, self.global_batch_size // self.microbatch_size, 1,
-                         self.model.context_length, self.num_steps)
+        return BatchPlan(
+            self.microbatch_size,
+            self.global_batch_size // self.microbatch_size,
+            1,
+            self.model.context_length,
+            self.num_steps,
+        )
 
     @property
     def train_values(self) -> dict[str, Any]:
         return {
-            "dataset": "zipf", "microbatch_size": self.microbatch_size, "random_seed": SEED,
-            "checkpoint_interval": 2**30, "learning_rate": LEARNING_RATE,
-            "weight_decay": WEIGHT_DECAY, "decay_norms_and_biases": True} | self.changes
+            "dataset": "zipf",
+            "microbatch_size": self.microbatch_size,
+            "random_seed": SEED,
+            "checkpoint_interval": 2**30,
+            "learning_rate": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "decay_norms_and_biases": True,
+        } | self.changes
 
 
 def ours(task: Task, tokens_path: Path, process: Process) -> System:
@@ -84,12 +94,23 @@ def ours(task: Task, tokens_path: Path, process: Process) -> System:
     if process.device.type == "cpu":
         keep_freed_memory()  # as ddp_train.py does
     step = TrainingStep(build_training_state(task.model, train, process), train, process)
-    data = Microbatches(TokenFile(tokens_path), task.plan, start_token=0,
-                        vocab_size=task.model.vocab_size)
-    batches = read_ahead(data, microbatch_indices(task.plan, 0, first_step=0),
-                         device=process.device)
-    return (lambda: step.take(batches, num_microbatches=task.plan.gradient_accumulation_steps,
-                              learning_rate=LEARNING_RATE)[0]), train.precision, bool(train.compile)
+    data = Microbatches(
+        TokenFile(tokens_path), task.plan, start_token=0, vocab_size=task.model.vocab_size
+    )
+    batches = read_ahead(
+        data, microbatch_indices(task.plan, 0, first_step=0), device=process.device
+    )
+    return (
+        (
+            lambda: step.take(
+                batches,
+                num_microbatches=task.plan.gradient_accumulation_steps,
+                learning_rate=LEARNING_RATE,
+            )[0]
+        ),
+        train.precision,
+        bool(train.compile),
+    )
 
 
 def other(task: Task, tokens_path: Path, process: Process) -> System:
@@ -103,7 +124,8 @@ def other(task: Task, tokens_path: Path, process: Process) -> System:
     compiles = task.changes.get("compile", False)
     num_microbatches = task.plan.gradient_accumulation_steps
     torch.set_float32_matmul_precision(
-        "highest" if precision == "fp32" and not is_original else "high")
+        "highest" if precision == "fp32" and not is_original else "high"
+    )
     torch.manual_seed(SEED)
     loss_of, optimizer = OTHERS[task.system](task, device)
     if compiles:
@@ -131,15 +153,17 @@ def other(task: Task, tokens_path: Path, process: Process) -> System:
     return step, precision, compiles
 
 
-def plain_microbatches(tokens_path: Path, plan: BatchPlan, device: torch.device, *,
-                       pins: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def plain_microbatches(
+    tokens_path: Path, plan: BatchPlan, device: torch.device, *, pins: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield token ids and targets, (B, T) each, widened to int64 on the host, then copied."""
     file, pins = TokenFile(tokens_path), pins and device.type == "cuda"
     for index in microbatch_indices(plan, 0, first_step=0):
         first = index * plan.tokens_per_microbatch
         flat = file.read(first, first + plan.tokens_per_microbatch + 1).astype(np.int64)
-        token_ids, targets = (torch.from_numpy(part).view(-1, plan.context_length)
-                              for part in (flat[:-1], flat[1:]))
+        token_ids, targets = (
+            torch.from_numpy(part).view(-1, plan.context_length) for part in (flat[:-1], flat[1:])
+        )
         if pins:
             token_ids, targets = token_ids.pin_memory(), targets.pin_memory()
         yield token_ids.to(device, non_blocking=pins), targets.to(device, non_blocking=pins)
@@ -154,8 +178,11 @@ def hugging_face(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Op
     from transformers import GPT2Config, GPT2LMHeadModel
 
     weights = to_gpt2(GPTModel(task.model).state_dict(), task.model)
-    model = GPT2LMHeadModel(GPT2Config.from_dict(
-        gpt2_config(task.model, None) | {"use_cache": False}, attn_implementation="sdpa"))
+    model = GPT2LMHeadModel(
+        GPT2Config.from_dict(
+            gpt2_config(task.model, None) | {"use_cache": False}, attn_implementation="sdpa"
+        )
+    )
     model.load_state_dict(weights)
     model.to(device).train()  # type: ignore[arg-type]
     return _with_adamw(model, lambda token_ids: model(token_ids).logits, fused=True)
@@ -167,24 +194,34 @@ def nanogpt(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimiz
     from model import GPT, GPTConfig
 
     shape = task.model
-    model = GPT(GPTConfig(
-        block_size=shape.context_length, n_layer=shape.n_layers, n_head=shape.n_heads,
-        vocab_size=NANOGPT_VOCABULARIES.get(shape.vocab_size, shape.vocab_size),
-        n_embd=shape.emb_dim, dropout=0.0, bias=True)).to(device)
+    model = GPT(
+        GPTConfig(
+            block_size=shape.context_length,
+            n_layer=shape.n_layers,
+            n_head=shape.n_heads,
+            vocab_size=NANOGPT_VOCABULARIES.get(shape.vocab_size, shape.vocab_size),
+            n_embd=shape.emb_dim,
+            dropout=0.0,
+            bias=True,
+        )
+    ).to(device)
     return lambda token_ids, targets: model(token_ids, targets)[1], model.configure_optimizers(
-        WEIGHT_DECAY, LEARNING_RATE, (0.9, 0.95), device.type)
+        WEIGHT_DECAY, LEARNING_RATE, (0.9, 0.95), device.type
+    )
 
 
 OTHERS = {"original": original, "hugging face": hugging_face, "nanogpt": nanogpt}
 
 
-def _with_adamw(model: nn.Module, logits_of: Callable[[Tensor], Tensor],
-                **options: Any) -> tuple[Loss, torch.optim.Optimizer]:
+def _with_adamw(
+    model: nn.Module, logits_of: Callable[[Tensor], Tensor], **options: Any
+) -> tuple[Loss, torch.optim.Optimizer]:
     def loss_of(token_ids: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits_of(token_ids).flatten(0, 1).float(), targets.flatten())
 
-    return loss_of, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE,
-                                      weight_decay=WEIGHT_DECAY, **options)
+    return loss_of, torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options
+    )
 
 
 class NaiveGPT(nn.Module):
@@ -206,7 +243,8 @@ class NaiveGPT(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         (B, T), model, C = token_ids.shape, self.model, self.model.config.emb_dim
         x = model.token_embedding(token_ids) + model.position_embedding(
-            torch.arange(T, device=token_ids.device))
+            torch.arange(T, device=token_ids.device)
+        )
         heads = B, T, model.config.n_heads, C // model.config.n_heads
         for block, projections in zip(model.blocks, self.projections, strict=True):
             y = _naive_norm(x, block.attention_norm)
@@ -227,8 +265,9 @@ def _naive_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     return norm.weight * ((x - mean) / torch.sqrt(variance + 1e-5)) + norm.bias
 
 
-def time_steps(step: Callable[[], Any], num_steps: int, tokens_per_step: int,
-               device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+def time_steps(
+    step: Callable[[], Any], num_steps: int, tokens_per_step: int, device: torch.device
+) -> tuple[list[Any], dict[str, Any]]:
     """Take all steps; time the last ones as blocks of equal length; return results and speeds.
 
     Within a block nothing waits for the device, as in a run.
@@ -244,28 +283,42 @@ def time_steps(step: Callable[[], Any], num_steps: int, tokens_per_step: int,
             times.append(time.perf_counter())
     speeds = [length * tokens_per_step / seconds for seconds in np.diff(times[2:])]
     speed = statistics.median(speeds)
-    return results, {"tokens_per_second": speed, "step_ms": tokens_per_step / speed * 1e3,
-                     "blocks": speeds, "first_step_seconds": times[1] - times[0]}
+    return results, {
+        "tokens_per_second": speed,
+        "step_ms": tokens_per_step / speed * 1e3,
+        "blocks": speeds,
+        "first_step_seconds": times[1] - times[0],
+    }
 
 
 def measure(task: Task, tokens_path: Path) -> dict[str, Any]:
     import torch._inductor.compile_fx  # its import takes seconds: not compiling
+
     process = Process(0, 0, 1, torch.device("cuda:0" if task.device == "cuda" else "cpu"))
     started = time.perf_counter()
     build = ours if task.system == "ours" else other
     step, precision, is_compiled = build(task, tokens_path, process)
     built_seconds = time.perf_counter() - started
     results, speed = time_steps(step, task.num_steps, task.plan.tokens_per_step, process.device)
-    peak = (torch.cuda.max_memory_allocated() if task.device == "cuda" else
-            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if task.device == "cuda"
+        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
     compiling = built_seconds + speed["first_step_seconds"] - speed["step_ms"] / 1e3
     return speed | {
-        "precision": precision, "compile_seconds": max(0.0, compiling) if is_compiled else 0.0,
-        "microbatch_size": task.microbatch_size, "peak_mib": peak / 2**20,
+        "precision": precision,
+        "compile_seconds": max(0.0, compiling) if is_compiled else 0.0,
+        "microbatch_size": task.microbatch_size,
+        "peak_mib": peak / 2**20,
         # Other weights or another optimizer have another curve.
-        "losses": ([] if task.system == "nanogpt" or task.changes.get("optimizer") == "muon" else
-                   [loss.item() for loss in results]),
-        "machine": machine_facts(process, precision)}
+        "losses": (
+            []
+            if task.system == "nanogpt" or task.changes.get("optimizer") == "muon"
+            else [loss.item() for loss in results]
+        ),
+        "machine": machine_facts(process, precision),
+    }
 
 
 if __name__ == "__main__":

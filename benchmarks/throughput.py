@@ -53,11 +53,21 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "ours, flash attention": {"attention": "flash"},
     "ours, cuDNN attention": {"attention": "cudnn"},
     "ours, head in 4 chunks": {"head_chunks": 4},
-    "ours, activation checkpointing": {"activation_checkpointing": True}}
+    "ours, activation checkpointing": {"activation_checkpointing": True},
+}
 # What decides first, since a rented card may have minutes only; the others come after these.
-FIRST_ON_GPU = ("ours", HUGGING_FACE.format("bf16"), "nanoGPT, bf16, compiled", ORIGINAL,
-                "ours, Muon", "ours, microbatch 32", "ours, microbatch 16",
-                "ours, flash attention", WHOLE_RUN, REFERENCE)
+FIRST_ON_GPU = (
+    "ours",
+    HUGGING_FACE.format("bf16"),
+    "nanoGPT, bf16, compiled",
+    ORIGINAL,
+    "ours, Muon",
+    "ours, microbatch 32",
+    "ours, microbatch 16",
+    "ours, flash attention",
+    WHOLE_RUN,
+    REFERENCE,
+)
 GPU_STEPS = 16  # of which 12 are timed
 Line = dict[str, Any]
 Row = tuple[str, str, dict[str, Any]]  # the first three fields of a `Task`
@@ -69,23 +79,46 @@ class RowFailed(Exception):
 
 def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
     """Return the rows of each shape: GPT-2 small on a GPU, on a CPU two vocabularies."""
-    systems: list[Row] = [("ours", "ours", {}), ("Hugging Face", "hugging face", {}), *(
-        [("nanoGPT", "nanogpt", {"folder": str(nanogpt)})] if nanogpt else [])]
-    rows: list[Row] = [("ours", "ours", {}), *(
-        (f"{name}, {precision}{', compiled' * compiles}", system,
-         {**changes, "precision": precision, "compile": compiles})
-        for (name, system, changes), precision, compiles in itertools.product(
-            systems, ("bf16", "fp32"), (False, True))),
-        (WHOLE_RUN, WHOLE_RUN_SYSTEM, {}), (ORIGINAL, "original", {})]
+    systems: list[Row] = [
+        ("ours", "ours", {}),
+        ("Hugging Face", "hugging face", {}),
+        *([("nanoGPT", "nanogpt", {"folder": str(nanogpt)})] if nanogpt else []),
+    ]
+    rows: list[Row] = [
+        ("ours", "ours", {}),
+        *(
+            (
+                f"{name}, {precision}{', compiled' * compiles}",
+                system,
+                {**changes, "precision": precision, "compile": compiles},
+            )
+            for (name, system, changes), precision, compiles in itertools.product(
+                systems, ("bf16", "fp32"), (False, True)
+            )
+        ),
+        (WHOLE_RUN, WHOLE_RUN_SYSTEM, {}),
+        (ORIGINAL, "original", {}),
+    ]
     if device == "cuda":
         rows += [(name, "ours", changes) for name, changes in ON_GPU.items()]
         rows.sort(key=lambda row: (*FIRST_ON_GPU, row[0]).index(row[0]))
-        return [Task(*row, GPT2_SMALL.model_dump(), device, gpu_microbatch(*row), 192, GPU_STEPS)
-                for row in rows]
-    shape = {"context_length": 256, "emb_dim": 128, "n_heads": 4, "n_layers": 4, "drop_rate": 0.0,
-             "qkv_bias": False}
-    return [Task(*row, {**shape, "vocab_size": size}, device, 8, 16, num_steps)
-            for size, num_steps in ((50257, 10), (257, 40)) for row in rows]
+        return [
+            Task(*row, GPT2_SMALL.model_dump(), device, gpu_microbatch(*row), 192, GPU_STEPS)
+            for row in rows
+        ]
+    shape = {
+        "context_length": 256,
+        "emb_dim": 128,
+        "n_heads": 4,
+        "n_layers": 4,
+        "drop_rate": 0.0,
+        "qkv_bias": False,
+    }
+    return [
+        Task(*row, {**shape, "vocab_size": size}, device, 8, 16, num_steps)
+        for size, num_steps in ((50257, 10), (257, 40))
+        for row in rows
+    ]
 
 
 def gpu_microbatch(name: str, system: str, changes: dict[str, Any]) -> int:
@@ -119,28 +152,60 @@ def write_tokens(dataset_dir: Path, task: Task) -> Path:
 def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Line:
     """Measure a row in processes of its own; `folder` has compiled code. Raises: RowFailed."""
     if task.system != WHOLE_RUN_SYSTEM:
-        printed = run(["-m", "benchmarks.systems", json.dumps(asdict(task)), str(tokens_path)],
-                      folder, seconds)
+        printed = run(
+            ["-m", "benchmarks.systems", json.dumps(asdict(task)), str(tokens_path)],
+            folder,
+            seconds,
+        )
         return json.loads(printed.splitlines()[-1])
     with tempfile.TemporaryDirectory() as runs_dir:
         run_dir = Path(runs_dir) / "whole-run"
         run_dir.mkdir()
         (run_dir / "model.json").write_text(json.dumps(task.shape))
-        (run_dir / "train.json").write_text(json.dumps(task.train_values | {
-            "dataset": tokens_path.parent.name, "checkpoint_interval": RUN_STEPS,
-            "gradient_accumulation_steps": task.plan.gradient_accumulation_steps,
-            "min_train_tokens": RUN_STEPS * task.plan.tokens_per_step}))
-        run(["ddp_train.py", run_dir.name, "--runs-dir", runs_dir, "--nproc-per-node", "1",
-             "--datasets-dir", str(tokens_path.parents[1])], folder, seconds)
+        (run_dir / "train.json").write_text(
+            json.dumps(
+                task.train_values
+                | {
+                    "dataset": tokens_path.parent.name,
+                    "checkpoint_interval": RUN_STEPS,
+                    "gradient_accumulation_steps": task.plan.gradient_accumulation_steps,
+                    "min_train_tokens": RUN_STEPS * task.plan.tokens_per_step,
+                }
+            )
+        )
+        run(
+            [
+                "ddp_train.py",
+                run_dir.name,
+                "--runs-dir",
+                runs_dir,
+                "--nproc-per-node",
+                "1",
+                "--datasets-dir",
+                str(tokens_path.parents[1]),
+            ],
+            folder,
+            seconds,
+        )
         summary = json.loads((run_dir / "summary.json").read_text())
-        blocks = [record["tokens_per_second"] for record in read_metrics(run_dir / "metrics.jsonl")
-                  if record.get("tokens_per_second")][1:]
+        blocks = [
+            record["tokens_per_second"]
+            for record in read_metrics(run_dir / "metrics.jsonl")
+            if record.get("tokens_per_second")
+        ][1:]
     speed, machine = statistics.median(blocks), summary["machine"]
-    return {"tokens_per_second": speed, "blocks": blocks, "machine": machine, "losses": [],
-            "step_ms": task.plan.tokens_per_step / speed * 1e3,
-            "microbatch_size": task.microbatch_size, "precision": machine["precision"],
-            "peak_mib": machine["peak_memory_gib"] * 2**10, "seconds_by_phase": summary["seconds"],
-            "compile_seconds": summary["seconds"]["compile"] if machine["compiled"] else 0.0}
+    return {
+        "tokens_per_second": speed,
+        "blocks": blocks,
+        "machine": machine,
+        "losses": [],
+        "step_ms": task.plan.tokens_per_step / speed * 1e3,
+        "microbatch_size": task.microbatch_size,
+        "precision": machine["precision"],
+        "peak_mib": machine["peak_memory_gib"] * 2**10,
+        "seconds_by_phase": summary["seconds"],
+        "compile_seconds": summary["seconds"]["compile"] if machine["compiled"] else 0.0,
+    }
 
 
 def measured(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Line:
@@ -155,17 +220,25 @@ def measured(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Lin
         line |= measure_row(task, tokens_path, place, seconds)
     except RowFailed as error:
         line |= {"status": "failed", "reason": str(error)}
-    return line | {"torch": torch.__version__, "code": code_version(),
-                   "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    return line | {
+        "torch": torch.__version__,
+        "code": code_version(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def run(arguments: list[str], folder: Path, seconds: float) -> str:
     """Run Python in the project's directory; return its standard output. Raises: RowFailed."""
     try:
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=PROJECT_DIR, capture_output=True, text=True,
-            errors="replace", timeout=max(0.1, seconds),
-            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")})
+            [sys.executable, *arguments],
+            cwd=PROJECT_DIR,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=max(0.1, seconds),
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")},
+        )
     except subprocess.TimeoutExpired:  # ours end with the process that started them
         raise RowFailed(f"ran out of time after {seconds:,.0f} s") from None
     if done.returncode:
@@ -184,10 +257,12 @@ def differences(lines: list[Line]) -> list[str]:
     if not curves:
         return []
     reference = next((one for one in curves if one["row"] == REFERENCE), curves[0])["losses"]
-    found = [f"{line['row']}: its losses differ by {losses_off(line, reference):.4f}"
-             for line in curves  # true for NaN too
-             if not losses_off(line, reference) <= LOSS_TOLERANCE[line["precision"]]]
-    end = statistics.mean(reference[-max(1, len(reference) // 8):])
+    found = [
+        f"{line['row']}: its losses differ by {losses_off(line, reference):.4f}"
+        for line in curves  # true for NaN too
+        if not losses_off(line, reference) <= LOSS_TOLERANCE[line["precision"]]
+    ]
+    end = statistics.mean(reference[-max(1, len(reference) // 8) :])
     if not reference[0] - end >= MIN_FALL:
         found.append(f"the loss went from {reference[0]:.3f} to {end:.3f}: too level to compare")
     return found
@@ -199,12 +274,28 @@ def speed_table(lines: list[Line], flops: float) -> list[str]:
     for line in lines:
         rows.setdefault(line["row"], []).append(line)
     against = (ORIGINAL, HUGGING_FACE.format("fp32"))
-    speeds = {name: statistics.median(known) for name, measured in rows.items() if (
-        known := [line["tokens_per_second"] for line in measured if line["status"] == "ok"])}
+    speeds = {
+        name: statistics.median(known)
+        for name, measured in rows.items()
+        if (known := [line["tokens_per_second"] for line in measured if line["status"] == "ok"])
+    }
     reference: list[float] = next((line["losses"] for line in lines if line.get("losses")), [])
-    columns = [Column("", "left"), *map(Column, (
-        "precision", "microbatch", "peak MiB", "tokens/s", "MFU", "compiling, s", "losses off",
-        *(f"/ {name}" for name in against)))]
+    columns = [
+        Column("", "left"),
+        *map(
+            Column,
+            (
+                "precision",
+                "microbatch",
+                "peak MiB",
+                "tokens/s",
+                "MFU",
+                "compiling, s",
+                "losses off",
+                *(f"/ {name}" for name in against),
+            ),
+        ),
+    ]
     cells = []
     for name, measured in rows.items():
         if name not in speeds:
@@ -216,35 +307,68 @@ def speed_table(lines: list[Line], flops: float) -> list[str]:
         compiling = f"{one['compile_seconds']:.0f}"
         if one["compile_seconds"] and one.get("has_cache"):
             compiling += " (cached)"
-        cells.append([name, one["precision"], *(
-            "-" if value is None else format(value, form) for value, form in (
-                (one["microbatch_size"], ""), (one["peak_mib"], ",.0f"), (speeds[name], ",.0f"),
-                (gpu and speeds[name] * flops / gpu.peak(one["precision"]), ".3f"),
-                (compiling, ""), (off and losses_off(one, reference), ".4f"),
-                *((speeds[name] / speeds[other] if other in speeds else None, ".2f")
-                  for other in against)))])
+        cells.append(
+            [
+                name,
+                one["precision"],
+                *(
+                    "-" if value is None else format(value, form)
+                    for value, form in (
+                        (one["microbatch_size"], ""),
+                        (one["peak_mib"], ",.0f"),
+                        (speeds[name], ",.0f"),
+                        (gpu and speeds[name] * flops / gpu.peak(one["precision"]), ".3f"),
+                        (compiling, ""),
+                        (off and losses_off(one, reference), ".4f"),
+                        *(
+                            (speeds[name] / speeds[other] if other in speeds else None, ".2f")
+                            for other in against
+                        ),
+                    )
+                ),
+            ]
+        )
     return Table(columns, cells).markdown().splitlines()
 
 
 def measurement_line(whole: Line, shape: ModelConfig) -> str:
     """Return what `lab plan` reads from `measured.json`, of the row of a whole run."""
     machine = whole["machine"]
-    return "for benchmarks/measured.json: " + Measurement(
-        device=machine["device"], processes=machine["processes"], precision=whole["precision"],
-        tokens_per_second=whole["tokens_per_second"], model=shape,
-        source=f"benchmarks, {whole['time'][:10]}, PyTorch {machine['torch']}").model_dump_json()
+    return (
+        "for benchmarks/measured.json: "
+        + Measurement(
+            device=machine["device"],
+            processes=machine["processes"],
+            precision=whole["precision"],
+            tokens_per_second=whole["tokens_per_second"],
+            model=shape,
+            source=f"benchmarks, {whole['time'][:10]}, PyTorch {machine['torch']}",
+        ).model_dump_json()
+    )
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cuda", "cpu"]),
-              default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda" if torch.cuda.is_available() else "cpu",
+    show_default=True,
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--only", multiple=True, metavar="ROW", help="Measure only this row; repeatable.")
 @click.option("--minutes", type=float, default=math.inf, help="End then; it goes on later.")
-@click.option("--nanogpt", type=click.Path(exists=True, file_okay=False, resolve_path=True,
-                                           path_type=Path), help="A copy of its repository.")
-@click.option("--output", type=click.Path(path_type=Path), default=Path("throughput.jsonl"),
-              show_default=True, help="One file for each machine.")
+@click.option(
+    "--nanogpt",
+    type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),
+    help="A copy of its repository.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("throughput.jsonl"),
+    show_default=True,
+    help="One file for each machine.",
+)
 def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **options: Any) -> None:
     """Measure training speed, and print a table for each shape."""
     ends_at, output = time.monotonic() + 60 * minutes, options["output"]
@@ -267,11 +391,13 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
                 if seconds < 0 or latest.get((task.name, number), {}).get("status") == "ok":
                     continue
                 line = {"bench": title, "row": task.name, "round": number} | measured(
-                    task, tokens_path, Path(folder), seconds)
+                    task, tokens_path, Path(folder), seconds
+                )
                 latest[task.name, number] = line
                 append_whole(output, json.dumps(line) + "\n")
-                click.echo(f"{task.name}: {line.get('reason') or line['tokens_per_second']}",
-                           err=True)
+                click.echo(
+                    f"{task.name}: {line.get('reason') or line['tokens_per_second']}", err=True
+                )
         lines = list(latest.values())
         wrong = differences(lines)
         is_good &= not wrong and all(line["status"] == "ok" for line in lines)

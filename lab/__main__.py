@@ -43,8 +43,12 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the first sentence of each subcommand whole; click would cut it."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self.get_command(ctx, name).get_short_help_str(limit=200))
-                                for name in MODULES])
+            formatter.write_dl(
+                [
+                    (name, self.get_command(ctx, name).get_short_help_str(limit=200))
+                    for name in MODULES
+                ]
+            )
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,8 +57,12 @@ def cli() -> None:
 
 
 def main() -> None:
-    run_and_exit(cli, sys.argv[1:] or ["--help"], name="lab",
-                 smaller="--microbatch-size, --batch-size or --samples")
+    run_and_exit(
+        cli,
+        sys.argv[1:] or ["--help"],
+        name="lab",
+        smaller="--microbatch-size, --batch-size or --samples",
+    )
 
 
 if __name__ == "__main__":

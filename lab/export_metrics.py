@@ -17,11 +17,20 @@ from run_config import load_run
 
 @click.command("export-metrics")
 @click.argument("name", metavar="RUN")
-@click.option("--to", "tracker", type=click.Choice(("tensorboard", "wandb", "trackio")),
-              required=True, help="Needs the extra of that name: uv run --extra wandb lab ...")
-@click.option("--fresh", "starts_over", is_flag=True,
-              help="Send all records to a new tracked run, with which training then goes on."
-                   "  [default: only those that are missing in the tracked run of training]")
+@click.option(
+    "--to",
+    "tracker",
+    type=click.Choice(("tensorboard", "wandb", "trackio")),
+    required=True,
+    help="Needs the extra of that name: uv run --extra wandb lab ...",
+)
+@click.option(
+    "--fresh",
+    "starts_over",
+    is_flag=True,
+    help="Send all records to a new tracked run, with which training then goes on."
+    "  [default: only those that are missing in the tracked run of training]",
+)
 @RUNS_DIR
 def command(name: str, tracker: str, starts_over: bool, runs_dir: Path) -> None:
     """Show the metrics of RUN in TensorBoard, Weights & Biases or Trackio.
@@ -40,8 +49,9 @@ def command(name: str, tracker: str, starts_over: bool, runs_dir: Path) -> None:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # Trackio prints
             num_sent = send_records(run, tracked, note=print_error)
     except Exception as error:
-        raise UserError(f"{tracker} has failed: {describe(error)}; the same command goes on from"
-                        " there", FAILED) from None
+        raise UserError(
+            f"{tracker} has failed: {describe(error)}; the same command goes on from there", FAILED
+        ) from None
     finally:
         release_run()
     click.echo(visible(f"{tracker}: {counted(num_sent, 'record')} added"))

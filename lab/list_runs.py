@@ -31,19 +31,28 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     for path in [] if runs else sorted(runs_dir.iterdir()):
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             print_error(f"warning: {path}: cannot be read (no permission): left out")
-    new = sorted(name for path in runs_dir.glob("*/train.json")  # with a config only
-                 if (name := path.parent.name) not in launched and RUN_NAME.fullmatch(name)
-                 and (name in runs or not runs))
+    new = sorted(
+        name
+        for path in runs_dir.glob("*/train.json")  # with a config only
+        if (name := path.parent.name) not in launched
+        and RUN_NAME.fullmatch(name)
+        and (name in runs or not runs)
+    )
     if runs:
         others = [name for name in runs if name not in new]
         launched = chosen_runs(runs_dir, others) if others else []
-    states = sorted((read_state(runs_dir, name) for name in launched),
-                    key=lambda state: state.status != RUNNING)
+    states = sorted(
+        (read_state(runs_dir, name) for name in launched), key=lambda state: state.status != RUNNING
+    )
     states += [RunState(name, NEW) for name in new]
     if not states and not as_json:
-        click.echo(visible(f"no run in {runs_dir}: a run is a directory there with model.json and"
-                           " train.json; ddp_train.py demo trains the one that comes with the"
-                           " project"))
+        click.echo(
+            visible(
+                f"no run in {runs_dir}: a run is a directory there with model.json and"
+                " train.json; ddp_train.py demo trains the one that comes with the"
+                " project"
+            )
+        )
         return
     if as_json:
         print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})
@@ -62,14 +71,25 @@ def table_of(states: Sequence[RunState]) -> Table:
     rows = []
     for state in states:
         step = UNKNOWN if state.global_step is None else f"{state.global_step + 1:,}"
-        rows.append([
-            state.name, f"{state.status} ({state.reason})" if state.reason else state.status,
-            f"{step}/{state.num_steps:,}" if state.num_steps else step,
-            *(UNKNOWN if loss is None else f"{loss:.4f}"
-              for loss in (state.train_loss, state.validation_loss)),
-            UNKNOWN if state.seconds is None else duration(state.seconds),
-            UNKNOWN if state.usd is None else dollars(state.usd)])
-    return Table([
-        Column("run", "left"), Column("status", "left", MIN_STATUS),
-        *(Column(head, key=head) for head in ("step", "loss", "validation", "time", "US$"))],
-        rows, hidden_first=("validation", "time", "US$"))
+        rows.append(
+            [
+                state.name,
+                f"{state.status} ({state.reason})" if state.reason else state.status,
+                f"{step}/{state.num_steps:,}" if state.num_steps else step,
+                *(
+                    UNKNOWN if loss is None else f"{loss:.4f}"
+                    for loss in (state.train_loss, state.validation_loss)
+                ),
+                UNKNOWN if state.seconds is None else duration(state.seconds),
+                UNKNOWN if state.usd is None else dollars(state.usd),
+            ]
+        )
+    return Table(
+        [
+            Column("run", "left"),
+            Column("status", "left", MIN_STATUS),
+            *(Column(head, key=head) for head in ("step", "loss", "validation", "time", "US$")),
+        ],
+        rows,
+        hidden_first=("validation", "time", "US$"),
+    )

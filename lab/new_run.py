@@ -31,16 +31,29 @@ BLOCK_TOKENS = 2**24  # read at a time
 SMALLEST_CONTEXT = 8
 PROMPT_TOKENS, PROMPT_WORDS = 200, 3
 OF_ANOTHER_DATASET = (  # keys of train.json that are not taken over
-    "start_train_token", "start_val_token", "repeat_data", "validation_batches",
-    "sample_prompts")
+    "start_train_token",
+    "start_val_token",
+    "repeat_data",
+    "validation_batches",
+    "sample_prompts",
+)
 
 
 @click.command()
 @click.argument("run")
-@click.option("--dataset", required=True, metavar="NAME",
-              help="A directory in --datasets-dir, or a dataset of token files on the hub.")
-@click.option("--like", default="demo", show_default=True, metavar="RUN",
-              help="The run whose settings are taken, such as gpt2-small-1gpu.")
+@click.option(
+    "--dataset",
+    required=True,
+    metavar="NAME",
+    help="A directory in --datasets-dir, or a dataset of token files on the hub.",
+)
+@click.option(
+    "--like",
+    default="demo",
+    show_default=True,
+    metavar="RUN",
+    help="The run whose settings are taken, such as gpt2-small-1gpu.",
+)
 @RUNS_DIR
 @DATASETS_DIR
 def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Path) -> None:
@@ -57,8 +70,10 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
 
     run_dir = runs_dir / run
     if not RUN_NAME.fullmatch(run):
-        raise UserError(f"run {run[:60]!r} is not a plain name; wanted letters, digits, '.', '_'"
-                        " and '-', at most 128")
+        raise UserError(
+            f"run {run[:60]!r} is not a plain name; wanted letters, digits, '.', '_'"
+            " and '-', at most 128"
+        )
     if run_dir.exists():
         raise UserError(f"{run_dir}: is there already; choose another name")
     model, train = read_settings(runs_dir, like)
@@ -66,27 +81,34 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
     provide_dataset(dataset_dir, dataset)
     reasons = fit_to_dataset(model, train, dataset, dataset_dir)
     try:
-        configs = with_defaults(ModelConfig.model_validate(model),
-                                TrainConfig.model_validate(train))
+        configs = with_defaults(
+            ModelConfig.model_validate(model), TrainConfig.model_validate(train)
+        )
     except ValueError as error:
-        raise UserError(f"{like}: its settings do not fit {dataset_dir} ({error}); choose another"
-                        " --like") from None
+        raise UserError(
+            f"{like}: its settings do not fit {dataset_dir} ({error}); choose another --like"
+        ) from None
     made = Run(run, run_dir, *configs)
     plan = open_run_data(made, dataset_dir, world_size=1).plan  # or an error: nothing is written
     with writing_to(run_dir):
         run_dir.mkdir(parents=True)
         for name, settings in (("model.json", model), ("train.json", train)):
             write_atomically(run_dir / name, to_json(settings, indent=4) + "\n")
-    memory = peak_memory(Setting(made.model, made.config, default_precision(made.config), 1),
-                         made.config.microbatch_size).total
+    memory = peak_memory(
+        Setting(made.model, made.config, default_precision(made.config), 1),
+        made.config.microbatch_size,
+    ).total
     lines = [f"{run_dir}: model.json and train.json are those of {like}, but for", *reasons]
     if plan.num_steps < FEW_STEPS:
-        lines.append(f"these are only {plan.num_steps:,} steps: give it more text, or a smaller"
-                     " global_batch_size")
+        lines.append(
+            f"these are only {plan.num_steps:,} steps: give it more text, or a smaller"
+            " global_batch_size"
+        )
     lines += [
         f"plan: {num_parameters(made.model):,} parameters, {plan.num_steps:,} steps of"
         f" {plan.tokens_per_step:,} tokens, {gib(memory)} of tensors a process",
-        f"train it: uv run ddp_train.py {run}"]
+        f"train it: uv run ddp_train.py {run}",
+    ]
     click.echo(visible("\n".join(lines)))
 
 
@@ -102,16 +124,18 @@ def read_settings(runs_dir: Path, like: str) -> tuple[dict[str, Any], dict[str, 
     return read_json_object(found / "model.json"), read_json_object(found / "train.json")
 
 
-def fit_to_dataset(model: dict[str, Any], train: dict[str, Any], dataset: str,
-                   dataset_dir: Path) -> list[str]:
+def fit_to_dataset(
+    model: dict[str, Any], train: dict[str, Any], dataset: str, dataset_dir: Path
+) -> list[str]:
     """Change the settings so that they fit a dataset; return a line for each change.
 
     Raises: UserError: the dataset cannot be read, or is too short.
     """
     from tokens.token_file import TokenFile
 
-    files = {split: TokenFile(dataset_dir / f"{split}.safetensors")
-             for split in ("train", "validation")}
+    files = {
+        split: TokenFile(dataset_dir / f"{split}.safetensors") for split in ("train", "validation")
+    }
     if OLD_NAME in train:
         train["microbatch_size"] = train.pop(OLD_NAME)
     like = TrainConfig.model_validate(train)
@@ -126,23 +150,26 @@ def fit_to_dataset(model: dict[str, Any], train: dict[str, Any], dataset: str,
     num_validation = files["validation"].num_tokens
     if num_validation <= model["context_length"]:
         model["context_length"] = 2 ** int(math.log2(max(1, num_validation - 1)))
-        reasons.append(f"  context_length {model['context_length']:,}: the validation file has only"
-                       f" {num_validation:,} tokens")
+        reasons.append(
+            f"  context_length {model['context_length']:,}: the validation file has only"
+            f" {num_validation:,} tokens"
+        )
     if model["context_length"] < SMALLEST_CONTEXT:
-        raise UserError(f"{files['validation'].path}: has only {num_validation:,} tokens; prepare"
-                        " more text")
+        raise UserError(
+            f"{files['validation'].path}: has only {num_validation:,} tokens; prepare more text"
+        )
 
-    sequences = (like.global_batch_size
-                 or like.microbatch_size * like.gradient_accumulation_steps)
+    sequences = like.global_batch_size or like.microbatch_size * like.gradient_accumulation_steps
     step_tokens = sequences * model["context_length"]
     num_tokens = files["train"].num_tokens
     wanted = num_tokens if like.min_train_tokens == -1 else like.min_train_tokens
     num_steps = max(1, min(wanted, MAX_PASSES * num_tokens) // step_tokens)
     train["min_train_tokens"] = num_steps * step_tokens
     passes = train["min_train_tokens"] / num_tokens
-    reasons.append(f"  min_train_tokens {train['min_train_tokens']:,}: {passes:.3g} passes over the"
-                   f" {num_tokens:,} training tokens"
-                   + "; more passes help little" * (passes > MAX_PASSES - 1))
+    reasons.append(
+        f"  min_train_tokens {train['min_train_tokens']:,}: {passes:.3g} passes over the"
+        f" {num_tokens:,} training tokens" + "; more passes help little" * (passes > MAX_PASSES - 1)
+    )
     if train["min_train_tokens"] >= num_tokens:
         train["repeat_data"] = True
 
@@ -150,13 +177,16 @@ def fit_to_dataset(model: dict[str, Any], train: dict[str, Any], dataset: str,
     if like.validates:
         train["validation_sequences"] = min(like.num_validation_sequences, available)
         train["validation_interval"] = math.ceil(num_steps / VALIDATIONS)
-        reasons.append(f"  validation_sequences {train['validation_sequences']:,}: of the"
-                       f" {available:,} that the validation file has; every"
-                       f" {train['validation_interval']:,} steps")
+        reasons.append(
+            f"  validation_sequences {train['validation_sequences']:,}: of the"
+            f" {available:,} that the validation file has; every"
+            f" {train['validation_interval']:,} steps"
+        )
     if like.sample_prompts and (prompt := first_words(files["validation"], dataset_dir)):
         train["sample_prompts"] = [prompt]
-        reasons.append(f"  sample_prompts {to_json([prompt])}: the first words of the validation"
-                       " text")
+        reasons.append(
+            f"  sample_prompts {to_json([prompt])}: the first words of the validation text"
+        )
     return reasons
 
 
@@ -166,9 +196,11 @@ def vocabulary_of(files: dict[str, Any], dataset_dir: Path) -> tuple[int, str]:
 
     name = files["train"].metadata.get("tokenizer")
     if name is None:
-        largest = max(int(file.read(start, min(start + BLOCK_TOKENS, file.num_tokens)).max())
-                      for file in files.values()
-                      for start in range(0, file.num_tokens, BLOCK_TOKENS))
+        largest = max(
+            int(file.read(start, min(start + BLOCK_TOKENS, file.num_tokens)).max())
+            for file in files.values()
+            for start in range(0, file.num_tokens, BLOCK_TOKENS)
+        )
         return largest + 1, "one more than the largest token id; the dataset names no tokenizer"
     size = KNOWN_SIZES.get(name) or load_tokenizer(name, file_beside(dataset_dir, name)).n_vocab
     return size, "the entries of the dataset's tokenizer"

@@ -81,13 +81,15 @@ def _last_records(path: Path, version: Version) -> tuple[Record, ...]:
         return ()
     before, content = content[:-END_BYTES], content[-END_BYTES:]
     place = -1 if VALIDATION in content else before.rfind(VALIDATION)
-    line = before[before.rfind(b"\n", 0, place) + 1:].partition(b"\n")[0] if place >= 0 else b""
+    line = before[before.rfind(b"\n", 0, place) + 1 :].partition(b"\n")[0] if place >= 0 else b""
     return tuple(valid_records(b"\n".join((line, content)).decode(errors="replace")))
 
 
 def last_value(records: Iterable[Record], key: str) -> float | None:
-    return next((n for record in reversed(tuple(records))
-                 if (n := number(record.get(key))) is not None), None)
+    return next(
+        (n for record in reversed(tuple(records)) if (n := number(record.get(key))) is not None),
+        None,
+    )
 
 
 def append_evaluation(path: Path, record: Record) -> None:
@@ -104,14 +106,17 @@ def launched_runs(runs_dir: Path) -> list[str]:
     try:
         names = sorted(os.listdir(runs_dir))
     except OSError as error:
-        raise UserError(f"{runs_dir}: cannot be read ({error.strerror}); set the directory of"
-                        " your runs with --runs-dir") from None
+        raise UserError(
+            f"{runs_dir}: cannot be read ({error.strerror}); set the directory of"
+            " your runs with --runs-dir"
+        ) from None
     return [name for name in names if is_launched(runs_dir, name)]
 
 
 def is_launched(runs_dir: Path, name: str) -> bool:
     return bool(RUN_NAME.fullmatch(name)) and any(
-        (found := version_of(runs_dir / name / file)) and found[1] for file in LAUNCHED)
+        (found := version_of(runs_dir / name / file)) and found[1] for file in LAUNCHED
+    )
 
 
 def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
@@ -121,10 +126,13 @@ def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
     for name in names:
         if name not in launched:
             is_run = RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir()
-            raise UserError(
-                f"{runs_dir / name}: has not been trained yet; train it with: uv run"
-                f" ddp_train.py {name}" if is_run else
-                f"{runs_dir}: no run {name[:60]!r}; trained runs: {', '.join(launched) or 'none'}")
+            if is_run:
+                raise UserError(
+                    f"{runs_dir / name}: has not been trained yet; train it with: uv run"
+                    f" ddp_train.py {name}"
+                )
+            trained = ", ".join(launched) or "none"
+            raise UserError(f"{runs_dir}: no run {name[:60]!r}; trained runs: {trained}")
     return names or launched
 
 
@@ -144,8 +152,12 @@ class RunFiles:
         age, status = seconds_since(run_dir, "heartbeat.json"), words(summary.get("status"))
         is_alive = age is not None and age <= HEARTBEAT_SECONDS
         if status is None:
-            status = RUNNING if is_alive else (  # it starts
-                "summary damaged" if (run_dir / "summary.json").exists() else NO_SUMMARY)
+            status = (
+                RUNNING
+                if is_alive
+                # it starts
+                else ("summary damaged" if (run_dir / "summary.json").exists() else NO_SUMMARY)
+            )
         elif status == RUNNING and age is not None:
             status = RUNNING if is_alive else NO_HEARTBEAT
         elif status == RUNNING:
@@ -164,8 +176,9 @@ class RunFiles:
 
     def phases(self, kind: str) -> dict[str, float]:
         """Return seconds or US dollars by phase, as far as they are numbers."""
-        return {key: n for key, value in self.part(kind).items()
-                if (n := number(value)) is not None}
+        return {
+            key: n for key, value in self.part(kind).items() if (n := number(value)) is not None
+        }
 
     def spent(self, records: Iterable[Record]) -> tuple[float | None, float | None]:
         """Return the seconds and the US dollars of all launches until now.
@@ -235,25 +248,38 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     # A summary of a run that has ended tells more than its last record.
     told = [files.summary, *records] if is_running else [*records, files.summary]
     return RunState(
-        name=name, status=files.status, reason=words(files.summary.get("reason")),
+        name=name,
+        status=files.status,
+        reason=words(files.summary.get("reason")),
         phase=words(files.beat.get("phase")) if is_running else None,
         heartbeat_seconds=files.heartbeat_seconds,
         global_step=None if step is None else int(step),
         num_steps=None if num_steps is None else int(num_steps),
-        **{key: last_value(told, key) for key in (
-            "tokens", "train_loss", "validation_loss", "tokens_per_second", "mfu")},
-        seconds=seconds, usd=usd, seconds_left=left, usd_per_hour=price, usd_at_end=at_end,
-        memory_gib=max((gib for gib in gpus if gib), default=number(
-            files.part("machine").get("peak_memory_gib"))),
-        tokenizer=words(files.summary.get("tokenizer")), bytes_per_token=bytes_per_token(told),
-        warnings=tuple(_warnings(files, records)))
+        **{
+            key: last_value(told, key)
+            for key in ("tokens", "train_loss", "validation_loss", "tokens_per_second", "mfu")
+        },
+        seconds=seconds,
+        usd=usd,
+        seconds_left=left,
+        usd_per_hour=price,
+        usd_at_end=at_end,
+        memory_gib=max(
+            (gib for gib in gpus if gib),
+            default=number(files.part("machine").get("peak_memory_gib")),
+        ),
+        tokenizer=words(files.summary.get("tokenizer")),
+        bytes_per_token=bytes_per_token(told),
+        warnings=tuple(_warnings(files, records)),
+    )
 
 
 def bytes_per_token(records: Sequence[Record]) -> float | None:
     """Return the mean length of the validation text's tokens: its last loss is in both units."""
     for record in reversed(records):
-        nats, bits = (number(record.get(key)) for key in (
-            "validation_loss", "validation_bits_per_byte"))
+        nats, bits = (
+            number(record.get(key)) for key in ("validation_loss", "validation_bits_per_byte")
+        )
         if nats and bits:
             return nats / math.log(2) / bits
     return None
@@ -269,16 +295,25 @@ def _seconds_per_step(records: tuple[Record, ...]) -> float | None:
     It is the median between two reports: the start-up of a launch that resumed, and what it lost,
     lie between two of them and are not to come again.
     """
-    reports = [record for record in records if None not in (
-        number(record.get("train_loss")), number(record.get("seconds")))][-PACE_RECORDS:]
-    rates = [(after["seconds"] - before["seconds"]) / steps for before, after in pairwise(reports)
-             if (steps := after["global_step"] - before["global_step"]) > 0]
+    reports = [
+        record
+        for record in records
+        if None not in (number(record.get("train_loss")), number(record.get("seconds")))
+    ][-PACE_RECORDS:]
+    rates = [
+        (after["seconds"] - before["seconds"]) / steps
+        for before, after in pairwise(reports)
+        if (steps := after["global_step"] - before["global_step"]) > 0
+    ]
     if not rates or (pace := statistics.median(rates)) < 0:
         return None
     first, last = reports[0], reports[-1]
     steps = max(1, last["global_step"] - first["global_step"])
-    validating = sum(record.get("validation_seconds") or 0.0 for record in records
-                     if first["global_step"] < record["global_step"] <= last["global_step"])
+    validating = sum(
+        record.get("validation_seconds") or 0.0
+        for record in records
+        if first["global_step"] < record["global_step"] <= last["global_step"]
+    )
     return min(pace + validating / steps, max(pace, (last["seconds"] - first["seconds"]) / steps))
 
 
@@ -288,8 +323,11 @@ def _warnings(files: RunFiles, records: tuple[Record, ...]) -> list[str]:
         return [f"last written {ago} ago, and no heartbeat.json: a copy, or it was killed"]
     if files.status not in (RUNNING, NO_HEARTBEAT):
         return []
-    found = [] if files.status == RUNNING else [
-        f"no heartbeat for {duration(files.heartbeat_seconds)}: the run may have been killed"]
+    found = (
+        []
+        if files.status == RUNNING
+        else [f"no heartbeat for {duration(files.heartbeat_seconds)}: the run may have been killed"]
+    )
     if skipped := sum(record.get("skipped_steps") or 0 for record in records[-PACE_RECORDS:]):
         found.append(f"{skipped:.0f} of the last steps skipped: a gradient was not finite")
     by_reason: dict[str, list[str]] = {}

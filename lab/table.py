@@ -54,8 +54,10 @@ class Table:
             cells = [*column.head.split("\n"), *(visible(row[place]) for row in self.rows)]
             whole = max(map(cell_len, cells))
             least[place] = min(whole, column.min_width or whole)
-        places, hidden = {column.key or column.whole_head: place
-                          for place, column in enumerate(self.columns)}, []
+        places, hidden = (
+            {column.key or column.whole_head: place for place, column in enumerate(self.columns)},
+            [],
+        )
         for key in self.hidden_first:
             if sum(least.values()) + GAP * (len(least) - 1) > width and key in places:
                 del least[places[key]]
@@ -63,39 +65,72 @@ class Table:
         grid = Grid(box=RULED, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
         for place, min_width in least.items():
             column = self.columns[place]
-            grid.add_column(Text(column.head), justify=column.align, vertical="top",
-                            no_wrap=not column.min_width, min_width=min_width, overflow="fold")
+            grid.add_column(
+                Text(column.head),
+                justify=column.align,
+                vertical="top",
+                no_wrap=not column.min_width,
+                min_width=min_width,
+                overflow="fold",
+            )
         for row in self.rows:
             grid.add_row(*(Text(visible(row[place])) for place in least))
         output = io.StringIO()
-        console = Console(file=output, color_system=None, height=1, width=max(
-            width, sum(least.values()) + GAP * (len(least) - 1)))
+        console = Console(
+            file=output,
+            color_system=None,
+            height=1,
+            width=max(width, sum(least.values()) + GAP * (len(least) - 1)),
+        )
         console.print(grid)
-        notes = [*self.notes, *([f"hidden columns: {', '.join(hidden)}; a wider terminal shows"
-                                 " them"] if hidden else [])]
+        notes = [
+            *self.notes,
+            *(
+                [f"hidden columns: {', '.join(hidden)}; a wider terminal shows them"]
+                if hidden
+                else []
+            ),
+        ]
         lines = [line.rstrip() for line in output.getvalue().splitlines()]
         return "\n".join([*lines, *(["", *notes] if notes else [])])
 
     def markdown(self) -> str:
         """Format the table in Markdown; special characters in cells are escaped."""
         marks = [":---" if column.align == "left" else "---:" for column in self.columns]
-        lines = [[column.whole_head for column in self.columns], marks,
-                 *([escaped(cell) for cell in row] for row in self.rows)]
-        return "\n".join([*(f"| {' | '.join(line)} |" for line in lines),
-                          *(["", *(f"- {escaped(note)}" for note in self.notes)]
-                            if self.notes else [])])
+        lines = [
+            [column.whole_head for column in self.columns],
+            marks,
+            *([escaped(cell) for cell in row] for row in self.rows),
+        ]
+        return "\n".join(
+            [
+                *(f"| {' | '.join(line)} |" for line in lines),
+                *(["", *(f"- {escaped(note)}" for note in self.notes)] if self.notes else []),
+            ]
+        )
 
     def html(self) -> str:
         """Format the table in HTML; a table that is too wide for its window can be scrolled."""
-        def line(tag: str, cells: list[str]) -> str:
-            return "<tr>" + "".join(
-                f'<{tag} class="{column.align}">{html.escape(visible(cell))}</{tag}>'
-                for column, cell in zip(self.columns, cells, strict=True)) + "</tr>"
 
-        return "\n".join([
-            '<div class="table"><table>', line("th", [c.whole_head for c in self.columns]),
-            *(line("td", row) for row in self.rows), "</table></div>",
-            *(f"<p>{html.escape(visible(note))}</p>" for note in self.notes)])
+        def line(tag: str, cells: list[str]) -> str:
+            return (
+                "<tr>"
+                + "".join(
+                    f'<{tag} class="{column.align}">{html.escape(visible(cell))}</{tag}>'
+                    for column, cell in zip(self.columns, cells, strict=True)
+                )
+                + "</tr>"
+            )
+
+        return "\n".join(
+            [
+                '<div class="table"><table>',
+                line("th", [c.whole_head for c in self.columns]),
+                *(line("td", row) for row in self.rows),
+                "</table></div>",
+                *(f"<p>{html.escape(visible(note))}</p>" for note in self.notes),
+            ]
+        )
 
     def csv(self) -> str:
         """Format the values in CSV; text that a spreadsheet would run is quoted."""
@@ -104,9 +139,15 @@ class Table:
         writer.writerow(self.values[0])
         for row in self.values:
             writer.writerow(
-                "" if value is None else str(value).lower().removesuffix(".0")  # true, 36
-                if not isinstance(value, str) else f"'{value}" if value[:1] in tuple("=+-@")
-                else value for value in row.values())
+                ""
+                if value is None
+                else str(value).lower().removesuffix(".0")  # true, 36
+                if not isinstance(value, str)
+                else f"'{value}"
+                if value[:1] in tuple("=+-@")
+                else value
+                for value in row.values()
+            )
         return text.getvalue().rstrip("\n")
 
 

@@ -19,12 +19,26 @@ SMALLEST, MAX_ENTRIES = 257, 2**16  # the 256 bytes and the end of text; ids hav
 
 @click.command()
 @click.argument("source")
-@click.option("--vocab-size", type=click.IntRange(SMALLEST, MAX_ENTRIES), required=True,
-              help="Number of entries: all bytes, the end of text, then merges.")
-@click.option("--output", type=click.Path(path_type=Path), required=True, metavar="DIR",
-              help="Write the tokenizer to this directory.")
-@click.option("--max-megabytes", type=click.IntRange(min=1), default=50, show_default=True,
-              help="Read only the first N megabytes of text; memory grows with them.")
+@click.option(
+    "--vocab-size",
+    type=click.IntRange(SMALLEST, MAX_ENTRIES),
+    required=True,
+    help="Number of entries: all bytes, the end of text, then merges.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="Write the tokenizer to this directory.",
+)
+@click.option(
+    "--max-megabytes",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Read only the first N megabytes of text; memory grows with them.",
+)
 @source_options
 def command(source: str, output: Path, **options: Any) -> None:
     """Train a tokenizer on SOURCE: byte pair encoding of bytes, as GPT-2's.
@@ -50,9 +64,11 @@ def command(source: str, output: Path, **options: Any) -> None:
         content, num_entries = train_tokenizer(texts, vocab_size=vocab_size)
         if num_entries < vocab_size:
             more = "a larger --max-megabytes" if num_bytes >= max_bytes else "more text"
-            raise UserError(f"{found.request.source}: {num_bytes:,} bytes of text give"
-                            f" {num_entries:,} entries, not {vocab_size:,}; give {more}, or a"
-                            f" --vocab-size of at most {num_entries:,}")
+            raise UserError(
+                f"{found.request.source}: {num_bytes:,} bytes of text give"
+                f" {num_entries:,} entries, not {vocab_size:,}; give {more}, or a"
+                f" --vocab-size of at most {num_entries:,}"
+            )
         (partial_dir / "tokenizer").mkdir(parents=True)
         write_own_tokenizer(partial_dir / "tokenizer", content)
         (partial_dir / "tokenizer").rename(output_dir)  # replaces an empty directory
@@ -60,10 +76,13 @@ def command(source: str, output: Path, **options: Any) -> None:
         raise cannot_be_written(output_dir, error) from None
     finally:
         shutil.rmtree(partial_dir, ignore_errors=True)
-    click.echo(visible(
-        f"{vocab_size:,} entries, from {num_bytes:,} bytes of text, in {output}\n"
-        f"prepare a dataset with it: uv run prepare_dataset.py SOURCE datasets/NAME --tokenizer"
-        f" {output}"))
+    click.echo(
+        visible(
+            f"{vocab_size:,} entries, from {num_bytes:,} bytes of text, in {output}\n"
+            f"prepare a dataset with it: uv run prepare_dataset.py SOURCE datasets/NAME --tokenizer"
+            f" {output}"
+        )
+    )
 
 
 def first_pieces(source: "Source", *, max_bytes: int) -> tuple[list[Piece], int]:
@@ -104,8 +123,10 @@ def warn_of(source: "Source", pieces: list[Piece], num_bytes: int) -> None:
     replaced = [piece.num_replaced for piece in pieces]
     found = Findings(num_damaged=sum(map(bool, replaced)), num_replaced=sum(replaced))
     counts = Counts(sum(piece.ends_document for piece in pieces), num_text_bytes=num_bytes)
-    for line in (source.about_damage(found, counts),
-                 source.about_markers(markers_in(piece.text for piece in pieces))):
+    for line in (
+        source.about_damage(found, counts),
+        source.about_markers(markers_in(piece.text for piece in pieces)),
+    ):
         if line:
             print_error(one_line(line))
 
@@ -125,7 +146,14 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tuple[bytes, in
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     return tokenizer.to_str(pretty=True).encode() + b"\n", tokenizer.get_vocab_size()

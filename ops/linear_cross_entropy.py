@@ -11,8 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
-                         chunk_tokens: int | None = None, multiple: int = 1) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    multiple: int = 1,
+) -> Tensor:
     """Compute the mean cross-entropy of `x @ weight.T`, () float32.
 
     The forward pass computes the gradients too, while the logits are there: each is read from
@@ -35,8 +41,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *,
             return _LinearCrossEntropy.apply(x, weight, targets, chunk_tokens, multiple)
         head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
         chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-        losses = [_chunk(part @ head.T, part_targets, len(weight), differentiate=False)[0]
-                  for part, part_targets in chunks]
+        losses = [
+            _chunk(part @ head.T, part_targets, len(weight), differentiate=False)[0]
+            for part, part_targets in chunks
+        ]
         return sum(losses) / len(x)  # type: ignore[return-value]
 
 
@@ -62,13 +70,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The mean loss; its forward pass also computes the gradients of the summed loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int,
-                multiple: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, multiple: int
+    ) -> Tensor:
         head = pad_rows(weight.to(x.dtype), multiple)  # (V', C)
         x_grads, losses = [], []
         head_grad = torch.zeros_like(head, dtype=torch.float32)
-        for part, part_targets in zip(x.split(chunk_tokens), targets.split(chunk_tokens),
-                                      strict=True):
+        for part, part_targets in zip(
+            x.split(chunk_tokens), targets.split(chunk_tokens), strict=True
+        ):
             loss, grad = _chunk(part @ head.T, part_targets, len(weight), differentiate=True)
             losses.append(loss)
             x_grads.append(grad @ head)
@@ -84,8 +94,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return x_grad * scale, weight_grad * scale, None, None, None
 
 
-def _chunk(logits: Tensor, targets: Tensor, vocab_size: int, *,
-           differentiate: bool) -> tuple[Tensor, Tensor | Any]:
+def _chunk(
+    logits: Tensor, targets: Tensor, vocab_size: int, *, differentiate: bool
+) -> tuple[Tensor, Tensor | Any]:
     """Return the summed loss of logits (n, V'), of which V columns count, and its gradients.
 
     The gradients, (n, V') in the logits' dtype, are the probabilities, minus 1 at each target.

@@ -11,8 +11,13 @@ from run_config import TrainConfig
 COSINE_FINAL_FRACTION = 0.1  # of the original system
 WSD_DECAY_PERCENT = 20.0
 SCHEDULE_SETTINGS = (  # that `learning_rate_at` reads
-    "learning_rate", "schedule", "schedule_learning_rate", "warmup_period_percent",
-    "decay_period_percent", "final_learning_rate_fraction")
+    "learning_rate",
+    "schedule",
+    "schedule_learning_rate",
+    "warmup_period_percent",
+    "decay_period_percent",
+    "final_learning_rate_fraction",
+)
 RAISED = 1.1  # ratio of two learning rates that is worth a warning
 
 
@@ -47,11 +52,18 @@ def learning_rate_at(config: TrainConfig, global_step: int, *, num_steps: int) -
     return floor + (peak - floor) * (1 - (progress if schedule == "linear" else progress**0.5))
 
 
-def schedule_warning(config: TrainConfig, step: int, before: float | None, *, num_steps: int,
-                     changed: Collection[str] | None) -> str:
+def schedule_warning(
+    config: TrainConfig,
+    step: int,
+    before: float | None,
+    *,
+    num_steps: int,
+    changed: Collection[str] | None,
+) -> str:
     """Return a warning if a step had a lower rate, `before`; it names which setting has changed."""
-    rate, next_rate = (learning_rate_at(config, each, num_steps=num_steps)
-                       for each in (step, step + 1))
+    rate, next_rate = (
+        learning_rate_at(config, each, num_steps=num_steps) for each in (step, step + 1)
+    )
     if before is None or step + 1 == num_steps or rate <= RAISED * before:
         return ""
     rises = f"the learning rate rises from {before:.2g} to {next_rate:.2g}"
@@ -59,6 +71,8 @@ def schedule_warning(config: TrainConfig, step: int, before: float | None, *, nu
         return rises
     if causes := [key for key in SCHEDULE_SETTINGS if key in changed]:
         return f"{rises}, because {' and '.join(causes)} changed"
-    return (f"{rises}, because the run has another length: the schedule"
-            f" ({config.resolved_schedule}) now has {num_steps:,} steps; with the schedule wsd a"
-            " run can be continued from a checkpoint before its decay")
+    return (
+        f"{rises}, because the run has another length: the schedule"
+        f" ({config.resolved_schedule}) now has {num_steps:,} steps; with the schedule wsd a"
+        " run can be continued from a checkpoint before its decay"
+    )

@@ -65,8 +65,13 @@ def progress_bar(total: int, first: int, unit: str) -> tqdm:
     """
     where: dict[str, Any] = {"dynamic_ncols": True}
     if not sys.stderr.isatty():
-        where = {"file": _Lines(), "ncols": 0, "mininterval": LINE_INTERVAL,
-                 "delay": LINE_INTERVAL, "miniters": 1}
+        where = {
+            "file": _Lines(),
+            "ncols": 0,
+            "mininterval": LINE_INTERVAL,
+            "delay": LINE_INTERVAL,
+            "miniters": 1,
+        }
     return tqdm(total=total, initial=first, unit=unit, unit_scale=unit == "B", leave=False, **where)
 
 
@@ -86,12 +91,17 @@ class Prepared:
     def metadata(self, split: str, max_token_id: int) -> dict[str, str]:
         """Return the metadata of a token file."""
         counts, request = self.splits[split], self.request
-        metadata = {"num_documents": counts.num_documents, "num_tokens": counts.num_tokens,
-                    "max_token_id": max_token_id, "num_text_bytes": counts.num_text_bytes,
-                    "tokenizer": request.tokenizer, "source": request.source[:400],
-                    "revision": request.revision[:100],
-                    "num_bad_files": len(self.bad_files) or None,
-                    "num_replaced_characters": self.findings.num_replaced or None}
+        metadata = {
+            "num_documents": counts.num_documents,
+            "num_tokens": counts.num_tokens,
+            "max_token_id": max_token_id,
+            "num_text_bytes": counts.num_text_bytes,
+            "tokenizer": request.tokenizer,
+            "source": request.source[:400],
+            "revision": request.revision[:100],
+            "num_bad_files": len(self.bad_files) or None,
+            "num_replaced_characters": self.findings.num_replaced or None,
+        }
         return {key: str(value) for key, value in metadata.items() if value is not None}
 
     def amount(self) -> str:
@@ -105,8 +115,10 @@ class Prepared:
         """Name the files that could not be read."""
         names = [*map(one_line, self.bad_files[:MAX_BAD_NAMES])]
         more = len(self.bad_files) - len(names)
-        return (f"left out because they could not be read: {len(self.bad_files):,}"
-                f" ({', '.join(names)}{f' and {more:,} more' * bool(more)})")
+        return (
+            f"left out because they could not be read: {len(self.bad_files):,}"
+            f" ({', '.join(names)}{f' and {more:,} more' * bool(more)})"
+        )
 
     def summary(self, output_dir: Path) -> str:
         """Describe the finished dataset in a few lines."""
@@ -116,12 +128,16 @@ class Prepared:
         if self.findings.num_damaged:
             lines.append(self.findings.damage(self.request.encoding))
         if self.request.part:
-            lines.append(f"{output_dir}: a part; when all are ready, join them with"
-                         " prepare_dataset.py --join PART... OUTPUT")
+            lines.append(
+                f"{output_dir}: a part; when all are ready, join them with"
+                " prepare_dataset.py --join PART... OUTPUT"
+            )
         else:
-            lines += [f"{output_dir / split}.safetensors:"
-                      f" {counted(part.num_documents, 'document')}, {part.num_tokens:,} tokens"
-                      for split, part in self.splits.items()]
+            lines += [
+                f"{output_dir / split}.safetensors:"
+                f" {counted(part.num_documents, 'document')}, {part.num_tokens:,} tokens"
+                for split, part in self.splits.items()
+            ]
         if self.bad_files:
             lines.append(f"files {self.left_out()}")
         return "\n".join(lines)
@@ -134,24 +150,40 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
     request, total = dataset.request, dataset.total
     file = file_beside(dataset_dir, request.tokenizer)
     card_data = DatasetCardData(
-        license=request.licence, language=request.languages, task_categories=["text-generation"],
-        pretty_name=f"{request.title}, tokenised", source_datasets=[request.hub_name or "original"],
-        tags=["tokens"] if file else ["tokens", request.tokenizer])
-    rows = [f"| `{split}.safetensors` | {counts.num_documents:,} | {counts.num_tokens:,} |"
-            f" {(dataset_dir / f'{split}.safetensors').stat().st_size:,} |"
-            for split, counts in dataset.splits.items()]
+        license=request.licence,
+        language=request.languages,
+        task_categories=["text-generation"],
+        pretty_name=f"{request.title}, tokenised",
+        source_datasets=[request.hub_name or "original"],
+        tags=["tokens"] if file else ["tokens", request.tokenizer],
+    )
+    rows = [
+        f"| `{split}.safetensors` | {counts.num_documents:,} | {counts.num_tokens:,} |"
+        f" {(dataset_dir / f'{split}.safetensors').stat().st_size:,} |"
+        for split, counts in dataset.splits.items()
+    ]
     revision = f" (revision {request.revision})" if request.revision else ""
-    notes = "" if request.hub_name else (
-        "\nBefore you publish this dataset, set the licence and the language above to those of the"
-        " source.\n")
+    notes = (
+        ""
+        if request.hub_name
+        else (
+            "\nBefore you publish this dataset, set the licence and the language above to those of"
+            " the source.\n"
+        )
+    )
     if dataset.bad_files:
         notes += f"\nFiles {escaped(dataset.left_out())}.\n"
     if dataset.findings.num_damaged:
         notes += f"\n{escaped(dataset.findings.damage(request.encoding))}.\n"
     card = CARD.format(
-        front_matter=card_data.to_yaml(), name=escaped(request.title), rows="\n".join(rows),
-        documents=counted(total.num_documents, "document"), amount=dataset.amount(), notes=notes,
+        front_matter=card_data.to_yaml(),
+        name=escaped(request.title),
+        rows="\n".join(rows),
+        documents=counted(total.num_documents, "document"),
+        amount=dataset.amount(),
+        notes=notes,
         source=escaped(request.source + revision),
         tokenizer=TOKENIZER_FILE if file else request.tokenizer,
-        end_of_text=load_tokenizer(request.tokenizer, file).eot_token)
+        end_of_text=load_tokenizer(request.tokenizer, file).eot_token,
+    )
     (dataset_dir / "README.md").write_text(card, encoding="utf-8")

@@ -19,17 +19,27 @@ from basics.text import counted
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 MAY_BE_PACKED = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".csv": "CSV", ".txt": "text"}
 SUFFIXES = {
-    ".parquet": "parquet", ".json": "JSON", **MAY_BE_PACKED,
+    ".parquet": "parquet",
+    ".json": "JSON",
+    **MAY_BE_PACKED,
     **{suffix + packed: kind for suffix, kind in MAY_BE_PACKED.items() for packed in PACKED},
-    **{".json" + packed: "JSON lines" for packed in PACKED}}  # no small files of settings
+    **{".json" + packed: "JSON lines" for packed in PACKED},
+}  # no small files of settings
 NAMED_SUFFIXES = {".md": "text", ".rst": "text", ".py": "text"}  # if named, or by a pattern
 # Of several kinds in a directory the first one is taken: .json and .txt files beside files of rows
 # describe them. Parquet and JSON lines may both be meant.
 PREFERENCE = ("parquet", "JSON lines", "CSV", "JSON", "text")
 SPLIT_WORDS = {  # in names of files and directories, as Hugging Face's datasets reads them
-    "train": "train", "training": "train",
-    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
-    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
 }
 SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
 MAX_LISTED = 9  # names in an error line
@@ -41,31 +51,57 @@ def _checked_encoding(_: click.Context, option: click.Parameter, name: str) -> s
     try:
         io.TextIOWrapper(io.BytesIO(), name or "utf-8")  # refuses hex too, which is none of text
     except LookupError:
-        raise UserError(f"{option.opts[0]} {name}: is no encoding that Python knows; wanted one"
-                        " such as cp1252, latin-1, utf-16 or shift_jis") from None
+        raise UserError(
+            f"{option.opts[0]} {name}: is no encoding that Python knows; wanted one"
+            " such as cp1252, latin-1, utf-16 or shift_jis"
+        ) from None
     return "" if codecs.lookup(name or "utf-8").name == "utf-8" else name
 
 
 def source_options(command: Callable) -> Callable:
     """Add the options to a command that `SourceOptions` has, but --keep-raw."""
     for option in (
-        click.option("--document-separator", default="", metavar="TEXT",
-                     help="What stands between the documents of a .txt file, such as"
-                          " '<|endoftext|>'.  [default: a file is one document]"),
-        click.option("--encoding", default="", metavar="NAME", callback=_checked_encoding,
-                     help="The encoding of text, JSON and CSV files, such as cp1252 or utf-16."
-                          "  [default: utf-8]"),
-        click.option("--text-column", default="text", show_default=True,
-                     help="The column or JSON key that holds the text; a.b is b inside of a."),
-        click.option("--revision", default="", metavar="COMMIT",
-                     help="The commit, branch or tag of a hub dataset.  [default: the newest"
-                          " commit]"),
-        click.option("--split", default="", metavar="train|test|PATTERN",
-                     help="The split, or the names of the files.  [default: files named train if"
-                          " there are any]"),
-        click.option("--subset", default="", metavar="PATTERN",
-                     help="The directories, or the configs of a hub dataset, that hold the"
-                          " documents: sample/10BT or 'data/CC-MAIN-2013-*'."),
+        click.option(
+            "--document-separator",
+            default="",
+            metavar="TEXT",
+            help="What stands between the documents of a .txt file, such as"
+            " '<|endoftext|>'.  [default: a file is one document]",
+        ),
+        click.option(
+            "--encoding",
+            default="",
+            metavar="NAME",
+            callback=_checked_encoding,
+            help="The encoding of text, JSON and CSV files, such as cp1252 or utf-16."
+            "  [default: utf-8]",
+        ),
+        click.option(
+            "--text-column",
+            default="text",
+            show_default=True,
+            help="The column or JSON key that holds the text; a.b is b inside of a.",
+        ),
+        click.option(
+            "--revision",
+            default="",
+            metavar="COMMIT",
+            help="The commit, branch or tag of a hub dataset.  [default: the newest commit]",
+        ),
+        click.option(
+            "--split",
+            default="",
+            metavar="train|test|PATTERN",
+            help="The split, or the names of the files.  [default: files named train if"
+            " there are any]",
+        ),
+        click.option(
+            "--subset",
+            default="",
+            metavar="PATTERN",
+            help="The directories, or the configs of a hub dataset, that hold the"
+            " documents: sample/10BT or 'data/CC-MAIN-2013-*'.",
+        ),
     ):
         command = option(command)
     return command
@@ -86,8 +122,11 @@ class SourceOptions:
 
     def label(self) -> str:
         """Return the name of the source with its subset and split."""
-        return (self.source + f" {self.subset}" * bool(self.subset)
-                + f" split {self.split}" * bool(self.split))
+        return (
+            self.source
+            + f" {self.subset}" * bool(self.subset)
+            + f" split {self.split}" * bool(self.split)
+        )
 
 
 def kind_of(name: str, *, is_named: bool = True) -> str:
@@ -105,8 +144,14 @@ def suffix_of(name: str) -> str:
     return both if both in SUFFIXES else PurePosixPath(name.lower()).suffix
 
 
-def choose_files(names: Iterable[str], options: SourceOptions, place: str, patterns: Patterns, *,
-                 are_named: bool = False) -> tuple[frozenset[str], list[str]]:
+def choose_files(
+    names: Iterable[str],
+    options: SourceOptions,
+    place: str,
+    patterns: Patterns,
+    *,
+    are_named: bool = False,
+) -> tuple[frozenset[str], list[str]]:
     """Return the kinds of documents in `--subset`, and the files of `--split`, by default train.
 
     Files that SOURCE names may be of several kinds; of others one kind is taken, and a line says
@@ -120,12 +165,16 @@ def choose_files(names: Iterable[str], options: SourceOptions, place: str, patte
     kinds = matching or kinds  # --split '*.csv' also chooses the kind
     found = set(kinds.values())
     if not found:
-        raise UserError(f"{place}: contains no documents; wanted {', '.join(MAY_BE_PACKED)} files"
-                        " (packed or not), .json or .parquet")
+        raise UserError(
+            f"{place}: contains no documents; wanted {', '.join(MAY_BE_PACKED)} files"
+            " (packed or not), .json or .parquet"
+        )
     if not are_named:
         if {"parquet", "JSON lines"} <= found:
-            raise UserError(f"{place}: contains JSON lines and parquet; choose one with --subset,"
-                            " --split '*.parquet' or a pattern of files as SOURCE")
+            raise UserError(
+                f"{place}: contains JSON lines and parquet; choose one with --subset,"
+                " --split '*.parquet' or a pattern of files as SOURCE"
+            )
         found = {next(kind for kind in PREFERENCE if kind in found)}
     files = {name: inside[name] for name, kind in kinds.items() if kind in found}
     if not matching:
@@ -145,21 +194,27 @@ def in_split(path: str, pattern: str) -> bool:
 def check_kinds(kinds: set[str], options: SourceOptions, place: str) -> None:
     """Refuse options that would have no effect. Raises: UserError."""
     if options.document_separator and "text" not in kinds:
-        raise UserError(f"{place}: --document-separator is for .txt files; these are"
-                        f" {' and '.join(sorted(kinds))}, with a document a row")
+        raise UserError(
+            f"{place}: --document-separator is for .txt files; these are"
+            f" {' and '.join(sorted(kinds))}, with a document a row"
+        )
     if options.encoding and kinds == {"parquet"}:
         raise UserError(f"{place}: --encoding is not for parquet files, whose text is UTF-8")
 
 
-def _say_what_is_left_out(inside: Iterable[str], files: Iterable[str], options: SourceOptions,
-                          place: str) -> None:
+def _say_what_is_left_out(
+    inside: Iterable[str], files: Iterable[str], options: SourceOptions, place: str
+) -> None:
     """Print the numbers of files by suffix, unless all are taken and are of one kind.
 
     Hidden files do not count, nor does the README of a dataset.
     """
     taken = set(files)
-    left = [name for name in inside if name not in taken
-            and not PurePosixPath(name).name.startswith((".", "README"))]
+    left = [
+        name
+        for name in inside
+        if name not in taken and not PurePosixPath(name).name.startswith((".", "README"))
+    ]
     if not left and len({kind_of(name) for name in taken}) == 1:
         return
     line = f"{place}: taking {by_suffix(taken)}"
@@ -182,8 +237,9 @@ def by_suffix(names: Iterable[str]) -> str:
     return ", ".join(shown) + f" and {more:,} more" * bool(more)
 
 
-def subset_of(names: Iterable[str], options: SourceOptions, place: str,
-              patterns: Patterns) -> dict[str, str]:
+def subset_of(
+    names: Iterable[str], options: SourceOptions, place: str, patterns: Patterns
+) -> dict[str, str]:
     """Return the files of `--subset`: their names, each with its path inside the subset.
 
     The pattern is compared with directories at any depth, then with the names of configs. Raises:
@@ -192,8 +248,11 @@ def subset_of(names: Iterable[str], options: SourceOptions, place: str,
     names, configs = list(names), {config for config, _, _ in patterns}
     if not options.subset:
         if len(configs) > 1:
-            print_error(one_line(f"{place}: taking all of its configs, {listed(configs)};"
-                                 " --subset chooses some"))
+            print_error(
+                one_line(
+                    f"{place}: taking all of its configs, {listed(configs)}; --subset chooses some"
+                )
+            )
         return {name: name for name in names}
     inside: dict[str, str] = {}
     folders = set(configs)
@@ -204,16 +263,22 @@ def subset_of(names: Iterable[str], options: SourceOptions, place: str,
             if matches(str(folder), options.subset):
                 inside[name] = str(PurePosixPath(name).relative_to(folder))
                 break
-    inside = inside or {name: name for name in names for config, _, pattern in patterns
-                        if matches(config, options.subset) and matches(name, pattern)}
+    inside = inside or {
+        name: name
+        for name in names
+        for config, _, pattern in patterns
+        if matches(config, options.subset) and matches(name, pattern)
+    }
     if not inside:
-        raise UserError(f"{place}: --subset {options.subset} matches no directory; there are"
-                        f" {listed(folders)}")
+        raise UserError(
+            f"{place}: --subset {options.subset} matches no directory; there are {listed(folders)}"
+        )
     return inside
 
 
-def split_of_files(paths: Mapping[str, str], options: SourceOptions, place: str,
-                   patterns: Patterns) -> list[str]:
+def split_of_files(
+    paths: Mapping[str, str], options: SourceOptions, place: str, patterns: Patterns
+) -> list[str]:
     """Return the files of `--split`; without it those named train if there are any.
 
     A file whose name says no split is of the one that the dataset's card gives it, if any. `paths`
@@ -225,21 +290,29 @@ def split_of_files(paths: Mapping[str, str], options: SourceOptions, place: str,
     splits: dict[str, list[str]] = {}
     for name, path in paths.items():
         split = split_of(path) or next(
-            (split for _, split, pattern in patterns if matches(name, pattern)), "")
+            (split for _, split, pattern in patterns if matches(name, pattern)), ""
+        )
         splits.setdefault(split, []).append(name)
-    counts = {split: f"{split or 'other'} ({counted(len(names), 'file')})"
-              for split, names in sorted(splits.items(), reverse=True)}
+    counts = {
+        split: f"{split or 'other'} ({counted(len(names), 'file')})"
+        for split, names in sorted(splits.items(), reverse=True)
+    }
     if options.split:
         chosen = splits.get(SPLIT_WORDS.get(options.split, options.split)) or [
-            name for name, path in paths.items() if in_split(path, options.split)]
+            name for name, path in paths.items() if in_split(path, options.split)
+        ]
         if not chosen:
-            raise UserError(f"{place}: --split {options.split} matches no file; there are"
-                            f" {', '.join(counts.values())}")
+            raise UserError(
+                f"{place}: --split {options.split} matches no file; there are"
+                f" {', '.join(counts.values())}"
+            )
         return chosen
     taken = next(split for split in ("train", "", *splits) if split in splits)
     if taken not in ("train", "") and len(splits) > 1:
-        raise UserError(f"{place}: has files of {' and '.join(sorted(splits))}, none of train;"
-                        " choose some with --split")
+        raise UserError(
+            f"{place}: has files of {' and '.join(sorted(splits))}, none of train;"
+            " choose some with --split"
+        )
     line = f"{place}: taking {counts.pop(taken)}"
     if counts:
         line += f", leaving out {', '.join(counts.values())}; --split chooses others"
@@ -265,8 +338,10 @@ def config_patterns(card_data: Mapping[str, Any]) -> Patterns:
             files = list(_files_of(config.get("data_files")))
             if isinstance(folder, str):
                 files = [(split, f"{folder}/{pattern}") for split, pattern in files or [("", "*")]]
-            found += [(str(config.get("config_name")), SPLIT_WORDS.get(split, split), pattern)
-                      for split, pattern in files]
+            found += [
+                (str(config.get("config_name")), SPLIT_WORDS.get(split, split), pattern)
+                for split, pattern in files
+            ]
     return found
 
 

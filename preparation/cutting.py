@@ -41,8 +41,7 @@ class Piece(NamedTuple):
     num_replaced: int = 0  # of a last piece: characters of the document that were not UTF-8
 
 
-def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts,
-                 name: object) -> Iterator[Piece]:
+def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts, name: object) -> Iterator[Piece]:
     """Cut UTF-8 text, in blocks of any size, into pieces of about LARGE_DOCUMENT bytes.
 
     With `safe` cuts the tokens of the pieces are those of the whole document. With `any` cuts the
@@ -60,8 +59,10 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts,
             if found:
                 stop = found.end() - 1
             elif limit < len(view):
-                stop = next((place for place in range(limit, limit - 4, -1)
-                             if view[place] & 0xC0 != 0x80), limit)  # the start of a character
+                stop = next(
+                    (place for place in range(limit, limit - 4, -1) if view[place] & 0xC0 != 0x80),
+                    limit,
+                )  # the start of a character
             else:
                 break  # there may be a place in the next block
             text, num_new = _decoded(view[start:stop])
@@ -70,8 +71,10 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts,
             start = stop
         rest = view[start:]
         if len(rest) > MAX_UNCUT and len(str(rest, "utf-8", "replace")) > MAX_UNCUT:
-            raise BadShard(f"{name}: a document of more than {MAX_UNCUT >> 20} million characters"
-                           " in which the tokenizer allows no cut")
+            raise BadShard(
+                f"{name}: a document of more than {MAX_UNCUT >> 20} million characters"
+                " in which the tokenizer allows no cut"
+            )
     text, num_new = _decoded(rest)
     yield Piece(text, True, num_replaced + num_new)
 
@@ -143,7 +146,7 @@ def _separators(text: bytes, separator: bytes) -> Iterator[tuple[int, int]]:
     """Yield where separators with their line ends begin and end. Much faster than one pattern."""
     start, place = 0, text.find(separator)
     while place >= 0:
-        before = text[max(start, place - LINE_ENDS_BYTES):place]
+        before = text[max(start, place - LINE_ENDS_BYTES) : place]
         start = LINE_ENDS.match(text, place + len(separator)).end()
         yield place - len(LAST_LINE_ENDS.search(before)[0]), start
         place = text.find(separator, start)

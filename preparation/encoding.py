@@ -52,11 +52,16 @@ class Encoded:
         if self.counts.num_documents < num_documents:
             return self
         last = np.flatnonzero(self.tokens == tokenizer.eot_token)[num_documents - 1]
-        tokens, ends = self.tokens[:last + 1], self.ends[:num_documents]
+        tokens, ends = self.tokens[: last + 1], self.ends[:num_documents]
         replaced = self.replaced[:num_documents]
-        return replace(self, tokens=tokens, ends=ends, replaced=replaced,
-                       counts=Counts(num_documents, tokens.size, int(ends[-1])),
-                       findings=_findings_of(ends, replaced))
+        return replace(
+            self,
+            tokens=tokens,
+            ends=ends,
+            replaced=replaced,
+            counts=Counts(num_documents, tokens.size, int(ends[-1])),
+            findings=_findings_of(ends, replaced),
+        )
 
 
 def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
@@ -82,9 +87,15 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
         return error
     together = np.concatenate(tokens)
     ends_array, replaced_array = np.array(ends, np.int64), np.array(replaced, np.int64)
-    return Encoded(together, Counts(len(ends), together.size, num_bytes), ends_array,
-                   replaced_array, _findings_of(ends_array, replaced_array), reading.bad_files,
-                   markers)
+    return Encoded(
+        together,
+        Counts(len(ends), together.size, num_bytes),
+        ends_array,
+        replaced_array,
+        _findings_of(ends_array, replaced_array),
+        reading.bad_files,
+        markers,
+    )
 
 
 def _findings_of(ends: np.ndarray, replaced: np.ndarray) -> Findings:
@@ -100,8 +111,9 @@ def cuts_of(tokenizer: Tokenizer) -> Cuts:
     return "safe" if tokenizer.splits_like_gpt2 else "none"
 
 
-def encoded_pieces(pieces: Iterable[Piece],
-                   tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+def encoded_pieces(
+    pieces: Iterable[Piece], tokenizer: Tokenizer
+) -> Iterator[tuple[Piece, np.ndarray]]:
     """Yield pieces of text with their tokens, (n,) uint16. Raises: BadShard."""
     if isinstance(tokenizer, FileTokenizer):
         for piece in pieces:
@@ -122,7 +134,7 @@ def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.
         return [ids.astype(np.uint16) for ids in encoded]
     ids = tokenizer.encode_to_numpy(together, allowed_special={END_OF_TEXT}).astype(np.uint16)
     ends = np.flatnonzero(ids == tokenizer.eot_token).tolist()
-    return [ids[start + 1:end] for start, end in zip([-1, *ends], [*ends, len(ids)], strict=True)]
+    return [ids[start + 1 : end] for start, end in zip([-1, *ends], [*ends, len(ids)], strict=True)]
 
 
 # An error: the tasks could not be read; a shard: it ends here.
@@ -140,8 +152,12 @@ def worker_pool(tokenizer: Tokenizer, num_workers: int) -> Iterator[ProcessPoolE
         yield None
         return
     gc.freeze()  # a garbage collection would write to the shared pages, and so copy them
-    pool = ProcessPoolExecutor(num_workers, initializer=_start_worker, initargs=(tokenizer,),
-                               mp_context=multiprocessing.get_context("fork"))
+    pool = ProcessPoolExecutor(
+        num_workers,
+        initializer=_start_worker,
+        initargs=(tokenizer,),
+        mp_context=multiprocessing.get_context("fork"),
+    )
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # in the workers, for ever
         try:
@@ -178,8 +194,12 @@ def _result_of(item: Item, pool: ProcessPoolExecutor) -> Future[Result]:
     return itself
 
 
-def encode(items: Iterable[Item | None], tokenizer: Tokenizer, pool: ProcessPoolExecutor | None,
-           num_workers: int) -> Iterator[tuple[Item, Result]]:
+def encode(
+    items: Iterable[Item | None],
+    tokenizer: Tokenizer,
+    pool: ProcessPoolExecutor | None,
+    num_workers: int,
+) -> Iterator[tuple[Item, Result]]:
     """Yield all items in their order, tasks with their results, others with themselves.
 
     An item None waits for all tasks submitted so far. Raises: UserError: a worker was killed.
@@ -195,9 +215,12 @@ def encode(items: Iterable[Item | None], tokenizer: Tokenizer, pool: ProcessPool
     try:
         for item in itertools.chain(items, [None]):
             size = item.num_bytes if isinstance(item, Task) else 0
-            while waiting and (item is None or waiting[0][1].done()
-                               or len(waiting) >= TASKS_PER_WORKER * num_workers
-                               or num_bytes + size > max_bytes):
+            while waiting and (
+                item is None
+                or waiting[0][1].done()
+                or len(waiting) >= TASKS_PER_WORKER * num_workers
+                or num_bytes + size > max_bytes
+            ):
                 first, future = waiting.popleft()
                 num_bytes -= first.num_bytes if isinstance(first, Task) else 0
                 yield first, future.result()
@@ -205,5 +228,7 @@ def encode(items: Iterable[Item | None], tokenizer: Tokenizer, pool: ProcessPool
                 waiting.append((item, _result_of(item, pool)))
                 num_bytes += size
     except BrokenExecutor:
-        raise UserError("a worker process was killed, perhaps because memory ran out; run the"
-                        " same command again to continue, perhaps with fewer --workers") from None
+        raise UserError(
+            "a worker process was killed, perhaps because memory ran out; run the"
+            " same command again to continue, perhaps with fewer --workers"
+        ) from None

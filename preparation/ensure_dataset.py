@@ -24,8 +24,10 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
     if is_complete(dataset_dir, splits):
         return
     if "/" not in name and name != STDLIB_DATASET:
-        raise UserError(f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
-                        f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json")
+        raise UserError(
+            f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
+            f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json"
+        )
     lock_path = dataset_dir.with_name(f".{dataset_dir.name}.lock")
     with writing_to(dataset_dir):
         lock_path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,8 +62,10 @@ def verify_digests(paths: Iterable[Path]) -> int:
             except OSError as error:
                 raise UserError(f"{path}: cannot be read: {error.strerror}") from None
             if found != known:
-                raise UserError(f"{path}: is damaged: its SHA-256 is not what the hub gave for it;"
-                                " delete it and run the same command again")
+                raise UserError(
+                    f"{path}: is damaged: its SHA-256 is not what the hub gave for it;"
+                    " delete it and run the same command again"
+                )
             num_known += 1
     return num_known
 

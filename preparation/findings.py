@@ -18,13 +18,18 @@ class Findings:
     num_replaced: NonNegativeInt = 0  # characters that stand for such bytes
 
     def __add__(self, more: "Findings") -> "Findings":
-        return Findings(self.num_empty + more.num_empty, self.num_damaged + more.num_damaged,
-                        self.num_replaced + more.num_replaced)
+        return Findings(
+            self.num_empty + more.num_empty,
+            self.num_damaged + more.num_damaged,
+            self.num_replaced + more.num_replaced,
+        )
 
     def damage(self, encoding: str) -> str:
         """Say how much text was not in its encoding, empty for UTF-8."""
-        return (f"{counted(self.num_damaged, 'document')} with bytes that are not"
-                f" {encoding or 'UTF-8'}: {counted(self.num_replaced, 'character')} became U+FFFD")
+        return (
+            f"{counted(self.num_damaged, 'document')} with bytes that are not"
+            f" {encoding or 'UTF-8'}: {counted(self.num_replaced, 'character')} became U+FFFD"
+        )
 
 
 def markers_in(texts: Iterable[str]) -> frozenset[str]:

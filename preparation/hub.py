@@ -24,15 +24,20 @@ from tokens.tokenizer import TOKENIZER_FILE
 PAUSES = (1, 5, 20)  # seconds before each further attempt, beside those of the client
 TRANSIENT = (408, 429, 500, 502, 503, 504)  # HTTP statuses
 LEFTOVER_SECONDS = 600  # a partial file that was not written for so long is abandoned
-NO_REPOSITORY = ("there is no such repository, or it is private: check the name, or set HF_TOKEN to"
-                 " a token that may read it (`uv run hf auth login` stores one)")
+NO_REPOSITORY = (
+    "there is no such repository, or it is private: check the name, or set HF_TOKEN to"
+    " a token that may read it (`uv run hf auth login` stores one)"
+)
 REASONS: tuple[tuple[type[Exception], str], ...] = (  # the first that fits; empty: it may pass
-    (errors.GatedRepoError,
-     "you must accept its conditions on its web page first, then set HF_TOKEN"),
+    (
+        errors.GatedRepoError,
+        "you must accept its conditions on its web page first, then set HF_TOKEN",
+    ),
     (errors.RepositoryNotFoundError, NO_REPOSITORY),
     (errors.RevisionNotFoundError, "there is no such revision"),
     (errors.LocalEntryNotFoundError, ""),  # the hub does not answer
-    (errors.EntryNotFoundError, "there is no such file"))
+    (errors.EntryNotFoundError, "there is no such file"),
+)
 T = TypeVar("T")
 
 
@@ -61,8 +66,9 @@ class HubShard(Shard):
     def fetch(self) -> None:
         hide_progress_bars()  # there is one already
         if self.missing_bytes():
-            tqdm.write(one_line(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB"),
-                       file=sys.stderr)
+            tqdm.write(
+                one_line(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB"), file=sys.stderr
+            )
         _download(self.repository, self.name, revision=self.revision, local_dir=self.raw_dir)
 
     def missing_bytes(self) -> int:
@@ -77,26 +83,40 @@ def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
     """Find the documents of a dataset on the hub; see `find_source`."""
     repository, is_kept = options.source, options.keep_raw is not None
     raw_dir = options.keep_raw or raw_dir
-    info = ask_hub(repository, lambda: HfApi().dataset_info(
-        repository, revision=options.revision or None))
+    info = ask_hub(
+        repository, lambda: HfApi().dataset_info(repository, revision=options.revision or None)
+    )
     entries = ask_hub(repository, lambda: _files(repository, options.subset, info.sha))
     check_names(repository, [entry.path for entry in entries])
     files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
     card = info.card_data
     patterns = config_patterns(card.to_dict() if card else {})
     kinds, chosen = choose_files(files, options, f"{repository} on the hub", patterns)
-    shards = [HubShard(
-        name=path, identity=lfs.sha256 if (lfs := files[path].lfs) else files[path].blob_id,
-        num_bytes=files[path].size,
-        tasks=partial(file_tasks, [raw_dir / path], raw_dir, options),
-        repository=repository, revision=info.sha, raw_dir=raw_dir, is_kept=is_kept)
-        for path in chosen]
+    shards = [
+        HubShard(
+            name=path,
+            identity=lfs.sha256 if (lfs := files[path].lfs) else files[path].blob_id,
+            num_bytes=files[path].size,
+            tasks=partial(file_tasks, [raw_dir / path], raw_dir, options),
+            repository=repository,
+            revision=info.sha,
+            raw_dir=raw_dir,
+            is_kept=is_kept,
+        )
+        for path in chosen
+    ]
     licences = _names(card and card.license, "unknown")
     request = Request(
-        source=options.label(), revision=info.sha or "", text_column=options.text_column,
-        encoding=options.encoding, document_separator=options.document_separator,
-        title=repository, licence=licences if len(licences) > 1 else licences[0],
-        languages=_names(card and card.language, "en"), hub_name=repository)
+        source=options.label(),
+        revision=info.sha or "",
+        text_column=options.text_column,
+        encoding=options.encoding,
+        document_separator=options.document_separator,
+        title=repository,
+        licence=licences if len(licences) > 1 else licences[0],
+        languages=_names(card and card.language, "en"),
+        hub_name=repository,
+    )
     return replace(source_of(request, shards, kinds), raw_dir=raw_dir, keeps_raw=is_kept)
 
 
@@ -108,9 +128,11 @@ def _names(listed: Any, default: str) -> list[str]:
 
 def _files(repository: str, subset: str, revision: str | None) -> list[RepoFile]:
     """List the files of the directory `subset`; of the whole repository if it is none."""
+
     def files_in(directory: str | None) -> list[RepoFile]:
-        tree = HfApi().list_repo_tree(repository, directory, recursive=True, revision=revision,
-                                      repo_type="dataset")
+        tree = HfApi().list_repo_tree(
+            repository, directory, recursive=True, revision=revision, repo_type="dataset"
+        )
         return [entry for entry in tree if isinstance(entry, RepoFile)]
 
     if subset and not set("*?[") & set(subset):
@@ -129,18 +151,27 @@ def ask_hub(subject: str, action: Callable[[], T], *, pauses: Sequence[float] = 
     for pause in (*pauses, None):
         try:
             return action()
-        except (errors.HTTPError, errors.EntryNotFoundError, OSError, ValueError,
-                RuntimeError) as error:
+        except (
+            errors.HTTPError,
+            errors.EntryNotFoundError,
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:
             on_disk = as_os_error(error) if isinstance(error, RuntimeError) else error  # of hf_xet
             if getattr(on_disk, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
                 raise on_disk from None
             if reason := _permanent_reason(error):
                 raise UserError(f"{subject}: {reason}") from None
             if pause is None:
-                advice = ("set HF_TOKEN, whose limits are higher, or wait some minutes"
-                          if _status(error) == 429 else "check the network")
-                raise UserError(f"{subject}: {_said(error)}; {advice}, then run the same command"
-                                " again", FAILED) from None
+                advice = (
+                    "set HF_TOKEN, whose limits are higher, or wait some minutes"
+                    if _status(error) == 429
+                    else "check the network"
+                )
+                raise UserError(
+                    f"{subject}: {_said(error)}; {advice}, then run the same command again", FAILED
+                ) from None
         time.sleep(pause)
     raise AssertionError
 
@@ -176,8 +207,10 @@ def check_names(repository: str, names: Sequence[str]) -> None:
     """Check that all files stay inside the download directory. Raises: UserError."""
     for name in names:
         if ".." in name.split("/") or name.startswith("/"):
-            raise UserError(f"{repository} on the hub: {name[:60]!r} is no name inside a"
-                            " repository; use another dataset")
+            raise UserError(
+                f"{repository} on the hub: {name[:60]!r} is no name inside a"
+                " repository; use another dataset"
+            )
 
 
 def _download(repository: str, name: str, *, revision: str | None, local_dir: Path) -> None:
@@ -187,5 +220,9 @@ def _download(repository: str, name: str, *, revision: str | None, local_dir: Pa
         with contextlib.suppress(FileNotFoundError):  # another download has just finished it
             if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
                 path.unlink()
-    ask_hub(f"{repository}: {name}", lambda: hf_hub_download(
-        repository, name, repo_type="dataset", revision=revision, local_dir=local_dir))
+    ask_hub(
+        f"{repository}: {name}",
+        lambda: hf_hub_download(
+            repository, name, repo_type="dataset", revision=revision, local_dir=local_dir
+        ),
+    )

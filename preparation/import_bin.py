@@ -15,9 +15,14 @@ from tokens.tokenizer import Tokenizer, choose_tokenizer
 # Files of llm.c begin with 256 int32 values: a magic number, a version, for tokens their number.
 LLM_C_HEADER = 256
 LLM_C_TOKENS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # those of GPT-2 and of Llama 3
-LLM_C_OTHERS = {20240326: "a model", 20240327: "the activations of a test", 20240328: "a tokenizer",
-                20240522: "questions of a benchmark", 20240527: "the state of an optimizer",
-                20240803: "a Llama 3 model"}
+LLM_C_OTHERS = {
+    20240326: "a model",
+    20240327: "the activations of a test",
+    20240328: "a tokenizer",
+    20240522: "questions of a benchmark",
+    20240527: "the state of an optimizer",
+    20240803: "a Llama 3 model",
+}
 NPY_MAGIC = b"\x93NUMPY"
 # Of a file without a header, the first numbers tell how wide its tokens are.
 SEEN_NUMBERS, LEAST_NUMBERS = 2**20, 64
@@ -60,26 +65,34 @@ def _find(source: Path) -> dict[str, Pieces]:
     """Return what each split is made of: val.bin, fineweb_val_000000.bin. Raises: UserError."""
     folder = source.parent if source.is_file() else source
     if (folder / "meta.pkl").exists():
-        raise UserError(f"{folder}: meta.pkl defines another vocabulary than that of --tokenizer;"
-                        " prepare the original text instead")
+        raise UserError(
+            f"{folder}: meta.pkl defines another vocabulary than that of --tokenizer;"
+            " prepare the original text instead"
+        )
     if source.is_file():
         num_tokens = _read(source).size
         if num_tokens < 2:
-            raise UserError(f"{source}: has one token; wanted two or more, for training and"
-                            " validation")
+            raise UserError(
+                f"{source}: has one token; wanted two or more, for training and validation"
+            )
         cut = num_training_documents(num_tokens, VALIDATION_FRACTION)
         return {"train": [(source, 0, cut)], "validation": [(source, cut, num_tokens)]}
     found = {}
     for split, name in (("train", "train"), ("validation", "val")):
-        named = (path for path in source.iterdir() if path.suffix in (".bin", ".npy")
-                 and name in path.stem.replace("-", "_").split("_"))
+        named = (
+            path
+            for path in source.iterdir()
+            if path.suffix in (".bin", ".npy") and name in path.stem.replace("-", "_").split("_")
+        )
         paths = sorted(without_links_out(named, source))
         if len({path.suffix for path in paths}) > 1:  # perhaps the same tokens twice
             raise UserError(f"{source}: has .bin and .npy files of {split}; move some away")
         found[split] = [(path, 0, _read(path).size) for path in paths]
         if not paths:
-            raise UserError(f"{source}: no {name}.bin or *_{name}_*.bin; wanted the token files of"
-                            " nanoGPT or llm.c, or .npy files of such names")
+            raise UserError(
+                f"{source}: no {name}.bin or *_{name}_*.bin; wanted the token files of"
+                " nanoGPT or llm.c, or .npy files of such names"
+            )
     return found
 
 
@@ -100,12 +113,16 @@ def _read(path: Path) -> np.ndarray:
         version, kind = LLM_C_TOKENS[magic]
         start, num_tokens = 4 * LLM_C_HEADER, int(header[2])
         if header[1] != version:
-            raise UserError(f"{path}: version {header[1]} of llm.c's format {magic}; wanted version"
-                            f" {version}; write it again with today's llm.c")
+            raise UserError(
+                f"{path}: version {header[1]} of llm.c's format {magic}; wanted version"
+                f" {version}; write it again with today's llm.c"
+            )
     wanted = start + np.dtype(kind).itemsize * num_tokens
     if num_tokens < 1 or size != wanted:
-        raise UserError(f"{path}: {size} bytes; wanted {wanted} for {num_tokens} tokens; it is"
-                        " damaged or in another format: replace it")
+        raise UserError(
+            f"{path}: {size} bytes; wanted {wanted} for {num_tokens} tokens; it is"
+            " damaged or in another format: replace it"
+        )
     tokens = np.memmap(path, dtype=kind, mode="r", offset=start)
     if not start:
         _check_width(tokens, path)
@@ -119,8 +136,9 @@ def _read_npy(path: Path) -> np.ndarray:
     except (ValueError, EOFError) as error:
         raise UserError(f"{path}: not a whole .npy file: {error}") from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not tokens.size:
-        raise UserError(f"{path}: holds {tokens.dtype} of shape {tokens.shape}; wanted a vector of"
-                        " integers")
+        raise UserError(
+            f"{path}: holds {tokens.dtype} of shape {tokens.shape}; wanted a vector of integers"
+        )
     return tokens
 
 
@@ -129,38 +147,45 @@ def _check_width(numbers: np.ndarray, path: Path) -> None:
 
     Their upper halves are 0 or small, but not their lower ones. Raises: UserError.
     """
-    sample = numbers[:min(SEEN_NUMBERS, len(numbers) // 4 * 4)].reshape(-1, 4)
+    sample = numbers[: min(SEEN_NUMBERS, len(numbers) // 4 * 4)].reshape(-1, 4)
     lower, upper = sample[:, ::2], sample[:, 1::2]
     if sample.size < LEAST_NUMBERS or upper.max() >= 16 or lower.max() < 16:
         return
     bits, share = 64, "three of four 16-bit numbers are"
     if sample[:, 2].any():
         bits, share = 32, "every second 16-bit number is"
-    raise UserError(f"{path}: looks like {bits}-bit tokens ({share} small); convert"
-                    f" it: np.save('{path.stem}', np.fromfile('{path.name}', np.uint{bits}))")
+    raise UserError(
+        f"{path}: looks like {bits}-bit tokens ({share} small); convert"
+        f" it: np.save('{path.stem}', np.fromfile('{path.name}', np.uint{bits}))"
+    )
 
 
-def _check_ids(tokens: np.ndarray, path: Path, first: int, tokenizer: Tokenizer,
-               choice: str) -> None:
+def _check_ids(
+    tokens: np.ndarray, path: Path, first: int, tokenizer: Tokenizer, choice: str
+) -> None:
     """Check ids of any integer type, which `first` tokens precede. Raises: UserError."""
     if tokens.min() < 0:
         offset = int(np.argmax(tokens < 0))
-        raise UserError(f"{path}: token {first + offset} has id {tokens[offset]}, which is no"
-                        " token; replace the file")
+        raise UserError(
+            f"{path}: token {first + offset} has id {tokens[offset]}, which is no"
+            " token; replace the file"
+        )
     for vocab_size, advice in (
-            (2**16, "the most that 16 bits can hold; prepare the text with a smaller vocabulary"),
-            (tokenizer.n_vocab, f"name another tokenizer than --tokenizer {choice}")):
+        (2**16, "the most that 16 bits can hold; prepare the text with a smaller vocabulary"),
+        (tokenizer.n_vocab, f"name another tokenizer than --tokenizer {choice}"),
+    ):
         check_token_ids(tokens, path, first=first, vocab_size=vocab_size, advice=advice)
 
 
-def _copy(pieces: Pieces, writer: TokenFileWriter, tokenizer: Tokenizer,
-          choice: str) -> tuple[Counts, int]:
+def _copy(
+    pieces: Pieces, writer: TokenFileWriter, tokenizer: Tokenizer, choice: str
+) -> tuple[Counts, int]:
     """Write tokens; return how many there are, and the largest id. Raises: UserError."""
     num_documents = num_tokens = largest = 0
     for path, first, stop in pieces:
         mapped = _read(path)  # one at a time: each file that is mapped into memory is an open one
         for start in range(first, stop, CHUNK_TOKENS):
-            tokens = mapped[start:min(start + CHUNK_TOKENS, stop)]
+            tokens = mapped[start : min(start + CHUNK_TOKENS, stop)]
             _check_ids(tokens, path, start, tokenizer, choice)
             writer.add(tokens)  # as 16 bits
             num_documents += int(np.count_nonzero(tokens == tokenizer.eot_token))

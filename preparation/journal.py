@@ -48,8 +48,11 @@ class Journal:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Create and lock the directory, and read what is in it. Raises: UserError."""
-        with locked(self.dir, busy=f"{self.dir}: another process is preparing this dataset; wait"
-                                   " for it, or name another output"):
+        with locked(
+            self.dir,
+            busy=f"{self.dir}: another process is preparing this dataset; wait"
+            " for it, or name another output",
+        ):
             self.read()
             try:
                 yield
@@ -68,8 +71,10 @@ class Journal:
         counts = self.last.counts
         if not counts.num_documents:  # all that was finished could not be read
             self.lines = []
-        for path, num_bytes in ((self.dataset_dir / TOKENS, DATA_START + 2 * counts.num_tokens),
-                                (self.ends_path, ENDS_BYTES * counts.num_documents)):
+        for path, num_bytes in (
+            (self.dataset_dir / TOKENS, DATA_START + 2 * counts.num_tokens),
+            (self.ends_path, ENDS_BYTES * counts.num_documents),
+        ):
             if not path.exists() or path.stat().st_size < num_bytes:
                 self.lines = []
 
@@ -98,13 +103,16 @@ class Journal:
         if self.lines:
             assert self.request is not None
             changes = request.difference(self.request)
-            for line, shard in zip_longest(self.shards, shards[:len(self.shards)]):
+            for line, shard in zip_longest(self.shards, shards[: len(self.shards)]):
                 if shard is None or (shard.name, shard.identity) != (line.name, line.identity):
-                    changes = changes or (f"{line.name} has changed, or files before it were added"
-                                          " or removed")
+                    changes = changes or (
+                        f"{line.name} has changed, or files before it were added or removed"
+                    )
             if changes:
-                raise UserError(f"{self.dir}: an unfinished preparation differs: {changes}; repeat"
-                                " its command, or delete it")
+                raise UserError(
+                    f"{self.dir}: an unfinished preparation differs: {changes}; repeat"
+                    " its command, or delete it"
+                )
         else:
             shutil.rmtree(self.dataset_dir, ignore_errors=True)  # of another request
         self.dataset_dir.mkdir(exist_ok=True)
@@ -137,8 +145,9 @@ def check_output_dir(output_dir: Path) -> Path:
     cannot be replaced."""
     output_dir = Path(os.path.realpath(output_dir))  # Path.resolve() raises on loops of links
     if output_dir.is_mount() or output_dir == Path.cwd():
-        raise UserError(f"{output_dir}: is a mount point or the current directory; name a directory"
-                        " in it")
+        raise UserError(
+            f"{output_dir}: is a mount point or the current directory; name a directory in it"
+        )
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise UserError(f"{output_dir}: is not empty; name another output, or delete it yourself")
     return output_dir
@@ -148,5 +157,8 @@ def check_disk_space(directory: Path, num_bytes: float, content: str) -> None:
     """Raise UserError if the disk has less free space than this."""
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise UserError(f"{directory.parent}: {gb(free)} free; {content} need {gb(num_bytes)} or"
-                        " more: free some space, or name an output on another disk", DISK_FULL)
+        raise UserError(
+            f"{directory.parent}: {gb(free)} free; {content} need {gb(num_bytes)} or"
+            " more: free some space, or name an output on another disk",
+            DISK_FULL,
+        )

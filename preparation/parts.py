@@ -53,8 +53,10 @@ def share_of(source: Source, part: str) -> Source:
     more parts than shards."""
     (number, total), shards = parse_part(part), source.shards
     if total > len(shards):
-        raise UserError(f"--part {part}: {source.request.source} has only {len(shards)} shards,"
-                        " which are files or groups of text files; use fewer parts")
+        raise UserError(
+            f"--part {part}: {source.request.source} has only {len(shards)} shards,"
+            " which are files or groups of text files; use fewer parts"
+        )
     first, stop = (place * len(shards) // total for place in (number - 1, number))
     return replace(source, shards=shards[first:stop])
 
@@ -69,10 +71,15 @@ def write_part(part_dir: Path, part: Prepared, ends_path: Path, max_bad_files: i
     """Write part.json and the ends of its documents next to the tokens, which must be complete."""
     shutil.copyfile(ends_path, part_dir / ENDS)
     fsync(part_dir / ENDS)
-    content = PartFile(request=part.request, counts=part.total, findings=part.findings,
-                       bad_files=list(part.bad_files), max_bad_files=max_bad_files,
-                       digest=sha256_of(part_dir / TOKENS),
-                       ends_digest=sha256_of(part_dir / ENDS))
+    content = PartFile(
+        request=part.request,
+        counts=part.total,
+        findings=part.findings,
+        bad_files=list(part.bad_files),
+        max_bad_files=max_bad_files,
+        digest=sha256_of(part_dir / TOKENS),
+        ends_digest=sha256_of(part_dir / ENDS),
+    )
     write_atomically(part_dir / PART_FILE, content.model_dump_json(indent=1) + "\n", durable=True)
 
 
@@ -86,21 +93,33 @@ def read_parts(part_dirs: Sequence[Path]) -> tuple[Source, Tokenizer]:
         part = _read(path)
         number, total = parse_part(part.request.part)
         first_path, first = next(iter(found.values()), (path, part))
-        own, theirs = (one.request.changed(part=f"of {parse_part(one.request.part)[1]}")
-                       for one in (part, first))
+        own, theirs = (
+            one.request.changed(part=f"of {parse_part(one.request.part)[1]}")
+            for one in (part, first)
+        )
         if changes := own.difference(theirs):
             raise UserError(f"{first_path} and {path} do not belong together: {changes}")
         if number in found:
-            raise UserError(f"{found[number][0]} and {path} are both part {part.request.part}; name"
-                            " each part once")
+            raise UserError(
+                f"{found[number][0]} and {path} are both part {part.request.part}; name"
+                " each part once"
+            )
         found[number] = path, part
     missing = [str(number) for number in range(1, total + 1) if number not in found]
     if missing:
-        raise UserError(f"part {', '.join(missing)} of {total} missing; prepare it with --part"
-                        f" {missing[0]}/{total}, or name its directory")
-    shards = [Shard(name=str(path), identity=part.digest, num_bytes=2 * part.counts.num_tokens,
-                    tasks=partial(_stored, path, part))
-              for _, (path, part) in sorted(found.items())]
+        raise UserError(
+            f"part {', '.join(missing)} of {total} missing; prepare it with --part"
+            f" {missing[0]}/{total}, or name its directory"
+        )
+    shards = [
+        Shard(
+            name=str(path),
+            identity=part.digest,
+            num_bytes=2 * part.counts.num_tokens,
+            tasks=partial(_stored, path, part),
+        )
+        for _, (path, part) in sorted(found.items())
+    ]
     name = first.request.tokenizer
     tokenizer = load_tokenizer(name, file_beside(first_path, name))
     request = first.request.changed(part="", names_and_sizes="")
@@ -110,12 +129,15 @@ def read_parts(part_dirs: Sequence[Path]) -> tuple[Source, Tokenizer]:
 def _read(path: Path) -> PartFile:
     with suppress(OSError, ValidationError, UserError):
         part = PartFile.model_validate_json(
-            read_regular_file(path / PART_FILE, max_bytes=MAX_PART_FILE))
+            read_regular_file(path / PART_FILE, max_bytes=MAX_PART_FILE)
+        )
         parse_part(part.request.part)
         if sha256_of(path / TOKENS) == part.digest and sha256_of(path / ENDS) == part.ends_digest:
             return part
-    raise UserError(f"{path}: is not a whole part: {PART_FILE}, {TOKENS} or {ENDS} is missing or"
-                    " damaged; repeat its --part command, or copy it again")
+    raise UserError(
+        f"{path}: is not a whole part: {PART_FILE}, {TOKENS} or {ENDS} is missing or"
+        " damaged; repeat its --part command, or copy it again"
+    )
 
 
 def _stored(path: Path, part: PartFile, _: Cuts) -> Iterator[Encoded]:

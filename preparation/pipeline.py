@@ -60,19 +60,23 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
     output_dir = check_output_dir(output_dir)
     tokenizer = choose_tokenizer(options.tokenizer)
     request = source.request.changed(
-        tokenizer=tokenizer.name, validation_fraction=options.validation_fraction,
-        max_documents=options.max_documents)
+        tokenizer=tokenizer.name,
+        validation_fraction=options.validation_fraction,
+        max_documents=options.max_documents,
+    )
     if options.part:
         if options.max_documents is not None:
-            raise UserError("--max-documents: is not for a part; leave it out, or prepare all on"
-                            " one machine")
+            raise UserError(
+                "--max-documents: is not for a part; leave it out, or prepare all on one machine"
+            )
         request = request.changed(part=options.part, names_and_sizes=names_and_sizes(source))
         source = share_of(source, options.part)
     return _prepare(replace(source, request=request), output_dir, tokenizer, options)
 
 
-def join_parts(part_dirs: Sequence[Path], output_dir: Path, *,
-               skip_bad_shards: bool = False) -> Prepared:
+def join_parts(
+    part_dirs: Sequence[Path], output_dir: Path, *, skip_bad_shards: bool = False
+) -> Prepared:
     """Write the dataset of all parts, as `prepare_dataset` does; they are left as they are.
 
     Raises: UserError: a part is missing, damaged, or of another preparation; or as there.
@@ -82,8 +86,9 @@ def join_parts(part_dirs: Sequence[Path], output_dir: Path, *,
     return _prepare(source, output_dir, tokenizer, PrepareOptions(skip_bad_shards=skip_bad_shards))
 
 
-def _prepare(source: Source, output_dir: Path, tokenizer: Tokenizer,
-             options: PrepareOptions) -> Prepared:
+def _prepare(
+    source: Source, output_dir: Path, tokenizer: Tokenizer, options: PrepareOptions
+) -> Prepared:
     journal = Journal(output_dir)
     try:
         with journal.locked():
@@ -99,7 +104,7 @@ def _prepare(source: Source, output_dir: Path, tokenizer: Tokenizer,
 
 def _check_disk(source: Source, journal: Journal) -> None:
     """Refuse a disk that has certainly too little space for tokens or downloads."""
-    shards, takes_all = source.shards[len(journal.shards):], source.request.max_documents is None
+    shards, takes_all = source.shards[len(journal.shards) :], source.request.max_documents is None
     if takes_all and source.kinds <= {"text"}:  # other files may hold much besides the text
         num_bytes = sum(shard.num_bytes for shard in shards)
         check_disk_space(journal.dir, LEAST_TOKEN_BYTES * num_bytes, "tokens")
@@ -107,8 +112,11 @@ def _check_disk(source: Source, journal: Journal) -> None:
         source.raw_dir.mkdir(parents=True, exist_ok=True)
         raw = sorted(shard.missing_bytes() for shard in shards)
         # Of files that are not kept, one is downloaded ahead.
-        check_disk_space(source.raw_dir, sum(raw if source.keeps_raw and takes_all else raw[-2:]),
-                         "files from the hub")
+        check_disk_space(
+            source.raw_dir,
+            sum(raw if source.keeps_raw and takes_all else raw[-2:]),
+            "files from the hub",
+        )
 
 
 def _check_shards(source: Source, journal: Journal, options: PrepareOptions) -> None:
@@ -117,7 +125,7 @@ def _check_shards(source: Source, journal: Journal, options: PrepareOptions) -> 
     if options.skip_bad_shards or source.request.max_documents is not None:
         return
     num_bad = len(journal.bad_files)
-    for shard in source.shards[len(journal.shards):]:
+    for shard in source.shards[len(journal.shards) :]:
         try:
             shard.check()
         except BadShard as error:
@@ -127,25 +135,30 @@ def _check_shards(source: Source, journal: Journal, options: PrepareOptions) -> 
 
 
 def _too_many(reason: str, num_bad_files: int) -> UserError:
-    return UserError(f"{reason}; files that cannot be read so far: {num_bad_files}; replace them,"
-                     " or skip them with --skip-bad-shards")
+    return UserError(
+        f"{reason}; files that cannot be read so far: {num_bad_files}; replace them,"
+        " or skip them with --skip-bad-shards"
+    )
 
 
 class _Preparation:
     """A preparation in progress: splits shards into tasks, writes tokens and the journal."""
 
-    def __init__(self, source: Source, journal: Journal, options: PrepareOptions,
-                 tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, source: Source, journal: Journal, options: PrepareOptions, tokenizer: Tokenizer
+    ) -> None:
         self._source, self._request, self._journal = source, source.request, journal
         self._limit = self._request.max_documents or sys.maxsize
         self._max_bad_files = sys.maxsize if options.skip_bad_shards else source.max_bad_files
         is_small = sum(shard.num_bytes for shard in source.shards) < 2 * TASK_BYTES
         self._num_workers = 1 if is_small else options.num_workers
         self._tokenizer = tokenizer
-        self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS,
-                                       num_tokens=journal.last.counts.num_tokens)
-        self._ends = DocumentEnds(journal.ends_path,
-                                  num_documents=journal.last.counts.num_documents)
+        self._tokens = TokenFileWriter(
+            journal.dataset_dir / TOKENS, num_tokens=journal.last.counts.num_tokens
+        )
+        self._ends = DocumentEnds(
+            journal.ends_path, num_documents=journal.last.counts.num_documents
+        )
         self._first_reason = "".join(journal.bad_files[:1])  # of an earlier launch only its name
         self._warned_of: set[str] = set()
         self._begin_shard()
@@ -193,7 +206,7 @@ class _Preparation:
 
     def _encode_all(self, results: Iterator[tuple[Item, Result]]) -> None:
         limit, sizes = self._request.max_documents, [s.num_bytes for s in self._source.shards]
-        done = finished = sum(sizes[:len(self._journal.shards)])  # bytes of the source
+        done = finished = sum(sizes[: len(self._journal.shards)])  # bytes of the source
         if finished:
             print_error(f"continuing after document {self._counts.num_documents:,}")
         first = self._counts.num_documents if limit else finished
@@ -214,9 +227,15 @@ class _Preparation:
         if isinstance(result, Shard):
             self._tokens.sync()
             self._ends.sync()
-            self._journal.add(Finished(
-                name=result.name, identity=result.identity, counts=self._counts,
-                findings=self._findings, bad_files=self._bad_files))
+            self._journal.add(
+                Finished(
+                    name=result.name,
+                    identity=result.identity,
+                    counts=self._counts,
+                    findings=self._findings,
+                    bad_files=self._bad_files,
+                )
+            )
             self._begin_shard()
             self._warn("damage", self._source.about_damage(self._findings, self._counts))
             result.release()
@@ -227,11 +246,15 @@ class _Preparation:
             self._tokens.truncate(self._counts.num_tokens)
             self._ends.truncate(self._counts.num_documents)
             is_first = self._counts.num_documents == 0
-            self._leave_out(self._source.shards[len(self._journal.shards)].name, str(result),
-                            is_fatal=is_first and isinstance(result, NoColumn))
+            self._leave_out(
+                self._source.shards[len(self._journal.shards)].name,
+                str(result),
+                is_fatal=is_first and isinstance(result, NoColumn),
+            )
         else:
-            wanted = result.first_documents(self._limit - self._counts.num_documents,
-                                            self._tokenizer)
+            wanted = result.first_documents(
+                self._limit - self._counts.num_documents, self._tokenizer
+            )
             self._tokens.add(wanted.tokens)
             self._ends.add(self._counts.num_text_bytes + wanted.ends)
             self._counts += wanted.counts
@@ -270,8 +293,10 @@ class _Preparation:
             write_part(journal.dataset_dir, dataset, journal.ends_path, self._source.max_bad_files)
         else:
             self._tokens.truncate(last.counts.num_tokens)
-            largest = max(int(tokens.max()) for tokens in read_tokens(
-                self._tokens.path, 0, last.counts.num_tokens))
+            largest = max(
+                int(tokens.max())
+                for tokens in read_tokens(self._tokens.path, 0, last.counts.num_tokens)
+            )
             self._tokens.finish(dataset.metadata("train", largest))
             write_card(journal.dataset_dir, dataset)
         return dataset
@@ -287,16 +312,21 @@ class _Preparation:
         else:
             self._check_documents()
             num_train = num_training_documents(total.num_documents, fraction)
-            start = start_of_last(self._tokens.path, total.num_tokens,
-                                  total.num_documents - num_train, self._tokenizer.eot_token)
+            start = start_of_last(
+                self._tokens.path,
+                total.num_tokens,
+                total.num_documents - num_train,
+                self._tokenizer.eot_token,
+            )
             train = Counts(num_train, start, self._ends.num_text_bytes(num_train))
         writer = TokenFileWriter(journal.dataset_dir / "validation.safetensors")
         validation, largest = total - train, 0
         for tokens in read_tokens(self._tokens.path, start, total.num_tokens):
             writer.add(tokens)
             largest = max(largest, int(tokens.max()))
-        dataset = Prepared(self._request, {"validation": validation}, self._findings,
-                           journal.bad_files)
+        dataset = Prepared(
+            self._request, {"validation": validation}, self._findings, journal.bad_files
+        )
         writer.finish(dataset.metadata("validation", largest))
         journal.add(Finished(counts=train, validation=validation, findings=self._findings))
 
@@ -307,18 +337,24 @@ class _Preparation:
             return
         self._journal.forget()  # its files may be replaced then
         if total.num_documents >= 2:
-            raise UserError(f"{self._request.source}: has no text: all of its"
-                            f" {total.num_documents:,} documents are empty")
+            raise UserError(
+                f"{self._request.source}: has no text: all of its"
+                f" {total.num_documents:,} documents are empty"
+            )
         wanted, hint = "wanted at least 2", "a document is a row, a JSON object or a .txt file"
         if self._request.document_separator:
             hint = f"is {self._request.document_separator!r} between them? (--document-separator)"
         if num_bad:
-            hint = (f"left out {counted(num_bad, 'file')}{', the first' * (num_bad > 1)}:"
-                    f" {self._first_reason}")
+            hint = (
+                f"left out {counted(num_bad, 'file')}{', the first' * (num_bad > 1)}:"
+                f" {self._first_reason}"
+            )
             if self._source.kinds:  # no join, which has no such option
                 wanted += ", one of them for the validation split (--validation-fraction)"
-        raise UserError(f"{self._request.source}: {counted(total.num_documents, 'document')} found;"
-                        f" {wanted}; {hint}")
+        raise UserError(
+            f"{self._request.source}: {counted(total.num_documents, 'document')} found;"
+            f" {wanted}; {hint}"
+        )
 
 
 def _fetch(shard: Shard) -> Future[None]:

@@ -66,8 +66,9 @@ class Task(NamedTuple):
     source_bytes: int  # of the files that it is read from, roughly
 
 
-def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int,
-            max_items: int = sys.maxsize) -> Iterator[tuple[list[T], int]]:
+def grouped(
+    sizes: Iterable[tuple[T, int]], max_bytes: int, max_items: int = sys.maxsize
+) -> Iterator[tuple[list[T], int]]:
     """Group items in their order, with the sum of their sizes; a larger one is alone."""
     group: list[T] = []
     total = 0
@@ -81,8 +82,9 @@ def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int,
         yield group, total
 
 
-def file_tasks(paths: Sequence[Path], root: Path, options: SourceOptions,
-               cuts: Cuts) -> Iterator[Task]:
+def file_tasks(
+    paths: Sequence[Path], root: Path, options: SourceOptions, cuts: Cuts
+) -> Iterator[Task]:
     """Split files into tasks: a single file, or several of text that is not packed.
 
     Raises: BadShard: one is damaged, or has no such column.
@@ -108,8 +110,9 @@ def check_column(path: Path, options: SourceOptions) -> None:
             next(_csv_texts(file, path, options.text_column), None)
 
 
-def text_tasks(paths: Sequence[Path], root: Path, options: SourceOptions,
-               cuts: Cuts) -> Iterator[Task]:
+def text_tasks(
+    paths: Sequence[Path], root: Path, options: SourceOptions, cuts: Cuts
+) -> Iterator[Task]:
     """Leave small files to the workers; read a packed or very large one here, in pieces.
 
     Raises: BadShard: such a file, which is alone in its shard, cannot be read.
@@ -124,8 +127,9 @@ def text_tasks(paths: Sequence[Path], root: Path, options: SourceOptions,
                 yield from _streamed(_text_pieces(_blocks(file), path, options, cuts), stored)
 
 
-def _read_texts(paths: Sequence[Path], root: Path, options: SourceOptions,
-                reading: Reading) -> Iterator[Piece]:
+def _read_texts(
+    paths: Sequence[Path], root: Path, options: SourceOptions, reading: Reading
+) -> Iterator[Piece]:
     for path in paths:
         try:
             with opened(path, options.encoding) as (_, file):
@@ -140,8 +144,9 @@ def _blocks(file: Any) -> Iterator[bytes]:
     return iter(partial(file.read, TASK_BYTES), b"")
 
 
-def _text_pieces(blocks: Iterable[bytes], path: Path, options: SourceOptions,
-                 cuts: Cuts) -> Iterator[Piece]:
+def _text_pieces(
+    blocks: Iterable[bytes], path: Path, options: SourceOptions, cuts: Cuts
+) -> Iterator[Piece]:
     """Yield the documents of a text file: one, or those between separators."""
     documents: Iterable[Iterable[bytes]] = [blocks]
     if options.document_separator:
@@ -158,8 +163,11 @@ def printable(path: Path) -> str:
 def _in_memory(pieces: Iterator[Piece], share: float = 1) -> Iterator[Task]:
     """Yield tasks with text of a file, which has `share` bytes for each of text."""
     for batch, size in _batches(pieces):
-        yield Task(partial(_given, batch), size,
-                   int(share * sum(len(piece.text.encode()) for piece in batch)))
+        yield Task(
+            partial(_given, batch),
+            size,
+            int(share * sum(len(piece.text.encode()) for piece in batch)),
+        )
 
 
 def _streamed(pieces: Iterator[Piece], stored: BinaryIO) -> Iterator[Task]:
@@ -193,8 +201,9 @@ def json_tasks(path: Path, options: SourceOptions, cuts: Cuts) -> Iterator[Task]
             objects = _array_texts(file, path, options.text_column)
             yield from _streamed(_row_pieces(objects, path, cuts), stored)
         else:
-            yield from _line_tasks(path, options.text_column, cuts, _blocks_of_lines(
-                path, stored, file))
+            yield from _line_tasks(
+                path, options.text_column, cuts, _blocks_of_lines(path, stored, file)
+            )
 
 
 def _row_pieces(texts: Iterable[bytes], path: Path, cuts: Cuts) -> Iterator[Piece]:
@@ -202,16 +211,20 @@ def _row_pieces(texts: Iterable[bytes], path: Path, cuts: Cuts) -> Iterator[Piec
         yield from cut_document([text], cuts, path)
 
 
-def _line_tasks(path: Path, text_column: str, cuts: Cuts,
-                blocks: Iterator[tuple[bytearray, int]]) -> Iterator[Task]:
+def _line_tasks(
+    path: Path, text_column: str, cuts: Cuts, blocks: Iterator[tuple[bytearray, int]]
+) -> Iterator[Task]:
     first_line = 1
     for block, source_bytes in blocks:
         if len(block) > 2 * TASK_BYTES:  # a large document: split it into several tasks
             pieces = _read_lines(path, first_line, block, text_column, Reading(cuts, []))
             yield from _in_memory(pieces, source_bytes / len(block))
         else:
-            yield Task(partial(_read_lines, path, first_line, bytes(block), text_column),
-                       len(block), source_bytes)
+            yield Task(
+                partial(_read_lines, path, first_line, bytes(block), text_column),
+                len(block),
+                source_bytes,
+            )
         first_line += block.count(b"\n")
         del block  # frees its memory before the next one is read
 
@@ -230,8 +243,9 @@ def _blocks_of_lines(path: Path, stored: BinaryIO, file: Any) -> Iterator[tuple[
         position = stored.tell()
 
 
-def _read_lines(path: Path, first_line: int, lines: bytes | bytearray, text_column: str,
-                reading: Reading) -> Iterator[Piece]:
+def _read_lines(
+    path: Path, first_line: int, lines: bytes | bytearray, text_column: str, reading: Reading
+) -> Iterator[Piece]:
     for number, line in enumerate(io.BytesIO(lines), start=first_line):
         if line.strip():
             try:
@@ -258,8 +272,7 @@ def _text_of(record: Any, place: str, text_column: str) -> bytes:
 
 
 def _array_texts(file: Any, path: Path, text_column: str) -> Iterator[bytes]:
-    """Yield the texts of objects in a JSON array, which need not fit in memory. Raises: BadShard.
-    """
+    """Yield the texts of a JSON array, which need not fit in memory. Raises: BadShard."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     buffer = decoder.decode(file.read(TASK_BYTES)).lstrip().removeprefix("[")
     start, number = 0, 1
@@ -278,7 +291,7 @@ def _array_texts(file: Any, path: Path, text_column: str) -> Iterator[bytes]:
         else:
             yield _text_of(record, f"{path}: element {number}", text_column)
             number += 1
-    if (buffer[start + 1:] + decoder.decode(file.read(TASK_BYTES))).strip():
+    if (buffer[start + 1 :] + decoder.decode(file.read(TASK_BYTES))).strip():
         raise BadShard(f"{path}: goes on after the end of its JSON array")
 
 
@@ -299,8 +312,10 @@ def _csv_texts(file: Any, path: Path, text_column: str) -> Iterator[bytes]:
         place = _place_of(text_column, columns, path)
         for row in rows:
             if row and len(row) != len(columns):
-                raise BadShard(f"{path}: line {rows.line_num} ends a row of {len(row)} fields; its"
-                               f" first row has {len(columns)}")
+                raise BadShard(
+                    f"{path}: line {rows.line_num} ends a row of {len(row)} fields; its"
+                    f" first row has {len(columns)}"
+                )
             if row:
                 yield to_bytes(row[place])
     except csv.Error as error:
@@ -313,8 +328,10 @@ def _place_of(text_column: str, columns: list[str], path: Path) -> int:
     if count > 1:
         raise BadShard(f"{path}: has {count} columns {text_column!r}; rename all but one of them")
     if not count:
-        raise NoColumn(f"{path}: has no column {text_column!r}; name one of its columns with"
-                       f" --text-column: {', '.join(columns)[:80]}")
+        raise NoColumn(
+            f"{path}: has no column {text_column!r}; name one of its columns with"
+            f" --text-column: {', '.join(columns)[:80]}"
+        )
     return columns.index(text_column)
 
 
@@ -326,8 +343,10 @@ def parquet_tasks(path: Path, options: SourceOptions, cuts: Cuts) -> Iterator[Ta
     text_column = options.text_column
     with _naming(path):
         footer, leaf = _text_leaf(path, text_column)
-        sizes = [footer.row_group(group).column(leaf).total_uncompressed_size
-                 for group in range(footer.num_row_groups)]
+        sizes = [
+            footer.row_group(group).column(leaf).total_uncompressed_size
+            for group in range(footer.num_row_groups)
+        ]
     share = path.stat().st_size / max(sum(sizes), 1)  # of the file, for each byte of text
     for groups, size in grouped(enumerate(sizes), TASK_BYTES):
         read = partial(_read_groups, path, groups, text_column)
@@ -349,8 +368,10 @@ def _text_leaf(path: Path, text_column: str) -> tuple[pyarrow.parquet.FileMetaDa
     if kind not in TEXT_TYPES or leaves[place].max_repetition_level:
         kind = leaves[place].physical_type if kind == "NONE" else kind
         in_list = " in a list" * bool(leaves[place].max_repetition_level)
-        raise BadShard(f"{path}: column {text_column!r} is of type {kind}{in_list}; name a column"
-                       " of text with --text-column")
+        raise BadShard(
+            f"{path}: column {text_column!r} is of type {kind}{in_list}; name a column"
+            " of text with --text-column"
+        )
     return footer, place
 
 
@@ -366,18 +387,28 @@ def _naming(path: Path) -> Iterator[None]:
         raise BadShard(f"{path}: not a complete parquet file: {reason}") from None
 
 
-def _read_groups(path: Path, groups: list[int], text_column: str,
-                 reading: Reading) -> Iterator[Piece]:
+def _read_groups(
+    path: Path, groups: list[int], text_column: str, reading: Reading
+) -> Iterator[Piece]:
     with _naming(path):
         sizes = [_footer(path).row_group(group) for group in groups]
-        row_bytes = sum(size.total_byte_size for size in sizes) // max(
-            sum(size.num_rows for size in sizes), 1) + 1
+        row_bytes = (
+            sum(size.total_byte_size for size in sizes)
+            // max(sum(size.num_rows for size in sizes), 1)
+            + 1
+        )
         num_rows = min(max(BATCH_BYTES // row_bytes, 1), MAX_ROWS)
         # Buffered without read-ahead: this keeps a few rows in memory, not a whole row group.
-        with pyarrow.parquet.ParquetFile(path, metadata=_footer(path), buffer_size=2**20,
-                                         pre_buffer=False, page_checksum_verification=True) as file:
-            for batch in file.iter_batches(num_rows, row_groups=groups, columns=[text_column],
-                                           use_threads=False):
+        with pyarrow.parquet.ParquetFile(
+            path,
+            metadata=_footer(path),
+            buffer_size=2**20,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        ) as file:
+            for batch in file.iter_batches(
+                num_rows, row_groups=groups, columns=[text_column], use_threads=False
+            ):
                 yield from _column_pieces(_column_in(batch, text_column), reading.cuts, path)
 
 

@@ -66,9 +66,11 @@ class Request(Record):
 
     def difference(self, earlier: "Request") -> str:
         """Say how it differs from an earlier one; empty if it does not."""
-        changes = [f"{key.replace('_', ' ')} was {value or 'none'}, is {str(new or 'none')[:12]}"
-                   for key, value in earlier
-                   if key not in FACTS and value != (new := getattr(self, key))]
+        changes = [
+            f"{key.replace('_', ' ')} was {value or 'none'}, is {str(new or 'none')[:12]}"
+            for key, value in earlier
+            if key not in FACTS and value != (new := getattr(self, key))
+        ]
         return ", ".join(changes)
 
 
@@ -111,8 +113,9 @@ class Source:
     def about_damage(self, found: Findings, counts: Counts) -> str:
         """Return a warning if so much text is damaged that its encoding may be another one."""
         if not found.num_damaged or (
-                found.num_damaged < WARNING_SHARE * counts.num_documents
-                and found.num_replaced < WARNING_SHARE * counts.num_text_bytes):
+            found.num_damaged < WARNING_SHARE * counts.num_documents
+            and found.num_replaced < WARNING_SHARE * counts.num_text_bytes
+        ):
             return ""
         line = f"warning: {found.damage(self.request.encoding)}"
         if not self.kinds <= {"parquet"}:
@@ -124,8 +127,10 @@ class Source:
         if not markers or "text" not in self.kinds or self.request.document_separator:
             return ""
         marker = min(markers)
-        return (f"warning: there is {marker} in the text, where it is encoded as any other text; if"
-                f" it stands between documents, start again with --document-separator '{marker}'")
+        return (
+            f"warning: there is {marker} in the text, where it is encoded as any other text; if"
+            f" it stands between documents, start again with --document-separator '{marker}'"
+        )
 
 
 def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
@@ -139,8 +144,9 @@ def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
 
         return hub_source(options, raw_dir=raw_dir)
     if options.keep_raw or options.revision:
-        raise UserError(f"{source}: --keep-raw and --revision need a dataset on the hub, given as"
-                        " owner/name")
+        raise UserError(
+            f"{source}: --keep-raw and --revision need a dataset on the hub, given as owner/name"
+        )
     if source != "python-stdlib":
         return find_documents(options)
     if options.label() != source:
@@ -155,8 +161,11 @@ def find_documents(options: SourceOptions) -> Source:
     there are none, as `choose_files`, or a link is broken."""
     source = Path(options.source)
     root, found = _look_for(source)
-    paths = {path.relative_to(root).as_posix(): path for path in sorted(found)
-             if path.is_file() or not path.exists()}
+    paths = {
+        path.relative_to(root).as_posix(): path
+        for path in sorted(found)
+        if path.is_file() or not path.exists()
+    }
     if options.subset and not source.is_dir():
         raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
     kinds, names = choose_files(paths, options, str(source), [], are_named=not source.is_dir())
@@ -167,16 +176,24 @@ def find_documents(options: SourceOptions) -> Source:
     shards = []
     for group in _groups(chosen):
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in group]
-        shards.append(Shard(
-            name=printable(group[0].relative_to(root)), num_files=len(group),
-            identity=hashlib.sha256(repr(stats).encode()).hexdigest(),
-            num_bytes=sum(size for _, size, _ in stats),
-            tasks=partial(file_tasks, group, root, options),
-            check=partial(check_column, group[0], options)))
+        shards.append(
+            Shard(
+                name=printable(group[0].relative_to(root)),
+                num_files=len(group),
+                identity=hashlib.sha256(repr(stats).encode()).hexdigest(),
+                num_bytes=sum(size for _, size, _ in stats),
+                tasks=partial(file_tasks, group, root, options),
+                check=partial(check_column, group[0], options),
+            )
+        )
     name = printable(Path(options.label()))
     request = Request(
-        source=name, title=Path(name).resolve().name, text_column=options.text_column,
-        encoding=options.encoding, document_separator=options.document_separator)
+        source=name,
+        title=Path(name).resolve().name,
+        text_column=options.text_column,
+        encoding=options.encoding,
+        document_separator=options.document_separator,
+    )
     return source_of(request, shards, kinds)
 
 
@@ -184,8 +201,12 @@ def source_of(request: Request, shards: Sequence[Shard], kinds: frozenset[str]) 
     """Return files as a source: how many may be left out, and how the documents are split."""
     num_files = sum(shard.num_files for shard in shards)
     return Source(
-        request, shards, kinds, max_bad_files=max(num_files // 100, "text" in kinds),
-        is_one_text=kinds == {"text"} and num_files == 1 and not request.document_separator)
+        request,
+        shards,
+        kinds,
+        max_bad_files=max(num_files // 100, "text" in kinds),
+        is_one_text=kinds == {"text"} and num_files == 1 and not request.document_separator,
+    )
 
 
 def _groups(paths: Iterable[Path]) -> Iterator[list[Path]]:
@@ -208,8 +229,9 @@ def _look_for(source: Path) -> tuple[Path, Iterable[Path]]:
         return source.parent, [source]
     root = next(folder for folder in source.parents if not set("*?[") & set(str(folder)))
     if not set("*?[") & set(str(source)):
-        raise UserError(f"{source}: no such file or directory, and not the owner/name of a dataset"
-                        " on the hub")
+        raise UserError(
+            f"{source}: no such file or directory, and not the owner/name of a dataset on the hub"
+        )
     try:
         return root, list(root.glob(str(source.relative_to(root))))
     except ValueError as error:
@@ -227,8 +249,10 @@ def _files_below(folder: Path, root: Path) -> Iterator[Path]:
         if not path.is_dir():
             if not is_dataset and (kind_of(path.name, is_named=False) or not path.is_symlink()):
                 yield path
-        elif path.name.startswith(".") or (path.is_symlink() and path.resolve() in [
-                above.resolve() for above in (folder, *folder.parents)]):
+        elif path.name.startswith(".") or (
+            path.is_symlink()
+            and path.resolve() in [above.resolve() for above in (folder, *folder.parents)]
+        ):
             continue  # hidden, or it leads back
         elif path.is_symlink() and not _is_inside(path, root):
             yield path
@@ -245,8 +269,10 @@ def without_links_out(paths: Iterable[Path], root: Path) -> Iterator[Path]:
         else:
             yield path
     if outside:
-        print_error(f"warning: {one_line(str(outside[0]))}: leads out of the directory, so it is"
-                    f" skipped ({len(outside)} such links); a pattern of files reads links")
+        print_error(
+            f"warning: {one_line(str(outside[0]))}: leads out of the directory, so it is"
+            f" skipped ({len(outside)} such links); a pattern of files reads links"
+        )
 
 
 def _is_inside(path: Path, root: Path) -> bool:
@@ -256,8 +282,12 @@ def _is_inside(path: Path, root: Path) -> bool:
 def texts_shard(name: str, texts: Sequence[str]) -> Shard:
     """Return texts in memory, one document each, as a shard."""
     data = [text.encode("utf-8", "replace") for text in texts]
-    return Shard(name=name, identity=hashlib.sha256(b"\0".join(data)).hexdigest(),
-                 num_bytes=sum(map(len, data)), tasks=partial(memory_tasks, data))
+    return Shard(
+        name=name,
+        identity=hashlib.sha256(b"\0".join(data)).hexdigest(),
+        num_bytes=sum(map(len, data)),
+        tasks=partial(memory_tasks, data),
+    )
 
 
 def python_stdlib() -> Source:
@@ -268,8 +298,15 @@ def python_stdlib() -> Source:
     one module. Raises: UserError: this installation of Python has no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__",
-               "encodings"}  # tables of code points
+    skipped = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "__pycache__",
+        "encodings",
+    }  # tables of code points
     pieces: set[str] = set()
     for path in root.rglob("*.py"):
         is_build_data = path.name.startswith("_sysconfigdata")  # differs between machines

@@ -26,12 +26,18 @@ class Counts:
     num_text_bytes: int = 0  # as UTF-8
 
     def __add__(self, more: "Counts") -> "Counts":
-        return Counts(self.num_documents + more.num_documents, self.num_tokens + more.num_tokens,
-                      self.num_text_bytes + more.num_text_bytes)
+        return Counts(
+            self.num_documents + more.num_documents,
+            self.num_tokens + more.num_tokens,
+            self.num_text_bytes + more.num_text_bytes,
+        )
 
     def __sub__(self, part: "Counts") -> "Counts":
-        return Counts(self.num_documents - part.num_documents, self.num_tokens - part.num_tokens,
-                      self.num_text_bytes - part.num_text_bytes)
+        return Counts(
+            self.num_documents - part.num_documents,
+            self.num_tokens - part.num_tokens,
+            self.num_text_bytes - part.num_text_bytes,
+        )
 
 
 class NumberFile:
@@ -111,8 +117,9 @@ class TokenFileWriter(NumberFile):
 def read_tokens(path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
     """Yield the tokens of a written file in chunks, each (n,) uint16."""
     for place in range(start, stop, CHUNK_TOKENS):
-        yield np.fromfile(path, dtype="<u2", offset=DATA_START + 2 * place,
-                          count=min(CHUNK_TOKENS, stop - place))
+        yield np.fromfile(
+            path, dtype="<u2", offset=DATA_START + 2 * place, count=min(CHUNK_TOKENS, stop - place)
+        )
 
 
 def start_of_last(path: Path, num_tokens: int, num_documents: int, end_of_text: int) -> int:

@@ -85,7 +85,7 @@ class _Xz(io.RawIOBase):
                 if not packed:
                     raise EOFError("it ends in the middle of its data")
             data = self._decoder.decompress(packed, len(buffer))
-        buffer[:len(data)] = data
+        buffer[: len(data)] = data
         return len(data)
 
 

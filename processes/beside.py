@@ -27,9 +27,14 @@ LOWEST = ["nice", "-n", "19"]  # priority
 # What torchrun and a launch tell their own processes: another launch would take it for its own.
 PRIVATE = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
-    r"|TORCH_NCCL_ASYNC_ERROR_HANDLING|DDP_TRAIN_(\w+_SECONDS|LAUNCH))")
-FEW_RESOURCES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-                 "MKL_NUM_THREADS": "1"}
+    r"|TORCH_NCCL_ASYNC_ERROR_HANDLING|DDP_TRAIN_(\w+_SECONDS|LAUNCH))"
+)
+FEW_RESOURCES = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 
 
 class Beside:
@@ -43,8 +48,9 @@ class Beside:
         advice: follows what is told of it.
     """
 
-    def __init__(self, name: str, launch: Callable[[], subprocess.Popen[Any]] | None, *,
-                 advice: str = "") -> None:
+    def __init__(
+        self, name: str, launch: Callable[[], subprocess.Popen[Any]] | None, *, advice: str = ""
+    ) -> None:
         self._name, self._launch, self._advice = name, launch, advice
         self._requests: Queue[None] = Queue(maxsize=1)  # one while another one is worked on
         self._process: subprocess.Popen[Any] | None = None
@@ -68,8 +74,9 @@ class Beside:
         text = "; ".join(self._said.popleft() for _ in range(len(self._said)))
         return text and text + self._advice
 
-    def finish(self, until: Callable[[], float], *,
-               heartbeat: Callable[[], None] = lambda: None) -> str:
+    def finish(
+        self, until: Callable[[], float], *, heartbeat: Callable[[], None] = lambda: None
+    ) -> str:
         """Wait until nothing runs or is due; return what `pop_failure` does.
 
         Args:
@@ -110,7 +117,8 @@ class Beside:
         status = process.returncode
         if status < 0:
             self._said.append(
-                f"its process was ended by signal {-status} ({signal.strsignal(-status)})")
+                f"its process was ended by signal {-status} ({signal.strsignal(-status)})"
+            )
         elif status and not (status == TOLD and self._said):
             self._said.append(f"ended with status {status}")
 
@@ -123,8 +131,13 @@ def start_module(module: str, run_dir: Path) -> subprocess.Popen[bytes]:
     """
     return subprocess.Popen(
         [*LOWEST, sys.executable, "-m", module, str(run_dir.absolute()), str(os.getpid())],
-        cwd=PROJECT_DIR, env=environment() | FEW_RESOURCES, process_group=0,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        cwd=PROJECT_DIR,
+        env=environment() | FEW_RESOURCES,
+        process_group=0,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
 
 
 def environment() -> dict[str, str]:

@@ -40,19 +40,24 @@ class Options:
 
     def check(self) -> None:
         """Refuse options that contradict each other. Raises: UserError."""
+
         def given(*names: str) -> list[str]:
             return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
 
         if self.fresh and self.checkpoint:
-            raise UserError(f"--fresh starts over and CHECKPOINT {self.checkpoint} resumes;"
-                            " use one of the two")
-        for name, command in (("--after-checkpoint", self.after_checkpoint),
-                              ("--when-done", self.when_done)):
+            raise UserError(
+                f"--fresh starts over and CHECKPOINT {self.checkpoint} resumes; use one of the two"
+            )
+        for name, command in (
+            ("--after-checkpoint", self.after_checkpoint),
+            ("--when-done", self.when_done),
+        ):
             if command is not None and not command.strip():
                 raise UserError(f"{name} is empty; name a command, or leave it out")
         instead = given("find_max_microbatch", "find_learning_rate", "prefetch")  # of training
         of_training = ["CHECKPOINT"] * bool(self.checkpoint) + given(
-            "max_steps", "fresh", "after_checkpoint", "when_done")
+            "max_steps", "fresh", "after_checkpoint", "when_done"
+        )
         of_search = given("save", "memory_limit_gib")
         if of_search and not self.find_max_microbatch:
             raise UserError(f"{of_search[0]} needs --find-max-microbatch; see --help")
@@ -67,45 +72,93 @@ class Options:
         Args:
             began_at: the step at which the launch began to train; None if it had not.
         """
-        return self if began_at is None else replace(
-            self, fresh=False, checkpoint=None, began_at=began_at)
+        return (
+            self
+            if began_at is None
+            else replace(self, fresh=False, checkpoint=None, began_at=began_at)
+        )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run")
 @click.argument("places", nargs=-1, metavar="[DATASETS_DIR] [CHECKPOINT]")
-@click.option("--datasets-dir", type=click.Path(path_type=Path),
-              help="Directory of the token datasets; created if missing.  [default: datasets]")
-@click.option("--runs-dir", type=click.Path(path_type=Path), default=Path("runs"),
-              show_default=True, help="Directory of the run directories.")
-@click.option("--nproc-per-node", type=click.IntRange(min=1), metavar="N",
-              help="Number of processes, without torchrun.  [default: one per GPU]")
-@click.option("--max-steps", type=click.IntRange(min=1), metavar="N",
-              help="Save a checkpoint and stop after N global steps of this launch.")
-@click.option("--fresh", is_flag=True,
-              help="Start over; earlier checkpoints are moved to set-aside/, never deleted.")
-@click.option("--usd-per-hour", type=USD_PER_HOUR, metavar="USD",
-              help="Price of the machine; overrides usd_per_hour in train.json.")
-@click.option("-f", "--find-max-microbatch", "--find-max-microbatch-size",
-              "find_max_microbatch", is_flag=True,
-              help="Find the largest and the fastest microbatch size that fits; no training.")
-@click.option("--find-learning-rate", is_flag=True,
-              help="Train some hundred steps with a growing learning rate and suggest one; nothing"
-                   " is saved.")
-@click.option("--prefetch", is_flag=True,
-              help="Fetch and verify all that a launch needs, and compile; no training.")
-@click.option("--after-checkpoint", metavar="COMMAND",
-              help="Run COMMAND by sh -c beside training after each checkpoint, to copy {run_dir};"
-                   " {run}, {checkpoint} and {identity} are known too.")
-@click.option("--when-done", metavar="COMMAND",
-              help="Run COMMAND by sh -c after the end of the run or of its budget; not after a"
-                   " failure, a signal or --max-steps.")
-@click.option("--save", is_flag=True,
-              help="With --find-max-microbatch: write the result into train.json.")
-@click.option("--memory-limit-gib", type=ABOVE_0, metavar="GIB",
-              help="With --find-max-microbatch: memory limit of a process; required on CPU.")
-def command_line(*, run: str, places: tuple[str, ...], datasets_dir: Path | None,
-                 **options: Any) -> Options:
+@click.option(
+    "--datasets-dir",
+    type=click.Path(path_type=Path),
+    help="Directory of the token datasets; created if missing.  [default: datasets]",
+)
+@click.option(
+    "--runs-dir",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    help="Directory of the run directories.",
+)
+@click.option(
+    "--nproc-per-node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of processes, without torchrun.  [default: one per GPU]",
+)
+@click.option(
+    "--max-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Save a checkpoint and stop after N global steps of this launch.",
+)
+@click.option(
+    "--fresh",
+    is_flag=True,
+    help="Start over; earlier checkpoints are moved to set-aside/, never deleted.",
+)
+@click.option(
+    "--usd-per-hour",
+    type=USD_PER_HOUR,
+    metavar="USD",
+    help="Price of the machine; overrides usd_per_hour in train.json.",
+)
+@click.option(
+    "-f",
+    "--find-max-microbatch",
+    "--find-max-microbatch-size",
+    "find_max_microbatch",
+    is_flag=True,
+    help="Find the largest and the fastest microbatch size that fits; no training.",
+)
+@click.option(
+    "--find-learning-rate",
+    is_flag=True,
+    help="Train some hundred steps with a growing learning rate and suggest one; nothing is saved.",
+)
+@click.option(
+    "--prefetch",
+    is_flag=True,
+    help="Fetch and verify all that a launch needs, and compile; no training.",
+)
+@click.option(
+    "--after-checkpoint",
+    metavar="COMMAND",
+    help="Run COMMAND by sh -c beside training after each checkpoint, to copy {run_dir};"
+    " {run}, {checkpoint} and {identity} are known too.",
+)
+@click.option(
+    "--when-done",
+    metavar="COMMAND",
+    help="Run COMMAND by sh -c after the end of the run or of its budget; not after a"
+    " failure, a signal or --max-steps.",
+)
+@click.option(
+    "--save", is_flag=True, help="With --find-max-microbatch: write the result into train.json."
+)
+@click.option(
+    "--memory-limit-gib",
+    type=ABOVE_0,
+    metavar="GIB",
+    help="With --find-max-microbatch: memory limit of a process; required on CPU.",
+)
+def command_line(
+    *, run: str, places: tuple[str, ...], datasets_dir: Path | None, **options: Any
+) -> Options:
     """Train RUN, a directory in --runs-dir with a model.json and a train.json.
 
     A run that has checkpoints resumes from its latest one, or from CHECKPOINT: latest, best or the
@@ -116,18 +169,27 @@ def command_line(*, run: str, places: tuple[str, ...], datasets_dir: Path | None
     for place in places:
         if checkpoint is None and _names_checkpoint(place):
             checkpoint = place
-        elif datasets_dir is None and os.path.isdir(place) and (
-                not _names_checkpoint(Path(place).name)):
+        elif (
+            datasets_dir is None
+            and os.path.isdir(place)
+            and (not _names_checkpoint(Path(place).name))
+        ):
             datasets_dir = Path(place)
         else:
             load_run(options["runs_dir"], run)  # the first word may be the wrong one
-            what = "is a second CHECKPOINT or DATASETS_DIR" if checkpoint or datasets_dir else (
-                "is neither a directory of datasets nor the name of a checkpoint")
-            raise UserError(f"{place[:60]!r} {what}; wanted RUN [CHECKPOINT] [DATASETS_DIR], where"
-                            " CHECKPOINT is latest, best or the name of a directory in"
-                            f" runs/{run[:60]}/checkpoints")
-    return Options(run=run, checkpoint=checkpoint, datasets_dir=datasets_dir or Path("datasets"),
-                   **options)
+            what = (
+                "is a second CHECKPOINT or DATASETS_DIR"
+                if checkpoint or datasets_dir
+                else ("is neither a directory of datasets nor the name of a checkpoint")
+            )
+            raise UserError(
+                f"{place[:60]!r} {what}; wanted RUN [CHECKPOINT] [DATASETS_DIR], where"
+                " CHECKPOINT is latest, best or the name of a directory in"
+                f" runs/{run[:60]}/checkpoints"
+            )
+    return Options(
+        run=run, checkpoint=checkpoint, datasets_dir=datasets_dir or Path("datasets"), **options
+    )
 
 
 def _names_checkpoint(word: str) -> bool:
@@ -156,8 +218,12 @@ def check_before_torch() -> None:
     rank = os.environ.get("RANK")
     if rank is not None:
         if "WORLD_SIZE" not in os.environ:
-            exit_with(UserError("RANK is set in the environment, but not WORLD_SIZE: start with"
-                                " torchrun, or unset RANK"))
+            exit_with(
+                UserError(
+                    "RANK is set in the environment, but not WORLD_SIZE: start with"
+                    " torchrun, or unset RANK"
+                )
+            )
         end_with_torchrun()
     if rank not in (None, "0"):
         return

@@ -54,16 +54,23 @@ def num_gpus() -> int:
     """Return the number of GPUs of this machine. Raises: UserError: PyTorch cannot use them."""
     cause, remedy = cuda_problem()
     if cause:
-        raise UserError(f"this machine has GPUs, but PyTorch {torch.__version__} cannot use them:"
-                        f" {cause}; {remedy}")
+        raise UserError(
+            f"this machine has GPUs, but PyTorch {torch.__version__} cannot use them:"
+            f" {cause}; {remedy}"
+        )
     return torch.cuda.device_count()
 
 
 def unused_gpus() -> list[str]:
     found, used = num_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return [] if used >= found else [
-        f"{used} of the {found} GPUs of this machine are used: set --nproc_per_node to {found}, or"
-        " hide the others with CUDA_VISIBLE_DEVICES"]
+    return (
+        []
+        if used >= found
+        else [
+            f"{used} of the {found} GPUs of this machine are used: set --nproc_per_node to {found},"
+            " or hide the others with CUDA_VISIBLE_DEVICES"
+        ]
+    )
 
 
 def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
@@ -86,9 +93,15 @@ def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
     # Without its address torchrun asks for that of the machine's name, which containers may lack.
     # Without a place for logs it makes a temporary directory for them, which it leaves behind.
     logs = ["--redirects=3", f"--log-dir={logs_dir}"] if logs_dir else [f"--log-dir={os.devnull}"]
-    command = ["--standalone", "--local-addr=127.0.0.1", f"--signals-to-handle={passed_on}",
-               f"--nproc-per-node={num_processes}", *logs,
-               str(PROJECT_DIR / "ddp_train.py"), *sys.argv[1:]]
+    command = [
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--signals-to-handle={passed_on}",
+        f"--nproc-per-node={num_processes}",
+        *logs,
+        str(PROJECT_DIR / "ddp_train.py"),
+        *sys.argv[1:],
+    ]
     try:
         run(parse_args(command))
     except ChildFailedError as error:
@@ -110,15 +123,23 @@ def this_process() -> Process:
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         interfaces = psutil.net_if_addrs()
         if name not in interfaces:
-            raise UserError(f"GLOO_SOCKET_IFNAME: this machine has no network interface {name};"
-                            f" unset it, or name one of {', '.join(interfaces)}")
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME: this machine has no network interface {name};"
+                f" unset it, or name one of {', '.join(interfaces)}"
+            )
     local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), num_gpus()
     if found and local_rank >= found:
-        raise UserError(f"--nproc_per_node: local rank {local_rank} has no GPU of its own;"
-                        f" this machine has {found}: set --nproc_per_node to that")
-    return Process(int(os.environ["RANK"]), local_rank, int(os.environ["WORLD_SIZE"]),
-                   device=torch.device("cuda", local_rank) if found else torch.device("cpu"),
-                   torchrun_pid=os.getppid())
+        raise UserError(
+            f"--nproc_per_node: local rank {local_rank} has no GPU of its own;"
+            f" this machine has {found}: set --nproc_per_node to that"
+        )
+    return Process(
+        int(os.environ["RANK"]),
+        local_rank,
+        int(os.environ["WORLD_SIZE"]),
+        device=torch.device("cuda", local_rank) if found else torch.device("cpu"),
+        torchrun_pid=os.getppid(),
+    )
 
 
 def spans_nodes() -> bool:
@@ -139,8 +160,9 @@ def end_torchrun(process: Process) -> None:
 
 
 @contextmanager
-def process_group(process: Process, store: dist.Store,
-                  config: TrainConfig) -> Iterator[dist.ProcessGroup]:
+def process_group(
+    process: Process, store: dist.Store, config: TrainConfig
+) -> Iterator[dist.ProcessGroup]:
     """Join the process group, and destroy it at the end. Every rank.
 
     Yields a second group, of gloo, for waits that are longer than the collective timeout.
@@ -176,8 +198,13 @@ def join_process_group(process: Process, store: dist.Store, *, timeout: timedelt
     if on_gpu:
         torch.cuda.set_device(process.device)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", store=store, timeout=timeout, rank=process.rank,
-        world_size=process.world_size, device_id=process.device if on_gpu else None)
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        timeout=timeout,
+        rank=process.rank,
+        world_size=process.world_size,
+        device_id=process.device if on_gpu else None,
+    )
 
 
 def _choose_interface(process: Process, store: dist.Store, timeout: timedelta) -> None:
@@ -218,14 +245,22 @@ def share_cpu_cores(process: Process) -> None:
 
 def machine_facts(process: Process, precision: Precision | None) -> dict[str, Any]:
     """Return hardware, versions and this process's peak memory: of tensors, resident on a CPU."""
-    peak_gib = (torch.cuda.max_memory_allocated(process.device) / 2**30
-                if process.device.type == "cuda"
-                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    peak_gib = (
+        torch.cuda.max_memory_allocated(process.device) / 2**30
+        if process.device.type == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    )
     return {
-        "device": device_name(process), "device_type": process.device.type,
-        "processes": process.world_size, "cpu_cores": num_cpu_cores(), "precision": precision,
-        "torch": torch.__version__, "python": platform.python_version(),
-        "platform": platform.platform(), "peak_memory_gib": peak_gib}
+        "device": device_name(process),
+        "device_type": process.device.type,
+        "processes": process.world_size,
+        "cpu_cores": num_cpu_cores(),
+        "precision": precision,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "peak_memory_gib": peak_gib,
+    }
 
 
 def device_name(process: Process) -> str:
@@ -241,5 +276,7 @@ def gpu_uuids(process: Process) -> list[str]:
     """
     if process.device.type != "cuda" or torch.version.cuda is None:
         return []
-    return [f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}"
-            for local_rank in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))]
+    return [
+        f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}"
+        for local_rank in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ]

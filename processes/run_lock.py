@@ -57,10 +57,14 @@ def lock_run(run_dir: Path) -> None:
         if error.errno not in UNSUPPORTED:
             raise LockedError(
                 f"{error.filename or run_dir}: cannot be written to ({error.strerror}); a run"
-                " writes its checkpoints and charts there", status_of_place(error)) from None
+                " writes its checkpoints and charts there",
+                status_of_place(error),
+            ) from None
         has_lock = False
-        print_line(f"warning: {run_dir}: its file system has no locks; only the heartbeat tells"
-                   " whether another launch trains this run")
+        print_line(
+            f"warning: {run_dir}: its file system has no locks; only the heartbeat tells"
+            " whether another launch trains this run"
+        )
     if not is_child:  # else its parent has watched it
         _watch_heartbeat(run_dir, has_lock=has_lock)
     os.environ[LAUNCH] = str(os.getpid())
@@ -97,8 +101,10 @@ def _watch_heartbeat(run_dir: Path, *, has_lock: bool) -> None:
         if has_lock and (first["host"] == socket.gethostname() or age > RECENT_SECONDS):
             return
     seconds = MISSED * Deadlines.read().heartbeat
-    print_line(f"{run_dir}: waiting {seconds:g} s whether the heartbeat of process {first['pid']}"
-               f" on {first['host']} goes on")
+    print_line(
+        f"{run_dir}: waiting {seconds:g} s whether the heartbeat of process {first['pid']}"
+        f" on {first['host']} goes on"
+    )
     time.sleep(seconds)
     if (beat := read_heartbeat(run_dir)) not in ({}, first):
         release_run()
@@ -106,8 +112,9 @@ def _watch_heartbeat(run_dir: Path, *, has_lock: bool) -> None:
 
 
 def _locked(run_dir: Path, beat: dict[str, Any]) -> LockedError:
-    return LockedError(f"{run_dir}: another launch is training this run{_name(beat)}; stop it, or"
-                       " wait for its end")
+    return LockedError(
+        f"{run_dir}: another launch is training this run{_name(beat)}; stop it, or wait for its end"
+    )
 
 
 def _name(beat: dict[str, Any]) -> str:
@@ -136,18 +143,30 @@ def trained_by(run_dir: Path) -> int | None:
     return beat["pid"] if _is_running_here(beat, "pid") else None
 
 
-def write_heartbeat(path: Path, *, phase: str, step: int | None, seconds: float,
-                    parent: int) -> None:
+def write_heartbeat(
+    path: Path, *, phase: str, step: int | None, seconds: float, parent: int
+) -> None:
     """Show that the run makes progress, to people and to other launches.
 
     Args:
         seconds: of all launches until now.
         parent: the torchrun of this process; one that loses it ends soon.
     """
-    write_atomically(path, to_json({
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "phase": phase,
-        "global_step": step, "seconds": round(seconds, 3), "pid": os.getpid(), "parent": parent,
-        "host": socket.gethostname()}) + "\n")
+    write_atomically(
+        path,
+        to_json(
+            {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "phase": phase,
+                "global_step": step,
+                "seconds": round(seconds, 3),
+                "pid": os.getpid(),
+                "parent": parent,
+                "host": socket.gethostname(),
+            }
+        )
+        + "\n",
+    )
 
 
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:

@@ -89,8 +89,11 @@ def end_with_torchrun() -> None:
 
 def stop_signals() -> list[int]:
     """Return the stop signals that this process handles: under nohup it ignores SIGHUP."""
-    return [number for number in STOP_SIGNALS
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return [
+        number
+        for number in STOP_SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 class Peers:
@@ -105,8 +108,7 @@ class Peers:
             are sent: keys read as missing, and what is set is dropped.
     """
 
-    def __init__(self, process: "Process", store: "dist.Store", *,
-                 timeout_seconds: float) -> None:
+    def __init__(self, process: "Process", store: "dist.Store", *, timeout_seconds: float) -> None:
         self.is_up = True
         self._rank, self._ranks, self._store = process.rank, range(process.world_size), store
         self._timeout_seconds = timeout_seconds
@@ -150,8 +152,11 @@ class Peers:
         for rank in self._local_ranks:
             if rank not in self._local_pids and (pid := self.get(f"pid/{rank}")):
                 self._local_pids[rank] = int(pid)
-        dead = [rank for rank, pid in self._local_pids.items()
-                if not psutil.pid_exists(pid) and not self.get(f"done/{rank}")]
+        dead = [
+            rank
+            for rank, pid in self._local_pids.items()
+            if not psutil.pid_exists(pid) and not self.get(f"done/{rank}")
+        ]
         return dead if self.is_up else []
 
     def find_lost(self, now: float, timeout_seconds: float) -> list[int]:
@@ -181,9 +186,17 @@ def is_caused_by_others(error: BaseException) -> bool:
     """Return whether a collective raised this because another process has died or hangs."""
     kinds = {kind.__name__ for kind in type(error).__mro__}  # torch is not imported here
     is_local = "AcceleratorError" in kinds or is_out_of_memory(error)
-    return isinstance(error, RuntimeError) and not is_local and ("DistError" in kinds or any(
-        part in str(error).lower()
-        for part in ("connection", "timed out", "timeout", "gloo", "nccl")))
+    return (
+        isinstance(error, RuntimeError)
+        and not is_local
+        and (
+            "DistError" in kinds
+            or any(
+                part in str(error).lower()
+                for part in ("connection", "timed out", "timeout", "gloo", "nccl")
+            )
+        )
+    )
 
 
 def is_timeout(error: BaseException) -> bool:

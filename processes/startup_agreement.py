@@ -31,16 +31,18 @@ class Agreement:
     However long one process takes, no collective times out, and no process waits forever.
     """
 
-    def __init__(self, rank: int, world_size: int,
-                 open_root: Callable[[], dist.Store] | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, open_root: Callable[[], dist.Store] | None = None
+    ) -> None:
         self._rank, self._world_size = rank, world_size
         self._open_root = open_root or open_torchrun_store
         try:
             self._root = self._open_root()
             self._name = _agree_on_name(self._root, rank, world_size)
         except (dist.DistError, TimeoutError) as error:
-            raise UserError(f"rank {rank} lost the others before it began: {describe(error)}",
-                            FAILED) from None
+            raise UserError(
+                f"rank {rank} lost the others before it began: {describe(error)}", FAILED
+            ) from None
         self._store = self.connect()
 
     @classmethod
@@ -85,8 +87,10 @@ class Agreement:
         """
         values = self.gather(step, repr(value))
         if other := next((rank for rank, each in enumerate(values) if each != values[0]), None):
-            raise AgreedError(f"rank {other} reads another run than rank 0; make its configs,"
-                              " dataset and checkpoints the same")
+            raise AgreedError(
+                f"rank {other} reads another run than rank 0; make its configs,"
+                " dataset and checkpoints the same"
+            )
 
     def gather(self, step: str, text: str) -> list[str]:
         """Return every process's text, in the order of the ranks. Waits for all. Every rank."""
@@ -97,8 +101,12 @@ class Agreement:
 
     def _publish(self, step: str, text: str) -> None:
         # A path on the command line may hold bytes that are no UTF-8.
-        self._store.set(f"{step}/{self._rank}", text.encode(  # type: ignore[arg-type]
-            "utf-8", "backslashreplace"))
+        self._store.set(
+            f"{step}/{self._rank}",
+            text.encode(  # type: ignore[arg-type]
+                "utf-8", "backslashreplace"
+            ),
+        )
 
     def record_training_began(self, first_step: int) -> None:
         """Record the launch's first step for processes that torchrun may start later."""
@@ -108,8 +116,10 @@ class Agreement:
     def step_before_restart(self) -> int | None:
         """Return where earlier processes of this launch began to train, if they did. Every rank."""
         root = self._root
-        found = self.from_rank_0("step before restart", lambda: (
-            root.get(TRAINING_BEGAN).decode() if root.check([TRAINING_BEGAN]) else ""))
+        found = self.from_rank_0(
+            "step before restart",
+            lambda: root.get(TRAINING_BEGAN).decode() if root.check([TRAINING_BEGAN]) else "",
+        )
         return int(found) if found else None
 
     def exit(self, error: UserError) -> NoReturn:

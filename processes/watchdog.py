@@ -34,8 +34,10 @@ from processes.signals import Deadlines, Peers, is_caused_by_others, is_timeout,
 from processes.startup_agreement import AgreedError
 
 NEVER = float("inf")
-SMALLER = ("; set a smaller microbatch_size (global_batch_size keeps the batch), or head_chunks 8"
-           " (--find-max-microbatch measures what fits)")
+SMALLER = (
+    "; set a smaller microbatch_size (global_batch_size keeps the batch), or head_chunks 8"
+    " (--find-max-microbatch measures what fits)"
+)
 
 
 class Watchdog(AbstractContextManager):
@@ -51,8 +53,14 @@ class Watchdog(AbstractContextManager):
         before_exit: called with a status and a reason before the process is ended early.
     """
 
-    def __init__(self, process: Process, store: dist.Store, *, phase: Callable[[], str],
-                 seconds: Callable[[], float] = float) -> None:
+    def __init__(
+        self,
+        process: Process,
+        store: dist.Store,
+        *,
+        phase: Callable[[], str],
+        seconds: Callable[[], float] = float,
+    ) -> None:
         self.process, self.deadlines = process, Deadlines.read()
         self.stop_signal = 0
         self.before_exit: Callable[[str, str], None] = lambda status, reason: None
@@ -123,8 +131,12 @@ class Watchdog(AbstractContextManager):
     def stop(self) -> None:
         """Stop watching: this process is done. Call it in the main thread."""
         self._peers.publish("done")
-        while self.stop_signal and spans_nodes() and self._peers.is_up and (
-                not self._peers.get("done/0")):
+        while (
+            self.stop_signal
+            and spans_nodes()
+            and self._peers.is_up
+            and (not self._peers.get("done/0"))
+        ):
             time.sleep(self.deadlines.tick)  # until rank 0 has saved, or the deadline
         self._done.set()
         self._writer.send(b"\0")  # the thread need not wait for its next tick
@@ -222,7 +234,8 @@ class Watchdog(AbstractContextManager):
         if not self.stop_signal:
             self._stopped_at, self.stop_signal = time.monotonic(), number
             self.stop_by = self._stopped_at + (
-                self.deadlines.stop if self.process.is_main else self.deadlines.others_stop)
+                self.deadlines.stop if self.process.is_main else self.deadlines.others_stop
+            )
 
     def _request_stop(self, number: int) -> None:
         self.note_stop(number)
@@ -237,7 +250,8 @@ class Watchdog(AbstractContextManager):
             self._request_stop(int(number))
         for rank in dead:
             self._record_failure(
-                FAILED, f"rank {rank} is gone {self._position()}: killed, or crashed")
+                FAILED, f"rank {rank} is gone {self._position()}: killed, or crashed"
+            )
 
     def _check(self) -> None:
         self._check_others()
@@ -267,12 +281,20 @@ class Watchdog(AbstractContextManager):
         self._peers.publish("silent", "yes" if is_silent else "")
         timeout_seconds = max(self._lost_seconds, 3 * self.deadlines.heartbeat)
         for rank in self._peers.find_lost(now, timeout_seconds):
-            self._record_failure(FAILED, f"rank {rank} is lost {self._position()}: its machine has"
-                                         f" not answered for {timeout_seconds:.0f} s")
+            self._record_failure(
+                FAILED,
+                f"rank {rank} is lost {self._position()}: its machine has"
+                f" not answered for {timeout_seconds:.0f} s",
+            )
         if self.process.is_main and self._heartbeat_path:
             with suppress(OSError):  # a full disk is reported by what needs it more
-                write_heartbeat(self._heartbeat_path, phase=self._phase(), step=self._step,
-                                seconds=self._seconds(), parent=self.process.torchrun_pid)
+                write_heartbeat(
+                    self._heartbeat_path,
+                    phase=self._phase(),
+                    step=self._step,
+                    seconds=self._seconds(),
+                    parent=self.process.torchrun_pid,
+                )
 
     def _diagnose_hang(self, symptom: str) -> NoReturn:
         """Find the hung ranks: every rank publishes its progress and dumps its stacks."""
@@ -289,8 +311,9 @@ class Watchdog(AbstractContextManager):
             with suppress(OSError):  # stderr may be a log on a full disk
                 print_stacks(f"rank {self.process.rank} {self._position()}, its stacks:\n")
             step = -1 if self._step is None else self._step  # before the first step
-            self._peers.publish("progress", "" if self._is_suspended else (
-                f"{step} {self._num_heartbeats}"))
+            self._peers.publish(
+                "progress", "" if self._is_suspended else (f"{step} {self._num_heartbeats}")
+            )
 
     def _position(self) -> str:
         step = "" if self._step is None else f" at step {self._step + 1}"

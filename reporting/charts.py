@@ -33,16 +33,22 @@ MAX_POINTS, MAX_LAYER_POINTS = 400, 60  # more records are averaged down to as m
 MAX_SECONDS = 900  # of a drawing; on a machine without spare cores it may take minutes
 
 PANELS = {  # of the chart of layers: a quantity, and its title
-    "grad_norm": "gradient norm", "update_ratio": "update / weights (norms)",
-    "activation_norm": "residual stream (norm)", "max_attention_logit": "largest attention logit",
-    "attention_entropy": "attention entropy (nats)", "logit": "logits",
+    "grad_norm": "gradient norm",
+    "update_ratio": "update / weights (norms)",
+    "activation_norm": "residual stream (norm)",
+    "max_attention_logit": "largest attention logit",
+    "attention_entropy": "attention entropy (nats)",
+    "logit": "logits",
     "token_loss": "loss of a token (nats)",
 }
 LOGARITHMIC = ("grad_norm", "update_ratio", "activation_norm")
 LINES = {  # prefix and suffix of the quantity in a key: the line's name and colour
-    ("embedding_", ""): ("embedding", "tab:red"), ("head_", ""): ("head", "tab:orange"),
-    ("", "_max"): ("largest", "black"), ("", "_p99"): ("99%", "tab:purple"),
-    ("", "_p50"): ("median", "tab:blue"), ("", "_p1"): ("1%", "tab:gray"),
+    ("embedding_", ""): ("embedding", "tab:red"),
+    ("head_", ""): ("head", "tab:orange"),
+    ("", "_max"): ("largest", "black"),
+    ("", "_p99"): ("99%", "tab:purple"),
+    ("", "_p50"): ("median", "tab:blue"),
+    ("", "_p1"): ("1%", "tab:gray"),
 }
 MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
@@ -67,17 +73,31 @@ def draw_charts(run_dir: Path, records: Records) -> None:
         draw_by_hand(run_dir / name, lay_out)
 
     if steps := [record for record in records if record.get("train_loss") is not None]:
-        draw("loss-chart.png", "loss (nats per token)", plot_losses, steps,
-             [record for record in records if record.get("validation_loss") is not None])
+        draw(
+            "loss-chart.png",
+            "loss (nats per token)",
+            plot_losses,
+            steps,
+            [record for record in records if record.get("validation_loss") is not None],
+        )
         config, num_steps = _plan_of(run_dir)
         limit = config.clipping_max_norm if config else None
         draw("grad-norm-chart.png", "gradient norm", partial(_plot_grad_norms, limit=limit), steps)
-        draw("learning-rate-chart.png", "learning rate",
-             partial(_plot_learning_rates, config=config, num_steps=num_steps,
-                     since=max((step for step, _ in recorded_changes(records)), default=0)), steps)
+        draw(
+            "learning-rate-chart.png",
+            "learning rate",
+            partial(
+                _plot_learning_rates,
+                config=config,
+                num_steps=num_steps,
+                since=max((step for step, _ in recorded_changes(records)), default=0),
+            ),
+            steps,
+        )
     if measured := [record for record in records if "layer_grad_norm" in record]:
-        draw_by_hand(run_dir / "layers-chart.png",
-                     lambda figure: plot_layers(figure, measured, title))
+        draw_by_hand(
+            run_dir / "layers-chart.png", lambda figure: plot_layers(figure, measured, title)
+        )
 
 
 def _plan_of(run_dir: Path) -> tuple[TrainConfig | None, int]:
@@ -97,8 +117,13 @@ def _plan_of(run_dir: Path) -> tuple[TrainConfig | None, int]:
 def _mark_changes(axes: Axes, records: Records) -> None:
     """Draw a vertical line where settings were changed between two launches, and name them."""
     for num_steps, changes in recorded_changes(records):
-        axes.axvline(num_steps, color="gray", linewidth=1, linestyle=":",
-                     label=f"step {num_steps:,}: {', '.join(changes)} changed")
+        axes.axvline(
+            num_steps,
+            color="gray",
+            linewidth=1,
+            linestyle=":",
+            label=f"step {num_steps:,}: {', '.join(changes)} changed",
+        )
 
 
 def _label_steps(axes: Axes) -> None:
@@ -137,15 +162,33 @@ def plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
     _, low = _columns(steps, "train_loss_min", pool=np.ma.min)
     _, high = _columns(steps, "train_loss_max", pool=np.ma.max)
     axes.plot(x, mean, color="tab:blue", label="training, mean between two points")
-    axes.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0,
-                      label="smallest to largest step between them")
+    axes.fill_between(
+        x,
+        low,
+        high,
+        color="tab:blue",
+        alpha=0.25,
+        linewidth=0,
+        label="smallest to largest step between them",
+    )
     if validations:
-        axes.plot(*_columns(validations, "validation_loss"), color="tab:red", marker="o",
-                  markersize=4, label="validation")
+        axes.plot(
+            *_columns(validations, "validation_loss"),
+            color="tab:red",
+            marker="o",
+            markersize=4,
+            label="validation",
+        )
         best = min(validations, key=lambda record: record["validation_loss"])
-        axes.plot(best["global_step"] + 1, best["validation_loss"], color="black", marker="*",
-                  markersize=14, linestyle="none",
-                  label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}")
+        axes.plot(
+            best["global_step"] + 1,
+            best["validation_loss"],
+            color="black",
+            marker="*",
+            markersize=14,
+            linestyle="none",
+            label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}",
+        )
     _add_usd_axis(axes, steps)  # last: it takes over the limits
 
 
@@ -167,14 +210,20 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
     above.set_xlabel("US$")
 
 
-def _plot_learning_rates(axes: Axes, steps: Records, *, config: TrainConfig | None,
-                         num_steps: int, since: int) -> None:
+def _plot_learning_rates(
+    axes: Axes, steps: Records, *, config: TrainConfig | None, num_steps: int, since: int
+) -> None:
     """Plot the recorded rates, and those of the schedule from the step `since` to the end."""
     if config and num_steps > since:
         planned = np.unique(np.linspace(since, num_steps - 1, MAX_POINTS).astype(int))
-        axes.plot(planned + 1, [learning_rate_at(config, int(step), num_steps=num_steps)
-                                for step in planned],
-                  color="gray", linestyle="--", linewidth=1, label="planned")
+        axes.plot(
+            planned + 1,
+            [learning_rate_at(config, int(step), num_steps=num_steps) for step in planned],
+            color="gray",
+            linestyle="--",
+            linewidth=1,
+            label="planned",
+        )
     axes.plot(*_columns(steps, "learning_rate"), color="tab:green", label="so far")
 
 
@@ -184,15 +233,24 @@ def _plot_grad_norms(axes: Axes, steps: Records, *, limit: float | None) -> None
     x, mean = _columns(steps, "grad_norm")
     _, high = _columns(steps, "grad_norm_max", pool=np.ma.max)
     axes.plot(x, mean, color="tab:blue", label="mean between two points")
-    axes.fill_between(x, mean, high, color="tab:blue", alpha=0.25, linewidth=0,
-                      label="up to the largest step between them")
+    axes.fill_between(
+        x,
+        mean,
+        high,
+        color="tab:blue",
+        alpha=0.25,
+        linewidth=0,
+        label="up to the largest step between them",
+    )
     if limit is not None:
-        axes.axhline(limit, color="tab:red", linewidth=1, linestyle="--",
-                     label=f"clipped to {limit:g}")
+        axes.axhline(
+            limit, color="tab:red", linewidth=1, linestyle="--", label=f"clipped to {limit:g}"
+        )
 
 
-def _columns(records: Records, key: str, pool: Callable[..., Any] = np.ma.mean,
-             most: int = MAX_POINTS) -> tuple[Any, Any]:
+def _columns(
+    records: Records, key: str, pool: Callable[..., Any] = np.ma.mean, most: int = MAX_POINTS
+) -> tuple[Any, Any]:
     """Return x and y of one key, (points,) and (points,) or (points, layers).
 
     Adjacent records are pooled into at most so many points, without numbers that are not finite.
@@ -200,8 +258,9 @@ def _columns(records: Records, key: str, pool: Callable[..., Any] = np.ma.mean,
     values = np.array([record.get(key) for record in records], dtype=float)  # None becomes NaN
     groups = np.array_split(np.arange(len(records)), min(len(records), most))
     x = [records[group[-1]]["global_step"] + 1 for group in groups]  # charts count from 1
-    y = [np.ma.filled(pool(np.ma.masked_invalid(values[group]), axis=0), np.nan)
-         for group in groups]
+    y = [
+        np.ma.filled(pool(np.ma.masked_invalid(values[group]), axis=0), np.nan) for group in groups
+    ]
     return np.array(x), np.array(y)
 
 
@@ -228,10 +287,14 @@ def _plot_quantity(axes: Axes, records: Records, quantity: str, colors: Any) -> 
     """Draw a panel: thin lines for layers, the deepest on top; thick ones for single numbers."""
     x, layers = _columns(records, f"layer_{quantity}", most=MAX_LAYER_POINTS)
     depth = layers.shape[1] if layers.ndim > 1 else 0
-    lines = [(layers[:, layer], colors.to_rgba(layer + 1), 1.2)
-             for layer in np.linspace(0, depth - 1, min(depth, MAX_LINES)).astype(int)]
-    lines += [(_columns(records, f"{prefix}{quantity}{suffix}", most=MAX_LAYER_POINTS)[1], color,
-               2.0) for (prefix, suffix), (_, color) in LINES.items()]
+    lines = [
+        (layers[:, layer], colors.to_rgba(layer + 1), 1.2)
+        for layer in np.linspace(0, depth - 1, min(depth, MAX_LINES)).astype(int)
+    ]
+    lines += [
+        (_columns(records, f"{prefix}{quantity}{suffix}", most=MAX_LAYER_POINTS)[1], color, 2.0)
+        for (prefix, suffix), (_, color) in LINES.items()
+    ]
     for y, color, width in lines:
         if np.isfinite(y).any():
             axes.plot(x, y, color=color, linewidth=width)

@@ -13,10 +13,30 @@ from basics.machine import seconds_since_process_start
 from basics.text import dollars
 from run_config import TrainConfig
 
-PHASES = ("startup", "download", "compile", "training", "diagnostics", "waiting", "validation",
-          "checkpoint", "chart", "lost")  # after the checkpoint that a later launch resumed from
-(STARTUP, DOWNLOAD, COMPILE, TRAINING, DIAGNOSTICS, WAITING, VALIDATION, CHECKPOINT, CHART,
- LOST) = PHASES
+PHASES = (
+    "startup",
+    "download",
+    "compile",
+    "training",
+    "diagnostics",
+    "waiting",
+    "validation",
+    "checkpoint",
+    "chart",
+    "lost",
+)  # after the checkpoint that a later launch resumed from
+(
+    STARTUP,
+    DOWNLOAD,
+    COMPILE,
+    TRAINING,
+    DIAGNOSTICS,
+    WAITING,
+    VALIDATION,
+    CHECKPOINT,
+    CHART,
+    LOST,
+) = PHASES
 SPENT_VARIABLE = "DDP_TRAIN_SPENT_SECONDS"  # from the process that starts torchrun to its workers
 
 
@@ -64,13 +84,19 @@ class PhaseClock:
         hours, usd = sum(self._earlier_seconds.values()) / 3600, sum(self._earlier_usd.values())
         self.usd_per_hour = usd_per_hour or (usd / hours if usd and hours else None)
         if usd_per_hour and hours and not usd:
-            self._earlier_usd = {phase: seconds / 3600 * usd_per_hour
-                                 for phase, seconds in self._earlier_seconds.items()}
-            return (f"earlier launches had no price: their {hours:.3g} hours are counted at"
-                    f" US${dollars(usd_per_hour)} an hour too")
+            self._earlier_usd = {
+                phase: seconds / 3600 * usd_per_hour
+                for phase, seconds in self._earlier_seconds.items()
+            }
+            return (
+                f"earlier launches had no price: their {hours:.3g} hours are counted at"
+                f" US${dollars(usd_per_hour)} an hour too"
+            )
         if self.usd_per_hour and not usd_per_hour:
-            return ("this launch has no price: it is counted at that of the earlier ones,"
-                    f" US${dollars(self.usd_per_hour)} an hour; set --usd-per-hour if it differs")
+            return (
+                "this launch has no price: it is counted at that of the earlier ones,"
+                f" US${dollars(self.usd_per_hour)} an hour; set --usd-per-hour if it differs"
+            )
         return ""
 
     def enter(self, phase: str) -> str:
@@ -104,8 +130,10 @@ class PhaseClock:
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase, over all launches."""
-        return {phase: self._earlier_seconds[phase] + seconds
-                for phase, seconds in self.read_this_launch().items()}
+        return {
+            phase: self._earlier_seconds[phase] + seconds
+            for phase, seconds in self.read_this_launch().items()
+        }
 
     def read_this_launch(self) -> dict[str, float]:
         self.enter(self.current)
@@ -115,8 +143,10 @@ class PhaseClock:
         """Return the dollars of each phase, over all launches; empty if no price was ever set."""
         if self.usd_per_hour is None:
             return {}
-        return {phase: self._earlier_usd.get(phase, 0.0) + seconds / 3600 * self.usd_per_hour
-                for phase, seconds in self.read_this_launch().items()}
+        return {
+            phase: self._earlier_usd.get(phase, 0.0) + seconds / 3600 * self.usd_per_hour
+            for phase, seconds in self.read_this_launch().items()
+        }
 
     def export_to_children(self) -> None:
         os.environ[SPENT_VARIABLE] = json.dumps(self.read_this_launch())
@@ -137,11 +167,18 @@ def nearest_limit(config: TrainConfig, clock: PhaseClock) -> tuple[float, str]:
     limits = [(math.inf, "")]
     if config.max_hours is not None:
         hours = sum(clock.read().values()) / 3600
-        limits.append(((config.max_hours - hours) * 3600,
-                       f"max_hours is {config.max_hours:g}, and the run has taken {hours:.3g}"))
+        limits.append(
+            (
+                (config.max_hours - hours) * 3600,
+                f"max_hours is {config.max_hours:g}, and the run has taken {hours:.3g}",
+            )
+        )
     if config.max_cost_usd is not None:
         spent = sum(clock.usd().values())
-        limits.append((
-            (config.max_cost_usd - spent) * 3600 / clock.usd_per_hour,  # type: ignore[operator]
-            f"max_cost_usd is {config.max_cost_usd:g}, and the run has spent {spent:.3g}"))
+        limits.append(
+            (
+                (config.max_cost_usd - spent) * 3600 / clock.usd_per_hour,  # type: ignore[operator]
+                f"max_cost_usd is {config.max_cost_usd:g}, and the run has spent {spent:.3g}",
+            )
+        )
     return min(limits)

@@ -62,8 +62,9 @@ class LossWindow:
     def is_full(self) -> bool:
         return self._filled == REPORT_INTERVAL
 
-    def close(self, global_step: int, learning_rate: float, clock: PhaseClock, *,
-              waits: bool) -> list[Window]:
+    def close(
+        self, global_step: int, learning_rate: float, clock: PhaseClock, *, waits: bool
+    ) -> list[Window]:
         """Average the losses over all processes, send them to the host, and empty the window.
 
         A collective: every rank. Returns the windows that are read now, the oldest first; with
@@ -82,8 +83,9 @@ class LossWindow:
             read.append(self._read(*self._closed.pop(0)))
         return read
 
-    def _read(self, window: Window, values: Tensor, times: list[DeviceTime],
-              ended: DeviceTime) -> Window:
+    def _read(
+        self, window: Window, values: Tensor, times: list[DeviceTime], ended: DeviceTime
+    ) -> Window:
         """Wait for the values of a window, losses and gradient norms, (2, n), and average them."""
         ended.wait()
         losses, grad_norms = values
@@ -97,14 +99,26 @@ class LossWindow:
         if not len(losses):
             losses = grad_norms = torch.tensor([math.nan])
         num_timed = len(times) - 1
-        slowest = max(((end.seconds_since(start), step) for step, (start, end) in enumerate(
-            pairwise(times), window.global_step - num_timed + 1)), default=(None, None))
+        slowest = max(
+            (
+                (end.seconds_since(start), step)
+                for step, (start, end) in enumerate(
+                    pairwise(times), window.global_step - num_timed + 1
+                )
+            ),
+            default=(None, None),
+        )
         window.numbers = {
-            "train_loss": losses.mean().item(), "train_loss_min": losses.min().item(),
-            "train_loss_max": losses.max().item(), "grad_norm": grad_norms.mean().item(),
-            "grad_norm_max": grad_norms.max().item(), "skipped_steps": int((~taken).sum()),
-            "slowest_step": slowest[1], "slowest_step_seconds": slowest[0],
-            "learning_rate": window.learning_rate}
+            "train_loss": losses.mean().item(),
+            "train_loss_min": losses.min().item(),
+            "train_loss_max": losses.max().item(),
+            "grad_norm": grad_norms.mean().item(),
+            "grad_norm_max": grad_norms.max().item(),
+            "skipped_steps": int((~taken).sum()),
+            "slowest_step": slowest[1],
+            "slowest_step_seconds": slowest[0],
+            "learning_rate": window.learning_rate,
+        }
         if num_timed:
             window.steps_per_second = num_timed / ended.seconds_since(times[0])
         return window

@@ -14,8 +14,12 @@ from reporting.metrics_file import THROTTLING
 READING_SECONDS = 15.0  # between two readings
 LAST_SECONDS = 2.0  # for the last one
 JOULES_PER_KWH = 3.6e6
-GPU_FIELDS = {"gpu_memory_gib": "memory_used_gib", "gpu_use_percent": "use_percent",
-              "gpu_temperature_c": "temperature_c", "gpu_power_w": "power_w"}
+GPU_FIELDS = {
+    "gpu_memory_gib": "memory_used_gib",
+    "gpu_use_percent": "use_percent",
+    "gpu_temperature_c": "temperature_c",
+    "gpu_power_w": "power_w",
+}
 
 
 class MachineMeter:
@@ -78,7 +82,8 @@ class MachineMeter:
         reading: dict[str, Any] = {
             "host_ram_gib": round((memory.total - memory.available) / GIB, 2),
             "host_load": round(psutil.getloadavg()[0], 2),  # processes that run or wait, a minute
-            "disk_free_gib": round(psutil.disk_usage(str(self._run_dir)).free / GIB, 2)}
+            "disk_free_gib": round(psutil.disk_usage(str(self._run_dir)).free / GIB, 2),
+        }
         if not self._gpu_uuids:
             return reading
         self._gpus = gpus = read_gpus(self._gpu_uuids)
@@ -91,8 +96,10 @@ class MachineMeter:
         counters = [gpu.energy_joules for gpu in gpus if gpu.energy_joules is not None]
         if len(counters) == len(self._gpu_uuids):
             before, self._counters = self._counters or counters, counters
-            self._joules += sum(max(0.0, now - then)  # they may be set back
-                                for now, then in zip(counters, before, strict=True))
+            self._joules += sum(
+                max(0.0, now - then)  # they may be set back
+                for now, then in zip(counters, before, strict=True)
+            )
             self.energy_kwh = self._joules / JOULES_PER_KWH
         if self.energy_kwh is not None:
             reading["energy_kwh"] = round(self.energy_kwh, 6)

@@ -18,28 +18,58 @@ CHANGED = "changed"  # settings between two launches: see `setting_changes`
 # and {gpu} are the place in a list, counted from 1 and, as nvidia-smi does, from 0.
 SECTIONS = {
     ("train", "train_"): (
-        "train_loss", "train_loss_min", "train_loss_max", "learning_rate", "grad_norm",
-        "grad_norm_max", "skipped_steps", "tokens_per_second", "mfu", "slowest_step",
-        "slowest_step_seconds"),
+        "train_loss",
+        "train_loss_min",
+        "train_loss_max",
+        "learning_rate",
+        "grad_norm",
+        "grad_norm_max",
+        "skipped_steps",
+        "tokens_per_second",
+        "mfu",
+        "slowest_step",
+        "slowest_step_seconds",
+    ),
     ("validation", "validation_"): (
-        "validation_loss", "validation_bits_per_byte", "validation_seconds"),
+        "validation_loss",
+        "validation_bits_per_byte",
+        "validation_seconds",
+    ),
     ("progress", ""): ("tokens", "seconds", "usd"),
     ("layers/{layer}", "layer_"): (
-        "layer_grad_norm", "layer_update_ratio", "layer_activation_norm",
-        "layer_max_attention_logit", "layer_attention_entropy"),
+        "layer_grad_norm",
+        "layer_update_ratio",
+        "layer_activation_norm",
+        "layer_max_attention_logit",
+        "layer_attention_entropy",
+    ),
     ("layers/embedding", "embedding_"): (
-        "embedding_grad_norm", "embedding_update_ratio", "embedding_activation_norm"),
+        "embedding_grad_norm",
+        "embedding_update_ratio",
+        "embedding_activation_norm",
+    ),
     ("layers/head", "head_"): ("head_grad_norm", "head_update_ratio"),
     ("logits", "logit_"): ("logit_p1", "logit_p50", "logit_p99", "logit_max"),
     ("token_losses", "token_loss_"): (
-        "token_loss_p1", "token_loss_p50", "token_loss_p99", "token_loss_max"),
+        "token_loss_p1",
+        "token_loss_p50",
+        "token_loss_p99",
+        "token_loss_max",
+    ),
     ("machine", ""): ("host_ram_gib", "host_load", "disk_free_gib", "energy_kwh"),
     ("machine/gpu_{gpu}", "gpu_"): (
-        "gpu_memory_gib", "gpu_use_percent", "gpu_temperature_c", "gpu_power_w"),
+        "gpu_memory_gib",
+        "gpu_use_percent",
+        "gpu_temperature_c",
+        "gpu_power_w",
+    ),
 }
 # By key the name that trackers show: all metrics. `gpu_throttling` has texts, "" for no.
-METRICS = {key: f"{section}/{key.removeprefix(prefix)}"
-           for (section, prefix), keys in SECTIONS.items() for key in keys}
+METRICS = {
+    key: f"{section}/{key.removeprefix(prefix)}"
+    for (section, prefix), keys in SECTIONS.items()
+    for key in keys
+}
 METRICS[THROTTLING] = "machine/gpu_{gpu}/is_throttled"
 
 
@@ -58,8 +88,11 @@ def read_records(path: Path, *, max_bytes: int = MAX_RECORDS_BYTES) -> str:
     except FileNotFoundError:
         return ""
     except OSError as error:
-        advice, status = ("start again", FAILED) if error.errno in TRANSIENT else (
-            "make it readable, or move it away", BAD_INPUT)
+        advice, status = (
+            ("start again", FAILED)
+            if error.errno in TRANSIENT
+            else ("make it readable, or move it away", BAD_INPUT)
+        )
         raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}", status) from None
 
 
@@ -71,14 +104,17 @@ def whole_lines(path: Path, offset: int) -> bytes:
             content = file.read()
     except FileNotFoundError:  # none yet, or removed meanwhile
         return b""
-    return content[:content.rfind(b"\n") + 1]
+    return content[: content.rfind(b"\n") + 1]
 
 
 def valid_records(text: str) -> list[dict[str, Any]]:
     """Parse lines of a `metrics.jsonl`; the others are left out, as `read_metrics` says."""
-    return [record for record in map(parsed_object, text.split("\n"))
-            if is_step(record.get("global_step")) and all(
-                _is_valid(key, value) for key, value in record.items() if key in METRICS)]
+    return [
+        record
+        for record in map(parsed_object, text.split("\n"))
+        if is_step(record.get("global_step"))
+        and all(_is_valid(key, value) for key, value in record.items() if key in METRICS)
+    ]
 
 
 def is_step(value: Any) -> bool:
@@ -95,8 +131,9 @@ def _is_valid(key: str, value: Any) -> bool:
         return False
     if key == THROTTLING:
         return all(isinstance(text, str) and text.isprintable() for text in value)
-    return all(one is None or is_number(one, -BOUND, BOUND)
-               for one in (value if is_list(key) else [value]))
+    return all(
+        one is None or is_number(one, -BOUND, BOUND) for one in (value if is_list(key) else [value])
+    )
 
 
 def is_number(value: Any, least: float, most: float = LARGEST) -> bool:
@@ -106,11 +143,14 @@ def is_number(value: Any, least: float, most: float = LARGEST) -> bool:
 
 def metrics_of(record: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a valid record under the names that trackers show."""
-    return {METRICS[key].format(layer=place + 1, gpu=place):
-                float(bool(value)) if key == THROTTLING else float(value)
-            for key in METRICS.keys() & record.keys()
-            for place, value in enumerate(record[key] if is_list(key) else [record[key]])
-            if value is not None}
+    return {
+        METRICS[key].format(layer=place + 1, gpu=place): float(bool(value))
+        if key == THROTTLING
+        else float(value)
+        for key in METRICS.keys() & record.keys()
+        for place, value in enumerate(record[key] if is_list(key) else [record[key]])
+        if value is not None
+    }
 
 
 def spent_before(records: list[dict[str, Any]], summary_path: Path) -> tuple[float, float, float]:
@@ -125,8 +165,12 @@ def spent_before(records: list[dict[str, Any]], summary_path: Path) -> tuple[flo
         known["seconds"] = sum(summary["seconds"].values())
         known["usd"] = (summary["usd"] or {"total": 0.0})["total"]
     seconds, usd, energy_kwh = (
-        max((found[key] for found in [*records, known] if is_number(found.get(key), 0, 1e12)),
-            default=0.0) for key in ("seconds", "usd", "energy_kwh"))
+        max(
+            (found[key] for found in [*records, known] if is_number(found.get(key), 0, 1e12)),
+            default=0.0,
+        )
+        for key in ("seconds", "usd", "energy_kwh")
+    )
     return seconds, usd, energy_kwh
 
 
@@ -138,8 +182,12 @@ def remove_metrics_from(path: Path, first_step: int, *, lacks_validation: bool =
     """
     dropped = {CHANGED, "validation_loss", "prompt"} if lacks_validation else {CHANGED}
     if path.exists():
-        kept = [record for record in read_metrics(path) if record["global_step"] < first_step
-                and not (record["global_step"] == first_step - 1 and record.keys() & dropped)]
+        kept = [
+            record
+            for record in read_metrics(path)
+            if record["global_step"] < first_step
+            and not (record["global_step"] == first_step - 1 and record.keys() & dropped)
+        ]
         write_atomically(path, "".join(to_json(record) + "\n" for record in kept), durable=True)
 
 

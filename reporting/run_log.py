@@ -28,8 +28,15 @@ ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not grow with the ste
 class RunLog:
     """Prints and records the progress of a run. On ranks other than 0 it does nothing."""
 
-    def __init__(self, run: Run, plan: BatchPlan, tokenizer: str | None, *, clock: PhaseClock,
-                 is_active: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        plan: BatchPlan,
+        tokenizer: str | None,
+        *,
+        clock: PhaseClock,
+        is_active: bool,
+    ) -> None:
         self.run, self.plan, self.clock = run, plan, clock
         self.tokenizer, self.is_active = tokenizer, is_active
         self._bar = tqdm(disable=True)
@@ -51,12 +58,24 @@ class RunLog:
         """Say in `summary.json` that the run trains, and start the bar at `first_step`."""
         if self.is_active:
             self.write_status("running", None)
-            self._bar = tqdm(total=self.plan.num_steps, initial=first_step, unit="step",
-                             desc=visible(self.run.name), disable=None, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=self.plan.num_steps,
+                initial=first_step,
+                unit="step",
+                desc=visible(self.run.name),
+                disable=None,
+                dynamic_ncols=True,
+            )
 
     def write_status(self, status: str, reason: str | None) -> None:
-        write_status(self.run, self.clock, status=status, reason=reason,
-                     num_steps=self.plan.num_steps, tokenizer=self.tokenizer)
+        write_status(
+            self.run,
+            self.clock,
+            status=status,
+            reason=reason,
+            num_steps=self.plan.num_steps,
+            tokenizer=self.tokenizer,
+        )
 
     def step(self) -> None:
         with suppress(OSError):
@@ -67,15 +86,20 @@ class RunLog:
         if not self.is_active:
             return
         global_step, num_steps, spent = window.global_step, self.plan.num_steps, window.seconds
-        speed = None if window.steps_per_second is None else (
-            window.steps_per_second * self.plan.tokens_per_step)
+        speed = (
+            None
+            if window.steps_per_second is None
+            else (window.steps_per_second * self.plan.tokens_per_step)
+        )
         self.record(global_step, window.numbers | {"tokens_per_second": speed} | machine, window)
         recurring = sum(spent.values()) - sum(spent[phase] for phase in ONE_TIME_PHASES)
         seconds_left = (num_steps - 1 - global_step) * recurring / (global_step + 1)
-        said = (f"loss {window.numbers['train_loss']:.4f}"
-                f" | grad norm {window.numbers['grad_norm']:.2f}"
-                f" | lr {window.learning_rate:.2e} | {speed or 0:,.0f} tok/s"
-                f" | {spent[VALIDATION] / sum(spent.values()):.0%} in validation")
+        said = (
+            f"loss {window.numbers['train_loss']:.4f}"
+            f" | grad norm {window.numbers['grad_norm']:.2f}"
+            f" | lr {window.learning_rate:.2e} | {speed or 0:,.0f} tok/s"
+            f" | {spent[VALIDATION] / sum(spent.values()):.0%} in validation"
+        )
         if self.clock.usd_per_hour is not None:
             usd = sum(window.usd.values())
             at_end = usd + seconds_left / 3600 * self.clock.usd_per_hour
@@ -85,35 +109,49 @@ class RunLog:
         plain = self._bar.disable or not sys.stdout.isatty()  # a log file gets lines
         if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
             self._last_plain_line = time.monotonic()
-            self.say(f"step {global_step + 1:,}/{num_steps:,} | {said}"
-                     f" | {duration(seconds_left)} left")
+            self.say(
+                f"step {global_step + 1:,}/{num_steps:,} | {said} | {duration(seconds_left)} left"
+            )
 
-    def report_validation(self, global_step: int, loss: float, seconds: float, *,
-                          bytes_per_token: float | None = None) -> None:
+    def report_validation(
+        self, global_step: int, loss: float, seconds: float, *, bytes_per_token: float | None = None
+    ) -> None:
         """Record and show one validation; with the mean length of its tokens, bits per byte too."""
         record = {"validation_loss": loss, "validation_seconds": seconds}
         if bytes_per_token is not None:
             record["validation_bits_per_byte"] = loss / math.log(2) / bytes_per_token
         self.record(global_step, record)
-        self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | validation loss {loss:.4f}"
-                 f" | {seconds:.1f} s")
+        self.say(
+            f"step {global_step + 1:,}/{self.plan.num_steps:,} | validation loss {loss:.4f}"
+            f" | {seconds:.1f} s"
+        )
 
-    def record(self, global_step: int, values: dict[str, Any],
-               window: Window | None = None) -> None:
+    def record(
+        self, global_step: int, values: dict[str, Any], window: Window | None = None
+    ) -> None:
         """Add a record to `metrics.jsonl`, with what was spent at the end of a window, or now."""
         if not self.is_active:
             return
         spent = self.clock.read() if window is None else window.seconds
         usd = self.clock.usd() if window is None else window.usd
         was_behind = bool(self._unwritten)
-        self._unwritten += to_json({
-            "global_step": global_step, "tokens": (global_step + 1) * self.plan.tokens_per_step,
-            "seconds": round(sum(spent.values()), 3), **values,
-            **({"usd": round(sum(usd.values()), 6)} if usd else {})}) + "\n"
+        self._unwritten += (
+            to_json(
+                {
+                    "global_step": global_step,
+                    "tokens": (global_step + 1) * self.plan.tokens_per_step,
+                    "seconds": round(sum(spent.values()), 3),
+                    **values,
+                    **({"usd": round(sum(usd.values()), 6)} if usd else {}),
+                }
+            )
+            + "\n"
+        )
         failure = self._write_records()
         if failure and not was_behind:  # printed once, until a write succeeds
-            self.say(f"warning: {failure} in {self.run.run_dir}; training continues and tries"
-                     " again")
+            self.say(
+                f"warning: {failure} in {self.run.run_dir}; training continues and tries again"
+            )
 
     def _write_records(self) -> str:
         """Write the records that are not on disk yet; return what failed."""
@@ -152,6 +190,10 @@ def batch_arithmetic(plan: BatchPlan) -> list[str]:
         f" {counted(plan.world_size, 'process', 'processes')} = global batch"
         f" {plan.global_batch_size} sequences x {plan.context_length:,} tokens ="
         f" {plan.tokens_per_step:,} tokens per step",
-        f"{plan.num_steps:,} steps = {plan.num_tokens:,} tokens" + (
-            f", {plan.num_tokens / plan.epoch_tokens:.2f} times the dataset's"
-            f" {plan.epoch_tokens:,}" if plan.epoch_tokens else "")]
+        f"{plan.num_steps:,} steps = {plan.num_tokens:,} tokens"
+        + (
+            f", {plan.num_tokens / plan.epoch_tokens:.2f} times the dataset's {plan.epoch_tokens:,}"
+            if plan.epoch_tokens
+            else ""
+        ),
+    ]

@@ -45,8 +45,10 @@ class KeyValueCache:
         """
         self._first = self._length if len(context) > self._length else 0
         self._length = len(context)
-        token_ids = torch.tensor([context[self._first:]],  # (1, T)
-                                 device=self._model.token_embedding.weight.device)
+        token_ids = torch.tensor(
+            [context[self._first :]],  # (1, T)
+            device=self._model.token_embedding.weight.device,
+        )
         x = self._model.embed(token_ids, first_position=self._first)  # (1, T, C)
         x = self._model.transform(x, self._run)[0, -1]  # (C,)
         return F.linear(self._model.final_norm(x), self._model.head_weight).float()
@@ -68,8 +70,9 @@ class KeyValueCache:
 
 
 @torch.inference_mode()
-def stream_tokens(model: GPTModel, prompt: list[int], options: SamplingOptions,
-                  stop_token: int | None = None) -> Iterator[int]:
+def stream_tokens(
+    model: GPTModel, prompt: list[int], options: SamplingOptions, stop_token: int | None = None
+) -> Iterator[int]:
     """Continue a prompt of at least one token id; yield the next ones, up to `stop_token`.
 
     When the context is full, its older half is dropped and the rest is computed again. The global
@@ -96,20 +99,29 @@ def stream_tokens(model: GPTModel, prompt: list[int], options: SamplingOptions,
         yield token_id
         context = [*context, token_id]
         if len(context) > longest:
-            context = context[-(longest // 2 + 1):]
+            context = context[-(longest // 2 + 1) :]
 
 
-def stream_text(model: GPTModel, tokenizer: Tokenizer, prompt: str, options: SamplingOptions, *,
-                stops: tuple[str, ...] = ()) -> Iterator[str]:
+def stream_text(
+    model: GPTModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    options: SamplingOptions,
+    *,
+    stops: tuple[str, ...] = (),
+) -> Iterator[str]:
     """Continue a prompt: yield, token by token, the new text, which may be empty.
 
     An empty prompt starts a new document. The text ends with the document, or before a stop.
     """
     prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
-    return decoded((tokenizer.decode_single_token_bytes(token_id)
-                    if token_id < tokenizer.n_vocab else b""
-                    for token_id in stream_tokens(model, prompt_ids, options, tokenizer.eot_token)),
-                   stops)
+    return decoded(
+        (
+            tokenizer.decode_single_token_bytes(token_id) if token_id < tokenizer.n_vocab else b""
+            for token_id in stream_tokens(model, prompt_ids, options, tokenizer.eot_token)
+        ),
+        stops,
+    )
 
 
 def decoded(pieces: Iterable[bytes], stops: tuple[str, ...] = ()) -> Iterator[str]:
@@ -124,10 +136,17 @@ def decoded(pieces: Iterable[bytes], stops: tuple[str, ...] = ()) -> Iterator[st
         if found := [place for stop in stops if (place := held.find(stop)) >= 0]:
             yield held[: min(found)]
             return
-        keep = max((length for stop in stops for length in range(1, len(stop))
-                    if held.endswith(stop[:length])), default=0)
+        keep = max(
+            (
+                length
+                for stop in stops
+                for length in range(1, len(stop))
+                if held.endswith(stop[:length])
+            ),
+            default=0,
+        )
         yield held[: len(held) - keep]
-        held = held[len(held) - keep:]
+        held = held[len(held) - keep :]
     yield held + decoder.decode(b"", True)
 
 
@@ -143,10 +162,20 @@ class Sampler:
     def try_to_write(self, path: Path, prompts: Sequence[str], global_step: int) -> str:
         """Append a JSON line with the continuation of each prompt; return any error as text."""
         try:
-            append_whole(path, "".join(to_json({
-                "global_step": global_step, "prompt": prompt,
-                "text": self.text(prompt, SamplingOptions(SAMPLE_TOKENS))}) + "\n"
-                for prompt in prompts))
+            append_whole(
+                path,
+                "".join(
+                    to_json(
+                        {
+                            "global_step": global_step,
+                            "prompt": prompt,
+                            "text": self.text(prompt, SamplingOptions(SAMPLE_TOKENS)),
+                        }
+                    )
+                    + "\n"
+                    for prompt in prompts
+                ),
+            )
         except Exception as error:
             return describe(error)
         finally:

@@ -22,14 +22,19 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 def find_changes(before: dict[str, Any], after: dict[str, Any]) -> Changes:
     """Return the keys with different values; keys that only one version of the code has do not."""
-    return {key: [before[key], after[key]] for key in after
-            if key in before and before[key] != after[key]}
+    return {
+        key: [before[key], after[key]]
+        for key in after
+        if key in before and before[key] != after[key]
+    }
 
 
 def change_lines(changes: Changes, num_steps: int) -> list[str]:
     """Return a line of text for each setting that was changed after so many steps."""
-    return [f"{key} was {_shown(before)} until step {num_steps:,} and is {_shown(after)} from here"
-            " on" for key, (before, after) in changes.items()]
+    return [
+        f"{key} was {_shown(before)} until step {num_steps:,} and is {_shown(after)} from here on"
+        for key, (before, after) in changes.items()
+    ]
 
 
 def recorded_changes(records: Iterable[dict[str, Any]]) -> list[tuple[int, Changes]]:
@@ -39,8 +44,11 @@ def recorded_changes(records: Iterable[dict[str, Any]]) -> list[tuple[int, Chang
         recorded = record.get(CHANGED)
         if not isinstance(recorded, dict):
             continue
-        changes = {key: values for key, values in recorded.items()
-                   if isinstance(values, list) and len(values) == 2 and key.isidentifier()}
+        changes = {
+            key: values
+            for key, values in recorded.items()
+            if isinstance(values, list) and len(values) == 2 and key.isidentifier()
+        }
         if changes:
             found.append((record["global_step"] + 1, changes))
     return found

@@ -74,38 +74,134 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("A100-40", r"A100 ((SXM4?|PCIE) )?40 ?(GB)?( PCIE)?", 39.4, 312e12, 156e12, 19.5e12,
-        Mfu(0.087), Mfu(0.54, "from A100-80"), Mfu(0.51, "from A100-80")),
-    Gpu("A100-80", r"A100( SXM4?| PCIE)?( 80 ?(GB)?)?( PCIE)?", 79.2, 312e12, 156e12, 19.5e12,
-        Mfu(0.098), Mfu(0.54), Mfu(0.51)),
-    Gpu("GH200", r"GH200( (120|480)GB)?", 94.5, 989e12, 495e12, 67e12,
-        Mfu(0.053, "from H100"), Mfu(0.42, "from H200"), Mfu(0.35)),
-    Gpu("H100", r"H100( SXM5?)?( 80 ?(GB)?)?( HBM3| SXM5?)?", 79.1, 989e12, 495e12, 67e12,
-        Mfu(0.053), Mfu(0.41), Mfu(0.39)),
-    Gpu("H100-NVL", r"H100 NVL", 93.0, 835e12, 417e12, 60e12,
-        Mfu(0.053, "from H100"), Mfu(0.41, "from H100"), Mfu(0.35)),
-    Gpu("H100-PCIe", r"H100( 80GB)? PCIE( 80GB)?", 79.1, 756e12, 378e12, 51e12,
-        Mfu(0.053, "from H100"), Mfu(0.41, "from H100")),
-    Gpu("H200", r"H200( SXM5?)?", 139.8, 989e12, 495e12, 67e12,
-        Mfu(0.053, "from H100"), Mfu(0.42), Mfu(0.39)),
-    Gpu("H200-NVL", r"H200 NVL", 139.8, 835e12, 417e12, 60e12,
-        Mfu(0.053, "from H100"), Mfu(0.42, "from H200"), Mfu(0.35, "from H100-NVL")),
+    Gpu(
+        "A100-40",
+        r"A100 ((SXM4?|PCIE) )?40 ?(GB)?( PCIE)?",
+        39.4,
+        312e12,
+        156e12,
+        19.5e12,
+        Mfu(0.087),
+        Mfu(0.54, "from A100-80"),
+        Mfu(0.51, "from A100-80"),
+    ),
+    Gpu(
+        "A100-80",
+        r"A100( SXM4?| PCIE)?( 80 ?(GB)?)?( PCIE)?",
+        79.2,
+        312e12,
+        156e12,
+        19.5e12,
+        Mfu(0.098),
+        Mfu(0.54),
+        Mfu(0.51),
+    ),
+    Gpu(
+        "GH200",
+        r"GH200( (120|480)GB)?",
+        94.5,
+        989e12,
+        495e12,
+        67e12,
+        Mfu(0.053, "from H100"),
+        Mfu(0.42, "from H200"),
+        Mfu(0.35),
+    ),
+    Gpu(
+        "H100",
+        r"H100( SXM5?)?( 80 ?(GB)?)?( HBM3| SXM5?)?",
+        79.1,
+        989e12,
+        495e12,
+        67e12,
+        Mfu(0.053),
+        Mfu(0.41),
+        Mfu(0.39),
+    ),
+    Gpu(
+        "H100-NVL",
+        r"H100 NVL",
+        93.0,
+        835e12,
+        417e12,
+        60e12,
+        Mfu(0.053, "from H100"),
+        Mfu(0.41, "from H100"),
+        Mfu(0.35),
+    ),
+    Gpu(
+        "H100-PCIe",
+        r"H100( 80GB)? PCIE( 80GB)?",
+        79.1,
+        756e12,
+        378e12,
+        51e12,
+        Mfu(0.053, "from H100"),
+        Mfu(0.41, "from H100"),
+    ),
+    Gpu(
+        "H200",
+        r"H200( SXM5?)?",
+        139.8,
+        989e12,
+        495e12,
+        67e12,
+        Mfu(0.053, "from H100"),
+        Mfu(0.42),
+        Mfu(0.39),
+    ),
+    Gpu(
+        "H200-NVL",
+        r"H200 NVL",
+        139.8,
+        835e12,
+        417e12,
+        60e12,
+        Mfu(0.053, "from H100"),
+        Mfu(0.42, "from H200"),
+        Mfu(0.35, "from H100-NVL"),
+    ),
     # The original's machines had 160 GiB a B200; others have about 178.
     Gpu("B200", r"B200", 160, 2250e12, 1125e12, 75e12, Mfu(0.038), public_mfu=Mfu(0.24)),
-    Gpu("B300", r"B300( SXM6( AC)?)?", 267, 2250e12, 1125e12, 75e12, Mfu(0.038, "from B200"),
-        public_mfu=Mfu(0.24, "from B200")),
+    Gpu(
+        "B300",
+        r"B300( SXM6( AC)?)?",
+        267,
+        2250e12,
+        1125e12,
+        75e12,
+        Mfu(0.038, "from B200"),
+        public_mfu=Mfu(0.24, "from B200"),
+    ),
     Gpu("MI300X", r"MI300X( OAM| VF)?", 191, 1307e12, 654e12, 163e12),
     Gpu("L40S", r"L40S", 44.4, 362e12, 183e12, 91.6e12, public_mfu=Mfu(0.18)),
     Gpu("L40", r"L40", 44.4, 181e12, 90.5e12, 90.5e12),
     Gpu("L4", r"L4", 22.0, 121e12, 60e12, 30.3e12),
     Gpu("A10", r"A10", 22.0, 125e12, 62.5e12, 31.2e12),
     Gpu("RTX-6000-Ada", r"RTX 6000 ADA( GENERATION)?", 47.4, 364e12, 182e12, 91.1e12),
-    Gpu("RTX-5090", r"(RTX ?)?5090", 31.3, 209.5e12, 104.8e12, 104.8e12,
-        Mfu(0.08, "at the speed of RTX-3090"), FROM_RTX),
-    Gpu("RTX-4090", r"(RTX ?)?4090", 23.5, 165e12, 82.6e12, 82.6e12,
-        Mfu(0.10, "at the speed of RTX-3090"), FROM_RTX),
-    Gpu("RTX-3090", r"(RTX ?)?3090", 23.6, 71e12, 35.6e12, 35.6e12,
-        Mfu(0.24), Mfu(0.65), Mfu(0.63)),
+    Gpu(
+        "RTX-5090",
+        r"(RTX ?)?5090",
+        31.3,
+        209.5e12,
+        104.8e12,
+        104.8e12,
+        Mfu(0.08, "at the speed of RTX-3090"),
+        FROM_RTX,
+    ),
+    Gpu(
+        "RTX-4090",
+        r"(RTX ?)?4090",
+        23.5,
+        165e12,
+        82.6e12,
+        82.6e12,
+        Mfu(0.10, "at the speed of RTX-3090"),
+        FROM_RTX,
+    ),
+    Gpu(
+        "RTX-3090", r"(RTX ?)?3090", 23.6, 71e12, 35.6e12, 35.6e12, Mfu(0.24), Mfu(0.65), Mfu(0.63)
+    ),
     Gpu("V100", r"V100( SXM[23])?( 16GB)?", 15.8, 125e12, 15.7e12, 15.7e12, has_bf16=False),
     Gpu("V100-32", r"V100( SXM[23])? 32(GB)?", 31.7, 125e12, 15.7e12, 15.7e12, has_bf16=False),
     Gpu("V100-PCIe", r"V100 PCIE( 16GB)?", 15.8, 112e12, 14e12, 14e12, has_bf16=False),
@@ -180,27 +276,32 @@ class Speed:
 
     def line(self) -> str:
         flops = self.tokens_per_second * self.flops_per_token / self.num_processes
-        line = (f"speed: {self.tokens_per_second:,.0f} tokens/s,"
-                f" {flops / 1e12:,.3g} TFLOP/s per process")
+        line = (
+            f"speed: {self.tokens_per_second:,.0f} tokens/s,"
+            f" {flops / 1e12:,.3g} TFLOP/s per process"
+        )
         gpu = find_gpu(self.device_name)
         if gpu is None:
             return f"{line} (no MFU: the peak speed of {self.device_name} is not known)"
         mfu, best = gpu.mfu(flops), gpu.high_mfu
-        line += (f", {mfu:.1%} MFU; {gpu.name} should reach up to {best.share:.0%} with such a"
-                 f" model ({best.origin or 'public figures'})")
+        line += (
+            f", {mfu:.1%} MFU; {gpu.name} should reach up to {best.share:.0%} with such a"
+            f" model ({best.origin or 'public figures'})"
+        )
         if mfu >= FAR_BELOW * best.share:
             return line
         reasons = {  # the strongest first
-            f"waiting for data {self.waiting_share:.0%} of the time":
-                self.waiting_share > MUCH_WAITING,
+            f"waiting for data {self.waiting_share:.0%} of the time": self.waiting_share
+            > MUCH_WAITING,
             f"the GPU is throttled ({self.throttling})": self.throttling is not None,
             f"precision {self.precision}": self.precision in ("fp32", "tf32"),
             "PyTorch's math attention kernel": self.attention_kernel == "math",
-            f"a small microbatch of {self.microbatch_tokens:,} tokens":
-                self.microbatch_tokens < SMALL_MICROBATCH_TOKENS,
+            f"a small microbatch of {self.microbatch_tokens:,} tokens": self.microbatch_tokens
+            < SMALL_MICROBATCH_TOKENS,
             "the model is not compiled": not self.is_compiled,
-            f"dropout {self.drop_rate:g}, whose masks have kernels of their own":
-                self.drop_rate > 0}
+            f"dropout {self.drop_rate:g}, whose masks have kernels of their own": self.drop_rate
+            > 0,
+        }
         found = ", ".join(reason for reason, applies in reasons.items() if applies)
         return f"{line}; likely reason: {found or 'none found'}"
 

@@ -38,29 +38,42 @@ class RunEnd:
     failure: str = ""  # what is wrong with a run whose steps are all taken
 
 
-def summarise(run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd,
-              records: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(
+    run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd, records: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the contents of `summary.json` at the end of a launch, from all the run's records."""
     tokens = (end.global_step + 1) * plan.tokens_per_step
     is_finished = plan.is_trained_after(end.global_step) and not end.lacks_validation
     reason = None if is_finished else end.stop_reason
     seconds, this_launch = clock.read(), clock.read_this_launch()
     num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
-    last = {key: next((record[key] for record in reversed(records) if key in record), None)
-            for key in ("train_loss", "validation_loss", "validation_bits_per_byte")}
+    last = {
+        key: next((record[key] for record in reversed(records) if key in record), None)
+        for key in ("train_loss", "validation_loss", "validation_bits_per_byte")
+    }
     return {
         "run": run.name,
         "status": "failed" if end.failure else FINISHED if is_finished else "stopped",
-        "reason": end.failure or (reason and reason.text), "stopped_by": reason and reason.kind,
-        "global_step": end.global_step, "num_steps": plan.num_steps, "tokens": tokens, **last,
+        "reason": end.failure or (reason and reason.text),
+        "stopped_by": reason and reason.kind,
+        "global_step": end.global_step,
+        "num_steps": plan.num_steps,
+        "tokens": tokens,
+        **last,
         "skipped_steps": sum(record.get("skipped_steps") or 0 for record in records),
         **_spent(clock),
         "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
         "tokens_per_second_overall": tokens / sum(seconds.values()),
-        "this_launch": {"steps": num_measured, "tokens": num_measured * plan.tokens_per_step,
-                        "seconds": step_seconds(this_launch)},
+        "this_launch": {
+            "steps": num_measured,
+            "tokens": num_measured * plan.tokens_per_step,
+            "seconds": step_seconds(this_launch),
+        },
         **end.facts,
-        "batch": asdict(plan), "model": run.model.model_dump(), "train": run.config.model_dump()}
+        "batch": asdict(plan),
+        "model": run.model.model_dump(),
+        "train": run.config.model_dump(),
+    }
 
 
 def step_seconds(seconds: dict[str, float]) -> float:
@@ -73,12 +86,29 @@ def _spent(clock: PhaseClock) -> dict[str, Any]:
     return {"seconds": clock.read(), "usd": usd | {"total": sum(usd.values())} if usd else None}
 
 
-def write_status(run: Run, clock: PhaseClock, *, status: str, reason: str | None, num_steps: int,
-                 tokenizer: str | None) -> None:
+def write_status(
+    run: Run,
+    clock: PhaseClock,
+    *,
+    status: str,
+    reason: str | None,
+    num_steps: int,
+    tokenizer: str | None,
+) -> None:
     """Write the `summary.json` of a run that has not ended."""
-    _write(run, {"run": run.name, "status": status, "reason": reason, "num_steps": num_steps,
-                 **_spent(clock), "tokenizer": tokenizer, "model": run.model.model_dump(),
-                 "train": run.config.model_dump()})
+    _write(
+        run,
+        {
+            "run": run.name,
+            "status": status,
+            "reason": reason,
+            "num_steps": num_steps,
+            **_spent(clock),
+            "tokenizer": tokenizer,
+            "model": run.model.model_dump(),
+            "train": run.config.model_dump(),
+        },
+    )
 
 
 def _write(run: Run, summary: dict[str, Any], *, durable: bool = False) -> None:
@@ -105,11 +135,16 @@ def final_figures(summary: dict[str, Any]) -> dict[str, float]:
     if "global_step" not in summary:  # only a status: it was not the end
         return {}
     figures = summary | {
-        "steps": summary["global_step"] + 1, "seconds": sum(summary["seconds"].values()),
+        "steps": summary["global_step"] + 1,
+        "seconds": sum(summary["seconds"].values()),
         "best_loss": (summary["best"] or {}).get("loss"),
-        "usd": (summary["usd"] or {}).get("total")}
-    return {f"final/{key}": float(value) for key, value in figures.items()
-            if is_number(value, -LARGEST, LARGEST)}
+        "usd": (summary["usd"] or {}).get("total"),
+    }
+    return {
+        f"final/{key}": float(value)
+        for key, value in figures.items()
+        if is_number(value, -LARGEST, LARGEST)
+    }
 
 
 def final_status(run: Run, status: int) -> int:
@@ -119,12 +154,16 @@ def final_status(run: Run, status: int) -> int:
     where it is 0.
     """
     summary = read_summary(run)
-    stopped_by = next((128 + number for number, name in STOP_SIGNALS.items()
-                       if summary.get("reason") == name), 0)
+    stopped_by = next(
+        (128 + number for number, name in STOP_SIGNALS.items() if summary.get("reason") == name), 0
+    )
     if summary.get("status") == "running":  # the processes were killed
         signal_name = STOP_SIGNALS.get(status - 128)  # a second signal: they exited at once
-        summary |= {"status": "stopped", "reason": signal_name} if signal_name else {
-            "status": "failed", "reason": f"ended with status {status}"}
+        summary |= (
+            {"status": "stopped", "reason": signal_name}
+            if signal_name
+            else {"status": "failed", "reason": f"ended with status {status}"}
+        )
         _write(run, summary)
     return status or stopped_by
 
@@ -138,11 +177,15 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         losses += f", validation loss {_loss(summary['validation_loss'])}"
     because = f" ({summary['reason']})" if summary["reason"] else ""
     done, wanted = summary["global_step"] + 1, summary["num_steps"]
-    steps = f"step {done:,} of {wanted:,}" if done <= wanted else (
-        f"step {done:,}, {wanted:,} were wanted")
+    steps = (
+        f"step {done:,} of {wanted:,}"
+        if done <= wanted
+        else (f"step {done:,}, {wanted:,} were wanted")
+    )
     lines = [
         f"{run.name} {summary['status']} at {steps}{because}: {losses} (nats per token)",
-        _split("time", summary["seconds"], duration)]
+        _split("time", summary["seconds"], duration),
+    ]
     if summary["status"] == "stopped":
         raised = "raise max_cost_usd or max_hours, then " if summary["stopped_by"] == BUDGET else ""
         lines.append(f"to continue: {raised}run the same command again")
@@ -163,13 +206,18 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f" {saved['longest_write_seconds']:.2f} s",
         f"best checkpoint: {run.checkpoints_dir / best['checkpoint']}"
         f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})"
-        if best else "no checkpoint could be written"]
+        if best
+        else "no checkpoint could be written",
+    ]
 
 
 def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:
     parts = {TRAINING: spent[TRAINING]} | {phase: spent[phase] for phase in PHASES}
-    named = [f"{show(value)} {phase}" for phase, value in parts.items()
-             if phase == TRAINING or show(value) != show(0.0)]
+    named = [
+        f"{show(value)} {phase}"
+        for phase, value in parts.items()
+        if phase == TRAINING or show(value) != show(0.0)
+    ]
     return f"{name}: {show(sum(parts.values()))} = {', '.join(named)}"
 
 

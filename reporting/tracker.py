@@ -31,8 +31,11 @@ WAIT_SECONDS = 1.0  # between two looks for new records
 PROJECT = "ddp-train"  # where runs appear in wandb and Trackio
 STEP = "step"  # the x axis of wandb, whose own steps cannot go back
 MAX_NAME_LENGTH = 80  # of a run, in the names that trackers have for it
-NO_REPORTS = {"WANDB_ERROR_REPORTING": "false", "GRADIO_ANALYTICS_ENABLED": "False",
-              "HF_HUB_DISABLE_TELEMETRY": "1"}
+NO_REPORTS = {
+    "WANDB_ERROR_REPORTING": "false",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
 
 Points = list[tuple[int, dict[str, Any]]]  # steps, counted from 1, and metrics by name
 
@@ -70,22 +73,37 @@ def begin_tracking(run: Run, *, starts_over: bool) -> None:
 
 def tracker_process(run: Run) -> Beside:
     """Return the process of a run's tracker, with nothing to run if it has none."""
-    launch = None if run.config.tracker == "none" else (
-        lambda: beside.start_module("reporting.tracker", run.run_dir))
-    return Beside("tracker", launch, advice=(
-        f"; `lab export-metrics {run.name} --to {run.config.tracker}` adds what is missing"))
+    launch = (
+        None
+        if run.config.tracker == "none"
+        else (lambda: beside.start_module("reporting.tracker", run.run_dir))
+    )
+    return Beside(
+        "tracker",
+        launch,
+        advice=(
+            f"; `lab export-metrics {run.name} --to {run.config.tracker}` adds what is missing"
+        ),
+    )
 
 
 def check_tracker(kind: str) -> None:
     """Check, without importing it, that a tracker can be used. Raises: UserError."""
     found = None if kind == "none" else importlib.util.find_spec(kind)
     if kind != "none" and (found is None or found.origin is None):  # a directory is no package
-        raise UserError(f'tracker "{kind}" needs the package {kind}: run `uv sync --extra {kind}`'
-                        f" (or pip install {kind})")
+        raise UserError(
+            f'tracker "{kind}" needs the package {kind}: run `uv sync --extra {kind}`'
+            f" (or pip install {kind})"
+        )
 
 
-def send_records(run: Run, tracked: TrackedRun, *, note: Callable[[str], None],
-                 is_over: Callable[[], bool] = lambda: True) -> int:
+def send_records(
+    run: Run,
+    tracked: TrackedRun,
+    *,
+    note: Callable[[str], None],
+    is_over: Callable[[], bool] = lambda: True,
+) -> int:
     """Send the records that a run's tracker lacks, and new ones as they come; return their number.
 
     At last the figures of the summary, if the run has ended. `is_over` waits a while, and returns
@@ -159,8 +177,15 @@ class Trackio:
             os.environ["HF_HUB_OFFLINE"] = "1"  # else it asks whose the token is, if there is one
         import trackio
 
-        self._run = trackio.init(project=PROJECT, name=name, config=config, resume="allow",
-                                 embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        self._run = trackio.init(
+            project=PROJECT,
+            name=name,
+            config=config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
         self._finish = trackio.finish  # the run's own would be called again, and print, at the exit
 
     def send(self, points: Points) -> None:
@@ -183,18 +208,34 @@ class Wandb:
     Where steps come again, as after a kill, both values are kept.
     """
 
-    def __init__(self, run: Run, name: str, config: dict[str, Any],
-                 note: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Run, name: str, config: dict[str, Any], note: Callable[[str], None]
+    ) -> None:
         os.environ["WANDB_SILENT"] = "true"  # else, without a key, it asks for one in a terminal
         import wandb
 
         options: dict[str, Any] = {
-            "id": name, "name": run.name, "config": config, "resume": "allow",
-            "dir": os.environ.get("WANDB_DIR") or run.run_dir, "allow_val_change": True,
-            "project": os.environ.get("WANDB_PROJECT") or PROJECT, "settings": wandb.Settings(
-                silent=True, console="off", disable_git=True, disable_code=True, save_code=False,
-                disable_job_creation=True, label_disable=True, x_disable_meta=True,
-                x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False)}
+            "id": name,
+            "name": run.name,
+            "config": config,
+            "resume": "allow",
+            "dir": os.environ.get("WANDB_DIR") or run.run_dir,
+            "allow_val_change": True,
+            "project": os.environ.get("WANDB_PROJECT") or PROJECT,
+            "settings": wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                save_code=False,
+                disable_job_creation=True,
+                label_disable=True,
+                x_disable_meta=True,
+                x_disable_stats=True,
+                x_disable_machine_info=True,
+                x_save_requirements=False,
+            ),
+        }
         try:
             self._run = wandb.init(**options)
         except wandb.Error as error:  # no network, no key, or one that is not accepted
@@ -214,8 +255,9 @@ class Wandb:
         self._run.finish()
 
 
-def open_tracker(run: Run, id: str, last_step: int,
-                 note: Callable[[str], None]) -> TensorBoard | Trackio | Wandb:
+def open_tracker(
+    run: Run, id: str, last_step: int, note: Callable[[str], None]
+) -> TensorBoard | Trackio | Wandb:
     """Return the tracker of a run, which knows it by this id.
 
     What it shows of steps after `last_step` is taken back, if it can do that.
@@ -226,8 +268,9 @@ def open_tracker(run: Run, id: str, last_step: int,
     name = f"{run.name[:MAX_NAME_LENGTH]}-{id}"  # no other tracked run has it
     if run.config.tracker == "tensorboard":
         return TensorBoard(run.run_dir / "tensorboard" / id, config, last_step)
-    return Trackio(name, config) if run.config.tracker == "trackio" else Wandb(
-        run, name, config, note)
+    return (
+        Trackio(name, config) if run.config.tracker == "trackio" else Wandb(run, name, config, note)
+    )
 
 
 def track(run_dir: Path, say: Callable[[str], None]) -> None:

@@ -21,18 +21,37 @@ if torch.cuda.is_available():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--storm", type=int, default=2, metavar="N",
-                     help="how often test_storm.py kills a run")
-    parser.addoption("--relaunches", type=int, default=1, metavar="N",
-                     help="how often test_storm.py kills a launch and types the command again")
-    parser.addoption("--restarts", type=int, default=1, metavar="N",
-                     help="how often test_faults.py and test_nodes.py let torchrun restart a rank")
-    parser.addoption("--exits", type=int, default=3, metavar="N",
-                     help="how many runs test_storm.py takes to their end")
-    parser.addoption("--thorough", action="store_true",
-                     help="all faults, nodes, steps, memory limits and megabytes that the tests of"
-                          " faults, nodes, leaks, the search and preparing are laid out for, not a"
-                          " selection")
+    parser.addoption(
+        "--storm", type=int, default=2, metavar="N", help="how often test_storm.py kills a run"
+    )
+    parser.addoption(
+        "--relaunches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how often test_storm.py kills a launch and types the command again",
+    )
+    parser.addoption(
+        "--restarts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how often test_faults.py and test_nodes.py let torchrun restart a rank",
+    )
+    parser.addoption(
+        "--exits",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how many runs test_storm.py takes to their end",
+    )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="all faults, nodes, steps, memory limits and megabytes that the tests of"
+        " faults, nodes, leaks, the search and preparing are laid out for, not a"
+        " selection",
+    )
 
 
 @pytest.fixture

@@ -26,22 +26,33 @@ from trainer.precision import resolve_for_device
 # --- what the compiler writes for a GPU
 
 
-@pytest.fixture(scope="module", params=[
-    "H100", pytest.param("RTX-4090", marks=pytest.mark.thorough)])
+@pytest.fixture(
+    scope="module", params=["H100", pytest.param("RTX-4090", marks=pytest.mark.thorough)]
+)
 def gpu_work(request):
     """The work of a step of two layers of GPT-2 small, in a process that believes in a GPU."""
     pytest.importorskip("triton")
-    printed = succeeded(run_command(
-        sys.executable, "-m", "benchmarks.gpu_code", "--layers", "2", "--json",
-        "--gpu", request.param)).stdout
+    printed = succeeded(
+        run_command(
+            sys.executable,
+            "-m",
+            "benchmarks.gpu_code",
+            "--layers",
+            "2",
+            "--json",
+            "--gpu",
+            request.param,
+        )
+    ).stdout
     return [json.loads(line) for line in printed.splitlines()]
 
 
 def test_the_loss_is_one_kernel_on_a_gpu_that_loads_16_bytes_and_reads_each_logit_once(gpu_work):
     """From memory: the second of its two loops finds them in the cache. Its output is as large."""
     logit_bytes = 2 * 64 * 1024 * 50304
-    large, = (one for one in gpu_work
-              if one["kind"] == "kernel" and one["num_bytes"] > logit_bytes)
+    (large,) = (
+        one for one in gpu_work if one["kind"] == "kernel" and one["num_bytes"] > logit_bytes
+    )
     assert "softmax" in large["name"] and large["calls"] == 1 and large["load_bytes"] == 16
     assert large["num_bytes"] == pytest.approx(2 * logit_bytes, rel=0.001)
 
@@ -51,7 +62,7 @@ def test_a_step_on_a_gpu_has_no_more_kernels_and_bytes_than_it_had(gpu_work):
     assert 40 < sum(one["calls"] for one in kernels) <= 55
     bytes_per_token = sum(one["num_bytes"] for one in kernels) / (64 * 1024)
     assert 300_000 < bytes_per_token <= 366_000
-    bias, = (one for one in kernels if "gelu_backward" in one["name"])  # and its sum
+    (bias,) = (one for one in kernels if "gelu_backward" in one["name"])  # and its sum
     assert bias["num_bytes"] == pytest.approx(2 * 3 * 2 * 64 * 1024 * 3072, rel=0.01)
 
 
@@ -61,8 +72,9 @@ def test_the_products_on_a_gpu_are_those_of_the_model_and_attention_is_one_call(
     attention = 12 * model.n_layers * model.context_length * model.emb_dim
     products = sum(one["flops"] for one in gpu_work if one["kind"] == "product")
     assert products / num_tokens == flops_per_token(model) + padding - attention
-    forward, backward = sorted((one for one in gpu_work if one["kind"] == "attention"),
-                               key=lambda one: one["flops"])
+    forward, backward = sorted(
+        (one for one in gpu_work if one["kind"] == "attention"), key=lambda one: one["flops"]
+    )
     assert forward["calls"] == backward["calls"] == 2
     # The backward pass of fused attention computes the weights again: 2.5 times the forward pass.
     assert backward["flops"] == 2.5 * forward["flops"]
@@ -72,16 +84,25 @@ def test_the_products_on_a_gpu_are_those_of_the_model_and_attention_is_one_call(
 # --- what a GPU can tell
 
 
-def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(tmp_path,
-                                                                                pytestconfig):
+def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(
+    tmp_path, pytestconfig
+):
     """The rows, three trainings of half a minute, with --thorough only."""
-    parts = [part for part in gpu.PARTS
-             if part != "rows" or pytestconfig.getoption("--thorough")]
+    parts = [part for part in gpu.PARTS if part != "rows" or pytestconfig.getoption("--thorough")]
     output = tmp_path / "gpu.jsonl"
-    result = succeeded(run_command(sys.executable, "benchmarks/gpu.py", "--device", "cpu",
-                                   "--parts", ",".join(parts), "--output", str(output)))
-    lines = {part: [line for line in read_lines(output) if line["part"] == part]
-             for part in parts}
+    result = succeeded(
+        run_command(
+            sys.executable,
+            "benchmarks/gpu.py",
+            "--device",
+            "cpu",
+            "--parts",
+            ",".join(parts),
+            "--output",
+            str(output),
+        )
+    )
+    lines = {part: [line for line in read_lines(output) if line["part"] == part] for part in parts}
     assert not [line for line in read_lines(output) if line.get("failed")]
     assert lines["facts"][0]["torch"] == torch.__version__ and lines["facts"][-1]["attention"]
     losses = {line["row"]: line for line in lines["curve"]}
@@ -103,13 +124,14 @@ def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(
     for line in lines["rows"]:  # each in a process of its own
         if line["row"] != throughput.WHOLE_RUN:
             assert len(line["blocks"]) == 3 and len(line["losses"]) == gpu.TINY_STEPS
-    found, = re.findall(r"for benchmarks/measured.json: (.*)", result.stdout)
+    (found,) = re.findall(r"for benchmarks/measured.json: (.*)", result.stdout)
     measured = Measurement.model_validate_json(found)
     assert measured.tokens_per_second == rows[throughput.WHOLE_RUN] and measured.compile
 
 
-def test_a_part_that_fails_takes_too_long_or_comes_too_late_is_a_line_and_status_1(monkeypatch,
-                                                                                   tmp_path):
+def test_a_part_that_fails_takes_too_long_or_comes_too_late_is_a_line_and_status_1(
+    monkeypatch, tmp_path
+):
     program, output = tmp_path / "python", tmp_path / "gpu.jsonl"
     output.write_text('{"part": "curve", "failed": "an earlier call"}\n')
     monkeypatch.setattr(sys, "executable", str(program))  # that the parts are started with
@@ -117,8 +139,9 @@ def test_a_part_that_fails_takes_too_long_or_comes_too_late_is_a_line_and_status
     def call(script, *arguments):
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        result = CliRunner().invoke(gpu.main, [
-            "--device", "cpu", "--output", str(output), "--parts", "facts", *arguments])
+        result = CliRunner().invoke(
+            gpu.main, ["--device", "cpu", "--output", str(output), "--parts", "facts", *arguments]
+        )
         return result, read_lines(output)[-1]["failed"]
 
     result, reason = call("echo RuntimeError: no kernel >&2; exit 3")
@@ -154,9 +177,12 @@ def task_of(name, system, num_steps=80, **changes):
     return Task(name, system, changes, SHAPE, "cpu", 2, 4, num_steps)
 
 
-TASKS = [task_of(REFERENCE, "ours", precision="fp32"), task_of("ours", "ours"),
-         task_of(ORIGINAL, "original"),
-         task_of("Hugging Face", "hugging face", precision="fp32", compile=False)]
+TASKS = [
+    task_of(REFERENCE, "ours", precision="fp32"),
+    task_of("ours", "ours"),
+    task_of(ORIGINAL, "original"),
+    task_of("Hugging Face", "hugging face", precision="fp32", compile=False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +203,13 @@ def test_all_systems_have_the_same_curve_and_its_speed_is_that_of_the_median_blo
         assert sorted(line["blocks"])[1] == line["tokens_per_second"]
 
 
-def test_a_model_with_an_error_and_curves_that_prove_nothing_are_reported(lines, tokens_path,
-                                                                          monkeypatch):
+def test_a_model_with_an_error_and_curves_that_prove_nothing_are_reported(
+    lines, tokens_path, monkeypatch
+):
     attention = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention",
-                        lambda q, k, v, **_: attention(q, k, v))  # without the mask
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, **_: attention(q, k, v)
+    )  # without the mask
     line = {"row": "sees the future"} | measure(TASKS[0], tokens_path)
     (difference,) = differences([*lines, line])
     assert difference.startswith("sees the future: its losses differ")
@@ -219,13 +247,21 @@ def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_p
         asked.append(task.name)
         if task.name in fails:
             raise RowFailed("not compiled: no compiler")
-        return {"tokens_per_second": 1000.0 * len(asked), "precision": "fp32", "peak_mib": 9.0,
-                "losses": [5 - 0.1 * step for step in range(10)], "microbatch_size": 2,
-                "compile_seconds": 0.0, "machine": {"device": "a test"}}
+        return {
+            "tokens_per_second": 1000.0 * len(asked),
+            "precision": "fp32",
+            "peak_mib": 9.0,
+            "losses": [5 - 0.1 * step for step in range(10)],
+            "microbatch_size": 2,
+            "compile_seconds": 0.0,
+            "machine": {"device": "a test"},
+        }
 
     def call(*arguments):
-        return CliRunner().invoke(throughput.main, [
-            "--device", "cpu", "--output", str(tmp_path / "out.jsonl"), *arguments])
+        return CliRunner().invoke(
+            throughput.main,
+            ["--device", "cpu", "--output", str(tmp_path / "out.jsonl"), *arguments],
+        )
 
     tasks = TASKS[:3]
     monkeypatch.setattr(throughput, "tasks_of", lambda *_: tasks)
@@ -249,10 +285,12 @@ def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_p
 def test_the_table_of_the_shipped_speeds_is_that_of_the_document():
     lines = read_lines(PROJECT_DIR / "benchmarks/throughput-cpu.jsonl")
     text = (PROJECT_DIR / "benchmarks/README.md").read_text()
-    table = text[text.index("| | vocabulary 50,257, tokens/s |"):].split("\n\n")[0]
+    table = text[text.index("| | vocabulary 50,257, tokens/s |") :].split("\n\n")[0]
     _, _, *shown = (line.strip("| ").split(" | ") for line in table.splitlines())
-    names = {"ours": "ours (bf16, not compiled: the default)",
-             "ours, bf16": "the same again, in turn"}
+    names = {
+        "ours": "ours (bf16, not compiled: the default)",
+        "ours, bf16": "the same again, in turn",
+    }
     found = {}
     for title in dict.fromkeys(line["bench"] for line in lines):  # the larger vocabulary first
         _, _, *rows = throughput.speed_table([line for line in lines if line["bench"] == title], 1)
@@ -271,15 +309,17 @@ def test_rows_of_a_system_share_a_cache_and_the_first_says_that_it_was_empty(mon
         return {}
 
     monkeypatch.setattr(throughput, "measure_row", fake)
-    lines = [throughput.measured(task_of("x", system), tmp_path, tmp_path, 1)
-             for system in ("ours", "hugging face", "whole run", "ours")]
+    lines = [
+        throughput.measured(task_of("x", system), tmp_path, tmp_path, 1)
+        for system in ("ours", "hugging face", "whole run", "ours")
+    ]
     assert [line["has_cache"] for line in lines] == [False, False, True, True]
     assert places[0] == places[2] == places[3] != places[1]
 
 
 def test_rows_on_a_gpu_begin_with_what_decides_and_fit_80_gib():
     rows = {task.name: task for task in throughput.tasks_of("cuda", Path("nanogpt"))}
-    assert tuple(rows)[:len(throughput.FIRST_ON_GPU)] == throughput.FIRST_ON_GPU
+    assert tuple(rows)[: len(throughput.FIRST_ON_GPU)] == throughput.FIRST_ON_GPU
     assert {task.num_steps for task in rows.values()} == {16}
     for name, size in ((REFERENCE, 32), ("ours", 64), ("ours, microbatch 16", 16), (ORIGINAL, 16)):
         assert rows[name].microbatch_size == size
@@ -311,15 +351,20 @@ def test_twins_are_valid_runs_of_one_dataset_each():
 
 def test_the_projected_dollars_are_those_of_lab_plan():
     text = (PROJECT_DIR / "benchmarks/recipes.md").read_text()
-    command, = re.findall(r"^uv run lab (plan gpt2-small-one-dollar .*)$", text, re.MULTILINE)
-    plan = json.loads(run_lab(*command.split(), "--json", "--runs-dir",
-                              str(PROJECT_DIR / "runs")).stdout)
+    (command,) = re.findall(r"^uv run lab (plan gpt2-small-one-dollar .*)$", text, re.MULTILINE)
+    plan = json.loads(
+        run_lab(*command.split(), "--json", "--runs-dir", str(PROJECT_DIR / "runs")).stdout
+    )
     found = {machine["name"]: machine for machine in plan["machines"]}
-    for name, row in (("4090", "one RTX 4090 at US$0.35 an hour"),
-                      ("8x H100", "8x H100 at US$23.92 an hour")):
+    for name, row in (
+        ("4090", "one RTX 4090 at US$0.35 an hour"),
+        ("8x H100", "8x H100 at US$23.92 an hour"),
+    ):
         hours, usd = found[name]["hours"], found[name]["usd"]
-        assert (f"| {row} | {hours['expected']:.2f} | {usd['expected']:.2f} |"
-                f" {usd['low']:.2f} to {usd['high']:.2f} |" in text)
+        assert (
+            f"| {row} | {hours['expected']:.2f} | {usd['expected']:.2f} |"
+            f" {usd['low']:.2f} to {usd['high']:.2f} |" in text
+        )
 
 
 def add_run(sweep_dir, name, *, tokens, losses):
@@ -329,30 +374,57 @@ def add_run(sweep_dir, name, *, tokens, losses):
     for file in ("model.json", "train.json"):
         (run_dir / file).write_text((TWINS / "bytes-original" / file).read_text())
     steps = [tokens * (number + 1) // len(losses) for number in range(len(losses))]
-    (run_dir / "metrics.jsonl").write_text("".join(
-        json.dumps({"global_step": number, "tokens": step, "validation_loss": loss}) + "\n"
-        for number, (step, loss) in enumerate(zip(steps, losses, strict=True))))
-    (run_dir / "summary.json").write_text(json.dumps({
-        "status": "finished", "tokens": tokens, "validation_loss": losses[-1]}))
+    (run_dir / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"global_step": number, "tokens": step, "validation_loss": loss}) + "\n"
+            for number, (step, loss) in enumerate(zip(steps, losses, strict=True))
+        )
+    )
+    (run_dir / "summary.json").write_text(
+        json.dumps({"status": "finished", "tokens": tokens, "validation_loss": losses[-1]})
+    )
 
 
 def table(sweeps_dir):
     """Return the cells below the head."""
     result = CliRunner().invoke(recipes.main, ["--sweeps-dir", str(sweeps_dir)])
     assert result.exit_code == 0, result.output
-    return [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in result.output.splitlines()[2:]]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in result.output.splitlines()[2:]
+    ]
 
 
 def test_the_share_of_a_baselines_tokens_is_paired_by_seed(tmp_path):
     for seed, shift in ((42, 0.0), (43, 0.2)):
-        add_run(tmp_path / "bytes-original", f"baseline-seed-{seed}", tokens=1000,
-                losses=[3.0 + shift, 2.5 + shift])
-        add_run(tmp_path / "bytes-muon", f"baseline-seed-{seed}", tokens=400,
-                losses=[2.8 + shift, 2.2 + shift * 1.5])
-    assert table(tmp_path) == [[
-        "bytes-original", "1,000", "2.600 (2 seeds)", "bytes-muon", "400", "40%",
-        "2.350 (2 seeds)", "-0.250", "-0.885 to +0.385", "310", "31.0%", "18.3% to 43.7%"]]
+        add_run(
+            tmp_path / "bytes-original",
+            f"baseline-seed-{seed}",
+            tokens=1000,
+            losses=[3.0 + shift, 2.5 + shift],
+        )
+        add_run(
+            tmp_path / "bytes-muon",
+            f"baseline-seed-{seed}",
+            tokens=400,
+            losses=[2.8 + shift, 2.2 + shift * 1.5],
+        )
+    assert table(tmp_path) == [
+        [
+            "bytes-original",
+            "1,000",
+            "2.600 (2 seeds)",
+            "bytes-muon",
+            "400",
+            "40%",
+            "2.350 (2 seeds)",
+            "-0.250",
+            "-0.885 to +0.385",
+            "310",
+            "31.0%",
+            "18.3% to 43.7%",
+        ]
+    ]
 
 
 def test_changed_variants_are_named_and_other_directories_are_left_out(tmp_path):
@@ -368,10 +440,17 @@ def test_changed_variants_are_named_and_other_directories_are_left_out(tmp_path)
 
 # --- the prose corpus
 
-SENTENCE = ("The words of this paragraph number {} go on until they are long enough to be kept, and"
-            " then they end with a full stop.")
-PAGE = (b"<html><head><title>No</title></head><body><nav>" + SENTENCE.format("menu").encode()
-        + b"</nav><p>{}</p><pre>" + SENTENCE.format("code").encode() + b"</pre></body></html>")
+SENTENCE = (
+    "The words of this paragraph number {} go on until they are long enough to be kept, and"
+    " then they end with a full stop."
+)
+PAGE = (
+    b"<html><head><title>No</title></head><body><nav>"
+    + SENTENCE.format("menu").encode()
+    + b"</nav><p>{}</p><pre>"
+    + SENTENCE.format("code").encode()
+    + b"</pre></body></html>"
+)
 NUMBERS = "one two three four".split()
 
 
@@ -382,8 +461,11 @@ def html_of(number):
 def test_the_corpus_has_each_sentence_once_and_nothing_else_in_a_fixed_order(tmp_path, monkeypatch):
     pod = f"=head1 NAME\n\nI<{SENTENCE.format('three')[:9]}>{SENTENCE.format('three')[9:]}\n\n"
     for name, content in {
-        "one.html": html_of("one"), "again.html": html_of("one"), "two.html": html_of("two"),
-        "link.de.html": html_of("German"), "genindex.html": html_of("index"),
+        "one.html": html_of("one"),
+        "again.html": html_of("one"),
+        "two.html": html_of("two"),
+        "link.de.html": html_of("German"),
+        "genindex.html": html_of("index"),
         "LICENSE": html_of("licence"),
         "short.html": PAGE.replace(b"{}", b"It is too short."),
         "code.html": PAGE.replace(b"{}", b"x = y[0] + f(2) * {3: 4};  " * 9 + b"."),

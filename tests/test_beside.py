@@ -58,9 +58,16 @@ class Scripts:
     def __call__(self):
         assert all(process.poll() is not None for process in self.started), "two at a time"
         code = self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
-        self.started.append(subprocess.Popen(
-            ["sh", "-c", f"read begin; {code}"], cwd=self._folder, process_group=0, bufsize=0,
-            stdin=subprocess.PIPE, stderr=subprocess.PIPE))
+        self.started.append(
+            subprocess.Popen(
+                ["sh", "-c", f"read begin; {code}"],
+                cwd=self._folder,
+                process_group=0,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
         self.started[-1].stdin.write(b"begin\n")
         return self.started[-1]
 
@@ -91,11 +98,16 @@ def test_one_process_at_a_time_and_another_one_only_if_it_was_asked_for_meanwhil
     assert finish(process) == "" and len(scripts.started) == 2  # nothing is due
 
 
-@pytest.mark.parametrize(("code", "failure"), [
-    ("echo no good >&2; exit 1", "no good; advice"),
-    ("exit 3", "ended with status 3; advice"),
-    ("kill -9 $$", "its process was ended by signal 9 (Killed); advice"),
-    ("echo a note >&2", "a note; advice"), ("true", "")])
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ("echo no good >&2; exit 1", "no good; advice"),
+        ("exit 3", "ended with status 3; advice"),
+        ("kill -9 $$", "its process was ended by signal 9 (Killed); advice"),
+        ("echo a note >&2", "a note; advice"),
+        ("true", ""),
+    ],
+)
 def test_what_it_says_and_how_it_failed_is_told_once(tmp_path, code, failure):
     process = Beside("chart", Scripts(tmp_path, code), advice="; advice")
     assert started(process) == failure
@@ -106,21 +118,30 @@ def test_what_it_says_and_how_it_failed_is_told_once(tmp_path, code, failure):
 
 def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     beats, pid = [], tmp_path / "pid"
-    process = Beside("chart", Scripts(
-        tmp_path, f"trap '' TERM; {HANGS} & echo $! > pid; wait; {HANGS}"))
+    process = Beside(
+        "chart", Scripts(tmp_path, f"trap '' TERM; {HANGS} & echo $! > pid; wait; {HANGS}")
+    )
     process.start()
     process.start()  # the one that waits is not started any more
-    failure = process.finish(lambda: 0.0 if beats and pid.exists() and pid.read_text()
-                             else math.inf, heartbeat=lambda: beats.append(1))
+    failure = process.finish(
+        lambda: 0.0 if beats and pid.exists() and pid.read_text() else math.inf,
+        heartbeat=lambda: beats.append(1),
+    )
     assert failure.startswith("it was ended after ")
     wait_until_gone([int(pid.read_text())])
     assert finish(process) == "its process was ended by signal 9 (Killed)"
 
 
 def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(monkeypatch, tmp_path):
-    for name, value in {"RANK": "0", "LOCAL_WORLD_SIZE": "8", "MASTER_PORT": "1",
-                        "TORCHELASTIC_RUN_ID": "x", "CUDA_VISIBLE_DEVICES": "0",
-                        VARIABLE: "draw:hang", MARKS: str(tmp_path / "marks")}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "CUDA_VISIBLE_DEVICES": "0",
+        VARIABLE: "draw:hang",
+        MARKS: str(tmp_path / "marks"),
+    }.items():
         monkeypatch.setenv(name, value)
     lock, process = lock_directory(tmp_path), drawing(tmp_path)
     process.start()
@@ -131,8 +152,11 @@ def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(monkeypatch, tmp
     assert found.nice() == 19 and found.cwd() == str(PROJECT_DIR) and not found.net_connections()
     assert os.getpgid(pid) == pid and os.getsid(pid) == os.getsid(0)
     variables = found.environ()
-    assert not [key for key in variables if key.startswith(("TORCHELASTIC", "MASTER"))
-                or key.endswith(("RANK", "WORLD_SIZE"))]
+    assert not [
+        key
+        for key in variables
+        if key.startswith(("TORCHELASTIC", "MASTER")) or key.endswith(("RANK", "WORLD_SIZE"))
+    ]
     assert variables["CUDA_VISIBLE_DEVICES"] == "" and variables["OMP_NUM_THREADS"] == "1"
     os.kill(pid, signal.SIGTERM)
     assert finish(process) == "its process was ended by signal 15 (Terminated)"
@@ -140,13 +164,18 @@ def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(monkeypatch, tmp
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_it_ends_with_a_process_that_is_killed(tmp_path):
-    code = ("import sys, time\nfrom pathlib import Path\n"
-            "from processes.beside import Beside, start_module\n"
-            "Beside('chart', lambda: start_module('reporting.charts', Path(sys.argv[1]))).start()\n"
-            "time.sleep(3600)")
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from processes.beside import Beside, start_module\n"
+        "Beside('chart', lambda: start_module('reporting.charts', Path(sys.argv[1]))).start()\n"
+        "time.sleep(3600)"
+    )
     marks = tmp_path / "marks"
-    trainer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=PROJECT_DIR,
-                               env=os.environ | {VARIABLE: "draw:hang", MARKS: str(marks)})
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=PROJECT_DIR,
+        env=os.environ | {VARIABLE: "draw:hang", MARKS: str(marks)},
+    )
     pid = struck_by(marks)
     assert psutil.pid_exists(pid)
     trainer.kill()
@@ -154,14 +183,30 @@ def test_it_ends_with_a_process_that_is_killed(tmp_path):
     wait_until_gone([pid])
 
 
-ENDED = {"status": "finished", "reason": None, "global_step": 9, "num_steps": 10, "tokens": 640,
-         "train_loss": 2.5, "validation_loss": 2.25, "seconds": {"training": 2.0, "chart": 1.0},
-         "usd": {"training": 0.5, "total": 0.75}}
+ENDED = {
+    "status": "finished",
+    "reason": None,
+    "global_step": 9,
+    "num_steps": 10,
+    "tokens": 640,
+    "train_loss": 2.5,
+    "validation_loss": 2.25,
+    "seconds": {"training": 2.0, "chart": 1.0},
+    "usd": {"training": 0.5, "total": 0.75},
+}
 SHORT = {"gradient_accumulation_steps": 1, "min_train_tokens": 320}
 
 
-def run_after(workplace, summary, command, *, stop_signal=0, process=ONE_PROCESS, has_trained=True,
-              after_checkpoint=None):
+def run_after(
+    workplace,
+    summary,
+    command,
+    *,
+    stop_signal=0,
+    process=ONE_PROCESS,
+    has_trained=True,
+    after_checkpoint=None,
+):
     """Run a command as after a launch that has left this summary."""
     if not (workplace.runs_dir / "tiny").exists():
         workplace.add_run()
@@ -176,22 +221,33 @@ def run_after(workplace, summary, command, *, stop_signal=0, process=ONE_PROCESS
 BEFORE = {"has_trained": False}  # the run was finished before this launch
 
 
-@pytest.mark.parametrize(("changes", "launch", "why_not"), [
-    ({}, {}, ""),
-    ({"status": "stopped", "reason": "max_hours 2 is spent", "stopped_by": "budget"}, {}, ""),
-    ({"status": "stopped", "reason": "--max-steps", "stopped_by": "--max-steps"}, {},
-     "--max-steps ended the launch"),
-    ({}, {"stop_signal": signal.SIGINT}, "SIGINT ended the launch"),
-    ({"status": "running"}, {}, "the run has not ended"),
-    ({"status": "failed", "reason": "rank 1 has ended"}, {}, "rank 1 has ended ended the launch"),
-    ({"when_done": {"status": 1}}, BEFORE, ""),
-    ({"when_done": {"status": None}}, BEFORE, ""),  # killed, or the machine was
-    ({}, BEFORE, ""),  # the same, before the command began
-    ({"when_done": "damaged"}, BEFORE, ""),
-    ({"when_done": {"status": 0}}, BEFORE, "it has succeeded after an earlier launch"),
-])
+@pytest.mark.parametrize(
+    ("changes", "launch", "why_not"),
+    [
+        ({}, {}, ""),
+        ({"status": "stopped", "reason": "max_hours 2 is spent", "stopped_by": "budget"}, {}, ""),
+        (
+            {"status": "stopped", "reason": "--max-steps", "stopped_by": "--max-steps"},
+            {},
+            "--max-steps ended the launch",
+        ),
+        ({}, {"stop_signal": signal.SIGINT}, "SIGINT ended the launch"),
+        ({"status": "running"}, {}, "the run has not ended"),
+        (
+            {"status": "failed", "reason": "rank 1 has ended"},
+            {},
+            "rank 1 has ended ended the launch",
+        ),
+        ({"when_done": {"status": 1}}, BEFORE, ""),
+        ({"when_done": {"status": None}}, BEFORE, ""),  # killed, or the machine was
+        ({}, BEFORE, ""),  # the same, before the command began
+        ({"when_done": "damaged"}, BEFORE, ""),
+        ({"when_done": {"status": 0}}, BEFORE, "it has succeeded after an earlier launch"),
+    ],
+)
 def test_it_runs_on_rank_0_after_the_end_of_the_run_or_its_budget_until_it_succeeds(
-        workplace, capfd, changes, launch, why_not):
+    workplace, capfd, changes, launch, why_not
+):
     ended = ENDED | changes
     run_after(workplace, ended, "echo", process=replace(ONE_PROCESS, rank=1))
     assert capfd.readouterr().out == ""
@@ -211,11 +267,20 @@ def test_it_is_told_the_facts_of_the_run(workplace):
     run = load_run(workplace.runs_dir, "tiny")
     run.summary_path.write_text(json.dumps(ENDED))
     assert run_facts(run) == {
-        "DDP_TRAIN_RUN": "tiny", "DDP_TRAIN_RUN_DIR": str(run_dir), "DDP_TRAIN_IDENTITY": "",
-        "DDP_TRAIN_STATUS": "finished", "DDP_TRAIN_REASON": "", "DDP_TRAIN_STEP": "10",
-        "DDP_TRAIN_NUM_STEPS": "10", "DDP_TRAIN_TOKENS": "640", "DDP_TRAIN_LOSS": "2.25",
-        "DDP_TRAIN_CHECKPOINT": str(newest.path), "DDP_TRAIN_BEST": str(best.path),
-        "DDP_TRAIN_SECONDS": "3.0", "DDP_TRAIN_USD": "0.75"}
+        "DDP_TRAIN_RUN": "tiny",
+        "DDP_TRAIN_RUN_DIR": str(run_dir),
+        "DDP_TRAIN_IDENTITY": "",
+        "DDP_TRAIN_STATUS": "finished",
+        "DDP_TRAIN_REASON": "",
+        "DDP_TRAIN_STEP": "10",
+        "DDP_TRAIN_NUM_STEPS": "10",
+        "DDP_TRAIN_TOKENS": "640",
+        "DDP_TRAIN_LOSS": "2.25",
+        "DDP_TRAIN_CHECKPOINT": str(newest.path),
+        "DDP_TRAIN_BEST": str(best.path),
+        "DDP_TRAIN_SECONDS": "3.0",
+        "DDP_TRAIN_USD": "0.75",
+    }
     run.summary_path.write_text(json.dumps(ENDED | {"validation_loss": None, "usd": None}))
     unknown = run_facts(run)
     assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
@@ -223,8 +288,11 @@ def test_it_is_told_the_facts_of_the_run(workplace):
 
 def test_what_it_leaves_behind_is_not_waited_for_nor_what_takes_too_long(saved):
     statuses = []
-    for command, limit_seconds in (("sleep 60 & exit 7", math.inf),
-                                   ("sleep 60 & kill -9 $$", math.inf), ("sleep 60", 0.1)):
+    for command, limit_seconds in (
+        ("sleep 60 & exit 7", math.inf),
+        ("sleep 60 & kill -9 $$", math.inf),
+        ("sleep 60", 0.1),
+    ):
         with pytest.raises(UserError, match="ended with status") as caught:
             run_command("it", command, saved, record=statuses.append, limit_seconds=limit_seconds)
         assert caught.value.status == 1
@@ -234,8 +302,9 @@ def test_what_it_leaves_behind_is_not_waited_for_nor_what_takes_too_long(saved):
 def test_a_stop_signal_ends_it(workplace, monkeypatch):
     monkeypatch.setattr(side_processes, "GRACE_SECONDS", 0.5)
     ignoring = "trap '' TERM; kill -TERM $PPID; sleep 60; sleep 60"  # its parent is this process
-    with pytest.raises(UserError, match="the launch is over, and --when-done was ended by SIGTERM"
-                       ) as caught:
+    with pytest.raises(
+        UserError, match="the launch is over, and --when-done was ended by SIGTERM"
+    ) as caught:
         run_after(workplace, ENDED, ignoring)
     assert caught.value.status == 128 + signal.SIGTERM
     assert summary_of(workplace.runs_dir / "tiny")["when_done"]["status"] == 128 + signal.SIGKILL
@@ -264,11 +333,21 @@ def test_after_checkpoint_knows_the_run_and_its_newest_checkpoint(saved, tmp_pat
     said = tmp_path / "said"
     command = after_checkpoint(
         "printf '%s\\n' {run} {run_dir} {checkpoint} {identity} ${run}- {other} $DDP_TRAIN_STEP"
-        f" $DDP_TRAIN_LOSS > {said}", saved)
+        f" $DDP_TRAIN_LOSS > {said}",
+        saved,
+    )
     newest = save(saved.checkpoints_dir, 6, loss=2.5).path
     assert started(command) == ""
     assert said.read_text().splitlines() == [
-        "tiny", str(saved.run_dir), str(newest), "abc", "-", "{other}", "7", "2.5"]
+        "tiny",
+        str(saved.run_dir),
+        str(newest),
+        "abc",
+        "-",
+        "{other}",
+        "7",
+        "2.5",
+    ]
 
 
 def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(saved, tmp_path):
@@ -282,8 +361,13 @@ def test_an_after_checkpoint_that_fails_is_a_warning_and_tried_again(saved, tmp_
 
 def test_a_finished_run_repeats_after_checkpoint_before_when_done(workplace, tmp_path):
     def launch(after_checkpoint):
-        run_after(workplace, ENDED, f"touch {tmp_path}/done", has_trained=False,
-                  after_checkpoint=after_checkpoint)
+        run_after(
+            workplace,
+            ENDED,
+            f"touch {tmp_path}/done",
+            has_trained=False,
+            after_checkpoint=after_checkpoint,
+        )
 
     for command, status, message in (
         ("exit 1", 1, "--after-checkpoint ended with status 1; run the same command again"),
@@ -305,8 +389,8 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace):
     result = workplace.ddp_train("tiny", *two_processes, "--when-done", command)
     assert result.returncode == 1, result.stderr
     assert last_line_of_ours(result) == (
-        "Error: the launch is over, and --when-done ended with status 3; run the same command"
-        " again")
+        "Error: the launch is over, and --when-done ended with status 3; run the same command again"
+    )
     facts = dict(line.split("=", 1) for line in said.read_text().splitlines() if "=" in line)
     assert facts["DDP_TRAIN_STATUS"] == "finished" and facts["DDP_TRAIN_STEP"] == "5"
     assert Path(facts["DDP_TRAIN_CHECKPOINT"]).name.endswith("-iteration-4")
@@ -324,8 +408,9 @@ def test_after_a_run_without_torchrun_and_again_until_it_succeeds(workplace):
 def test_a_last_copy_that_fails_is_status_1_and_the_run_is_finished(workplace):
     run_dir = workplace.add_run(train=SHORT)
     workplace.add_dataset()
-    result = workplace.ddp_train("tiny", "--nproc-per-node", "1", "--after-checkpoint", "exit 3",
-                                 "--when-done", "exit 0")
+    result = workplace.ddp_train(
+        "tiny", "--nproc-per-node", "1", "--after-checkpoint", "exit 3", "--when-done", "exit 0"
+    )
     assert result.returncode == 1, result.stderr
     assert "--after-checkpoint ended with status 3; " in last_line_of_ours(result)
     summary = summary_of(run_dir)
@@ -340,9 +425,13 @@ def test_the_last_command_has_the_budgets_time_and_after_a_stop_signal_the_grace
     clock.usd_per_hour = 3600.0
     parts = [MagicMock(**{"finish.return_value": "no time"}) for _ in range(3)]
     vars(sides).update(
-        _watchdog=watchdog, _clock=clock, _log=log, _tracker_failed="tracker",
+        _watchdog=watchdog,
+        _clock=clock,
+        _log=log,
+        _tracker_failed="tracker",
         _prepared=SimpleNamespace(run=SimpleNamespace(config=train)),
-        **dict(zip(("after_checkpoint", "charts", "tracker"), parts, strict=True)))
+        **dict(zip(("after_checkpoint", "charts", "tracker"), parts, strict=True)),
+    )
     assert sides.finish() == "no time"
     sides.after_checkpoint.start.assert_called_once()
     until = sides.after_checkpoint.finish.call_args.args[0]

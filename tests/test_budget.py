@@ -51,30 +51,38 @@ def test_a_budget_is_the_nearer_of_its_limits(now):
     clock.usd_per_hour = 10.0
     assert nearest_limit(train_config(), clock) == (math.inf, "")
     assert nearest_limit(train_config(max_hours=1.0, max_cost_usd=20.0), clock) == (
-        1800, "max_hours is 1, and the run has taken 0.5")
+        1800,
+        "max_hours is 1, and the run has taken 0.5",
+    )
     assert nearest_limit(train_config(max_hours=1.0, max_cost_usd=6.0), clock) == (
-        pytest.approx(360), "max_cost_usd is 6, and the run has spent 5")
+        pytest.approx(360),
+        "max_cost_usd is 6, and the run has spent 5",
+    )
 
 
 class Simulated(Stop):
     """A run whose steps, validations, checkpoints and writes only let time pass."""
 
-    def __init__(self, seconds, *, limit, plan=None, first_step=0, validate_on="rank0",
-                 **options):
+    def __init__(self, seconds, *, limit, plan=None, first_step=0, validate_on="rank0", **options):
         self.seconds, self.now, self.written_at = seconds, 30.0, 0.0
-        train = train_config(validation_interval=50, max_hours=limit / 3600,
-                             validate_on=validate_on)
+        train = train_config(
+            validation_interval=50, max_hours=limit / 3600, validate_on=validate_on
+        )
         self.clock, self.saver = PhaseClock(since=0.0), SimpleNamespace(longest_write_seconds=0.0)
         self.clock._now = lambda: self.now
         saved = SimpleNamespace(meta=SimpleNamespace(global_step=first_step - 1))
         prepared = PreparedRun(
-            SimpleNamespace(model=ModelConfig(**TINY_MODEL)), train,
-            SimpleNamespace(plan=plan or BatchPlan(2, 1, 1, 16, num_steps=3000)), saved,
-            Options("simulated", **options))
+            SimpleNamespace(model=ModelConfig(**TINY_MODEL)),
+            train,
+            SimpleNamespace(plan=plan or BatchPlan(2, 1, 1, 16, num_steps=3000)),
+            saved,
+            Options("simulated", **options),
+        )
         process = SimpleNamespace(device=torch.device("cpu"), is_main=True)
         watchdog = SimpleNamespace(process=process, stop_signal=0, suspended=nullcontext)
-        super().__init__(prepared, clock=self.clock, watchdog=watchdog, group=None,
-                         saver=self.saver)
+        super().__init__(
+            prepared, clock=self.clock, watchdog=watchdog, group=None, saver=self.saver
+        )
         self._checkpoint_bytes = 12 * 10**8
 
     def pass_time(self, **seconds):
@@ -116,8 +124,13 @@ class Simulated(Stop):
 
 
 @settings(max_examples=60)
-@given(step=st.floats(0.1, 10), validation=st.floats(0, 90), checkpoint=st.floats(0.1, 20),
-       write=st.floats(0, 30), extra=st.floats(0, 3))
+@given(
+    step=st.floats(0.1, 10),
+    validation=st.floats(0, 90),
+    checkpoint=st.floats(0.1, 20),
+    write=st.floats(0, 30),
+    extra=st.floats(0, 3),
+)
 def test_no_limit_is_exceeded(step, validation, checkpoint, write, extra):
     seconds = {"step": step, "validation": validation, "checkpoint": checkpoint, "write": write}
     # Enough to learn in what validations and checkpoints take; then it ends anywhere.
@@ -132,26 +145,39 @@ def test_no_limit_is_exceeded(step, validation, checkpoint, write, extra):
 MEASURED = {"compile": 30, "training": 4, "waiting": 0.5, "diagnostics": 0.5}  # 5 s a step
 
 
-@pytest.mark.parametrize(("validate_on", "global_step", "spent", "seconds"), [
-    ("rank0", 1, MEASURED | {"validation": 7, "checkpoint": 9, "chart": 1}, 10 * 5 + 10 + 2),
-    ("rank0", 49, MEASURED | {"training": 244, "validation": 7, "checkpoint": 9, "chart": 1},
-     10 * 5 + 7 + 2 * 10 + 2),  # with the validation of step 49
-    # Estimates: two validation microbatches, each a third of one of a step's two; 1.2 GB at
-    # 100 MB/s. Before any step is measured, one takes as long as the first.
-    ("rank0", 49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 * 2 + 2 * 12 + 2),
-    ("all", 49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 + 2 * 12 + 2),  # one each
-    ("rank0", 0, {"compile": 30}, 10 * 30 + 12 + 2),
-])
+@pytest.mark.parametrize(
+    ("validate_on", "global_step", "spent", "seconds"),
+    [
+        ("rank0", 1, MEASURED | {"validation": 7, "checkpoint": 9, "chart": 1}, 10 * 5 + 10 + 2),
+        (
+            "rank0",
+            49,
+            MEASURED | {"training": 244, "validation": 7, "checkpoint": 9, "chart": 1},
+            10 * 5 + 7 + 2 * 10 + 2,
+        ),  # with the validation of step 49
+        # Estimates: two validation microbatches, each a third of one of a step's two; 1.2 GB at
+        # 100 MB/s. Before any step is measured, one takes as long as the first.
+        ("rank0", 49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 * 2 + 2 * 12 + 2),
+        ("all", 49, MEASURED | {"training": 244}, 10 * 5 + 5 / 2 / 3 + 2 * 12 + 2),  # one each
+        ("rank0", 0, {"compile": 30}, 10 * 30 + 12 + 2),
+    ],
+)
 def test_the_time_ahead_has_due_work_and_a_quarter_more(validate_on, global_step, spent, seconds):
     for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
-        stop = Simulated({}, limit=30 + sum(spent.values()) + left,
-                         plan=BatchPlan(4, 2, 2, 16, num_steps=1000), validate_on=validate_on)
+        stop = Simulated(
+            {},
+            limit=30 + sum(spent.values()) + left,
+            plan=BatchPlan(4, 2, 2, 16, num_steps=1000),
+            validate_on=validate_on,
+        )
         stop.pass_time(**spent)
         assert stop.after(global_step, is_report_due=True) == is_spent
 
 
-@pytest.mark.parametrize(("shared", "reason"), [
-    ([15, 0], "SIGTERM"), ([15, 1], "SIGTERM"), ([0, 1], "max_hours is 1, and "), ([0, 0], None)])
+@pytest.mark.parametrize(
+    ("shared", "reason"),
+    [([15, 0], "SIGTERM"), ([15, 1], "SIGTERM"), ([0, 1], "max_hours is 1, and "), ([0, 0], None)],
+)
 def test_all_ranks_end_for_what_any_of_them_knows(monkeypatch, shared, reason):
     """A signal to any rank and the budget of rank 0: one agreement for all."""
     stop = Simulated({}, limit=3600)
@@ -168,14 +194,20 @@ def test_all_ranks_end_for_what_any_of_them_knows(monkeypatch, shared, reason):
     assert offered == [[0, 0]]
     assert (stop.reason.text if stop.reason else "").startswith(reason or "")
     assert (stop.reason and stop.reason.kind) == {None: None, "SIGTERM": "signal"}.get(
-        reason, "budget")
+        reason, "budget"
+    )
     assert noted == ([15] if reason == "SIGTERM" else [])
 
 
-@pytest.mark.parametrize(("began_at", "first_step", "last_step"), [
-    (None, 20, 27),  # steps 20 to 27, or 12 to 19 with a restart in between
-    (12, 15, 19), (12, 99, 19), (0, 0, 7),
-])
+@pytest.mark.parametrize(
+    ("began_at", "first_step", "last_step"),
+    [
+        (None, 20, 27),  # steps 20 to 27, or 12 to 19 with a restart in between
+        (12, 15, 19),
+        (12, 99, 19),
+        (0, 0, 7),
+    ],
+)
 def test_max_steps_counts_from_the_beginning_of_the_launch(began_at, first_step, last_step):
     stop = Simulated({}, limit=3600, first_step=first_step, max_steps=8, began_at=began_at)
     assert stop.last_step == last_step
@@ -199,10 +231,17 @@ def test_dollars_are_shown_recorded_and_split(workplace):
     summary = summary_of(run_dir)
     total = summary["usd"].pop("total")
     assert summary["usd"] == pytest.approx(
-        {phase: 10 * seconds for phase, seconds in summary["seconds"].items()}, abs=0.1)
+        {phase: 10 * seconds for phase, seconds in summary["seconds"].items()}, abs=0.1
+    )
     assert sum(summary["usd"].values()) == pytest.approx(total)
     assert {phase for phase, usd in summary["usd"].items() if usd} >= {
-        "training", "validation", "checkpoint", "compile", "waiting", "startup"}
+        "training",
+        "validation",
+        "checkpoint",
+        "compile",
+        "waiting",
+        "startup",
+    }
     assert re.search(rf"^cost: \${dollars(total)} = \$[\d.,]+ training, ", output, re.MULTILINE)
     assert re.search(r"^machine up \d+:\d\d:\d\d, US\$[\d.,]+$", output, re.MULTILINE)
     assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
@@ -212,17 +251,22 @@ def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(workplac
     run_dir = workplace.add_run()
     workplace.add_dataset()
     totals, validated = [], {}
-    for arguments, price in ((("--max-steps", "5"), PRICE), (("--max-steps", "7"), PRICE / 10),
-                             ((), PRICE)):  # the last one goes on from the first one's checkpoint
+    for arguments, price in (
+        (("--max-steps", "5"), PRICE),
+        (("--max-steps", "7"), PRICE / 10),
+        ((), PRICE),
+    ):  # the last one goes on from the first one's checkpoint
         checkpoint = [path.name for path in run_dir.glob("checkpoints/*-4")] if totals[1:] else []
-        succeeded(workplace.torchrun(1, "tiny", *checkpoint, *arguments, "--usd-per-hour",
-                                     str(price)))
+        succeeded(
+            workplace.torchrun(1, "tiny", *checkpoint, *arguments, "--usd-per-hour", str(price))
+        )
         summary = summary_of(run_dir)
         totals.append((sum(summary["seconds"].values()), summary["usd"]["total"]))
         if not validated:
             validated = read_lines(next(run_dir.glob("checkpoints/*-4/validation.json")))[0]
             assert sum(validated["usd"].values()) == pytest.approx(
-                10 * sum(validated["seconds"].values()), rel=1e-2)
+                10 * sum(validated["seconds"].values()), rel=1e-2
+            )
     (first, first_usd), (second, second_usd), (third, third_usd) = totals
     assert second_usd == pytest.approx(first_usd + second - first, rel=1e-3)
     assert third_usd == pytest.approx(second_usd + 10 * (third - second), rel=1e-3)
@@ -237,8 +281,9 @@ def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(workplac
 def test_launches_that_were_killed_use_up_the_budget(workplace):
     run_dir = workplace.add_run(train={"max_hours": 1.0})
     workplace.add_dataset()
-    (run_dir / "heartbeat.json").write_text(json.dumps(
-        {"pid": 1, "host": socket.gethostname(), "time": "now", "seconds": 7200}))
+    (run_dir / "heartbeat.json").write_text(
+        json.dumps({"pid": 1, "host": socket.gethostname(), "time": "now", "seconds": 7200})
+    )
     result = run_in_process(*workplace.arguments("tiny"))
     assert result.returncode == 2
     assert "max_hours is 1, and the run has taken 2" in result.stderr
@@ -247,10 +292,13 @@ def test_launches_that_were_killed_use_up_the_budget(workplace):
 def test_a_limit_stops_inside_it_with_a_checkpoint(workplace):
     run_dir = workplace.add_run(train=LONG | {"max_cost_usd": 20.0, "usd_per_hour": PRICE})
     workplace.add_dataset(num_tokens=300_000)
-    output = succeeded(forked(  # with a clock that moves by 4 ms each time it is read
-        "tests/support/torchrun_workers.py",
-        ["train-in-fake-time", str(workplace.root), *workplace.arguments("tiny")],
-        num_processes=2)).stdout
+    output = succeeded(
+        forked(  # with a clock that moves by 4 ms each time it is read
+            "tests/support/torchrun_workers.py",
+            ["train-in-fake-time", str(workplace.root), *workplace.arguments("tiny")],
+            num_processes=2,
+        )
+    ).stdout
     summary = summary_of(run_dir)
     assert summary["status"] == "stopped" and summary["reason"].startswith("max_cost_usd is ")
     assert f"({summary['reason']})" in output and "the rest is a reserve" in summary["reason"]
@@ -259,8 +307,10 @@ def test_a_limit_stops_inside_it_with_a_checkpoint(workplace):
     assert 20 < stopped_at == summary["global_step"] < 1999
     # With less than it has spent, it does not go on; with more, it does.
     change(run_dir, max_cost_usd=10)
-    assert "max_cost_usd is 10, and the run has spent " in run_in_process(
-        *workplace.arguments("tiny", "--nproc-per-node", "2")).stderr
+    assert (
+        "max_cost_usd is 10, and the run has spent "
+        in run_in_process(*workplace.arguments("tiny", "--nproc-per-node", "2")).stderr
+    )
     change(run_dir, max_cost_usd=20_000)
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "3"))
     assert summary_of(run_dir)["global_step"] == stopped_at + 3
@@ -270,8 +320,9 @@ def test_speed_is_judged_once_after_fifty_steps(workplace):
     workplace.add_run(train=LONG)
     workplace.add_dataset(num_tokens=300_000)
     output = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "110")).stdout
-    lines = re.findall(r"^speed: ([\d,]+) tokens/s, .* \(no MFU: the peak speed of ", output,
-                       re.MULTILINE)
+    lines = re.findall(
+        r"^speed: ([\d,]+) tokens/s, .* \(no MFU: the peak speed of ", output, re.MULTILINE
+    )
     assert len(lines) == 1 and int(lines[0].replace(",", "")) > 0
     assert re.search(r" parameters, [\d.]+ tokens per parameter; ", output)
 

@@ -25,8 +25,10 @@ def change(run_dir, **settings):
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
     workplace = train_tiny(tmp_path_factory.mktemp("launches"))
-    run_dir = workplace.add_run("steps", train={
-        "gradient_accumulation_steps": 1, "min_train_tokens": 320, "learning_rate": 0.01})
+    run_dir = workplace.add_run(
+        "steps",
+        train={"gradient_accumulation_steps": 1, "min_train_tokens": 320, "learning_rate": 0.01},
+    )
     said = [succeeded(workplace.torchrun(1, "steps", "--max-steps", "4")).stdout]
     change(run_dir, learning_rate=0.02)
     said += [succeeded(workplace.torchrun(1, "steps", "--max-steps", "4")).stdout]
@@ -46,7 +48,8 @@ def test_a_changed_setting_is_a_line_at_the_resume_and_a_record(launches):
     records = read_metrics(run_dir / "metrics.jsonl")
     assert recorded_changes(records) == [
         (4, {"learning_rate": [0.01, 0.02]}),
-        (8, {"learning_rate": [0.02, 0.03], "weight_decay": [0.1, 0.2]})]
+        (8, {"learning_rate": [0.02, 0.03], "weight_decay": [0.1, 0.2]}),
+    ]
 
 
 def test_a_comparison_and_a_card_tell_until_when_a_setting_was_another(launches):
@@ -56,8 +59,9 @@ def test_a_comparison_and_a_card_tell_until_when_a_setting_was_another(launches)
     assert "learning_rate=0.01 until step 4, 0.02 until step 8, then 0.03" in differs["steps"]
     assert "weight_decay=0.1 until step 8, then 0.2" in differs["steps"]
     target = load_model("steps", runs_dir=workplace.runs_dir, checkpoint_name="latest")
-    card = model_card(target, Request("steps", runs_dir=workplace.runs_dir,
-                                      datasets_dir=workplace.datasets_dir))
+    card = model_card(
+        target, Request("steps", runs_dir=workplace.runs_dir, datasets_dir=workplace.datasets_dir)
+    )
     assert "| 0.01 until step 4, 0.02 until step 8, then 0.03 |" in card
     assert '"weight_decay": 0.2' in card
 
@@ -69,8 +73,9 @@ def test_charts_have_a_line_where_a_setting_changed(launches, monkeypatch):
     def draw(path, plot):
         figure = Figure()
         plot(figure)
-        labels[path.name] = [text for axes in figure.axes
-                             for text in axes.get_legend_handles_labels()[1]]
+        labels[path.name] = [
+            text for axes in figure.axes for text in axes.get_legend_handles_labels()[1]
+        ]
 
     monkeypatch.setattr(charts, "draw_by_hand", draw)
     charts.draw_charts(run_dir, read_metrics(run_dir / "metrics.jsonl"))
@@ -88,12 +93,22 @@ def test_a_change_that_is_taken_back_before_a_checkpoint_leaves_no_record(tmp_pa
     change(run_dir, learning_rate=0.01)
     succeeded(workplace.torchrun(1, "tiny"))
     assert histories(read_metrics(run_dir / "metrics.jsonl")) == {
-        "min_train_tokens": "640 until step 20, then 960"}
+        "min_train_tokens": "640 until step 20, then 960"
+    }
 
 
-@pytest.mark.parametrize("value", [
-    1, None, [], {"learning_rate": 3}, {"learning_rate": [1]}, {"a b": [1, 2]},
-    {"learning_rate": [1, 2, 3]}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        None,
+        [],
+        {"learning_rate": 3},
+        {"learning_rate": [1]},
+        {"a b": [1, 2]},
+        {"learning_rate": [1, 2, 3]},
+    ],
+)
 def test_a_damaged_change_is_left_out(value):
     assert histories([{"global_step": 3, "changed": value}]) == {}
 

@@ -30,17 +30,29 @@ from tests.support.workplace import TINY_TRAIN, draw_bare
 
 BY_LAYER = [key for key in METRICS if key.startswith("layer_")]
 CHARTS = ("loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png")
-SINGLE = [key for quantity in PANELS for prefix, suffix in LINES
-          if (key := f"{prefix}{quantity}{suffix}") in METRICS and key != "grad_norm_max"]
+SINGLE = [
+    key
+    for quantity in PANELS
+    for prefix, suffix in LINES
+    if (key := f"{prefix}{quantity}{suffix}") in METRICS and key != "grad_norm_max"
+]
 
 
 def records(num_steps):
     found = []
     for step in range(9, num_steps, 10):
         loss = 10 * (step + 1) ** -0.2
-        found.append({"global_step": step, "train_loss": loss, "train_loss_min": loss - 0.1,
-                      "train_loss_max": loss + 0.1, "grad_norm": 1.0, "grad_norm_max": 2.0,
-                      "learning_rate": 1e-3})
+        found.append(
+            {
+                "global_step": step,
+                "train_loss": loss,
+                "train_loss_min": loss - 0.1,
+                "train_loss_max": loss + 0.1,
+                "grad_norm": 1.0,
+                "grad_norm_max": 2.0,
+                "learning_rate": 1e-3,
+            }
+        )
         if step % 100 == 99:
             found.append({"global_step": step, "validation_loss": loss + 0.05})
     return found
@@ -49,8 +61,11 @@ def records(num_steps):
 def plotted_losses(found):
     """Lay out the loss chart."""
     figure = Figure(figsize=(10, 5.6), layout="constrained")
-    plot_losses(figure.subplots(), [r for r in found if "train_loss" in r],
-                [r for r in found if "validation_loss" in r])
+    plot_losses(
+        figure.subplots(),
+        [r for r in found if "train_loss" in r],
+        [r for r in found if "validation_loss" in r],
+    )
     return figure
 
 
@@ -79,23 +94,33 @@ def test_a_process_draws_the_same(tmp_path):
 def test_the_loss_chart_shows_training_validation_and_the_best_one():
     (axes,) = plotted_losses(records(2000)).axes
     assert axes.get_legend_handles_labels()[1] == [
-        "training, mean between two points", "smallest to largest step between them",
-        "validation", "best: 2.2367 at step 2000"]
+        "training, mean between two points",
+        "smallest to largest step between them",
+        "validation",
+        "best: 2.2367 at step 2000",
+    ]
     training, validation, best = axes.lines
     assert training.get_xydata()[0].tolist() == [10, pytest.approx(10 * 10**-0.2)]
     assert len(validation.get_xdata()) == 20 and best.get_xdata() == [2000]
 
 
-@pytest.mark.parametrize("prices", [
-    [1e-5 * step for step in range(1, 13)],  # a short run on a cheap machine
-    [0.05 + 1e-4 * step for step in range(12)],  # most was spent before the first report
-])
+@pytest.mark.parametrize(
+    "prices",
+    [
+        [1e-5 * step for step in range(1, 13)],  # a short run on a cheap machine
+        [0.05 + 1e-4 * step for step in range(12)],  # most was spent before the first report
+    ],
+)
 def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices):
     for usd in ([1, 1, 1], [1, 1, 2], [0, 0, 0], [3, 1, 2]):  # damaged, or without a price
-        assert plotted_losses([record | {"usd": spent} for record, spent
-                               in zip(records(30), usd, strict=True)]).axes
-    found = [record | {"usd": usd} for record, usd in zip(records(120), prices, strict=False)
-             if "train_loss" in record]
+        assert plotted_losses(
+            [record | {"usd": spent} for record, spent in zip(records(30), usd, strict=True)]
+        ).axes
+    found = [
+        record | {"usd": usd}
+        for record, usd in zip(records(120), prices, strict=False)
+        if "train_loss" in record
+    ]
     with pyplot.xkcd():
         figure = plotted_losses(found)
         FigureCanvasAgg(figure).draw()
@@ -105,15 +130,21 @@ def test_an_axis_in_dollars_has_labels_that_differ_and_do_not_overlap(prices):
     assert len(labels) == 5 and len({label.get_text() for label in labels}) == 5
     for label, step in zip(labels, above.get_xticks(), strict=True):
         usd = float(label.get_text().replace(",", ""))
-        assert usd == pytest.approx(np.interp(
-            step, [record["global_step"] + 1 for record in found],
-            [record["usd"] for record in found]), rel=0.2)
+        assert usd == pytest.approx(
+            np.interp(
+                step,
+                [record["global_step"] + 1 for record in found],
+                [record["usd"] for record in found],
+            ),
+            rel=0.2,
+        )
     boxes = [label.get_window_extent() for label in labels]
     assert all(left.x1 + 5 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warning(
-        tmp_path, monkeypatch, caplog, recwarn):
+    tmp_path, monkeypatch, caplog, recwarn
+):
     monkeypatch.setattr(font_manager, "get_font_names", list)
     draw_charts(tmp_path, [])
     assert not list(tmp_path.iterdir())
@@ -127,17 +158,22 @@ def test_missing_numbers_records_and_fonts_do_not_stop_a_chart_and_cause_no_warn
 
 
 def diagnosed(num_steps, *, depth=12):
-    return [{"global_step": 100 * i + 99}
-            | {key: [1.0 + layer for layer in range(depth)] for key in BY_LAYER}
-            | dict.fromkeys(SINGLE, 0.5) for i in range(num_steps)]
+    return [
+        {"global_step": 100 * i + 99}
+        | {key: [1.0 + layer for layer in range(depth)] for key in BY_LAYER}
+        | dict.fromkeys(SINGLE, 0.5)
+        for i in range(num_steps)
+    ]
 
 
 def plotted(found):
     """The lines of each panel, as (points, 2)."""
     figure = Figure()
     plot_layers(figure, found, "run")
-    return {quantity: [line.get_xydata() for line in axes.lines]
-            for quantity, axes in zip(PANELS, figure.axes, strict=False)}
+    return {
+        quantity: [line.get_xydata() for line in axes.lines]
+        for quantity, axes in zip(PANELS, figure.axes, strict=False)
+    }
 
 
 def test_every_quantity_of_the_diagnostics_is_plotted():
@@ -181,8 +217,9 @@ def lines_of(figure):
 def test_the_planned_schedule_and_the_clipping_limit_are_drawn(workplace, monkeypatch):
     trained = {"schedule": "linear", "warmup_period_percent": 10, "clipping_max_norm": 1.5}
     run_dir = workplace.add_run(train={"clipping_max_norm": 7.0})  # edited since the launch
-    (run_dir / "summary.json").write_text(json.dumps({
-        "num_steps": 2000, "train": TINY_TRAIN | trained}))
+    (run_dir / "summary.json").write_text(
+        json.dumps({"num_steps": 2000, "train": TINY_TRAIN | trained})
+    )
     figures = drawn(run_dir, records(100), monkeypatch)
     planned = lines_of(figures["learning-rate-chart.png"])["planned"]
     x, y = planned.get_data()
@@ -190,8 +227,11 @@ def test_the_planned_schedule_and_the_clipping_limit_are_drawn(workplace, monkey
     assert len(x) <= charts.MAX_POINTS
     limit = lines_of(figures["grad-norm-chart.png"])["clipped to 1.5"]
     assert [*limit.get_ydata()] == [1.5, 1.5]
-    resumed = [*records(50), {"global_step": 49, "changed": {"learning_rate": [0.02, 0.01]}},
-               *records(100)[50:]]
+    resumed = [
+        *records(50),
+        {"global_step": 49, "changed": {"learning_rate": [0.02, 0.01]}},
+        *records(100)[50:],
+    ]
     planned = lines_of(drawn(run_dir, resumed, monkeypatch)["learning-rate-chart.png"])["planned"]
     assert planned.get_xdata()[0] == 51  # before that the schedule was another one
 

@@ -79,8 +79,9 @@ def test_snapshots_take_few_blocks_of_memory_and_use_them_again(monkeypatch):
     buffers = SnapshotBuffers()
     snapshot = buffers.take(state(1))
     tensors = [*snapshot.weights.values(), *snapshot.moments.values()]
-    blocks = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-              for part in tensors}
+    blocks = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in tensors
+    }
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     assert set(blocks.values()) == {2**15}
     assert num_bytes < sum(blocks.values()) < 1.2 * num_bytes + 2**15
@@ -92,8 +93,9 @@ def test_latest_is_the_highest_step_and_best_the_lowest_loss(tmp_path, monkeypat
     """Whatever their times are."""
     assert find_checkpoint(tmp_path, "latest") is None
     for step, loss, year in ((30, 2.0, 2019), (10, 1.5, 2031), (20, None, 2026), (25, 1.5, 2026)):
-        monkeypatch.setattr("checkpointing.time.strftime",
-                            lambda *_, year=year: f"{year}0101Z000000")
+        monkeypatch.setattr(
+            "checkpointing.time.strftime", lambda *_, year=year: f"{year}0101Z000000"
+        )
         save(tmp_path, step, loss)
     assert [c.meta.global_step for c in list_checkpoints(tmp_path)] == [10, 20, 25, 30]
     assert newest_whole(tmp_path)[0].meta.global_step == 30
@@ -104,8 +106,9 @@ def test_latest_is_the_highest_step_and_best_the_lowest_loss(tmp_path, monkeypat
         assert find_checkpoint(tmp_path, link).name == link
 
 
-@pytest.mark.parametrize("place", [
-    "save.meta", "save.weights", "save.optimizer", "save.manifest", "save.remove"])
+@pytest.mark.parametrize(
+    "place", ["save.meta", "save.weights", "save.optimizer", "save.manifest", "save.remove"]
+)
 def test_what_a_kill_leaves_is_ignored_and_removed(tmp_path, monkeypatch, place):
     checkpoints_dir, snapshot = tmp_path / "checkpoints", SnapshotBuffers().take(state(5))
     before, newest = save(checkpoints_dir, 3), save(checkpoints_dir, 4)
@@ -139,10 +142,19 @@ def test_what_lacks_a_manifest_and_is_no_part_of_a_checkpoint_stays(tmp_path):
     assert (path / "model.safetensors").exists() and mine.exists()
 
 
-@pytest.mark.parametrize(("file", "how"), [
-    ("model.safetensors", "deleted"), ("model.safetensors", "cut short"),
-    ("optimizer.safetensors", "a bit"), ("meta.json", "rubbish"), ("meta.json", "deleted"),
-    (MANIFEST, "cut short"), (MANIFEST, "a bit"), (MANIFEST, "rubbish")])
+@pytest.mark.parametrize(
+    ("file", "how"),
+    [
+        ("model.safetensors", "deleted"),
+        ("model.safetensors", "cut short"),
+        ("optimizer.safetensors", "a bit"),
+        ("meta.json", "rubbish"),
+        ("meta.json", "deleted"),
+        (MANIFEST, "cut short"),
+        (MANIFEST, "a bit"),
+        (MANIFEST, "rubbish"),
+    ],
+)
 def test_damage_is_named_and_the_newest_whole_one_used(tmp_path, file, how):
     before, newest = save(tmp_path, 3), save(tmp_path, 4)
     damage(newest.path / file, how)
@@ -159,12 +171,16 @@ def test_damage_is_named_and_the_newest_whole_one_used(tmp_path, file, how):
 
 
 def test_pruning_keeps_the_newest_the_best_and_the_protected(tmp_path):
-    names = [save(tmp_path, step, loss).name
-             for step, loss in enumerate([5.0, 4.0, 1.0, 3.0, 2.0, 2.5])]
+    names = [
+        save(tmp_path, step, loss).name for step, loss in enumerate([5.0, 4.0, 1.0, 3.0, 2.0, 2.5])
+    ]
     prune(tmp_path, keep=2, protected=[names[1]])
     assert [c.meta.global_step for c in list_checkpoints(tmp_path)] == [1, 2, 4, 5]
     assert {path.name for path in tmp_path.iterdir()} == {
-        *(names[step] for step in (1, 2, 4, 5)), "latest", "best"}
+        *(names[step] for step in (1, 2, 4, 5)),
+        "latest",
+        "best",
+    }
     damage(list_checkpoints(tmp_path)[-1].path / "model.safetensors", "a bit")
     prune(tmp_path, keep=1, protected=[])
     assert len(list_checkpoints(tmp_path)) == 4  # none is removed where the newest is damaged
@@ -174,7 +190,10 @@ def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path):
     checkpoint = save(tmp_path / "checkpoints", 3)
     manifest = json.loads((checkpoint.path / MANIFEST).read_text())
     assert manifest["global_step"] == 3 and manifest["files"].keys() == {
-        "model.safetensors", "optimizer.safetensors", "meta.json"}
+        "model.safetensors",
+        "optimizer.safetensors",
+        "meta.json",
+    }
     assert {path.name for path in checkpoint.path.iterdir()} == {MANIFEST, *manifest["files"]}
     for change, message in (
         ({"global_step": 4}, "meta.json does not agree with the manifest"),
@@ -185,13 +204,16 @@ def test_a_manifest_names_every_other_file_and_no_other_place(tmp_path):
             open_checkpoint(checkpoint.path)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"n_heads": 4}, "model.json: n_heads is 4, .* was trained with 2; set it back"),
-    ({"optimizer": "muon"}, 'train.json: optimizer is muon, .* was trained with adamw'),
-    ({"random_seed": 7}, "train.json: random_seed is 7, .* was trained with 42"),
-    ({"train": "100 tokens, xyz"}, "train.json: the train file of tiny is 100 tokens, xyz, "),
-    ({"start_train_token": "16"}, "train.json: start_train_token is 16, .* was trained with 0"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_heads": 4}, "model.json: n_heads is 4, .* was trained with 2; set it back"),
+        ({"optimizer": "muon"}, "train.json: optimizer is muon, .* was trained with adamw"),
+        ({"random_seed": 7}, "train.json: random_seed is 7, .* was trained with 42"),
+        ({"train": "100 tokens, xyz"}, "train.json: the train file of tiny is 100 tokens, xyz, "),
+        ({"start_train_token": "16"}, "train.json: start_train_token is 16, .* was trained with 0"),
+    ],
+)
 def test_a_checkpoint_of_another_run_is_refused(workplace, changes, message):
     model = {k: v for k, v in changes.items() if k == "n_heads"}
     train = {k: v for k, v in changes.items() if k in ("random_seed", "optimizer")}
@@ -208,13 +230,21 @@ def with_data(checkpoint):
     return replace(checkpoint, meta=checkpoint.meta.model_copy(update={"data": DATA}))
 
 
-@pytest.mark.parametrize(("model", "change", "message"), [
-    ({}, lambda moments: moments.pop(f"step/{NORM}"), f"step/{NORM} is absent"),
-    ({}, lambda moments: moments.update(more=torch.zeros(1)), "more is"),
-    ({}, lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(3)}), r"\[3\]\), wanted"),
-    ({"emb_dim": 32}, None, r"attention.output.bias is .*\[16\]\), wanted .*\[32\]\)"),
-    ({"n_layers": 3}, None, "blocks.2.* is absent, wanted .*"),
-    ({"tie_weights": True}, None, r"head.weight is .*\[257, 16\]\), wanted absent")])
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ({}, lambda moments: moments.pop(f"step/{NORM}"), f"step/{NORM} is absent"),
+        ({}, lambda moments: moments.update(more=torch.zeros(1)), "more is"),
+        (
+            {},
+            lambda moments: moments.update({f"exp_avg/{NORM}": torch.zeros(3)}),
+            r"\[3\]\), wanted",
+        ),
+        ({"emb_dim": 32}, None, r"attention.output.bias is .*\[16\]\), wanted .*\[32\]\)"),
+        ({"n_layers": 3}, None, "blocks.2.* is absent, wanted .*"),
+        ({"tie_weights": True}, None, r"head.weight is .*\[257, 16\]\), wanted absent"),
+    ],
+)
 def test_tensors_that_do_not_fit_the_model_are_refused(tmp_path, model, change, message):
     checkpoint, path = save(tmp_path, 3), tmp_path / "latest/optimizer.safetensors"
     if change:
@@ -277,8 +307,12 @@ def test_each_machine_checks_its_own_copy(workplace, monkeypatch):
     run, dataset_dir = load_run(workplace.runs_dir, "tiny"), workplace.add_dataset()
     data = open_run_data(run, dataset_dir, world_size=4)
     checkpoint = save_checkpoint(
-        run.checkpoints_dir, SnapshotBuffers().take(state(2)), describe(2).model_copy(update={
-            "data": data.fingerprints, "tokens": 3 * data.plan.tokens_per_step}))
+        run.checkpoints_dir,
+        SnapshotBuffers().take(state(2)),
+        describe(2).model_copy(
+            update={"data": data.fingerprints, "tokens": 3 * data.plan.tokens_per_step}
+        ),
+    )
     options = command_line.main(workplace.arguments("tiny"), standalone_mode=False)
     damage(checkpoint.path / "optimizer.safetensors", "a bit")  # on the second machine only
     agreement = Agreement.in_one_process()
@@ -297,21 +331,35 @@ def test_each_machine_checks_its_own_copy(workplace, monkeypatch):
 LONGER = "because the run has another length: the schedule ({}) now has 80 steps; with"
 
 
-@pytest.mark.parametrize(("train", "was", "num_steps", "changed", "raised"), [
-    ({"schedule": "linear"}, 0.0, 80, ["min_train_tokens"],
-     f"the learning rate rises from 0 to 0.0049, {LONGER.format('linear')}"),
-    ({"schedule_learning_rate": True}, 0.001, 80, [], LONGER.format("cosine")),
-    ({"learning_rate": 0.02}, 0.01, 80, ["learning_rate", "beta1"],
-     "rises from 0.01 to 0.02, because learning_rate changed"),
-    ({"schedule": "constant"}, 0.001, 80, ["schedule"], "because schedule changed"),
-    ({"learning_rate": 0.02}, 0.01, 80, None, "the learning rate rises from 0.01 to 0.02"),
-    ({"schedule": "wsd"}, 0.01, 80, [], ""),  # before its decay
-    ({"schedule": "linear"}, 0.0, 40, [], ""),  # it is finished
-    ({"schedule": "linear"}, 0.01 * 40 / 79, 80, [], ""),  # in its middle
-    ({"schedule": "linear", "learning_rate": 0.005}, 0.01 * 40 / 79, 80, ["learning_rate"], ""),
-])
+@pytest.mark.parametrize(
+    ("train", "was", "num_steps", "changed", "raised"),
+    [
+        (
+            {"schedule": "linear"},
+            0.0,
+            80,
+            ["min_train_tokens"],
+            f"the learning rate rises from 0 to 0.0049, {LONGER.format('linear')}",
+        ),
+        ({"schedule_learning_rate": True}, 0.001, 80, [], LONGER.format("cosine")),
+        (
+            {"learning_rate": 0.02},
+            0.01,
+            80,
+            ["learning_rate", "beta1"],
+            "rises from 0.01 to 0.02, because learning_rate changed",
+        ),
+        ({"schedule": "constant"}, 0.001, 80, ["schedule"], "because schedule changed"),
+        ({"learning_rate": 0.02}, 0.01, 80, None, "the learning rate rises from 0.01 to 0.02"),
+        ({"schedule": "wsd"}, 0.01, 80, [], ""),  # before its decay
+        ({"schedule": "linear"}, 0.0, 40, [], ""),  # it is finished
+        ({"schedule": "linear"}, 0.01 * 40 / 79, 80, [], ""),  # in its middle
+        ({"schedule": "linear", "learning_rate": 0.005}, 0.01 * 40 / 79, 80, ["learning_rate"], ""),
+    ],
+)
 def test_a_rate_that_rises_is_one_warning_with_its_cause(
-        workplace, train, was, num_steps, changed, raised):
+    workplace, train, was, num_steps, changed, raised
+):
     workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
     found = schedule_warning(run.config, 39, was, num_steps=num_steps, changed=changed)
@@ -362,8 +410,11 @@ def steps(run):
 
 
 def name_at(run, step):
-    return next(found.name for found in list_checkpoints(run.checkpoints_dir)
-                if found.meta.global_step == step)
+    return next(
+        found.name
+        for found in list_checkpoints(run.checkpoints_dir)
+        if found.meta.global_step == step
+    )
 
 
 def bring_back(run):
@@ -494,8 +545,9 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, place):
     broken = parameter if place == "weights" else built.optimizer.state[parameter]["exp_avg"]
     broken.detach().view(-1)[0] = torch.nan
     saver.save(built, describe(1))
-    with pytest.raises(UserError, match="the checkpoint of step 2 was not saved: .*not finite"
-                       ) as caught:
+    with pytest.raises(
+        UserError, match="the checkpoint of step 2 was not saved: .*not finite"
+    ) as caught:
         saver.wait()
     assert caught.value.status == NON_FINITE
     (kept,) = list_checkpoints(tmp_path)
@@ -591,4 +643,5 @@ def test_a_checkpoint_that_is_a_link_is_said_to_be_ignored(workplace, tmp_path):
     assert name == kept.name
     assert [line for line in warnings if moved.name in line] == [
         f"{run_dir / 'checkpoints' / moved.name}: is a link, and a checkpoint is a directory:"
-        " ignored; copy there what it points to"]
+        " ignored; copy there what it points to"
+    ]

@@ -46,15 +46,22 @@ how(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("module", "script", "arguments"), [
-    ("click", "ddp_train.py", ["tiny"]), ("torch", "ddp_train.py", ["tiny"]),
-    ("click", "prepare_dataset.py", ["--help"]), ("lab.list_runs", "lab", ["list"])])
+@pytest.mark.parametrize(
+    ("module", "script", "arguments"),
+    [
+        ("click", "ddp_train.py", ["tiny"]),
+        ("torch", "ddp_train.py", ["tiny"]),
+        ("click", "prepare_dataset.py", ["--help"]),
+        ("lab.list_runs", "lab", ["list"]),
+    ],
+)
 def test_ctrl_c_while_a_command_imports_is_one_line(workplace, module, script, arguments):
     workplace.add_run()
     if script == "ddp_train.py":
         arguments = workplace.arguments(*arguments)
-    result = run_command(sys.executable, "-c", CTRL_C.replace("sys.argv[0]", repr(module), 1),
-                         script, *arguments)
+    result = run_command(
+        sys.executable, "-c", CTRL_C.replace("sys.argv[0]", repr(module), 1), script, *arguments
+    )
     assert (result.returncode, result.stdout) == (130, ""), result.stderr
     assert result.stderr.strip() == "Interrupted"
 
@@ -63,10 +70,13 @@ def test_ctrl_c_while_a_command_imports_is_one_line(workplace, module, script, a
 def test_output_is_no_error_and_threads_do_not_spin_unless_a_person_wants_it(monkeypatch, chosen):
     for name in CHOSEN_BY_USER:
         monkeypatch.delenv(name, raising=False)
-    code = ("import os; from basics.entry_points import *; begin_command(); print('a→b');"
-            "print({name: os.environ[name] for name in CHOSEN_BY_USER & os.environ.keys()})")
-    result = run_command(sys.executable, "-c", code, PYTHONIOENCODING="latin-1",
-                         **{chosen: "7"} if chosen else {})
+    code = (
+        "import os; from basics.entry_points import *; begin_command(); print('a→b');"
+        "print({name: os.environ[name] for name in CHOSEN_BY_USER & os.environ.keys()})"
+    )
+    result = run_command(
+        sys.executable, "-c", code, PYTHONIOENCODING="latin-1", **{chosen: "7"} if chosen else {}
+    )
     wanted = {chosen: "7"} if chosen else {"GOMP_SPINCOUNT": SPIN_COUNT}
     assert result.stdout == f"a\\u2192b\n{wanted}\n", result.stderr
 
@@ -74,9 +84,11 @@ def test_output_is_no_error_and_threads_do_not_spin_unless_a_person_wants_it(mon
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_with_closed_output_commands_work_and_write_into_no_file(tmp_path, closed):
     """As cron and daemons start them."""
-    code = ("import subprocess, sys; from basics.entry_points import *; begin_command();"
-            f" file = open({str(tmp_path / 'file')!r}, 'w'); print('said'); sys.stdout.flush();"
-            "subprocess.run(['sh', '-c', 'echo said; echo said >&2'], check=True); file.close()")
+    code = (
+        "import subprocess, sys; from basics.entry_points import *; begin_command();"
+        f" file = open({str(tmp_path / 'file')!r}, 'w'); print('said'); sys.stdout.flush();"
+        "subprocess.run(['sh', '-c', 'echo said; echo said >&2'], check=True); file.close()"
+    )
     shell = f'"$0" -c "$1" {closed}'
     result = run_command("sh", "-c", shell, sys.executable, code)
     assert result.returncode == 0 and "said" not in result.stdout, result.stderr
@@ -87,26 +99,39 @@ def test_a_closed_output_ends_neither_a_run_nor_a_list(workplace):
     workplace.add_run(train={"min_train_tokens": 64})
     workplace.add_dataset()
     for command in (["ddp_train.py", "tiny"], ["-m", "lab", "list"]):
-        options = workplace.arguments() if command[0] == "ddp_train.py" else [
-            "--runs-dir", str(workplace.runs_dir)]
+        options = (
+            workplace.arguments()
+            if command[0] == "ddp_train.py"
+            else ["--runs-dir", str(workplace.runs_dir)]
+        )
         result = run_command("sh", "-c", '"$@" >&-', "sh", sys.executable, *command, *options)
         assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.stderr
     assert (workplace.runs_dir / "tiny/checkpoints/latest").exists()
 
 
-@pytest.mark.parametrize(("options", "code", "said"), [
-    ([], "import sys; sys.version_info = (3, 10, 9); sys.version = '3.10.9 (x)'",
-     "this is Python 3.10.9; Python 3.11 or newer is needed"),
-    (["-S"], "import sys", "the packages are not installed (click, torch)")])
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (
+            [],
+            "import sys; sys.version_info = (3, 10, 9); sys.version = '3.10.9 (x)'",
+            "this is Python 3.10.9; Python 3.11 or newer is needed",
+        ),
+        (["-S"], "import sys", "the packages are not installed (click, torch)"),
+    ],
+)
 @pytest.mark.parametrize("script", ["ddp_train.py", "prepare_dataset.py", "lab/__main__.py"])
 def test_an_old_python_and_missing_packages_are_one_line(options, code, said, script):
-    run = (f"{code}; import runpy; sys.path.insert(0, '.');"
-           f" runpy.run_path({script!r}, run_name='__main__')")
+    run = (
+        f"{code}; import runpy; sys.path.insert(0, '.');"
+        f" runpy.run_path({script!r}, run_name='__main__')"
+    )
     result = run_command(sys.executable, *options, "-c", run)
     assert (result.returncode, result.stdout) == (2, "")
     assert said in result.stderr and result.stderr.count("\n") == 1
-    assert result.stderr.endswith("; put `uv run` before the command, or install with: pip install"
-                                  " .\n")
+    assert result.stderr.endswith(
+        "; put `uv run` before the command, or install with: pip install .\n"
+    )
 
 
 NCCL = """NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error
@@ -119,14 +144,21 @@ def test_of_an_nccl_error_the_reason_is_kept():
     for text in (NCCL, NCCL.replace("Last error:\n", "NCCL Last Error: ")):  # old and new PyTorch
         assert describe(RuntimeError(text)) == (
             "RuntimeError: Error while creating shared memory segment /dev/shm/nccl-1"
-            " (size 9637888), error: No space left")
+            " (size 9637888), error: No space left"
+        )
     assert describe(RuntimeError("first\nsecond")) == "RuntimeError: first"
     assert describe(RuntimeError("Last error:")) == "RuntimeError: Last error:"
 
 
-@pytest.mark.parametrize(("number", "advice"), [
-    (errno.ENOSPC, "; make room"), (errno.EIO, "; look at the disk"), (errno.EACCES, ""),
-    (errno.EROFS, "")])
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "; make room"),
+        (errno.EIO, "; look at the disk"),
+        (errno.EACCES, ""),
+        (errno.EROFS, ""),
+    ],
+)
 def test_only_a_full_disk_wants_room(number, advice):
     assert why_not_written(OSError(number, os.strerror(number))) == os.strerror(number) + advice
     for text in (f"I/O error: x (os error {number})", f"IoError(Os {{ code: {number}, kind: K }})"):
@@ -137,26 +169,50 @@ def test_only_a_full_disk_wants_room(number, advice):
 NOT_STARTED = "CUBLAS_STATUS_NOT_INITIALIZED when calling `{}(handle)`"
 
 
-@pytest.mark.parametrize(("error", "of_memory", "of_gpu"), [
-    *((RuntimeError(text), True, True) for text in (
-        "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
-        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-        "CUDA error: " + NOT_STARTED.format("cublasCreate"),
-        "RuntimeError: CUDNN_STATUS_ALLOC_FAILED", "CUDA error: cudaErrorMemoryAllocation",
-        "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
-        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED",
-        "ncclSystemError: Failed to CUDA calloc async")),
-    *((error, True, False) for error in (
-        MemoryError(), MemoryError("out of memory"),
-        OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))),
-    *((RuntimeError(text), False, False) for text in (
-        "CUDA error: " + NOT_STARTED.format("cublasGemmEx"),
-        "out of resource: shared memory, Required: 262144, Hardware limit: 232448.",
-        "No valid triton configs. OutOfMemoryError: out of resource: triton_mm, Required: 262144",
-        "CUDA error: an illegal memory access was encountered", "a path named /memory/out"))],
-    ids=repr)
+@pytest.mark.parametrize(
+    ("error", "of_memory", "of_gpu"),
+    [
+        *(
+            (RuntimeError(text), True, True)
+            for text in (
+                "CUDA error: out of memory",
+                "Triton Error [CUDA]: out of memory",
+                "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+                "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+                "CUDA error: " + NOT_STARTED.format("cublasCreate"),
+                "RuntimeError: CUDNN_STATUS_ALLOC_FAILED",
+                "CUDA error: cudaErrorMemoryAllocation",
+                "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY",
+                "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED",
+                "ncclSystemError: Failed to CUDA calloc async",
+            )
+        ),
+        *(
+            (error, True, False)
+            for error in (
+                MemoryError(),
+                MemoryError("out of memory"),
+                OSError(errno.ENOMEM, "Cannot allocate memory"),
+                RuntimeError("std::bad_alloc"),
+                RuntimeError(
+                    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+                ),
+            )
+        ),
+        *(
+            (RuntimeError(text), False, False)
+            for text in (
+                "CUDA error: " + NOT_STARTED.format("cublasGemmEx"),
+                "out of resource: shared memory, Required: 262144, Hardware limit: 232448.",
+                "No valid triton configs. OutOfMemoryError: out of resource: triton_mm, Required:"
+                " 262144",
+                "CUDA error: an illegal memory access was encountered",
+                "a path named /memory/out",
+            )
+        ),
+    ],
+    ids=repr,
+)
 def test_errors_that_mean_that_memory_ran_out(error, of_memory, of_gpu):
     assert (is_out_of_memory(error), is_out_of_gpu_memory(error)) == (of_memory, of_gpu)
     if type(error) is RuntimeError:
@@ -206,26 +262,37 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("failed", "nodes", "is_ended"), [(9, 1, True), (0, 1, False),
-                                                           (9, 2, False)])
+@pytest.mark.parametrize(
+    ("failed", "nodes", "is_ended"), [(9, 1, True), (0, 1, False), (9, 2, False)]
+)
 def test_a_stop_signal_ends_torchrun_unless_that_has_sent_it(failed, nodes, is_ended):
     environment = os.environ | {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": str(nodes)}
-    ended = subprocess.run([sys.executable, "-c", TORCHRUN, str(failed)], cwd=PROJECT_DIR,
-                           env=environment)
+    ended = subprocess.run(
+        [sys.executable, "-c", TORCHRUN, str(failed)], cwd=PROJECT_DIR, env=environment
+    )
     assert ended.returncode == (7 if is_ended else 0)
 
 
 def test_charts_and_downloads_have_a_cache_where_home_cannot_be_written(tmp_path):
     """Matplotlib would warn in two lines, and the hub's client fail."""
     (tmp_path / "home").write_text("no directory")
-    code = ("from basics.entry_points import *; begin_command();"
-            " import matplotlib, huggingface_hub.constants as hub; from matplotlib import pyplot;"
-            " print(matplotlib.get_cachedir(), hub.HF_HOME)")
-    environment = {key: value for key, value in os.environ.items()
-                   if not key.startswith(("XDG_", "HF_", "MPL"))}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                            cwd=PROJECT_DIR, env=environment | {
-                                "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)})
+    code = (
+        "from basics.entry_points import *; begin_command();"
+        " import matplotlib, huggingface_hub.constants as hub; from matplotlib import pyplot;"
+        " print(matplotlib.get_cachedir(), hub.HF_HOME)"
+    )
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("XDG_", "HF_", "MPL"))
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=PROJECT_DIR,
+        env=environment | {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)},
+    )
     place = tmp_path / f"ddp-train-{os.getuid()}/libraries"
     assert result.stdout.split() == [str(place), f"{place}/huggingface"], result.stderr
     assert result.stderr == ""
@@ -240,10 +307,17 @@ def test_a_user_without_a_name_or_a_home_trains(workplace):
     if subprocess.run([*other_user, "true"], capture_output=True).returncode:
         pytest.skip("this machine allows no user namespaces")
     result = subprocess.run(
-        [*other_user, sys.executable, "ddp_train.py", *workplace.arguments("tiny", "--max-steps",
-                                                                          "2")],
-        capture_output=True, text=True, cwd=PROJECT_DIR, env={
-            "PATH": os.environ["PATH"], "HOME": "/proc", "TMPDIR": str(workplace.root)})
+        [
+            *other_user,
+            sys.executable,
+            "ddp_train.py",
+            *workplace.arguments("tiny", "--max-steps", "2"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=PROJECT_DIR,
+        env={"PATH": os.environ["PATH"], "HOME": "/proc", "TMPDIR": str(workplace.root)},
+    )
     assert result.returncode == 0, result.stderr
     assert result.stderr == "" and (run_dir / "loss-chart.png").exists()
 
@@ -308,13 +382,19 @@ def test_no_link_is_followed_and_no_large_file_read(tmp_path):
 
 
 # Texts of torch.cuda.init(), what is told of them, and the remedy.
-PREFIX = ("Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before"
-          " calling NumCudaDevices() that might have already set an error? Error ")
+PREFIX = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before"
+    " calling NumCudaDevices() that might have already set an error? Error "
+)
 CASES = {
-    "The NVIDIA driver on your system is too old (found version 12040). Please update":
-        ("The NVIDIA driver on your system is too old (found version 12040)", "setup_lambda.sh"),
-    f"{PREFIX}802: system not yet initialized":
-        ("Error 802: system not yet initialized", "docs/troubleshooting.md"),
+    "The NVIDIA driver on your system is too old (found version 12040). Please update": (
+        "The NVIDIA driver on your system is too old (found version 12040)",
+        "setup_lambda.sh",
+    ),
+    f"{PREFIX}802: system not yet initialized": (
+        "Error 802: system not yet initialized",
+        "docs/troubleshooting.md",
+    ),
     f"{PREFIX}999: unknown error\nand": ("Error 999: unknown error", "nvidia-smi"),
     "No CUDA GPUs are available": ("No CUDA GPUs are available", "nvidia-smi"),
 }
@@ -353,8 +433,9 @@ def test_a_machine_without_gpus_and_one_that_hides_them_train_on_the_cpu(devices
 
 def git(project, *arguments):
     identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    return subprocess.run(["git", *identity, *arguments], cwd=project, check=True,
-                          capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *identity, *arguments], cwd=project, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_the_codes_version_is_the_commit_or_the_release_with_a_digest(tmp_path, monkeypatch):
@@ -384,27 +465,61 @@ def install(monkeypatch):
 
 def test_all_that_a_gpu_tells_is_read(install):
     install(FakeNvml({"GPU-1": H100}))
-    assert read_gpus() == [GpuReading(
-        name="NVIDIA H100 80GB HBM3", uuid="GPU-1", memory_used_gib=20, memory_total_gib=80,
-        use_percent=97, temperature_c=61, power_w=651.25, energy_joules=9000.5,
-        throttle_reasons=("sw power cap", "hw thermal slowdown"), uncorrected_ecc_errors=0,
-        driver_version="580.65.06")]
+    assert read_gpus() == [
+        GpuReading(
+            name="NVIDIA H100 80GB HBM3",
+            uuid="GPU-1",
+            memory_used_gib=20,
+            memory_total_gib=80,
+            use_percent=97,
+            temperature_c=61,
+            power_w=651.25,
+            energy_joules=9000.5,
+            throttle_reasons=("sw power cap", "hw thermal slowdown"),
+            uncorrected_ecc_errors=0,
+            driver_version="580.65.06",
+        )
+    ]
     assert nvml_failure() is None
-    install(FakeNvml({"GPU-1": {"nvmlDeviceGetPowerUsage": pynvml.NVMLError_NoPermission(),
-                                "nvmlDeviceGetCurrentClocksEventReasons": 1,  # idle
-                                "nvmlDeviceGetTotalEnergyConsumption": 0,
-                                "nvmlDeviceGetTemperatureV": 0}}))
-    assert read_gpus() == [GpuReading(uuid="GPU-1", driver_version="580.65.06", throttle_reasons=(),
-                                      energy_joules=0, temperature_c=0)]
+    install(
+        FakeNvml(
+            {
+                "GPU-1": {
+                    "nvmlDeviceGetPowerUsage": pynvml.NVMLError_NoPermission(),
+                    "nvmlDeviceGetCurrentClocksEventReasons": 1,  # idle
+                    "nvmlDeviceGetTotalEnergyConsumption": 0,
+                    "nvmlDeviceGetTemperatureV": 0,
+                }
+            }
+        )
+    )
+    assert read_gpus() == [
+        GpuReading(
+            uuid="GPU-1",
+            driver_version="580.65.06",
+            throttle_reasons=(),
+            energy_joules=0,
+            temperature_c=0,
+        )
+    ]
 
 
 @pytest.mark.parametrize("lacks", [True, False])
 def test_old_drivers_and_packages_are_asked_in_their_words(install, lacks):
     new = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetTemperatureV")
     answers = {key: value for key, value in H100.items() if key not in new}
-    install(FakeNvml({"GPU-1": answers | {"nvmlDeviceGetCurrentClocksThrottleReasons": 0x20,
-                                          "nvmlDeviceGetTemperature": 55}},
-                     lacks=new if lacks else ()))
+    install(
+        FakeNvml(
+            {
+                "GPU-1": answers
+                | {
+                    "nvmlDeviceGetCurrentClocksThrottleReasons": 0x20,
+                    "nvmlDeviceGetTemperature": 55,
+                }
+            },
+            lacks=new if lacks else (),
+        )
+    )
     (gpu,) = read_gpus()
     assert (gpu.throttle_reasons, gpu.temperature_c) == (("sw thermal slowdown",), 55)
 

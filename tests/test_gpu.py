@@ -21,17 +21,30 @@ from trainer.precision import attention_kernel, autocast
 
 pytestmark = pytest.mark.gpu
 
-MODEL = ModelConfig(vocab_size=50257, context_length=256, emb_dim=256, n_heads=4, n_layers=4,
-                    drop_rate=0.0, qkv_bias=False)
+MODEL = ModelConfig(
+    vocab_size=50257,
+    context_length=256,
+    emb_dim=256,
+    n_heads=4,
+    n_layers=4,
+    drop_rate=0.0,
+    qkv_bias=False,
+)
 
 
 def test_microbatches_arrive_whole_on_the_device(tmp_path):
     tokens = np.arange(60_001, dtype=np.uint16)
     write_tokens(tmp_path / "t.safetensors", tokens)
-    plan = BatchPlan(microbatch_size=10, gradient_accumulation_steps=1, world_size=1,
-                     context_length=100, num_steps=60)
-    data = Microbatches(TokenFile(tmp_path / "t.safetensors"), plan, start_token=0,
-                        vocab_size=65536)
+    plan = BatchPlan(
+        microbatch_size=10,
+        gradient_accumulation_steps=1,
+        world_size=1,
+        context_length=100,
+        num_steps=60,
+    )
+    data = Microbatches(
+        TokenFile(tmp_path / "t.safetensors"), plan, start_token=0, vocab_size=65536
+    )
     device = torch.device("cuda", 0)
     for index, token_ids, targets in read_ahead(data, range(60), device=device):
         first = index * 1000
@@ -50,8 +63,14 @@ def test_a_run_trains_stops_and_resumes(workplace, precision):
     succeeded(workplace.real_torchrun(1, "whole"))
     succeeded(workplace.real_torchrun(1, "parts", "--max-steps", "7"))
     succeeded(workplace.real_torchrun(1, "parts"))
-    losses = [[r["validation_loss"] for r in read_lines(workplace.runs_dir / n / "metrics.jsonl")
-               if "validation_loss" in r] for n in ("whole", "parts")]
+    losses = [
+        [
+            r["validation_loss"]
+            for r in read_lines(workplace.runs_dir / n / "metrics.jsonl")
+            if "validation_loss" in r
+        ]
+        for n in ("whole", "parts")
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][-1] < losses[0][0]
     weights = load_file(workplace.runs_dir / "parts/checkpoints/latest/model.safetensors")
@@ -60,9 +79,18 @@ def test_a_run_trains_stops_and_resumes(workplace, precision):
 
 
 def step_of(**changes):
-    return models.step_of(torch.device("cuda", 0), **MODEL.model_dump() | {
-        "microbatch_size": 8, "checkpoint_interval": 1, "validation_interval": None,
-        "validation_batches": None, "precision": None} | changes)
+    return models.step_of(
+        torch.device("cuda", 0),
+        **MODEL.model_dump()
+        | {
+            "microbatch_size": 8,
+            "checkpoint_interval": 1,
+            "validation_interval": None,
+            "validation_batches": None,
+            "precision": None,
+        }
+        | changes,
+    )
 
 
 @contextmanager
@@ -89,8 +117,9 @@ def rising_tokens():
 
 def losses_of(step, num_steps):
     batches = rising_tokens()
-    return torch.stack([step.take(batches, num_microbatches=1, learning_rate=4e-4)[0]
-                        for _ in range(num_steps)]).cpu()
+    return torch.stack(
+        [step.take(batches, num_microbatches=1, learning_rate=4e-4)[0] for _ in range(num_steps)]
+    ).cpu()
 
 
 def test_the_default_is_the_fast_path_and_learns_like_float32():
@@ -104,16 +133,28 @@ def test_the_default_is_the_fast_path_and_learns_like_float32():
     torch.testing.assert_close(losses, expected, rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"compile": False}, {"precision": "fp16", "head_chunks": 4},
-    {"activation_checkpointing": True}, {"optimizer": "muon"},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"compile": False},
+        {"precision": "fp16", "head_chunks": 4},
+        {"activation_checkpointing": True},
+        {"optimizer": "muon"},
+    ],
+)
 def test_a_step_with_its_data_never_waits_for_the_device(tmp_path, changes):
     write_tokens(tmp_path / "t.safetensors", np.arange(100_000, dtype=np.uint16) % 50257)
-    plan = BatchPlan(microbatch_size=8, gradient_accumulation_steps=2, world_size=1,
-                     context_length=MODEL.context_length, num_steps=8)
-    data = Microbatches(TokenFile(tmp_path / "t.safetensors"), plan, start_token=0,
-                        vocab_size=MODEL.vocab_size)
+    plan = BatchPlan(
+        microbatch_size=8,
+        gradient_accumulation_steps=2,
+        world_size=1,
+        context_length=MODEL.context_length,
+        num_steps=8,
+    )
+    data = Microbatches(
+        TokenFile(tmp_path / "t.safetensors"), plan, start_token=0, vocab_size=MODEL.vocab_size
+    )
     step = step_of(**changes)
     batches = read_ahead(data, range(16), device=step.process.device)
     step.take(batches, num_microbatches=2, learning_rate=1e-3)
@@ -159,8 +200,9 @@ def test_compiled_validation_has_the_loss_of_eager_validation():
     with torch.inference_mode():
         for size in (8, 3):
             part = token_ids[:size], targets[:size]
-            torch.testing.assert_close(compiled.losses.validation(*part),
-                                       eager.losses.validation(*part), rtol=2e-3, atol=0)
+            torch.testing.assert_close(
+                compiled.losses.validation(*part), eager.losses.validation(*part), rtol=2e-3, atol=0
+            )
 
 
 def test_layers_compiled_separately_have_eager_gradients_over_nccl():

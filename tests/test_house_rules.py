@@ -10,14 +10,29 @@ from pathlib import Path
 from tests.support.workplace import PROJECT_DIR
 
 # Imports go only from left to right.
-ORDER = ("benchmarks > ddp_train prepare_dataset lab > trainer > checkpointing optim"
-         " > reporting > processes > gpt > ops > preparation > tokens > run_config > basics")
+ORDER = (
+    "benchmarks > ddp_train prepare_dataset lab > trainer > checkpointing optim"
+    " > reporting > processes > gpt > ops > preparation > tokens > run_config > basics"
+)
 RANK = {name: rank for rank, names in enumerate(ORDER.split(">")) for name in names.split()}
 ROOT_FILES = {"ddp_train", "gpt", "optim", "run_config", "checkpointing", "prepare_dataset"}
-WITHOUT_TORCH = ["preparation", "lab.plan", "lab.watch", "tokens.batch_plan", "tokens.token_file",
-                 "tokens.tokenizer", "run_config", "processes.command_line", "prepare_dataset",
-                 "processes.beside", "reporting.charts", "reporting.tracker",
-                 "lab.export_metrics", "lab.doctor.doctor"]
+WITHOUT_TORCH = [
+    "preparation",
+    "lab.plan",
+    "lab.watch",
+    "tokens.batch_plan",
+    "tokens.token_file",
+    "tokens.tokenizer",
+    "run_config",
+    "processes.command_line",
+    "prepare_dataset",
+    "processes.beside",
+    "reporting.charts",
+    "reporting.tracker",
+    "lab.export_metrics",
+    "lab.doctor.doctor",
+]
+
 
 def tracked(*patterns):
     found = [path for pattern in patterns for path in PROJECT_DIR.glob(pattern)]
@@ -67,12 +82,14 @@ def test_imports_go_only_from_left_to_right():
             other = module.split(".")[0]
             assert other != "tests"
             assert other not in RANK or other == own or RANK[other] > RANK[own], (
-                f"{name_of(path)} imports {module}")
+                f"{name_of(path)} imports {module}"
+            )
 
 
 def test_no_file_imports_itself_through_others():
-    imported = {module_of(path): imports_of(ast.parse(path.read_text()), at_import=True)
-                for path in SOURCES}
+    imported = {
+        module_of(path): imports_of(ast.parse(path.read_text()), at_import=True) for path in SOURCES
+    }
     done: set[str] = set()
 
     def visit(module, path):
@@ -88,15 +105,20 @@ def test_no_file_imports_itself_through_others():
 
 def test_commands_that_need_no_torch_do_not_import_it():
     modules = {module_of(path): path for path in SOURCES}
-    waiting = [module for module in modules for start in WITHOUT_TORCH
-               if module == start or module.startswith(f"{start}.")]
+    waiting = [
+        module
+        for module in modules
+        for start in WITHOUT_TORCH
+        if module == start or module.startswith(f"{start}.")
+    ]
     assert len(waiting) >= len(WITHOUT_TORCH)
     seen = set(waiting)
     while waiting:
         module = waiting.pop()
         found = imports_of(ast.parse(modules[module].read_text()), at_import=True)
         assert not {name for name in found if name.split(".")[0] in ("torch", "transformers")}, (
-            f"{module} imports torch")
+            f"{module} imports torch"
+        )
         waiting += (found & modules.keys()) - seen
         seen |= found
 
@@ -132,5 +154,6 @@ def test_tests_are_by_topic_listed_once_and_import_no_other_test():
         for module in imports_of(ast.parse(path.read_text())):
             assert not re.fullmatch(r"tests\.(.*\.)?test_\w+.*", module), f"{path}: {module}"
     listed = re.findall(r"`([\w/]*test_\w+\.py)`", (tests / "README.md").read_text())
-    assert sorted(listed) == sorted(str(path.relative_to(tests))
-                                    for path in tests.rglob("test_*.py"))
+    assert sorted(listed) == sorted(
+        str(path.relative_to(tests)) for path in tests.rglob("test_*.py")
+    )

@@ -56,8 +56,13 @@ def test_a_run_can_read_imported_files_of_nanogpt(workplace, tmp_path):
     assert result.stdout.splitlines()[0] == "5 documents, 1,200 tokens"  # 4 and 1 end-of-text
     assert tokens_in(out)["train"].tolist() == TOKENS.tolist()
     assert tokens_in(out)["validation"].tolist() == TOKENS[:200].tolist()
-    assert metadata_of(out) == {"tokenizer": "bytes", "source": "train.bin", "num_documents": "4",
-                                "num_tokens": "1000", "max_token_id": "256"}
+    assert metadata_of(out) == {
+        "tokenizer": "bytes",
+        "source": "train.bin",
+        "num_documents": "4",
+        "num_tokens": "1000",
+        "max_token_id": "256",
+    }
     card = DatasetCard.load(out / "README.md")
     assert card.data.task_categories == ["text-generation"] and "bytes of text" not in card.text
     assert not list(out.parent.glob(".*")) and not (out / "tokenizer.json").exists()
@@ -69,14 +74,14 @@ def test_a_run_can_read_imported_files_of_nanogpt(workplace, tmp_path):
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5), chunk=st.integers(1, 50))
 def test_shards_of_llm_c_are_joined_in_the_order_of_their_names(tmp_path_factory, sizes, chunk):
     folder = tmp_path_factory.mktemp("llm_c")
-    parts = np.split(TOKENS[:sum(sizes)], np.cumsum(sizes)[:-1])
+    parts = np.split(TOKENS[: sum(sizes)], np.cumsum(sizes)[:-1])
     files = {f"fineweb_train_{i:06}.bin": llm_c(part) for i, part in enumerate(parts)}
     source = write(folder / "source", files | {"fineweb_val_000000.bin": llm_c(TOKENS[:9])})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_bin, "CHUNK_TOKENS", chunk)
         import_tokens(source, folder / "out", "gpt2")
     tokens = tokens_in(folder / "out")
-    assert tokens["train"].tolist() == TOKENS[:sum(sizes)].tolist()
+    assert tokens["train"].tolist() == TOKENS[: sum(sizes)].tolist()
     assert tokens["validation"].tolist() == TOKENS[:9].tolist()
 
 
@@ -91,12 +96,15 @@ def test_a_single_file_is_divided_by_its_tokens(tmp_path):
 
 
 def test_more_files_than_may_be_open_are_imported(tmp_path):
-    source = write(tmp_path / "source", BOTH | {
-        f"x_train_{i:06}.bin": TOKENS[i:i + 1].tobytes() for i in range(200)})
+    source = write(
+        tmp_path / "source",
+        BOTH | {f"x_train_{i:06}.bin": TOKENS[i : i + 1].tobytes() for i in range(200)},
+    )
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (
-            len(list(Path("/proc/self/fd").iterdir())) + 100, limits[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 100, limits[1])
+        )
         import_tokens(source, tmp_path / "out", "bytes")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -107,25 +115,36 @@ def wide_llm_c(tokens):
     return llm_c(np.asarray(tokens), magic=20240801, version=7, kind="<u4")
 
 
-@pytest.mark.parametrize("files", [
-    {"x_train_0.bin": wide_llm_c(TOKENS), "x_val_0.bin": wide_llm_c(TOKENS[:200])},
-    *({"train.npy": npy(TOKENS.astype(kind)), "val.npy": npy(TOKENS[:200])}
-      for kind in ("<u2", "<u4", "<i8", ">u2"))])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"x_train_0.bin": wide_llm_c(TOKENS), "x_val_0.bin": wide_llm_c(TOKENS[:200])},
+        *(
+            {"train.npy": npy(TOKENS.astype(kind)), "val.npy": npy(TOKENS[:200])}
+            for kind in ("<u2", "<u4", "<i8", ">u2")
+        ),
+    ],
+)
 def test_tokens_are_as_wide_as_the_header_of_their_file_says(tmp_path, files):
     import_tokens(write(tmp_path / "source", files), tmp_path / "out", "bytes")
     assert tokens_in(tmp_path / "out")["train"].tolist() == TOKENS.tolist()
     assert tokens_in(tmp_path / "out")["validation"].tolist() == TOKENS[:200].tolist()
 
 
-@pytest.mark.parametrize(("tokens", "said"), [
-    (TOKENS.astype("<u4"), "32-bit tokens (every second 16-bit number is small)"),
-    (TOKENS.astype("<u4") + 70_000, "32-bit tokens (every second 16-bit number is small)"),
-    (TOKENS.astype("<i8"), "64-bit tokens (three of four 16-bit numbers are small)"),
-])
-def test_wider_tokens_without_a_header_are_refused_and_can_be_converted(tmp_path, monkeypatch,
-                                                                        tokens, said):
-    source = write(tmp_path / "source", {"train.bin": tokens.tobytes()} | {
-        "val.bin": TOKENS[:200].tobytes()})
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (TOKENS.astype("<u4"), "32-bit tokens (every second 16-bit number is small)"),
+        (TOKENS.astype("<u4") + 70_000, "32-bit tokens (every second 16-bit number is small)"),
+        (TOKENS.astype("<i8"), "64-bit tokens (three of four 16-bit numbers are small)"),
+    ],
+)
+def test_wider_tokens_without_a_header_are_refused_and_can_be_converted(
+    tmp_path, monkeypatch, tokens, said
+):
+    source = write(
+        tmp_path / "source", {"train.bin": tokens.tobytes()} | {"val.bin": TOKENS[:200].tobytes()}
+    )
     with pytest.raises(UserError) as caught:
         import_tokens(source, tmp_path / "out", "bytes")
     assert f"train.bin: looks like {said}" in str(caught.value)
@@ -143,39 +162,81 @@ def test_wider_tokens_without_a_header_are_refused_and_can_be_converted(tmp_path
         assert tokens_in(tmp_path / "out")["train"].tolist() == TOKENS.tolist()
 
 
-@pytest.mark.parametrize("tokens", [
-    [0, 1, 2, 3, 4] * 200, [*range(17)] * 60, [0] * 1000,  # few letters
-    [300, 2] * 30, [300, 16] + [300, 2] * 400])  # too few tokens to tell, and a large second one
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [0, 1, 2, 3, 4] * 200,
+        [*range(17)] * 60,
+        [0] * 1000,  # few letters
+        [300, 2] * 30,
+        [300, 16] + [300, 2] * 400,
+    ],
+)  # too few tokens to tell, and a large second one
 def test_small_ids_are_not_taken_for_halves_of_wide_ones(tmp_path, tokens):
-    source = write(tmp_path / "source", BOTH | {
-        "train.bin": np.array(tokens, dtype="<u2").tobytes()})
+    source = write(
+        tmp_path / "source", BOTH | {"train.bin": np.array(tokens, dtype="<u2").tobytes()}
+    )
     import_tokens(source, tmp_path / "out", "gpt2")
     assert tokens_in(tmp_path / "out")["train"].tolist() == tokens
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ({"train.bin": llm_c(TOKENS, count=999)}, "train.bin: 3024 bytes; wanted 3022 for 999 tokens"),
-    ({"train.bin": llm_c(TOKENS)[:-1]}, "train.bin: 3023 bytes; wanted 3024"),
-    ({"train.bin": llm_c(TOKENS, version=2)}, "version 2 of llm.c's format 20240520; wanted ver"),
-    ({"train.bin": llm_c(TOKENS, magic=20240801, version=1)}, "version 1 .* 20240801; .*version 7"),
-    *(({"train.bin": llm_c(TOKENS, magic=magic)}, f"train.bin: is {said} of llm.c; wanted a file")
-      for magic, said in ((20240326, "a model"), (20240328, "a tokenizer"),
-                          (20240522, "questions of a benchmark"))),
-    ({"train.bin": wide_llm_c([5, 65535, 65536])},
-     "token 2 has id 65536, outside the vocabulary of 65,536; the most that 16 bits can hold; pre"),
-    ({"train.bin": wide_llm_c([5, 6])[:-2]}, "train.bin: 1030 bytes; wanted 1032 for 2 tokens"),
-    ({"train.bin": None, "train.npy": npy(np.array([5, -1]))}, "token 1 has id -1, which is no t"),
-    ({"train.bin": None, "train.npy": npy(TOKENS)[:-9]}, "train.npy: not a whole .npy file: "),
-    ({"train.bin": None, "train.npy": npy(np.array([{}]))}, "train.npy: not a whole .npy file: "),
-    ({"train.bin": None, "train.npy": npy(np.zeros(9))}, "holds float64 of shape .9,.; wanted a v"),
-    ({"train.npy": npy(TOKENS)}, "source: has .bin and .npy files of train; move some away"),
-    ({"train.bin": TOKENS.tobytes()[:-1]}, "train.bin: 1999 bytes; wanted 1998"),
-    ({"train.bin": b""}, "train.bin: 0 bytes"),
-    ({"train.bin": np.array([5, 257, 6], dtype=np.uint16).tobytes()},
-     "train.bin: token 1 has id 257, outside the vocabulary of 257; name another tokenizer"),
-    ({"meta.pkl": b"x"}, "meta.pkl defines another vocabulary"),
-    ({"val.bin": None}, r"no val.bin or \*_val_\*.bin; wanted"),
-])
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"train.bin": llm_c(TOKENS, count=999)},
+            "train.bin: 3024 bytes; wanted 3022 for 999 tokens",
+        ),
+        ({"train.bin": llm_c(TOKENS)[:-1]}, "train.bin: 3023 bytes; wanted 3024"),
+        (
+            {"train.bin": llm_c(TOKENS, version=2)},
+            "version 2 of llm.c's format 20240520; wanted ver",
+        ),
+        (
+            {"train.bin": llm_c(TOKENS, magic=20240801, version=1)},
+            "version 1 .* 20240801; .*version 7",
+        ),
+        *(
+            (
+                {"train.bin": llm_c(TOKENS, magic=magic)},
+                f"train.bin: is {said} of llm.c; wanted a file",
+            )
+            for magic, said in (
+                (20240326, "a model"),
+                (20240328, "a tokenizer"),
+                (20240522, "questions of a benchmark"),
+            )
+        ),
+        (
+            {"train.bin": wide_llm_c([5, 65535, 65536])},
+            "token 2 has id 65536, outside the vocabulary of 65,536; the most that 16 bits can"
+            " hold; pre",
+        ),
+        ({"train.bin": wide_llm_c([5, 6])[:-2]}, "train.bin: 1030 bytes; wanted 1032 for 2 tokens"),
+        (
+            {"train.bin": None, "train.npy": npy(np.array([5, -1]))},
+            "token 1 has id -1, which is no t",
+        ),
+        ({"train.bin": None, "train.npy": npy(TOKENS)[:-9]}, "train.npy: not a whole .npy file: "),
+        (
+            {"train.bin": None, "train.npy": npy(np.array([{}]))},
+            "train.npy: not a whole .npy file: ",
+        ),
+        (
+            {"train.bin": None, "train.npy": npy(np.zeros(9))},
+            "holds float64 of shape .9,.; wanted a v",
+        ),
+        ({"train.npy": npy(TOKENS)}, "source: has .bin and .npy files of train; move some away"),
+        ({"train.bin": TOKENS.tobytes()[:-1]}, "train.bin: 1999 bytes; wanted 1998"),
+        ({"train.bin": b""}, "train.bin: 0 bytes"),
+        (
+            {"train.bin": np.array([5, 257, 6], dtype=np.uint16).tobytes()},
+            "train.bin: token 1 has id 257, outside the vocabulary of 257; name another tokenizer",
+        ),
+        ({"meta.pkl": b"x"}, "meta.pkl defines another vocabulary"),
+        ({"val.bin": None}, r"no val.bin or \*_val_\*.bin; wanted"),
+    ],
+)
 def test_files_that_cannot_be_imported(tmp_path, files, message):
     wanted = {name: content for name, content in (BOTH | files).items() if content is not None}
     source = write(tmp_path / "source", wanted)
@@ -192,8 +253,10 @@ def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path):
     succeeded(prepare(*arguments, str(tmp_path / "out")))
     assert (tmp_path / "out/tokenizer.json").exists()
     np.array([300], dtype="<u2").tofile(source / "val.bin")
-    assert "id 300, outside the vocabulary of 300; name another" in prepare(
-        *arguments, str(tmp_path / "other")).stderr
+    assert (
+        "id 300, outside the vocabulary of 300; name another"
+        in prepare(*arguments, str(tmp_path / "other")).stderr
+    )
 
 
 # --- the dataset of a run, and digests of downloads

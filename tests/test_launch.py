@@ -35,19 +35,22 @@ LAUNCH_DIR = PROJECT_DIR / "launch"
 WORTH_A_RETRY = {5, 129, 138, 143}
 # Stand-ins for commands. The files start those of .venv: `uv run` would install another PyTorch
 # where setup_lambda.sh has installed one for an older driver.
-PYTHON, TORCHRUN = (f'exec {sys.executable} {words}"$@"' for words in (
-    "", "-m torch.distributed.run "))
-SRUN = '''while [ "${1#--}" != "$1" ]; do shift; done
+PYTHON, TORCHRUN = (
+    f'exec {sys.executable} {words}"$@"' for words in ("", "-m torch.distributed.run ")
+)
+SRUN = """while [ "${1#--}" != "$1" ]; do shift; done
 "$@" & echo $! > srun.pid
 trap 'kill -USR1 $(cat srun.pid)' USR1
 while kill -0 $(cat srun.pid) 2>/dev/null; do wait $(cat srun.pid); status=$?; done
-exit $status'''
+exit $status"""
 SCONTROL = 'echo "$*" >> scontrol.calls; [ "$1" = show ] && echo localhost; true'
-SCANCEL = 'kill -USR1 $(cat srun.pid)'
+SCANCEL = "kill -USR1 $(cat srun.pid)"
 
 
-@pytest.mark.parametrize(("num_local_processes", "omp_num_threads", "expected"), [
-    (2, "1", [4]), (16, "1", [1]), (2, "3", [])])
+@pytest.mark.parametrize(
+    ("num_local_processes", "omp_num_threads", "expected"),
+    [(2, "1", [4]), (16, "1", [1]), (2, "3", [])],
+)
 def test_cpu_processes_share_the_cores(monkeypatch, num_local_processes, omp_num_threads, expected):
     monkeypatch.setattr("processes.launch.num_cpu_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local_processes))
@@ -82,11 +85,19 @@ def test_gpus_that_no_process_uses_are_warned_of(monkeypatch, used, num_warnings
     assert [line.startswith(wanted) for line in warnings] == [True] * num_warnings
 
 
-@pytest.mark.parametrize(("nodes", "restarts", "local_rank", "parent_is_torchrun", "ends"), [
-    (2, 0, 0, True, True), (1, 3, 0, True, True), (1, 0, 0, True, False), (2, 0, 1, True, False),
-    (2, 0, 0, False, False)])
-def test_only_a_torchrun_that_would_go_on_is_ended(monkeypatch, nodes, restarts, local_rank,
-                                                   parent_is_torchrun, ends):
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "local_rank", "parent_is_torchrun", "ends"),
+    [
+        (2, 0, 0, True, True),
+        (1, 3, 0, True, True),
+        (1, 0, 0, True, False),
+        (2, 0, 1, True, False),
+        (2, 0, 0, False, False),
+    ],
+)
+def test_only_a_torchrun_that_would_go_on_is_ended(
+    monkeypatch, nodes, restarts, local_rank, parent_is_torchrun, ends
+):
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
     ended: list[int] = []
@@ -100,8 +111,7 @@ def test_only_a_torchrun_that_would_go_on_is_ended(monkeypatch, nodes, restarts,
 def test_nccl_waits_longer_than_the_watchdog(monkeypatch, device, seconds):
     """Its own timeout would end the process without a line that says which rank hung."""
     found: list[timedelta] = []
-    monkeypatch.setattr(launch, "join_process_group",
-                        lambda *_, timeout: found.append(timeout))
+    monkeypatch.setattr(launch, "join_process_group", lambda *_, timeout: found.append(timeout))
     monkeypatch.setattr(launch.dist, "new_group", lambda **_: None)
     monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
     train = TrainConfig(**TINY_TRAIN, collective_timeout_seconds=60)
@@ -110,22 +120,32 @@ def test_nccl_waits_longer_than_the_watchdog(monkeypatch, device, seconds):
     assert found == [timedelta(seconds=seconds)]
 
 
-@pytest.mark.parametrize(("towards_master", "set_by_user", "chosen"), [
-    ("127.0.1.1", None, "eth1"),  # on the node whose name MASTER_ADDR is
-    ("10.0.0.1", None, "eth1"), ("10.0.0.1", "ib0", "ib0"),
-    ("127.0.0.1 alone", None, None),  # all nodes are on this machine
-])
-def test_gloo_uses_the_interface_that_leads_to_other_nodes(monkeypatch, towards_master, set_by_user,
-                                                           chosen):
+@pytest.mark.parametrize(
+    ("towards_master", "set_by_user", "chosen"),
+    [
+        ("127.0.1.1", None, "eth1"),  # on the node whose name MASTER_ADDR is
+        ("10.0.0.1", None, "eth1"),
+        ("10.0.0.1", "ib0", "ib0"),
+        ("127.0.0.1 alone", None, None),  # all nodes are on this machine
+    ],
+)
+def test_gloo_uses_the_interface_that_leads_to_other_nodes(
+    monkeypatch, towards_master, set_by_user, chosen
+):
     towards_master, _, is_alone = towards_master.partition(" ")
     others = "127.0.0.1" if is_alone else "10.0.0.2"
     store = dist.HashStore()
     store.set("address/1", others)
     ways = {"head": towards_master, "10.0.0.1": "10.0.0.1", "10.0.0.2": "10.0.0.1"}
     monkeypatch.setattr(launch, "_own_address", ways.__getitem__)
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {
-        name: [SimpleNamespace(address=address)]
-        for name, address in (("lo", "127.0.0.1"), ("eth0", "10.9.0.1"), ("eth1", "10.0.0.1"))})
+    monkeypatch.setattr(
+        psutil,
+        "net_if_addrs",
+        lambda: {
+            name: [SimpleNamespace(address=address)]
+            for name, address in (("lo", "127.0.0.1"), ("eth0", "10.9.0.1"), ("eth1", "10.0.0.1"))
+        },
+    )
     monkeypatch.setattr(launch.dist, "init_process_group", lambda *_, **__: None)
     for name, value in (("GROUP_WORLD_SIZE", "2"), ("MASTER_ADDR", "head")):
         monkeypatch.setenv(name, value)
@@ -147,9 +167,14 @@ def machine(tmp_path):
     commands = tmp_path / "commands"
     commands.mkdir()
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    for name, body in {"../.venv/bin/python": PYTHON, "../.venv/bin/torchrun": TORCHRUN,
-                       "srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL,
-                       "nvidia-smi": "exit 9"}.items():
+    for name, body in {
+        "../.venv/bin/python": PYTHON,
+        "../.venv/bin/torchrun": TORCHRUN,
+        "srun": SRUN,
+        "scontrol": SCONTROL,
+        "scancel": SCANCEL,
+        "nvidia-smi": "exit 9",
+    }.items():
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
     (tmp_path / "copies").mkdir()  # where the bucket is mounted
@@ -179,11 +204,16 @@ def launch_options(command):
     torchrun = None
     if "torchrun" in words[:script]:
         values = {"nnodes": "2", "nproc_per_node": "8", "node_rank": "1", "master_port": "29400"}
-        torchrun = parse_args([re.sub(r"=\$.*", "=" + values.get(word[2:].split("=")[0], "x"), word)
-                               for word in words[words.index("torchrun") + 1:script + 1]])
-    arguments = [word for word in words[script + 1:] if word not in ("&", "$@")]
-    options = command_line.main([re.sub(r"^\$.*", "tiny", word) for word in arguments],
-                                standalone_mode=False)
+        torchrun = parse_args(
+            [
+                re.sub(r"=\$.*", "=" + values.get(word[2:].split("=")[0], "x"), word)
+                for word in words[words.index("torchrun") + 1 : script + 1]
+            ]
+        )
+    arguments = [word for word in words[script + 1 :] if word not in ("&", "$@")]
+    options = command_line.main(
+        [re.sub(r"^\$.*", "tiny", word) for word in arguments], standalone_mode=False
+    )
     options.check()
     return torchrun, options
 
@@ -193,7 +223,7 @@ def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it():
     recovery = job["resources"]["job_recovery"]
     assert set(recovery["recover_on_exit_codes"]) == WORTH_A_RETRY
     assert job["resources"]["use_spot"] and recovery["max_restarts_on_errors"] == 1
-    (place, mount), = job["file_mounts"].items()
+    ((place, mount),) = job["file_mounts"].items()
     assert mount["mode"] == "MOUNT_CACHED"
     command = next(line for line in job["run"].splitlines() if "ddp_train.py" in line)
     *_, after_checkpoint = shlex.split(command)
@@ -214,11 +244,18 @@ def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs():
 def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(machine):
     workplace, environment = machine
     environment |= {
-        "SLURM_SUBMIT_DIR": str(workplace.root), "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1",
-        "DDP_TRAIN_FAILPOINT": "train:slow:seconds=0.2"}
-    process = subprocess.Popen(["bash", workplace.root / "launch/slurm.sbatch", "tiny"],
-                               env=environment, cwd=workplace.root)
+        "SLURM_SUBMIT_DIR": str(workplace.root),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_GPUS_ON_NODE": "1",
+        "DDP_TRAIN_FAILPOINT": "train:slow:seconds=0.2",
+    }
+    process = subprocess.Popen(
+        ["bash", workplace.root / "launch/slurm.sbatch", "tiny"],
+        env=environment,
+        cwd=workplace.root,
+    )
     wait_for(workplace.runs_dir / "tiny/checkpoints/latest")
     process.send_signal(signal.SIGUSR1)  # from Slurm
     assert process.wait(timeout=100) != 0
@@ -251,8 +288,13 @@ def script_of(way, root):
         return ["bash", str(root / "launch/two-hosts.sh"), "localhost", "tiny"]
     config = yaml.safe_load((LAUNCH_DIR / f"{way}.yaml").read_text())
     script = config["run"] if way == "skypilot" else config["commands"][-1]
-    return ["bash", "-c", script.replace("/copies", str(root / "copies"))
-            .replace("/data/", f"{root}/").replace("$HOME/.local/bin:", "")]
+    return [
+        "bash",
+        "-c",
+        script.replace("/copies", str(root / "copies"))
+        .replace("/data/", f"{root}/")
+        .replace("$HOME/.local/bin:", ""),
+    ]
 
 
 def test_two_hosts_meet_at_the_first_one():
@@ -265,8 +307,11 @@ def test_two_hosts_meet_at_the_first_one():
 def test_systemd_accepts_the_service(tmp_path):
     text = (LAUNCH_DIR / "ddp-train@.service").read_text()
     unit = tmp_path / "ddp-train@.service"
-    unit.write_text(text.replace("/home/ubuntu/ddp-train/.venv/bin/python", sys.executable)
-                    .replace("User=ubuntu", "User=root"))
+    unit.write_text(
+        text.replace("/home/ubuntu/ddp-train/.venv/bin/python", sys.executable).replace(
+            "User=ubuntu", "User=root"
+        )
+    )
     result = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
     assert result.returncode == 0 and not result.stderr, result.stderr
 
@@ -281,17 +326,28 @@ def test_every_exit_status_says_whether_to_start_again():
     text = (PROJECT_DIR / "docs" / "rented-machines.md").read_text()
     rows = dict(re.findall(r"^\| ([0-9 +n]+) \|.*\| (yes|no)[^|]*\|$", text, re.MULTILINE))
     assert {status for status, answer in rows.items() if answer == "yes"} == {
-        "1", "5", "129", "134", "138", "143"}
+        "1",
+        "5",
+        "129",
+        "134",
+        "138",
+        "143",
+    }
     assert {"0", "2", "3", "4", "130", "131", "137"} <= rows.keys()
 
 
-@pytest.mark.parametrize(("train", "processes", "says"), [
-    ({"global_batch_size": 8}, 1, True),
-    ({"global_batch_size": 8}, 2, False),
-    ({"global_batch_size": 2}, 1, False),  # one microbatch
-    ({"gradient_accumulation_steps": 4}, 1, False)])  # the batch would be another one
+@pytest.mark.parametrize(
+    ("train", "processes", "says"),
+    [
+        ({"global_batch_size": 8}, 1, True),
+        ({"global_batch_size": 8}, 2, False),
+        ({"global_batch_size": 2}, 1, False),  # one microbatch
+        ({"gradient_accumulation_steps": 4}, 1, False),
+    ],
+)  # the batch would be another one
 def test_a_run_that_leaves_cores_idle_is_told_of_more_processes(
-        workplace, monkeypatch, train, processes, says):
+    workplace, monkeypatch, train, processes, says
+):
     monkeypatch.setattr(startup, "num_cpu_cores", lambda: 4)
     workplace.add_run(train={"gradient_accumulation_steps": None} | train)
     run = load_run(workplace.runs_dir, "tiny")

@@ -60,8 +60,12 @@ def start(run_dir):
     def start(shell=""):
         command = [sys.executable, "-c", LOCKS, str(run_dir)]
         process = subprocess.Popen(
-            ["sh", "-c", shell, *command] if shell else command, cwd=PROJECT_DIR,
-            stdout=subprocess.PIPE, text=True, process_group=0)
+            ["sh", "-c", shell, *command] if shell else command,
+            cwd=PROJECT_DIR,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
         started.append(process)
         assert process.stdout.readline() == "locked\n"
         return process
@@ -75,8 +79,9 @@ def start(run_dir):
 
 def beat(run_dir, number, **facts):
     """Write the heartbeat of another process."""
-    (run_dir / HEARTBEAT).write_text(json.dumps(
-        {"pid": 7, "host": "elsewhere", "time": f"at {number}"} | facts))
+    (run_dir / HEARTBEAT).write_text(
+        json.dumps({"pid": 7, "host": "elsewhere", "time": f"at {number}"} | facts)
+    )
 
 
 def is_held(run_dir):
@@ -87,8 +92,9 @@ def is_held(run_dir):
     return False
 
 
-def test_a_launch_waits_until_the_processes_of_an_earlier_one_have_ended(run_dir, start,
-                                                                         monkeypatch):
+def test_a_launch_waits_until_the_processes_of_an_earlier_one_have_ended(
+    run_dir, start, monkeypatch
+):
     """Its torchrun was killed: rank 0, which may still save, holds the lock to its end."""
     assert Deadlines().orphans == 30  # seconds, if nobody asks for others
     said: list[str] = []
@@ -102,7 +108,8 @@ def test_a_launch_waits_until_the_processes_of_an_earlier_one_have_ended(run_dir
     with pytest.raises(LockedError, match=f"another launch .*: process {rank_0} on .*; stop it"):
         lock_run(run_dir)
     assert len(said) == 1 and said[0].startswith(
-        f"{run_dir}: waiting for another launch to end: process {rank_0} on ")
+        f"{run_dir}: waiting for another launch to end: process {rank_0} on "
+    )
     os.kill(rank_0, signal.SIGKILL)
     lock_run(run_dir)
     assert is_held(run_dir)
@@ -124,8 +131,9 @@ def test_a_healthy_launch_is_not_waited_for(run_dir, start, monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ESTALE, 1), (errno.EACCES, 2)])
-def test_a_run_directory_that_is_out_of_reach_may_be_tried_again(run_dir, monkeypatch, number,
-                                                                 status):
+def test_a_run_directory_that_is_out_of_reach_may_be_tried_again(
+    run_dir, monkeypatch, number, status
+):
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))
 
@@ -136,20 +144,30 @@ def test_a_run_directory_that_is_out_of_reach_may_be_tried_again(run_dir, monkey
 
 
 # A lock says enough of this machine's processes; a heartbeat that old is that of a dead one.
-@pytest.mark.parametrize(("has_locks", "goes_on", "facts", "age", "outcome"), [
-    (True, True, {}, 0, "refused"), (False, True, {}, 0, "refused"),
-    (False, True, {"host": HERE}, 600, "refused"), (False, False, {}, 0, "waits"),
-    (True, False, {}, 0, "waits"), (True, True, {"host": HERE}, 0, ""), (True, True, {}, 600, "")])
-def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(run_dir, monkeypatch,
-                                                                           capsys, has_locks,
-                                                                           goes_on, facts, age,
-                                                                           outcome):
+@pytest.mark.parametrize(
+    ("has_locks", "goes_on", "facts", "age", "outcome"),
+    [
+        (True, True, {}, 0, "refused"),
+        (False, True, {}, 0, "refused"),
+        (False, True, {"host": HERE}, 600, "refused"),
+        (False, False, {}, 0, "waits"),
+        (True, False, {}, 0, "waits"),
+        (True, True, {"host": HERE}, 0, ""),
+        (True, True, {}, 600, ""),
+    ],
+)
+def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(
+    run_dir, monkeypatch, capsys, has_locks, goes_on, facts, age, outcome
+):
     """Where nothing can be locked, and on a mount whose locks are only this machine's."""
     numbers, sleep = count(), time.sleep
     beat(run_dir, next(numbers), **facts)
     os.utime(run_dir / HEARTBEAT, (time.time() - age,) * 2)
-    monkeypatch.setattr(run_lock.time, "sleep", lambda seconds: (
-        beat(run_dir, next(numbers), **facts) if goes_on else sleep(seconds)))
+    monkeypatch.setattr(
+        run_lock.time,
+        "sleep",
+        lambda seconds: beat(run_dir, next(numbers), **facts) if goes_on else sleep(seconds),
+    )
     if not has_locks:
         for patch in stand_ins.odd_file_system(run_dir):
             monkeypatch.setattr(*patch)
@@ -180,5 +198,6 @@ def test_rank_0_does_not_wait_again_where_its_parent_has(run_dir, monkeypatch, c
 @pytest.mark.parametrize("seconds", ["NaN", "-1", "1e300", "null", '{"a": "9"}'])
 def test_a_heartbeat_that_is_damaged_counts_no_time(run_dir, seconds):
     (run_dir / HEARTBEAT).write_text(
-        f'{{"pid": 7, "host": "elsewhere", "time": "now", "seconds": {seconds}}}')
+        f'{{"pid": 7, "host": "elsewhere", "time": "now", "seconds": {seconds}}}'
+    )
     assert seconds_before(run_dir) == 0

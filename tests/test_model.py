@@ -72,7 +72,8 @@ def test_attention_in_blocks_computes_what_pytorch_does(length, dtype, tolerance
 
     ours = output_and_gradients(lambda *qkv: block_attention(*qkv, drop_rate=0.0), dtype)
     exact = output_and_gradients(
-        lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), torch.float32)
+        lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), torch.float32
+    )
     for found, wanted in zip(ours, exact, strict=True):
         assert (found - wanted).norm() <= tolerance * wanted.norm()
 
@@ -123,15 +124,20 @@ def assert_close(values, tolerance, x_dtype=torch.float32):
         assert (value.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
 
 
-@pytest.mark.parametrize(("chunk_tokens", "multiple"), [
-    (None, 1), (None, 64), (1, 1), (100, 64), (N + 1, 1)])
-@pytest.mark.parametrize(("precision", "x_dtype", "tolerance"), [
-    (None, torch.float32, 1e-6),
-    (torch.bfloat16, torch.bfloat16, 2e-2),
-    (torch.float16, torch.float32, 2e-3),
-])
-def test_loss_and_gradients_are_those_of_float32(chunk_tokens, multiple, precision, x_dtype,
-                                                 tolerance):
+@pytest.mark.parametrize(
+    ("chunk_tokens", "multiple"), [(None, 1), (None, 64), (1, 1), (100, 64), (N + 1, 1)]
+)
+@pytest.mark.parametrize(
+    ("precision", "x_dtype", "tolerance"),
+    [
+        (None, torch.float32, 1e-6),
+        (torch.bfloat16, torch.bfloat16, 2e-2),
+        (torch.float16, torch.float32, 2e-3),
+    ],
+)
+def test_loss_and_gradients_are_those_of_float32(
+    chunk_tokens, multiple, precision, x_dtype, tolerance
+):
     values = found(precision, x_dtype, chunk_tokens=chunk_tokens, multiple=multiple)
     assert_close(values, tolerance, x_dtype)
     assert values[0] != values[0].bfloat16()  # not rounded to two digits
@@ -140,11 +146,14 @@ def test_loss_and_gradients_are_those_of_float32(chunk_tokens, multiple, precisi
 def compiled(**options):
     """Check the compiled form; return "(shape) dtype" of each buffer that its code allocates."""
     function = torch.compile(linear_cross_entropy, fullgraph=True, dynamic=False)
-    with (torch._inductor.config.patch(fx_graph_cache=False),  # else there is no code to see
-          torch._functorch.config.patch(enable_autograd_cache=False)):
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),  # else there is no code to see
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         torch.compiler.reset()
         values, codes = run_and_get_code(
-            lambda: found(torch.bfloat16, torch.bfloat16, function, **options))
+            lambda: found(torch.bfloat16, torch.bfloat16, function, **options)
+        )
     assert_close(values, 0.015, torch.bfloat16)
     made = re.findall(r"= empty_strided_\w+\((\(.*?\)), \(.*?\), torch\.(\w+)", "\n".join(codes))
     return [f"{shape} {dtype}" for shape, dtype in made]
@@ -161,19 +170,27 @@ def test_whole_compiled_code_keeps_the_logits_in_low_precision_only():
 
 @pytest.mark.thorough
 def test_compiled_code_in_chunks_uses_one_buffer_in_turn():
-    sizes = [name for name in compiled(**FORMS["in chunks"])
-             if name.startswith((f"({N}, 10", f"({CHUNK}, 10"))]
+    sizes = [
+        name
+        for name in compiled(**FORMS["in chunks"])
+        if name.startswith((f"({N}, 10", f"({CHUNK}, 10"))
+    ]
     assert sizes == [f"({CHUNK}, 1024) bfloat16"]
 
 
-@pytest.mark.parametrize("backend", [
-    None, "eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "backend", [None, "eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_large_logits_are_exact(options, backend):
-    function = linear_cross_entropy if backend is None else torch.compile(
-        linear_cross_entropy, backend=backend, dynamic=False)
-    x, weight, targets = (tensor.detach() * 100 if tensor.is_floating_point() else tensor
-                          for tensor in inputs())
+    function = (
+        linear_cross_entropy
+        if backend is None
+        else torch.compile(linear_cross_entropy, backend=backend, dynamic=False)
+    )
+    x, weight, targets = (
+        tensor.detach() * 100 if tensor.is_floating_point() else tensor for tensor in inputs()
+    )
     x, weight = x.requires_grad_(), weight.requires_grad_()
     loss = function(x, weight, targets, **options)
     expected = F.cross_entropy((x @ weight.T).double(), targets)
@@ -188,18 +205,23 @@ def test_large_logits_are_exact(options, backend):
 @pytest.mark.parametrize("chunk_tokens", [None, 2**17])
 def test_sums_over_many_tokens_do_not_overflow_in_fp16(chunk_tokens, compiles):
     """The logits are equal, and most tokens have the first of five targets."""
-    function = linear_cross_entropy if not compiles else torch.compile(
-        linear_cross_entropy, backend="eager", dynamic=False)
+    function = (
+        linear_cross_entropy
+        if not compiles
+        else torch.compile(linear_cross_entropy, backend="eager", dynamic=False)
+    )
     targets = torch.zeros(2**17, dtype=torch.int64)
     targets[::4] = 1
     x, weight = torch.full((2**17, 2), 2.0), torch.zeros(5, 2)
     with torch.autocast("cpu", torch.float16):
-        loss = function(x.requires_grad_(), weight.requires_grad_(), targets,
-                        chunk_tokens=chunk_tokens)
+        loss = function(
+            x.requires_grad_(), weight.requires_grad_(), targets, chunk_tokens=chunk_tokens
+        )
     (loss * 2**14).backward()  # as a gradient scaler does; in the whole form, else they vanish
     shares = torch.tensor([0.75, 0.25, 0, 0, 0])
-    torch.testing.assert_close(weight.grad / 2**14, (2 * (0.2 - shares))[:, None].expand(5, 2),
-                               rtol=2e-3, atol=0)
+    torch.testing.assert_close(
+        weight.grad / 2**14, (2 * (0.2 - shares))[:, None].expand(5, 2), rtol=2e-3, atol=0
+    )
     # The device without memory has the operators of GPUs.
     for dtype, wanted in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
         grad, x = (torch.empty(6, n, dtype=dtype, device="meta") for n in (5, 4))
@@ -243,5 +265,4 @@ def test_singular_values_become_about_one_and_vectors_stay(dtype):
     singular_values = torch.linalg.svdvals(result.float())
     assert singular_values.min() > 0.85 and singular_values.max() < 1.15
     u, _, v = torch.linalg.svd(matrices, full_matrices=False)
-    assert F.cosine_similarity(
-        (u @ v).flatten(1), result.float().flatten(1)).min() > 0.99
+    assert F.cosine_similarity((u @ v).flatten(1), result.float().flatten(1)).min() > 0.99

@@ -38,13 +38,19 @@ def tokens_for(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [
-    {"tie_weights": False, "qkv_bias": False, "drop_rate": 0.0},
-    {"tie_weights": True, "qkv_bias": True, "vocab_size": 257, "init": "torch"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_weights": False, "qkv_bias": False, "drop_rate": 0.0},
+        {"tie_weights": True, "qkv_bias": True, "vocab_size": 257, "init": "torch"},
+    ],
+    ids=str,
+)
 def test_transformers_computes_the_same_logits_and_its_files_load_here(changes, tmp_path):
     model = random_model(**changes)
-    theirs, loading = transformers.GPT2LMHeadModel.from_pretrained(export(model, tmp_path / "ours"),
-                                                      output_loading_info=True)
+    theirs, loading = transformers.GPT2LMHeadModel.from_pretrained(
+        export(model, tmp_path / "ours"), output_loading_info=True
+    )
     assert not any(loading.values())  # no missing and no unexpected weights
     tokens = tokens_for(model)
     logits = theirs.eval()(tokens).logits
@@ -63,8 +69,11 @@ def test_gpt2_as_published_loads(tmp_path):
     for name, parameter in theirs.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
-    weights = {name.removeprefix("transformer."): value.clone()
-               for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name.removeprefix("transformer."): value.clone()
+        for name, value in theirs.state_dict().items()
+        if name != "lm_head.weight"
+    }
     weights |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 16, 16) for layer in range(12)}
     weights["h.1.attn.masked_bias"] = torch.tensor(-math.inf)
     save_file(weights, tmp_path / "model.safetensors")
@@ -81,11 +90,15 @@ def test_sharded_files_and_half_precision_load(tmp_path):
     model = random_model(tie_weights=True, qkv_bias=True)
     whole = load_file(export(model, tmp_path) / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    weight_map = {name: f"model-0000{1 + number % 2}-of-00002.safetensors"
-                  for number, name in enumerate(whole)}
+    weight_map = {
+        name: f"model-0000{1 + number % 2}-of-00002.safetensors"
+        for number, name in enumerate(whole)
+    }
     for file in set(weight_map.values()):
-        save_file({name: value.half() for name, value in whole.items()
-                   if weight_map[name] == file}, tmp_path / file)
+        save_file(
+            {name: value.half() for name, value in whole.items() if weight_map[name] == file},
+            tmp_path / file,
+        )
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     tokens, loaded = tokens_for(model), load(tmp_path)
     assert (loaded(tokens) - model(tokens)).abs().max() < 0.01
@@ -98,10 +111,16 @@ def original_weights(model):
     Its checkpoints also have the mask of each layer.
     """
     config, ours = model.config, model.state_dict()
-    names = {"token_embedding.": "tok_emb.", "position_embedding.": "pos_emb.",
-             "blocks.": "trf_blocks.", "attention_norm": "norm1", "mlp_norm": "norm2",
-             "attention.output": "att.out_proj", "mlp.up": "ff.layers.0",
-             "mlp.output": "ff.layers.2"}
+    names = {
+        "token_embedding.": "tok_emb.",
+        "position_embedding.": "pos_emb.",
+        "blocks.": "trf_blocks.",
+        "attention_norm": "norm1",
+        "mlp_norm": "norm2",
+        "attention.output": "att.out_proj",
+        "mlp.up": "ff.layers.0",
+        "mlp.output": "ff.layers.2",
+    }
     theirs = {"out_head.weight": model.head_weight}
     for name, weight in ours.items():
         for here, there in names.items():
@@ -109,8 +128,10 @@ def original_weights(model):
         if "norm" in name:
             name = name.replace("weight", "scale").replace("bias", "shift")
         if "attention.qkv" in name:
-            theirs |= {name.replace("attention.qkv", f"att.W_{part}"): piece for part, piece
-                       in zip(("query", "key", "value"), weight.chunk(3), strict=True)}
+            theirs |= {
+                name.replace("attention.qkv", f"att.W_{part}"): piece
+                for part, piece in zip(("query", "key", "value"), weight.chunk(3), strict=True)
+            }
         elif name != "head.weight":
             theirs[name] = weight
     for layer in range(config.n_layers):
@@ -119,11 +140,18 @@ def original_weights(model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("tie_weights", "left_out", "qkv_bias", "published"), [
-    (False, None, False, False), (False, None, True, True),
-    (True, "tok_emb.weight", True, False), (True, "out_head.weight", False, True)])
-def test_checkpoints_of_the_original_system_load(tie_weights, left_out, qkv_bias, published,
-                                                 tmp_path):
+@pytest.mark.parametrize(
+    ("tie_weights", "left_out", "qkv_bias", "published"),
+    [
+        (False, None, False, False),
+        (False, None, True, True),
+        (True, "tok_emb.weight", True, False),
+        (True, "out_head.weight", False, True),
+    ],
+)
+def test_checkpoints_of_the_original_system_load(
+    tie_weights, left_out, qkv_bias, published, tmp_path
+):
     model = random_model(qkv_bias=qkv_bias, tie_weights=tie_weights)
     weights = original_weights(model)
     weights.pop(left_out, None)
@@ -136,8 +164,10 @@ def test_checkpoints_of_the_original_system_load(tie_weights, left_out, qkv_bias
     else:
         (tmp_path / "model.json").write_text(json.dumps(config))
     for wrapper in ("", "module.", "_orig_mod.module."):  # of DDP, of torch.compile
-        save_file({wrapper + name: value for name, value in weights.items()},
-                  directory / "model.safetensors")
+        save_file(
+            {wrapper + name: value for name, value in weights.items()},
+            directory / "model.safetensors",
+        )
         assert torch.equal(load(directory)(tokens_for(model)), model(tokens_for(model)))
     for name in [name for name in weights if name.endswith(("tok_emb.weight", "out_head.weight"))]:
         del weights[name]
@@ -172,36 +202,51 @@ def test_a_run_of_the_original_system_is_recognised_and_left_as_it_is(workplace)
         torch.testing.assert_close(weights_of(ours)[name], weight, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"model_type": "llama"}, "model_type should be 'gpt2', found \"llama\""),
-    ({"activation_function": "relu"}, "activation_function should be 'gelu_new'"),
-    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon should be greater"),
-    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx should be False"),
-    ({"n_inner": 7}, "n_inner is 7; wanted 4 x n_embd = 96"),
-    ({"n_layer": 3}, "has no weights h.2"),
-    ({"n_layer": 1}, "it has more layers than n_layer, 1"),
-    ({"n_layer": 10**9}, "n_layer should be less than or equal to 1024"),
-    ({"n_layer": "2"}, "n_layer should be a valid integer, found"),
-    ({"n_head": 5}, "emb_dim 24 is not divisible by n_heads 5"),
-    ({"vocab_size": 60}, r"token_embedding.weight holds torch.float32 of shape \(61, 24\); its"),
-    ({"tie_word_embeddings": False}, "has no weights lm_head.weight"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type should be 'gpt2', found \"llama\""),
+        ({"activation_function": "relu"}, "activation_function should be 'gelu_new'"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon should be greater"),
+        (
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx should be False",
+        ),
+        ({"n_inner": 7}, "n_inner is 7; wanted 4 x n_embd = 96"),
+        ({"n_layer": 3}, "has no weights h.2"),
+        ({"n_layer": 1}, "it has more layers than n_layer, 1"),
+        ({"n_layer": 10**9}, "n_layer should be less than or equal to 1024"),
+        ({"n_layer": "2"}, "n_layer should be a valid integer, found"),
+        ({"n_head": 5}, "emb_dim 24 is not divisible by n_heads 5"),
+        (
+            {"vocab_size": 60},
+            r"token_embedding.weight holds torch.float32 of shape \(61, 24\); its",
+        ),
+        ({"tie_word_embeddings": False}, "has no weights lm_head.weight"),
+    ],
+)
 def test_another_architecture_is_refused_in_one_line(changes, message, tmp_path):
     export(random_model(tie_weights=True), tmp_path, **changes)
     assert_refused(tmp_path, message)
 
 
-@pytest.mark.parametrize(("file", "content", "message"), [
-    ("model.safetensors", None, "no such file; a directory of weights needs it"),
-    ("model.safetensors", b"junk", "not a whole safetensors file"),
-    ("config.json", None, "config.json: no such file"),
-    ("config.json", b"[1]", "wanted a JSON object"),
-    ("config.json", b'{"model_type": NaN}', "not valid JSON"),
-    ("model.safetensors.index.json", b'{"weight_map": {"a": "../../x.safetensors"}}',
-     "lists '../../x.safetensors'"),
-    ("model.safetensors.index.json", b'{"weight_map": {}}', "has no weights wte.weight"),
-    ("model.safetensors.index.json", b'{"weight_map": [1]}', "lists '', which is not a weight"),
-])
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", None, "no such file; a directory of weights needs it"),
+        ("model.safetensors", b"junk", "not a whole safetensors file"),
+        ("config.json", None, "config.json: no such file"),
+        ("config.json", b"[1]", "wanted a JSON object"),
+        ("config.json", b'{"model_type": NaN}', "not valid JSON"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "../../x.safetensors"}}',
+            "lists '../../x.safetensors'",
+        ),
+        ("model.safetensors.index.json", b'{"weight_map": {}}', "has no weights wte.weight"),
+        ("model.safetensors.index.json", b'{"weight_map": [1]}', "lists '', which is not a weight"),
+    ],
+)
 def test_a_damaged_directory_is_refused_in_one_line(file, content, message, tmp_path):
     export(random_model(), tmp_path)
     if content is None:
@@ -217,10 +262,16 @@ def with_number(dtype, number):
 
 HOSTILE_WEIGHTS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
     "infinity": ("wte.weight", with_number(torch.float16, math.inf), "not finite in float32"),
-    "finite only in float64": ("wte.weight", with_number(torch.float64, 1e300),
-                               "token_embedding.weight holds a number that is not finite"),
-    "infinite products": ("h.1.attn.c_proj.weight", lambda weight: weight * 1e30,
-                          "its logits are not finite"),
+    "finite only in float64": (
+        "wte.weight",
+        with_number(torch.float64, 1e300),
+        "token_embedding.weight holds a number that is not finite",
+    ),
+    "infinite products": (
+        "h.1.attn.c_proj.weight",
+        lambda weight: weight * 1e30,
+        "its logits are not finite",
+    ),
     "complex": ("h.0.attn.c_attn.bias", lambda bias: bias + 1j, "torch.complex64"),
     "integers": ("wte.weight", with_number(torch.int64, 1), "holds torch.int64 of"),
     "three dimensions": ("h.0.mlp.c_fc.weight", lambda weight: weight[None], "not a GPT-2: t"),
@@ -238,8 +289,12 @@ def test_hostile_weights_are_refused_in_one_line(case, tmp_path):
     assert_refused(tmp_path, message)
 
 
-STANDING_STILL = {"learning_rate": 1e-12, "min_train_tokens": 64, "validation_interval": 1,
-                  "gradient_accumulation_steps": 1}
+STANDING_STILL = {
+    "learning_rate": 1e-12,
+    "min_train_tokens": 64,
+    "validation_interval": 1,
+    "gradient_accumulation_steps": 1,
+}
 
 
 def weights_of(run_dir):
@@ -267,27 +322,41 @@ def test_a_resumed_run_does_not_start_again(workplace):
     assert summary_of(run_dir)["status"] == "finished"
 
 
-@pytest.mark.parametrize(("init_from", "message"), [
-    ("nowhere", "init_from: run 'nowhere'|init_from: .*nowhere: no such run"),
-    ("tiny", "init_from: is this run itself"),
-    ("wider", "init_from: .*no checkpoint yet"),
-    ("published", r"init_from: .*published has emb_dim 24, model.json has 16; they must be equal"),
-    ("other tokens", "published was trained with the tokenizer.*; prepare the dataset with its"),
-])
-def test_weights_that_do_not_fit_are_one_line_before_anything_is_written(workplace, init_from,
-                                                                         message):
+@pytest.mark.parametrize(
+    ("init_from", "message"),
+    [
+        ("nowhere", "init_from: run 'nowhere'|init_from: .*nowhere: no such run"),
+        ("tiny", "init_from: is this run itself"),
+        ("wider", "init_from: .*no checkpoint yet"),
+        (
+            "published",
+            r"init_from: .*published has emb_dim 24, model.json has 16; they must be equal",
+        ),
+        (
+            "other tokens",
+            "published was trained with the tokenizer.*; prepare the dataset with its",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_one_line_before_anything_is_written(
+    workplace, init_from, message
+):
     workplace.add_run("wider", model={"emb_dim": 32})
     if init_from == "other tokens":
         init_from = str(add_dataset_with_tokenizer(workplace)[0])
     else:
         workplace.add_dataset()
     if init_from == "published":
-        init_from = str(export(GPTModel(ModelConfig(**TINY_MODEL | {"emb_dim": 24, "n_heads": 3})),
-                               workplace.root / "published"))
+        init_from = str(
+            export(
+                GPTModel(ModelConfig(**TINY_MODEL | {"emb_dim": 24, "n_heads": 3})),
+                workplace.root / "published",
+            )
+        )
     run_dir = workplace.add_run(train={"init_from": init_from})
     before = sorted(run_dir.iterdir())
     result = run_in_process(*workplace.arguments("tiny"), under_torchrun=True)
     assert result.returncode == 2
-    line, = (line for line in result.stderr.splitlines() if line.startswith("Error: "))
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("Error: "))
     assert re.search(message, line), line
     assert sorted(run_dir.iterdir()) == before

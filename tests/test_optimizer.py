@@ -53,7 +53,8 @@ def config(**changes):
 def test_the_rates_of_all_groups_are_named():
     tied = ModelConfig(**TINY_MODEL | {"tie_weights": True})
     assert rates_line(tied, config(learning_rate=0.01, embedding_learning_rate=0.3)) == (
-        "matrix 0.01, embedding 0.3, vector 0.01")
+        "matrix 0.01, embedding 0.3, vector 0.01"
+    )
 
 
 def test_each_process_orthogonalises_its_share(monkeypatch):
@@ -62,8 +63,9 @@ def test_each_process_orthogonalises_its_share(monkeypatch):
     monkeypatch.setattr(optim, "orthogonalise", lambda x: (sizes.append(len(x)), x)[1])
     monkeypatch.setattr(dist, "all_gather_into_tensor", MagicMock())
     network = GPTModel(ModelConfig(**TINY_MODEL))
-    optimizer = build_optimizer(network, config(optimizer="muon"),
-                                replace(ONE_PROCESS, rank=1, world_size=3))
+    optimizer = build_optimizer(
+        network, config(optimizer="muon"), replace(ONE_PROCESS, rank=1, world_size=3)
+    )
     optimizer.found_inf = torch.zeros(())
     for parameter in network.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -79,15 +81,25 @@ class CountReads(TorchDispatchMode):
         self.reads: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal,
-                                       torch.ops.aten.is_nonzero, torch.ops.aten.nonzero):
+        if function.overloadpacket in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.equal,
+            torch.ops.aten.is_nonzero,
+            torch.ops.aten.nonzero,
+        ):
             self.reads.append(str(function))
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("changes", [{"clipping_max_norm": None},
-                                     {"head_chunks": 3, "activation_checkpointing": True},
-                                     {"optimizer": "muon"}, {"diagnostics_interval": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clipping_max_norm": None},
+        {"head_chunks": 3, "activation_checkpointing": True},
+        {"optimizer": "muon"},
+        {"diagnostics_interval": 1},
+    ],
+)
 def test_a_step_reads_nothing_from_the_device(changes, monkeypatch):
     step, batches = step_of(precision="bf16", **changes), microbatches()
     step.diagnostics = Diagnostics(step.config.diagnostics_interval, step.config.precision)
@@ -149,8 +161,11 @@ def test_the_wait_for_a_microbatch_is_booked_as_waiting(monkeypatch, now):
 
 
 def test_dropout_draws_from_a_seed_of_its_own_at_each_position_and_nothing_else_draws():
-    seeds = {dropout_seed(seed, index) % 2**32  # a CPU generator reads 32 bits
-             for seed in range(50) for index in range(200)}
+    seeds = {
+        dropout_seed(seed, index) % 2**32  # a CPU generator reads 32 bits
+        for seed in range(50)
+        for index in range(200)
+    }
     assert len(seeds) == 50 * 200
     for drop_rate in (0.0, 0.1):
         step = step_of(drop_rate=drop_rate)
@@ -168,8 +183,9 @@ STEPS = 6
 def restored(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is restored
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    with torch._inductor.config.patch(deterministic=False, use_fast_math=False,
-                                      fallback_random=False):
+    with torch._inductor.config.patch(
+        deterministic=False, use_fast_math=False, fallback_random=False
+    ):
         yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -180,17 +196,23 @@ def resolved(device, **keys):
     return resolve_for_device(TrainConfig(**train | keys), device)
 
 
-@pytest.mark.parametrize(("device", "keys", "has_bf16", "expected"), [
-    (CPU, {}, True, ("bf16", "fp32")), (CPU, {}, False, ("fp32", "fp32")),
-    (CPU, {"use_amp": False}, True, ("fp32", "fp32")),
-    (CPU, {"precision": "fp16"}, True, ("fp16", "fp32")),
-    (CPU, {"precision": "tf32", "use_amp": False}, True, ("tf32", "fp32")),
-    (GPU, {}, True, ("bf16", "bf16")), (GPU, {}, False, ("fp16", "fp32")),
-    (GPU, {"use_amp": False}, True, ("fp32", "fp32")),
-    (GPU, {"residual_dtype": "fp32"}, True, ("bf16", "fp32")),
-])
-def test_the_precision_is_the_fastest_safe_one_of_the_device(monkeypatch, device, keys, has_bf16,
-                                                             expected):
+@pytest.mark.parametrize(
+    ("device", "keys", "has_bf16", "expected"),
+    [
+        (CPU, {}, True, ("bf16", "fp32")),
+        (CPU, {}, False, ("fp32", "fp32")),
+        (CPU, {"use_amp": False}, True, ("fp32", "fp32")),
+        (CPU, {"precision": "fp16"}, True, ("fp16", "fp32")),
+        (CPU, {"precision": "tf32", "use_amp": False}, True, ("tf32", "fp32")),
+        (GPU, {}, True, ("bf16", "bf16")),
+        (GPU, {}, False, ("fp16", "fp32")),
+        (GPU, {"use_amp": False}, True, ("fp32", "fp32")),
+        (GPU, {"residual_dtype": "fp32"}, True, ("bf16", "fp32")),
+    ],
+)
+def test_the_precision_is_the_fastest_safe_one_of_the_device(
+    monkeypatch, device, keys, has_bf16, expected
+):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_bf16})
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_bf16)
     train = resolved(device, **keys)
@@ -200,8 +222,9 @@ def test_the_precision_is_the_fastest_safe_one_of_the_device(monkeypatch, device
 
 
 @pytest.mark.parametrize(("device", "lacking"), [(CPU, {"fp16", "tf32"}), (GPU, {"bf16", "tf32"})])
-def test_a_precision_that_the_device_does_not_have_is_a_warning(monkeypatch, workplace, device,
-                                                                lacking):
+def test_a_precision_that_the_device_does_not_have_is_a_warning(
+    monkeypatch, workplace, device, lacking
+):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))  # Turing
@@ -210,15 +233,20 @@ def test_a_precision_that_the_device_does_not_have_is_a_warning(monkeypatch, wor
         run = load_run(workplace.runs_dir, precision)
         found = PreparedRun(run, run.config, None, None, Options(run.name)).for_device(device)
         assert [f'precision is "{precision}"' in warning for warning in found.warnings] == (
-            [True] * (precision in lacking))
+            [True] * (precision in lacking)
+        )
 
 
 def test_deterministic_kernels_are_set_before_cuda_is_initialised(monkeypatch):
     seen = []
 
     def has_bf16(**_: object) -> bool:  # the first thing that initialises CUDA
-        seen.append((os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-                     torch.are_deterministic_algorithms_enabled()))
+        seen.append(
+            (
+                os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+                torch.are_deterministic_algorithms_enabled(),
+            )
+        )
         return True
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
@@ -226,7 +254,8 @@ def test_deterministic_kernels_are_set_before_cuda_is_initialised(monkeypatch):
     assert resolved(GPU, **DETERMINISTIC).attention == "flash"
     assert seen == [(None, False), (":4096:8", True)]
     for device, keys, attention in (
-        (GPU, {"precision": "fp16"}, "flash"), (GPU, {"precision": "tf32"}, "math"),
+        (GPU, {"precision": "fp16"}, "flash"),
+        (GPU, {"precision": "tf32"}, "math"),
         (GPU, {"precision": "bf16", "attention": "math"}, "math"),
         (CPU, {"precision": "bf16"}, "auto"),
     ):
@@ -263,8 +292,17 @@ def train(step, first, stop):
 def test_a_deterministic_run_resumed_ends_bit_for_bit_as_the_uninterrupted_one(precision, compiles):
     """For CPUs see test_reference.py."""
     whole, first, second = (
-        step_of(GPU, precision=precision, compile=compiles, vocab_size=1000, drop_rate=0.1,
-                deterministic=True, emb_dim=128) for _ in range(3))
+        step_of(
+            GPU,
+            precision=precision,
+            compile=compiles,
+            vocab_size=1000,
+            drop_rate=0.1,
+            deterministic=True,
+            emb_dim=128,
+        )
+        for _ in range(3)
+    )
     assert kernel_of(whole) == "flash" or precision == "fp32"
     train(whole, 0, STEPS)
     train(first, 0, 3)
@@ -302,11 +340,18 @@ def test_the_kernel_runs_on_a_gpu(attention, compiles):
     assert any(f"{attention}_attention_backward" in name for name in ops_of(step))
 
 
-@pytest.mark.parametrize(("model", "train", "message"), [
-    ({}, {"attention": "flash"}, 'attention is "flash", which cannot run here'),  # and drop
-    ({"drop_rate": 0.0}, {"attention": "cudnn"}, 'attention is "cudnn"'),
-    ({}, {"residual_dtype": "bf16"}, 'residual_dtype is "bf16", but the precision here is fp32'),
-])
+@pytest.mark.parametrize(
+    ("model", "train", "message"),
+    [
+        ({}, {"attention": "flash"}, 'attention is "flash", which cannot run here'),  # and drop
+        ({"drop_rate": 0.0}, {"attention": "cudnn"}, 'attention is "cudnn"'),
+        (
+            {},
+            {"residual_dtype": "bf16"},
+            'residual_dtype is "bf16", but the precision here is fp32',
+        ),
+    ],
+)
 def test_what_the_device_lacks_is_refused(workplace, model, train, message):
     workplace.add_dataset()
     workplace.add_run(model=model, train=train)
@@ -317,19 +362,32 @@ CHUNK = 2**23 // 50257  # tokens of a chunk whose logits fit in a CPU's cache
 ASKED = {"residual_dtype": "fp32", "head_chunks": 3, "activation_checkpointing": True}
 
 
-@pytest.mark.parametrize(("device", "keys", "options"), [
-    (GPU, {"precision": "bf16"}, {
-        "residual_dtype": torch.bfloat16, "head_multiple": 128, "adds_bias_apart": True}),
-    (GPU, {"precision": "fp16"}, {"head_multiple": 128, "adds_bias_apart": True}),
-    (GPU, {"precision": "fp32"}, {"adds_bias_apart": True}),
-    (GPU, {"precision": "fp32", "compile": False}, {}),
-    (CPU, {"precision": "bf16"}, {"head_chunk_tokens": CHUNK, "attention": "blocks"}),
-    (CPU, {"precision": "fp32"}, {"head_chunk_tokens": CHUNK}),
-    (CPU, {"precision": "bf16", "compile": True}, {"head_multiple": 128}),
-    (GPU, {"precision": "bf16"} | ASKED, {  # 128 tokens in 3 chunks
-        "head_chunk_tokens": 43, "activation_checkpointing": True, "head_multiple": 128,
-        "adds_bias_apart": True}),
-])
+@pytest.mark.parametrize(
+    ("device", "keys", "options"),
+    [
+        (
+            GPU,
+            {"precision": "bf16"},
+            {"residual_dtype": torch.bfloat16, "head_multiple": 128, "adds_bias_apart": True},
+        ),
+        (GPU, {"precision": "fp16"}, {"head_multiple": 128, "adds_bias_apart": True}),
+        (GPU, {"precision": "fp32"}, {"adds_bias_apart": True}),
+        (GPU, {"precision": "fp32", "compile": False}, {}),
+        (CPU, {"precision": "bf16"}, {"head_chunk_tokens": CHUNK, "attention": "blocks"}),
+        (CPU, {"precision": "fp32"}, {"head_chunk_tokens": CHUNK}),
+        (CPU, {"precision": "bf16", "compile": True}, {"head_multiple": 128}),
+        (
+            GPU,
+            {"precision": "bf16"} | ASKED,
+            {  # 128 tokens in 3 chunks
+                "head_chunk_tokens": 43,
+                "activation_checkpointing": True,
+                "head_multiple": 128,
+                "adds_bias_apart": True,
+            },
+        ),
+    ],
+)
 def test_the_defaults_are_the_fastest_of_the_device_and_keys_override_them(device, keys, options):
     train = resolve_for_device(TrainConfig(**TINY_TRAIN | keys), device)
     model = ModelConfig(**TINY_MODEL | {"vocab_size": 50257, "context_length": 64})
@@ -360,10 +418,14 @@ def test_a_compile_error_ends_the_run_in_one_line(monkeypatch, tmp_path, broken)
     assert one_line(line) == line  # nothing is cut out
 
 
-@pytest.mark.parametrize("failure", [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    BackendCompilerFailed("inductor", RuntimeError("Triton Error [CUDA]: out of memory"), None),
-], ids=["allocator", "dynamo"])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        BackendCompilerFailed("inductor", RuntimeError("Triton Error [CUDA]: out of memory"), None),
+    ],
+    ids=["allocator", "dynamo"],
+)
 def test_out_of_memory_is_not_a_compile_error(failure):
     with pytest.raises(type(failure)) as caught:
         compile_now(lambda: raise_(failure))
@@ -374,8 +436,15 @@ V, T = 257, 16
 
 
 def measured_step(**changes):
-    return step_of(**{"validation_interval": None, "validation_batches": None,
-                      "checkpoint_interval": 1, "diagnostics_interval": 1} | changes)
+    return step_of(
+        **{
+            "validation_interval": None,
+            "validation_batches": None,
+            "checkpoint_interval": 1,
+            "diagnostics_interval": 1,
+        }
+        | changes
+    )
 
 
 def take(step, batches, num_steps=1):
@@ -393,10 +462,15 @@ def norm(tensors):
 
 def by_layer(named):
     """Tensors of each layer, then of the embeddings, then of final norm and head."""
-    prefixes = ("blocks.0.", "blocks.1.", ("token_embedding", "position_embedding"),
-                ("final_norm", "head"))
-    return [[tensor for name, tensor in named.items() if name.startswith(prefix)]
-            for prefix in prefixes]
+    prefixes = (
+        "blocks.0.",
+        "blocks.1.",
+        ("token_embedding", "position_embedding"),
+        ("final_norm", "head"),
+    )
+    return [
+        [tensor for name, tensor in named.items() if name.startswith(prefix)] for prefix in prefixes
+    ]
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])
@@ -415,19 +489,25 @@ def test_gradients_and_updates_are_those_of_the_step(tie_weights):
     with torch.no_grad():  # of the last microbatch, on the weights before the update
         loss = F.cross_entropy(model(microbatch[1])[0], microbatch[2][0], reduction="none")
     assert found["token_loss_max"] == pytest.approx(loss.max().item(), rel=1e-4)
-    updates = {name: weight.detach() - before[name]
-               for name, weight in step.state.model.named_parameters()}
+    updates = {
+        name: weight.detach() - before[name] for name, weight in step.state.model.named_parameters()
+    }
     grad_norms = [norm(part) for part in by_layer(gradients)]  # before they are clipped
-    ratios = [norm(update) / norm(weights)
-              for update, weights in zip(by_layer(updates), by_layer(before), strict=True)]
+    ratios = [
+        norm(update) / norm(weights)
+        for update, weights in zip(by_layer(updates), by_layer(before), strict=True)
+    ]
     for name, (*layers, embedding, head) in (("grad_norm", grad_norms), ("update_ratio", ratios)):
         assert found[f"layer_{name}"] == pytest.approx(layers, rel=1e-4)
         assert found[f"embedding_{name}"] == pytest.approx(embedding, rel=1e-4)
         assert found[f"head_{name}"] == pytest.approx(head, rel=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"optimizer": "muon"},
-                                     {"activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"precision": "bf16"}, {"optimizer": "muon"}, {"activation_checkpointing": True}],
+    ids=str,
+)
 def test_the_training_is_the_same_bit_for_bit(changes):
     trained = []
     for interval in (None, 2):
@@ -451,8 +531,11 @@ def test_a_run_records_its_diagnostics_stops_and_resumes(workplace):
         if "layer_grad_norm" in record:
             assert len(record["layer_grad_norm"]) == 2
             assert record["global_step"] == len(grad_norms)  # in order, each step once
-            parts = [*record["layer_grad_norm"], record["embedding_grad_norm"],
-                     record["head_grad_norm"]]
+            parts = [
+                *record["layer_grad_norm"],
+                record["embedding_grad_norm"],
+                record["head_grad_norm"],
+            ]
             grad_norms.append(math.hypot(*parts))
     assert len(grad_norms) == 12
     reports = [record for record in records if "train_loss" in record]
@@ -490,8 +573,11 @@ def test_the_statistics_are_those_of_a_forward_pass_without_dropout(cached_logit
     outputs, attention = [], []
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, output: outputs.append(output))
-        block.attention.register_forward_hook(lambda module, inputs, _: attention.append(
-            torch.stack(direct_attention(*module.project(inputs[0])[:2]))))
+        block.attention.register_forward_hook(
+            lambda module, inputs, _: attention.append(
+                torch.stack(direct_attention(*module.project(inputs[0])[:2]))
+            )
+        )
     with torch.no_grad():
         logits = model.eval()(token_ids)[0]
         embedded = model.token_embedding(token_ids) + model.position_embedding.weight
@@ -501,24 +587,33 @@ def test_the_statistics_are_those_of_a_forward_pass_without_dropout(cached_logit
     wanted = {
         "embedding_activation_norm": embedded.norm(dim=-1).mean(),
         "layer_activation_norm": torch.stack([each.norm(dim=-1).mean() for each in outputs]),
-        "layer_max_attention_logit": largest, "layer_attention_entropy": entropies,
-        "token_loss_p1": losses[0], "token_loss_p50": losses[8], "token_loss_p99": losses[15],
-        "token_loss_max": losses[15], "logit_max": ordered[n],
-        **{f"logit_p{percent}": ordered[round(percent / 100 * n)] for percent in (1, 50, 99)}}
+        "layer_max_attention_logit": largest,
+        "layer_attention_entropy": entropies,
+        "token_loss_p1": losses[0],
+        "token_loss_p50": losses[8],
+        "token_loss_p99": losses[15],
+        "token_loss_max": losses[15],
+        "logit_max": ordered[n],
+        **{f"logit_p{percent}": ordered[round(percent / 100 * n)] for percent in (1, 50, 99)},
+    }
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(of_some["logit_p50"],  # of many logits, those of some tokens
-                               logits[::4].flatten().sort().values[round((4 * V - 1) / 2)])
+    torch.testing.assert_close(
+        of_some["logit_p50"],  # of many logits, those of some tokens
+        logits[::4].flatten().sort().values[round((4 * V - 1) / 2)],
+    )
     torch.testing.assert_close(of_some["logit_max"], ordered[n])  # of all
 
 
-SETTINGS = {"min_train_tokens": 31 * 128, "validation_interval": 25,
-            "diagnostics_interval": 10}
+SETTINGS = {"min_train_tokens": 31 * 128, "validation_interval": 25, "diagnostics_interval": 10}
 
 
 def with_lag(workplace, *arguments, **environment):
-    return forked("tests/support/torchrun_workers.py",
-                  ["train-with-lag", str(workplace.root), *workplace.arguments(*arguments)],
-                  num_processes=2, environment=environment)
+    return forked(
+        "tests/support/torchrun_workers.py",
+        ["train-with-lag", str(workplace.root), *workplace.arguments(*arguments)],
+        num_processes=2,
+        environment=environment,
+    )
 
 
 def test_late_reports_say_the_same_also_after_a_stop(workplace):

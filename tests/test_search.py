@@ -54,12 +54,18 @@ from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, MicrobatchTrial, 
 from trainer.precision import resolve_for_device
 
 # A sequence takes 20 MiB in one chunk, or 30 with gradient accumulation.
-LARGE_VOCABULARY = {"vocab_size": 20000, "context_length": 128, "emb_dim": 16, "n_layers": 1,
-                    "drop_rate": 0.0}
+LARGE_VOCABULARY = {
+    "vocab_size": 20000,
+    "context_length": 128,
+    "emb_dim": 16,
+    "n_layers": 1,
+    "drop_rate": 0.0,
+}
 
 
 def memory(fixed, slope, capacity, floor=0.0):
     """Memory as a line over the microbatch, with a floor for the optimizer's step."""
+
     def train(size):
         demand = max(floor, fixed + slope * size)
         if demand > capacity:
@@ -71,8 +77,12 @@ def memory(fixed, slope, capacity, floor=0.0):
 
 @settings(max_examples=300)
 @example(fixed=2.0, slope=1.0, sequences=248.99999999999997, floor=1.0)
-@given(fixed=st.floats(0.5, 20), slope=st.floats(0.05, 4), sequences=st.floats(1.1, 250),
-       floor=st.floats(0, 1))
+@given(
+    fixed=st.floats(0.5, 20),
+    slope=st.floats(0.05, 4),
+    sequences=st.floats(1.1, 250),
+    floor=st.floats(0, 1),
+)
 def test_the_true_maximum_is_found_in_eight_trials(fixed, slope, sequences, floor):
     capacity, floor = fixed + slope * sequences, fixed + 2 * slope * floor
     if floor > capacity:
@@ -87,26 +97,52 @@ def test_the_true_maximum_is_found_in_eight_trials(fixed, slope, sequences, floo
 @settings(max_examples=300)
 @given(fits_up_to=st.integers(1, 10_000), demand=st.sampled_from(["flat", "noisy", "falling"]))
 def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(fits_up_to, demand):
-    trials = launcher.find_max_microbatch(lambda size: Trial(
-        size, size <= fits_up_to, capacity_gib=80.0,
-        demand_gib={"flat": 1.0, "noisy": 1.0 + hash(size) % 7, "falling": 10.0 / size}[demand]))
+    trials = launcher.find_max_microbatch(
+        lambda size: Trial(
+            size,
+            size <= fits_up_to,
+            capacity_gib=80.0,
+            demand_gib={"flat": 1.0, "noisy": 1.0 + hash(size) % 7, "falling": 10.0 / size}[demand],
+        )
+    )
     assert len(trials) <= launcher.MAX_TRIALS and trials[0].fits
 
 
-@pytest.mark.parametrize(("train", "largest", "world_size", "size", "message"), [
-    ({"global_batch_size": 96, "gradient_accumulation_steps": None}, 37, 1, 32,
-     "microbatch_size 32; x accumulation 3 x 1 = global batch 96 (kept)"),
-    ({"global_batch_size": 96, "gradient_accumulation_steps": None}, 200, 8, 12,
-     "microbatch_size 12; x accumulation 1 x 8 = global batch 96 (kept)"),
-    ({"microbatch_size": None, "minibatch_size": 3}, 5, 2, 5,  # an old name
-     "microbatch_size 5; x accumulation 2 x 2 = global batch 20 (it follows the microbatch"),
-])
-def test_saving_keeps_the_global_batch_and_every_other_key(workplace, train, largest, world_size,
-                                                           size, message):
+@pytest.mark.parametrize(
+    ("train", "largest", "world_size", "size", "message"),
+    [
+        (
+            {"global_batch_size": 96, "gradient_accumulation_steps": None},
+            37,
+            1,
+            32,
+            "microbatch_size 32; x accumulation 3 x 1 = global batch 96 (kept)",
+        ),
+        (
+            {"global_batch_size": 96, "gradient_accumulation_steps": None},
+            200,
+            8,
+            12,
+            "microbatch_size 12; x accumulation 1 x 8 = global batch 96 (kept)",
+        ),
+        (
+            {"microbatch_size": None, "minibatch_size": 3},
+            5,
+            2,
+            5,  # an old name
+            "microbatch_size 5; x accumulation 2 x 2 = global batch 20 (it follows the microbatch",
+        ),
+    ],
+)
+def test_saving_keeps_the_global_batch_and_every_other_key(
+    workplace, train, largest, world_size, size, message
+):
     path = workplace.add_run(train=train) / "train.json"
     before = json.loads(path.read_text())
-    trials = [Trial(1, True, tokens_per_second=100.0),
-              Trial(largest, True, tokens_per_second=200.0)]
+    trials = [
+        Trial(1, True, tokens_per_second=100.0),
+        Trial(largest, True, tokens_per_second=200.0),
+    ]
     assert message in launcher.save_result(load_run(workplace.runs_dir, "tiny"), trials, world_size)
     key = "minibatch_size" if "minibatch_size" in before else "microbatch_size"
     assert list(json.loads(path.read_text()).items()) == list((before | {key: size}).items())
@@ -121,17 +157,25 @@ def simulated_search(workplace, monkeypatch, *, capacity, num_processes=1, **opt
     It never initialises CUDA, whose context would take memory that the trials measure.
     """
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
-    monkeypatch.setattr(launcher, "try_microbatch",
-                        lambda size, *_, **__: memory(1.0, 0.5, capacity)(size))
+    monkeypatch.setattr(
+        launcher, "try_microbatch", lambda size, *_, **__: memory(1.0, 0.5, capacity)(size)
+    )
     options = {"memory_limit_gib": 20.0} | options
     options = Options("tiny", runs_dir=workplace.runs_dir, **options)
     launcher.search(launcher.run_to_search(options, num_processes), options, num_processes)
 
 
 def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys):
-    path = workplace.add_run(train={
-        "global_batch_size": 12, "gradient_accumulation_steps": None, "microbatch_size": 5,
-    }) / "train.json"  # 5 does not divide 12: the search corrects it
+    path = (
+        workplace.add_run(
+            train={
+                "global_batch_size": 12,
+                "gradient_accumulation_steps": None,
+                "microbatch_size": 5,
+            }
+        )
+        / "train.json"
+    )  # 5 does not divide 12: the search corrects it
     simulated_search(workplace, monkeypatch, capacity=3.7, save=True)
     text = capsys.readouterr().out
     assert tried(text)[5] and not tried(text)[6]
@@ -143,8 +187,9 @@ def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys)
     assert [trial["fits"] for trial in trials if trial["microbatch_size"] == 6] == [False]
 
 
-def test_a_trial_that_fails_ends_the_search_and_keeps_what_it_has_found(workplace, monkeypatch,
-                                                                        capsys):
+def test_a_trial_that_fails_ends_the_search_and_keeps_what_it_has_found(
+    workplace, monkeypatch, capsys
+):
     path = workplace.add_run() / "train.json"
     train = memory(0.5, 0.1, 1000.0)
 
@@ -162,12 +207,18 @@ def test_a_trial_that_fails_ends_the_search_and_keeps_what_it_has_found(workplac
     assert json.loads(path.read_text())["microbatch_size"] == 4
 
 
-@pytest.mark.parametrize(("train", "options", "message"), [
-    ({}, {"memory_limit_gib": None}, "without a GPU: give --memory-limit-gib"),
-    ({}, {"capacity": 1.2}, "not even a microbatch of 1 fits"),
-    ({"gradient_accumulation_steps": None, "global_batch_size": 9, "microbatch_size": 1},
-     {"num_processes": 2}, "global_batch_size 9 is not divisible by 2 processes, so nothing"),
-])
+@pytest.mark.parametrize(
+    ("train", "options", "message"),
+    [
+        ({}, {"memory_limit_gib": None}, "without a GPU: give --memory-limit-gib"),
+        ({}, {"capacity": 1.2}, "not even a microbatch of 1 fits"),
+        (
+            {"gradient_accumulation_steps": None, "global_batch_size": 9, "microbatch_size": 1},
+            {"num_processes": 2},
+            "global_batch_size 9 is not divisible by 2 processes, so nothing",
+        ),
+    ],
+)
 def test_a_search_that_is_impossible_says_why(workplace, monkeypatch, train, options, message):
     workplace.add_run(train=train)
     before = workplace.files()
@@ -185,18 +236,22 @@ def tried(output):
 LOST_PEER = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer"
 
 
-@pytest.mark.parametrize(("on_gpu", "size", "errors", "stderr", "message"), [
-    (True, 3, ["out of memory: RuntimeError: of the compiler", LOST_PEER], "", None),
-    (True, 3, [], "torch.AcceleratorError: CUDA error: out of memory", None),
-    (False, 3, [LOST_PEER], "", None),  # on a CPU libraries crash
-    (False, 1, ["UserError: attention is"], "", "microbatch 1 failed: UserError: attention is"),
-    (True, 3, ["KeyError: x", LOST_PEER], "", "microbatch 3 failed: KeyError: x"),
-    (True, 3, [], "a line\nthe last line\n", "microbatch 3 failed: the last line"),
-    (True, 3, [], "", "microbatch 3 failed: exit status 139"),
-    (False, 3, [TOO_SLOW, LOST_PEER], "", "microbatch 3 failed: took longer than 20 minutes"),
-])
-def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(monkeypatch, on_gpu, size,
-                                                                    errors, stderr, message):
+@pytest.mark.parametrize(
+    ("on_gpu", "size", "errors", "stderr", "message"),
+    [
+        (True, 3, ["out of memory: RuntimeError: of the compiler", LOST_PEER], "", None),
+        (True, 3, [], "torch.AcceleratorError: CUDA error: out of memory", None),
+        (False, 3, [LOST_PEER], "", None),  # on a CPU libraries crash
+        (False, 1, ["UserError: attention is"], "", "microbatch 1 failed: UserError: attention is"),
+        (True, 3, ["KeyError: x", LOST_PEER], "", "microbatch 3 failed: KeyError: x"),
+        (True, 3, [], "a line\nthe last line\n", "microbatch 3 failed: the last line"),
+        (True, 3, [], "", "microbatch 3 failed: exit status 139"),
+        (False, 3, [TOO_SLOW, LOST_PEER], "", "microbatch 3 failed: took longer than 20 minutes"),
+    ],
+)
+def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(
+    monkeypatch, on_gpu, size, errors, stderr, message
+):
     def start(num_processes, logs_dir):
         logs_dir.mkdir()
         (logs_dir / "stderr.log").write_text(stderr)
@@ -220,9 +275,16 @@ def trial_of(workplace, monkeypatch):
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
 
     def trial(microbatch_size, process=ONE_PROCESS):
-        monkeypatch.setenv(TRIAL_VARIABLE, json.dumps({
-            "microbatch_size": microbatch_size, "path": str(workplace.root / "result"),
-            "prefetches": False}))
+        monkeypatch.setenv(
+            TRIAL_VARIABLE,
+            json.dumps(
+                {
+                    "microbatch_size": microbatch_size,
+                    "path": str(workplace.root / "result"),
+                    "prefetches": False,
+                }
+            ),
+        )
         options = Options("tiny", runs_dir=workplace.runs_dir, memory_limit_gib=1.0)
         return MicrobatchTrial(options, process, Agreement.in_one_process())
 
@@ -235,8 +297,11 @@ def test_a_trial_includes_the_optimizers_state(workplace, monkeypatch, trial_of)
     # At fp16's usual initial scale, the steps would overflow and be skipped.
     workplace.add_run(model={"init": "torch", "tie_weights": True}, train={"precision": "fp16"})
     states, take = [], TrainingStep.take
-    monkeypatch.setattr(TrainingStep, "take", lambda step, *args, **options: (
-        states.append(step.state), take(step, *args, **options)))
+    monkeypatch.setattr(
+        TrainingStep,
+        "take",
+        lambda step, *args, **options: (states.append(step.state), take(step, *args, **options)),
+    )
     measure_microbatch(trial_of(2))
     assert len(states) > 1
     assert {float(each["step"]) for each in states[0].optimizer.state.values()} == {len(states)}
@@ -265,10 +330,15 @@ def test_a_process_that_fails_says_why_and_ends(workplace, monkeypatch, trial_of
     assert said == "out of memory: MemoryError: of the host" and statuses == [1]
 
 
-@pytest.mark.parametrize(("keys", "world_size", "microbatches"), [
-    ({"gradient_accumulation_steps": 1}, 2, 1), ({"gradient_accumulation_steps": 64}, 2, 2),
-    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2),
-    ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 8, 1)])
+@pytest.mark.parametrize(
+    ("keys", "world_size", "microbatches"),
+    [
+        ({"gradient_accumulation_steps": 1}, 2, 1),
+        ({"gradient_accumulation_steps": 64}, 2, 2),
+        ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 2, 2),
+        ({"gradient_accumulation_steps": None, "global_batch_size": 8}, 8, 1),
+    ],
+)
 def test_a_trial_accumulates_if_the_run_does(workplace, trial_of, keys, world_size, microbatches):
     workplace.add_run(train=keys)
     process = Process(0, 0, world_size, torch.device("cpu"))
@@ -293,8 +363,11 @@ def test_no_microbatch_is_tried_that_the_global_batch_has_no_use_for():
 def test_a_search_on_real_memory_with_two_processes(workplace):
     workplace.add_run(model=LARGE_VOCABULARY, train={"head_chunks": 1})
     before = workplace.files()
-    result = succeeded(workplace.ddp_train("tiny", "--find-max-microbatch", "--memory-limit-gib",
-                                           "0.12", "--nproc-per-node", "2"))
+    result = succeeded(
+        workplace.ddp_train(
+            "tiny", "--find-max-microbatch", "--memory-limit-gib", "0.12", "--nproc-per-node", "2"
+        )
+    )
     results = tried(result.stdout)
     largest = max(size for size, fitted in results.items() if fitted)
     assert f"\nlargest microbatch: {largest}\n" in result.stdout and largest > 1
@@ -307,13 +380,28 @@ def test_a_search_on_real_memory_with_two_processes(workplace):
 def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace):
     """Two layers and 6 GiB: a sequence takes about 0.2 GiB, by its logits."""
     workplace.add_run(
-        model={"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
-               "n_layers": 2, "drop_rate": 0.0},
-        train={"precision": "bf16"})
-    result = succeeded(subprocess.run(
-        [*torchrun_command(1, "ddp_train.py"), *workplace.arguments(
-            "tiny", "--find-max-microbatch", "--memory-limit-gib", "6")],
-        capture_output=True, text=True, timeout=600, cwd=PROJECT_DIR))
+        model={
+            "vocab_size": 50257,
+            "context_length": 1024,
+            "emb_dim": 768,
+            "n_heads": 12,
+            "n_layers": 2,
+            "drop_rate": 0.0,
+        },
+        train={"precision": "bf16"},
+    )
+    result = succeeded(
+        subprocess.run(
+            [
+                *torchrun_command(1, "ddp_train.py"),
+                *workplace.arguments("tiny", "--find-max-microbatch", "--memory-limit-gib", "6"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            cwd=PROJECT_DIR,
+        )
+    )
     results = tried(result.stdout)
     largest = max(size for size, fitted in results.items() if fitted)
     assert largest > 4 and results[largest + 1] is False
@@ -370,9 +458,14 @@ def test_the_suggestion_follows_from_the_lowest_smoothed_loss():
     assert suggest(5 + np.log10(RATES / RATES[0])) is None  # only rises
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"embedding_learning_rate": 0.05, "matrix_learning_rate": 0.01},
-    {"optimizer": "muon", "matrix_learning_rate": 0.07, "vector_learning_rate": 0.002}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"embedding_learning_rate": 0.05, "matrix_learning_rate": 0.01},
+        {"optimizer": "muon", "matrix_learning_rate": 0.07, "vector_learning_rate": 0.002},
+    ],
+)
 def test_the_suggested_keys_give_every_group_the_rate_that_was_tested(workplace, options):
     workplace.add_run(train=options)
     run = load_run(workplace.runs_dir, "tiny")
@@ -393,8 +486,12 @@ def optimizer_of(run):
 def find(workplace, rates):
     """Run the test in this process, with other rates."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir,
-                      find_learning_rate=True)
+    options = Options(
+        "tiny",
+        datasets_dir=workplace.datasets_dir,
+        runs_dir=workplace.runs_dir,
+        find_learning_rate=True,
+    )
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(learning_rate_search, "RATES", rates)
@@ -408,15 +505,21 @@ def find(workplace, rates):
             dist.destroy_process_group()
 
 
-def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(tiny, workplace,
-                                                                          monkeypatch, capsys):
+def test_a_rate_is_suggested_from_the_runs_first_microbatches_and_weights(
+    tiny, workplace, monkeypatch, capsys
+):
     """Also where it diverges, and where the chart, the only new file, cannot be written."""
     seen, take = [], TrainingStep.take
 
     def watched(step, microbatches, **options):
         microbatch = next(microbatches)
-        seen.append((microbatch.index, options["learning_rate"],
-                     step.state.model.token_embedding.weight.sum().item()))
+        seen.append(
+            (
+                microbatch.index,
+                options["learning_rate"],
+                step.state.model.token_embedding.weight.sum().item(),
+            )
+        )
         return take(step, iter([microbatch]), **options)
 
     def fail(path, _):
@@ -450,10 +553,13 @@ def test_a_test_without_a_result_writes_nothing(tiny, workplace, monkeypatch):
         assert contents(workplace.root) == before
 
 
-@pytest.mark.parametrize(("too_short", "message"), [
-    (False, "another launch"), (True, "takes 300 steps, and the run has 299")])
-def test_a_run_that_is_being_trained_or_has_too_few_steps_is_refused(tiny, workplace, monkeypatch,
-                                                                     too_short, message):
+@pytest.mark.parametrize(
+    ("too_short", "message"),
+    [(False, "another launch"), (True, "takes 300 steps, and the run has 299")],
+)
+def test_a_run_that_is_being_trained_or_has_too_few_steps_is_refused(
+    tiny, workplace, monkeypatch, too_short, message
+):
     monkeypatch.setenv(DEADLINES, '{"orphans": 0}')  # it is refused at once
     if too_short:
         change_config(tiny, {"min_train_tokens": 32 * (len(RATES) - 1)})
@@ -461,8 +567,9 @@ def test_a_run_that_is_being_trained_or_has_too_few_steps_is_refused(tiny, workp
         lock_run(tiny.run_dir)
     before = contents(workplace.root)
     try:
-        result = run_in_process(*workplace.arguments("tiny", "--find-learning-rate"),
-                                under_torchrun=too_short)
+        result = run_in_process(
+            *workplace.arguments("tiny", "--find-learning-rate"), under_torchrun=too_short
+        )
     finally:
         release_run()
     assert_refused(result)
@@ -484,8 +591,9 @@ def test_two_processes_leave_a_trained_run_as_it_was(tiny, workplace):
 def test_ctrl_c_ends_all_processes_at_once_with_its_status(tiny, workplace):
     before = contents(workplace.root)
     fault = "train:signal:rank=0:hit=7:number=2;train:slow:seconds=0.05"
-    result = workplace.ddp_train("tiny", "--nproc-per-node", "2", "--find-learning-rate",
-                                 **{VARIABLE: fault})
+    result = workplace.ddp_train(
+        "tiny", "--nproc-per-node", "2", "--find-learning-rate", **{VARIABLE: fault}
+    )
     assert result.returncode == 128 + 2, result.stdout + result.stderr
     assert "learning-rate test stopped: SIGINT" in result.stdout
     assert "Traceback" not in result.stderr
@@ -506,8 +614,11 @@ def test_all_that_is_there_is_verified_and_nothing_is_written(workplace):
     finally:
         os.close(descriptor)
     lines = result.stdout.splitlines()
-    assert re.fullmatch(rf"dataset: {dataset_dir}: [\d.]+ MB, 0 of 3 files compared with the"
-                        r" hub's digests", lines[0])
+    assert re.fullmatch(
+        rf"dataset: {dataset_dir}: [\d.]+ MB, 0 of 3 files compared with the"
+        r" hub's digests",
+        lines[0],
+    )
     assert lines[1] == "token ids: all are in the vocabulary of 257"
     assert lines[2] == f"tokenizer: {dataset_dir / 'tokenizer.json'}"
     assert lines[3].startswith(f"initial weights: {source}: ")
@@ -522,9 +633,11 @@ def hub(tmp_path):
     tokens = (np.cumsum(np.random.default_rng(0).integers(1, 4, size=4000)) % 257).astype(np.uint16)
     torch.manual_seed(0)
     weights = export(GPTModel(ModelConfig(**TINY_MODEL)), tmp_path / "exported")
-    files = {"train.safetensors": save({"tokens": tokens}),
-             "validation.safetensors": save({"tokens": tokens[:500]}),
-             **{path.name: path.read_bytes() for path in weights.iterdir()}}
+    files = {
+        "train.safetensors": save({"tokens": tokens}),
+        "validation.safetensors": save({"tokens": tokens[:500]}),
+        **{path.name: path.read_bytes() for path in weights.iterdir()},
+    }
     with serving(Hub(files, repository="someone/tiny", kind="any")) as hub:
         yield hub
 
@@ -551,8 +664,11 @@ def test_what_is_downloaded_is_verified(workplace, hub):
 def test_the_step_is_compiled_by_as_many_processes_as_train(workplace, monkeypatch, capsys):
     run_dir, asked, fits = workplace.add_run(train={"compile": True}), [], [True, False]
     workplace.add_dataset()
-    monkeypatch.setattr(launcher, "try_microbatch", lambda *task, **options: (
-        asked.append((*task, options)), Trial(2, fits.pop(0)))[1])
+    monkeypatch.setattr(
+        launcher,
+        "try_microbatch",
+        lambda *task, **options: (asked.append((*task, options)), Trial(2, fits.pop(0)))[1],
+    )
     options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir)
     launcher.prefetch_run(options, replace(ONE_PROCESS, world_size=4))
     assert "compiled code: of 4 processes\n" in capsys.readouterr().out
@@ -572,8 +688,11 @@ def test_a_run_compiles_nothing_afterwards(workplace):
     workplace.add_run(train=SHORT | {"compile": True})
     workplace.add_dataset()
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(workplace.root / "cache")}
-    command = [sys.executable, "ddp_train.py", *workplace.arguments(
-        "tiny", "--nproc-per-node", "2")]
+    command = [
+        sys.executable,
+        "ddp_train.py",
+        *workplace.arguments("tiny", "--nproc-per-node", "2"),
+    ]
     succeeded(run_command(*command, "--prefetch", **cache))
     kept = set((workplace.root / "cache/fxgraph").glob("*/*"))
     assert kept

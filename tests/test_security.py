@@ -34,9 +34,18 @@ TOKEN = "hf_marker0123456789abcdefghijklmnop"
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\r\x9b31m\u202eb\u2066\x00"
 # The version that fixed the last vulnerability of each package that was known when this was
 # written; packages without one are absent. No list of advisories was queried.
-FIXED = {"filelock": "3.20.3", "psutil": "5.6.6", "pyarrow": "23.0.1", "pydantic": "2.4.0",
-         "pytest": "9.0.3", "requests": "2.32.4", "torch": "2.10.0", "tqdm": "4.66.3",
-         "transformers": "5.0.0", "urllib3": "2.6.3"}
+FIXED = {
+    "filelock": "3.20.3",
+    "psutil": "5.6.6",
+    "pyarrow": "23.0.1",
+    "pydantic": "2.4.0",
+    "pytest": "9.0.3",
+    "requests": "2.32.4",
+    "torch": "2.10.0",
+    "tqdm": "4.66.3",
+    "transformers": "5.0.0",
+    "urllib3": "2.6.3",
+}
 PRINTERS, BARS = {"click.echo", "print", "tqdm.write"}, {"tqdm"}  # a bar prints its `desc`
 OWN = ("tests", "benchmarks", ".venv")  # print nothing from outside, or to developers
 
@@ -57,6 +66,7 @@ def test_text_keeps_its_lines_and_characters_and_loses_its_orders():
 
 def prints_only_its_own(call):
     """Return whether all that a call prints is its own text, numbers, or made visible."""
+
     def is_safe(node):
         if isinstance(node, ast.Constant):
             return True
@@ -72,7 +82,8 @@ def prints_only_its_own(call):
         if isinstance(node, ast.FormattedValue):
             return node.format_spec is not None or is_safe(node.value)
         return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and bool(
-            re.search(r"num_|number$|length$|counts\[|^head$|^kind$", ast.unparse(node)))
+            re.search(r"num_|number$|length$|counts\[|^head$|^kind$", ast.unparse(node))
+        )
 
     if ast.unparse(call.func) in BARS:
         return all(is_safe(keyword.value) for keyword in call.keywords if keyword.arg == "desc")
@@ -88,21 +99,28 @@ def test_what_is_printed_is_made_visible():
     for pattern in ("*.py", "[a-z]*/*.py", "[a-z]*/*/*.py"):
         for path in PROJECT_DIR.glob(pattern):
             if path.relative_to(PROJECT_DIR).parts[0] not in OWN:
-                found += [(path, node) for node in ast.walk(ast.parse(path.read_text()))
-                          if isinstance(node, ast.Call)
-                          and ast.unparse(node.func) in PRINTERS | BARS]
+                found += [
+                    (path, node)
+                    for node in ast.walk(ast.parse(path.read_text()))
+                    if isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTERS | BARS
+                ]
     assert len(found) > 20
     assert any(ast.unparse(node.func) == "tqdm" and is_titled(node) for _, node in found)
     for path, node in found:
         assert prints_only_its_own(node), (
-            f"{path}:{node.lineno}: print text from outside through basics.errors.visible")
+            f"{path}:{node.lineno}: print text from outside through basics.errors.visible"
+        )
 
 
 @pytest.mark.parametrize("script", ["lab", "prepare_dataset.py"])
 def test_wrong_command_lines_are_one_inert_line(monkeypatch, capsys, script):
     words = ["compare"] if script == "lab" else ["source", "output"]
-    for arguments in ([*words, f"--{HOSTILE[:-1]}"], [*words, "--markdown=\x1b[2J"],
-                      [*words, "--revision"], ["\x9b31m\n\x1b[2J"]):
+    for arguments in (
+        [*words, f"--{HOSTILE[:-1]}"],
+        [*words, "--markdown=\x1b[2J"],
+        [*words, "--revision"],
+        ["\x9b31m\n\x1b[2J"],
+    ):
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         with pytest.raises(SystemExit) as caught:
             lab_main.main() if script == "lab" else prepare_dataset.run()
@@ -118,8 +136,11 @@ def test_the_traceback_of_a_command_is_inert(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ddp_train, "launch", fail)
     monkeypatch.setattr(lab_main.cli, "invoke", fail)
     monkeypatch.setattr("sys.argv", ["a command", "tiny"])
-    for command in (lambda: prepare_dataset.run(["source", str(tmp_path / "out")]),
-                    ddp_train.main, lab_main.main):
+    for command in (
+        lambda: prepare_dataset.run(["source", str(tmp_path / "out")]),
+        ddp_train.main,
+        lab_main.main,
+    ):
         with pytest.raises(SystemExit) as caught:
             command()
         err = capsys.readouterr().err
@@ -134,7 +155,8 @@ def test_the_traceback_of_a_command_is_inert(tmp_path, monkeypatch, capsys):
 def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch):
     monkeypatch.setattr("trainer.models.load_model", Mock())
     monkeypatch.setattr(
-        "reporting.sampling.stream_text", lambda *_, **__: iter([f"{HOSTILE}\n\tx"]))
+        "reporting.sampling.stream_text", lambda *_, **__: iter([f"{HOSTILE}\n\tx"])
+    )
     for arguments in (("--samples", "2"), ("--prompt", HOSTILE.replace("\0", ""))):
         result = succeeded(run_lab("generate", "x", *arguments))
         assert is_inert(result.output) and "\n\tx" in result.output
@@ -152,9 +174,15 @@ def test_the_hub_client_prints_nothing_by_itself(tmp_path, monkeypatch):
     client.addHandler(handler)
     client.setLevel(logging.WARNING)
     enable_progress_bars()
-    with (serving(Hub({"a/data.jsonl": pair}, faults=[Fault(
-            "/api/", status=429, headers={"X-HF-Warning": "a; \x9b31m"})])) as hub,
-          used_in_this_process(hub, tmp_path / "home")):
+    with (
+        serving(
+            Hub(
+                {"a/data.jsonl": pair},
+                faults=[Fault("/api/", status=429, headers={"X-HF-Warning": "a; \x9b31m"})],
+            )
+        ) as hub,
+        used_in_this_process(hub, tmp_path / "home"),
+    ):
         assert len(read_quiz("blimp", hub.repository).questions) == 1
         hub.files["../b.jsonl"] = pair
         with pytest.raises(UserError, match="is no name inside a repository"):
@@ -164,20 +192,27 @@ def test_the_hub_client_prints_nothing_by_itself(tmp_path, monkeypatch):
     assert are_progress_bars_disabled() and not said
 
 
-ECHO = {"X-Error-Message": f"Authorization: Bearer {TOKEN}", "X-Request-Id": TOKEN,
-        "X-Error-Code": TOKEN}
+ECHO = {
+    "X-Error-Message": f"Authorization: Bearer {TOKEN}",
+    "X-Request-Id": TOKEN,
+    "X-Error-Code": TOKEN,
+}
 ANSWERS = {
     "rejected": [Fault("/api/", times=-1, status=400, headers=ECHO)],
     "busy": [Fault("/api/", times=-1, status=503, headers=ECHO)],
-    "redirected": [Fault("/api/", times=-1, status=307, headers={"Location": f"/at/{TOKEN}"}),
-                   Fault("/at/", times=-1, status=418, headers=ECHO)],
-    "no revision": [Fault("/api/", times=-1, status=404, headers=ECHO | {
-        "X-Error-Code": "RevisionNotFound"})],
+    "redirected": [
+        Fault("/api/", times=-1, status=307, headers={"Location": f"/at/{TOKEN}"}),
+        Fault("/at/", times=-1, status=418, headers=ECHO),
+    ],
+    "no revision": [
+        Fault("/api/", times=-1, status=404, headers=ECHO | {"X-Error-Code": "RevisionNotFound"})
+    ],
 }
 
 
-@pytest.mark.parametrize(("answer", "place"), [
-    *((answer, "environment") for answer in ANSWERS), ("rejected", "file")])
+@pytest.mark.parametrize(
+    ("answer", "place"), [*((answer, "environment") for answer in ANSWERS), ("rejected", "file")]
+)
 def test_a_hub_that_repeats_the_token_does_not_get_it_printed(tmp_path, monkeypatch, answer, place):
     said, hub_of_answer = io.StringIO(), Hub({}, faults=[*map(replace, ANSWERS[answer])])
     with serving(hub_of_answer) as hub, used_in_this_process(hub, tmp_path / "home"):
@@ -191,8 +226,11 @@ def test_a_hub_that_repeats_the_token_does_not_get_it_printed(tmp_path, monkeypa
             print_traceback(caught.value)
             print_error(caught.value.line())
     assert TOKEN[:14] not in str(caught.value) + said.getvalue()
-    assert all(TOKEN.encode() not in path.read_bytes()
-               for path in (tmp_path / "data").rglob("*") if path.is_file())
+    assert all(
+        TOKEN.encode() not in path.read_bytes()
+        for path in (tmp_path / "data").rglob("*")
+        if path.is_file()
+    )
 
 
 def test_a_judge_that_repeats_the_key_does_not_get_it_printed(monkeypatch):
@@ -210,9 +248,14 @@ def test_a_judge_that_repeats_the_key_does_not_get_it_printed(monkeypatch):
 
 def test_the_lab_asks_no_other_machine(tmp_path):
     place = train_tiny(tmp_path)
-    for verb in (("plan", "tiny"), ("compare",), ("compare", "--published", "--csv"),
-                 ("evaluate", "tiny", "--tokens", "64"),
-                 ("generate", "tiny", "--max-new-tokens", "3"), ("publish", "tiny")):
+    for verb in (
+        ("plan", "tiny"),
+        ("compare",),
+        ("compare", "--published", "--csv"),
+        ("evaluate", "tiny", "--tokens", "64"),
+        ("generate", "tiny", "--max-new-tokens", "3"),
+        ("publish", "tiny"),
+    ):
         datasets = ["--datasets-dir", str(place.datasets_dir)] if "evaluate" in verb else []
         with refused_network(tmp_path / "log"):
             succeeded(run_lab(*verb, "--runs-dir", str(place.runs_dir), *datasets))
@@ -223,8 +266,9 @@ def test_preparing_own_files_asks_no_other_machine(tmp_path):
     (tmp_path / "a.txt").write_text("some text\n" * 50)
     (tmp_path / "b.txt").write_text("other text\n" * 50)
     with refused_network(tmp_path / "log"):
-        workplace.succeeded(prepare(str(tmp_path / "*.txt"), str(tmp_path / "out"),
-                                    "--validation-fraction", "0.5"))  # GPT-2's vocabulary
+        workplace.succeeded(
+            prepare(str(tmp_path / "*.txt"), str(tmp_path / "out"), "--validation-fraction", "0.5")
+        )  # GPT-2's vocabulary
     assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
 
 
@@ -233,13 +277,19 @@ def test_training_asks_no_other_machine(tmp_path):
     place.add_run(train={"min_train_tokens": 128, "validation_batches": 1, "compile": False})
     place.add_dataset()
     environment = environment_of_refusal(tmp_path / "site", tmp_path / "log")
-    probe = run_command(sys.executable, "-c", "import socket; socket.create_connection(('a.b', 1))",
-                        **environment)
+    probe = run_command(
+        sys.executable, "-c", "import socket; socket.create_connection(('a.b', 1))", **environment
+    )
     assert "no network in this test" in probe.stderr and (tmp_path / "log").exists()
     (tmp_path / "log").unlink()
-    workplace.succeeded(run_command(
-        sys.executable, "ddp_train.py", *place.arguments("tiny", "--nproc-per-node", "2"),
-        **environment))
+    workplace.succeeded(
+        run_command(
+            sys.executable,
+            "ddp_train.py",
+            *place.arguments("tiny", "--nproc-per-node", "2"),
+            **environment,
+        )
+    )
     assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
 
 
@@ -252,8 +302,12 @@ def requirements():
 
 
 def test_no_lower_bound_is_below_a_known_fix():
-    lowest = {each.name: Version(bound.version) for each in requirements()
-              for bound in each.specifier if bound.operator == ">="}
+    lowest = {
+        each.name: Version(bound.version)
+        for each in requirements()
+        for bound in each.specifier
+        if bound.operator == ">="
+    }
     assert {"gguf", "wandb"} <= lowest.keys()  # those of the extras too
     for name, fixed in FIXED.items():
         assert lowest[name] >= Version(fixed), name

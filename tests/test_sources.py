@@ -111,24 +111,38 @@ def test_linked_directories_are_read_unless_they_lead_out(tmp_path, capsys):
     (source / "outer").symlink_to(tmp_path / "elsewhere")
     (source / "a/loop").symlink_to("..")
     prepare_dataset(find_documents(source), tmp_path / "out", BYTES)
-    assert [*decoded(tmp_path / "out/train.safetensors"),
-            *decoded(tmp_path / "out/validation.safetensors")] == ["text b"] * 2
+    assert [
+        *decoded(tmp_path / "out/train.safetensors"),
+        *decoded(tmp_path / "out/validation.safetensors"),
+    ] == ["text b"] * 2
     warning = capsys.readouterr().err
     assert f"{source}/outer: leads out of the directory" in warning and "(1 such links)" in warning
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda d: None, "contains no documents; wanted .jsonl, .ndj"),
-    (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
-    (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
-    (lambda d: [(d / "a.txt").write_text("a"), (d / "b.txt").write_text("b", "utf-16")],
-     r"1 document found; .*\(--validation-fraction\); left out 1 file: .*/b.txt: is UTF-16"),
-    (lambda d: (d / "a.txt").write_text("a", "utf-16"),
-     r"0 documents found; .*\(--validation-fraction\); left out 1 file: .*/a.txt: is UTF-16"),
-    (lambda d: (d / "a.jsonl").write_text('{"text": null}\n' * 3), "no text: all of its 3 docu"),
-    (lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
-     "contains JSON lines and parquet; choose on"),
-])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda d: None, "contains no documents; wanted .jsonl, .ndj"),
+        (lambda d: (d / "one.jsonl").write_text('{"text": "x"}'), "1 document found; wanted at"),
+        (lambda d: (d / "one.txt").write_text(""), "1 document found; wanted at least 2"),
+        (
+            lambda d: [(d / "a.txt").write_text("a"), (d / "b.txt").write_text("b", "utf-16")],
+            r"1 document found; .*\(--validation-fraction\); left out 1 file: .*/b.txt: is UTF-16",
+        ),
+        (
+            lambda d: (d / "a.txt").write_text("a", "utf-16"),
+            r"0 documents found; .*\(--validation-fraction\); left out 1 file: .*/a.txt: is UTF-16",
+        ),
+        (
+            lambda d: (d / "a.jsonl").write_text('{"text": null}\n' * 3),
+            "no text: all of its 3 docu",
+        ),
+        (
+            lambda d: [(d / "a.jsonl").write_text("{}"), (d / "b.parquet").write_bytes(b"")],
+            "contains JSON lines and parquet; choose on",
+        ),
+    ],
+)
 def test_sources_that_cannot_be_used(tmp_path, make, message):
     source_dir = tmp_path / "source"
     source_dir.mkdir()
@@ -164,86 +178,132 @@ def test_the_documents_of_the_standard_library_are_always_the_same():
     assert first.identity == second.identity
     text = "".join(documents(first.tasks("any")))
     assert len(text) > 5_000_000 and "def " in text
-    assert "The \"if\" statement" in text, "the reference documentation is missing"
+    assert 'The "if" statement' in text, "the reference documentation is missing"
 
 
 # --- choosing: --subset and --split
 
 NAMES = ["data/en/a", "data/de/a", "sample/10BT/a", "sample/10BT/b"]
 CONFIGS = [
-    {"config_name": "english", "data_files": "data/en/*"}, "noise",
-    {"config_name": "germanic", "data_dir": "data/de"}, {"config_name": "odd", "data_files": 7},
-    {"config_name": "10BT", "data_files": [["nothing/*", ["nothing"]], 7]}]
+    {"config_name": "english", "data_files": "data/en/*"},
+    "noise",
+    {"config_name": "germanic", "data_dir": "data/de"},
+    {"config_name": "odd", "data_files": 7},
+    {"config_name": "10BT", "data_files": [["nothing/*", ["nothing"]], 7]},
+]
 # The splits of files whose names say none.
 IN_CARD = [
-    {"config_name": "english", "data_files": [{"split": "train", "path": ["en/a", "en/no"]},
-                                              {"split": "test", "path": "en/b"}]},
-    {"config_name": "german", "data_dir": "de", "data_files": [
-        {"split": "train", "path": "a"}, {"split": "test", "path": "b"},
-        {"split": "own", "path": "[c]"}]}]
+    {
+        "config_name": "english",
+        "data_files": [
+            {"split": "train", "path": ["en/a", "en/no"]},
+            {"split": "test", "path": "en/b"},
+        ],
+    },
+    {
+        "config_name": "german",
+        "data_dir": "de",
+        "data_files": [
+            {"split": "train", "path": "a"},
+            {"split": "test", "path": "b"},
+            {"split": "own", "path": "[c]"},
+        ],
+    },
+]
 LANGUAGES = ["en/a", "en/b", "de/a", "de/b", "de/c"]
 
 
 def chosen(names, subset="", split="", configs=()):
     """Return the files that a hub dataset with this card has for --subset and --split."""
-    options, patterns = SourceOptions("x", subset=subset, split=split), config_patterns(
-        {"configs": configs})
+    options, patterns = (
+        SourceOptions("x", subset=subset, split=split),
+        config_patterns({"configs": configs}),
+    )
     return split_of_files(subset_of(names, options, "here", patterns), options, "here", patterns)
 
 
-@pytest.mark.parametrize(("names", "options", "wanted"), [
-    (NAMES, {}, NAMES), (NAMES, {"subset": "data"}, NAMES[:2]),
-    (NAMES, {"subset": "data/en"}, NAMES[:1]), (NAMES, {"subset": "sample/*"}, NAMES[2:]),
-    (NAMES, {"subset": "*/??"}, NAMES[:2]), (NAMES, {"subset": "data/[d]*"}, NAMES[1:2]),
-    (NAMES, {"subset": "*BT", "configs": CONFIGS}, NAMES[2:]),  # the directory, not the config
-    (NAMES, {"subset": "english", "configs": CONFIGS}, NAMES[:1]),
-    (NAMES, {"subset": "*manic", "configs": CONFIGS}, NAMES[1:2]),
-    (NAMES, {"configs": "noise"}, NAMES),
-    (["train-0", "test-0"], {"split": "test"}, ["test-0"]),
-    (["train", "valid"], {"split": "dev"}, ["valid"]),
-    (["x/train-0", "x/test-0"], {"split": "*-0"}, ["x/train-0", "x/test-0"]),
-    (["x/train-0", "y/train-1"], {"split": "train-1"}, ["y/train-1"]),
-    (LANGUAGES, {"configs": IN_CARD}, ["en/a", "de/a"]),
-    (LANGUAGES, {"configs": IN_CARD, "split": "test"}, ["en/b", "de/b"]),
-    (LANGUAGES, {"configs": IN_CARD, "split": "own"}, ["de/c"]),
-    (LANGUAGES, {"configs": IN_CARD, "subset": "english"}, ["en/a"]),
-    (LANGUAGES, {"configs": IN_CARD, "subset": "en"}, ["en/a"]),
-    (LANGUAGES, {"configs": IN_CARD, "subset": "german", "split": "test"}, ["de/b"]),
-    (["en/test-named"], {"configs": IN_CARD, "split": "test"}, ["en/test-named"]),
-])
+@pytest.mark.parametrize(
+    ("names", "options", "wanted"),
+    [
+        (NAMES, {}, NAMES),
+        (NAMES, {"subset": "data"}, NAMES[:2]),
+        (NAMES, {"subset": "data/en"}, NAMES[:1]),
+        (NAMES, {"subset": "sample/*"}, NAMES[2:]),
+        (NAMES, {"subset": "*/??"}, NAMES[:2]),
+        (NAMES, {"subset": "data/[d]*"}, NAMES[1:2]),
+        (NAMES, {"subset": "*BT", "configs": CONFIGS}, NAMES[2:]),  # the directory, not the config
+        (NAMES, {"subset": "english", "configs": CONFIGS}, NAMES[:1]),
+        (NAMES, {"subset": "*manic", "configs": CONFIGS}, NAMES[1:2]),
+        (NAMES, {"configs": "noise"}, NAMES),
+        (["train-0", "test-0"], {"split": "test"}, ["test-0"]),
+        (["train", "valid"], {"split": "dev"}, ["valid"]),
+        (["x/train-0", "x/test-0"], {"split": "*-0"}, ["x/train-0", "x/test-0"]),
+        (["x/train-0", "y/train-1"], {"split": "train-1"}, ["y/train-1"]),
+        (LANGUAGES, {"configs": IN_CARD}, ["en/a", "de/a"]),
+        (LANGUAGES, {"configs": IN_CARD, "split": "test"}, ["en/b", "de/b"]),
+        (LANGUAGES, {"configs": IN_CARD, "split": "own"}, ["de/c"]),
+        (LANGUAGES, {"configs": IN_CARD, "subset": "english"}, ["en/a"]),
+        (LANGUAGES, {"configs": IN_CARD, "subset": "en"}, ["en/a"]),
+        (LANGUAGES, {"configs": IN_CARD, "subset": "german", "split": "test"}, ["de/b"]),
+        (["en/test-named"], {"configs": IN_CARD, "split": "test"}, ["en/test-named"]),
+    ],
+)
 def test_subset_and_split_are_found_by_names_and_by_the_card(names, options, wanted):
     assert chosen(names, **options) == wanted
 
 
-@pytest.mark.parametrize(("path", "split"), [
-    ("data/train-00000-of-00004.parquet", "train"), ("test.jsonl", "test"),
-    ("wiki_valid.jsonl", "validation"), ("dev/0.parquet", "validation"),
-    ("TRAIN/0.parquet", "train"), ("test/train-0.parquet", "train"),
-    ("train00.jsonl", "train"), ("contest.jsonl", ""), ("trains/a.jsonl", ""),
-    ("latest-0.parquet", ""), ("eval_0.jsonl", "test"),
-])
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("data/train-00000-of-00004.parquet", "train"),
+        ("test.jsonl", "test"),
+        ("wiki_valid.jsonl", "validation"),
+        ("dev/0.parquet", "validation"),
+        ("TRAIN/0.parquet", "train"),
+        ("test/train-0.parquet", "train"),
+        ("train00.jsonl", "train"),
+        ("contest.jsonl", ""),
+        ("trains/a.jsonl", ""),
+        ("latest-0.parquet", ""),
+        ("eval_0.jsonl", "test"),
+    ],
+)
 def test_the_split_that_a_name_says(path, split):
     assert split_of(path) == split
 
 
-@pytest.mark.parametrize(("names", "wanted", "line"), [
-    (["train-0", "train-1", "test-0"], ["train-0", "train-1"],
-     "train (2 files), leaving out test (1 file); --split chooses others"),
-    (["train", "other", "dev"], ["train"], "leaving out validation (1 file), other (1 file)"),
-    (["a", "b", "test"], ["a", "b"], "taking other (2 files), leaving out test (1 file)"),
-    (["test-0", "test-1"], ["test-0", "test-1"], "taking test (2 files)"), (["a"], ["a"], ""),
-])
+@pytest.mark.parametrize(
+    ("names", "wanted", "line"),
+    [
+        (
+            ["train-0", "train-1", "test-0"],
+            ["train-0", "train-1"],
+            "train (2 files), leaving out test (1 file); --split chooses others",
+        ),
+        (["train", "other", "dev"], ["train"], "leaving out validation (1 file), other (1 file)"),
+        (["a", "b", "test"], ["a", "b"], "taking other (2 files), leaving out test (1 file)"),
+        (["test-0", "test-1"], ["test-0", "test-1"], "taking test (2 files)"),
+        (["a"], ["a"], ""),
+    ],
+)
 def test_without_split_train_is_taken_and_a_line_says_what_is_left_out(names, wanted, line, capsys):
     assert chosen(names) == wanted
     printed = capsys.readouterr().err
     assert line in printed and printed.count("\n") == bool(line)
 
 
-@pytest.mark.parametrize(("names", "options", "message"), [
-    (NAMES, {"subset": "fr"}, "^here: --subset fr matches no directory; there are data, data/de,"),
-    (["dev", "test"], {}, "has files of test and validation, none of train; choose"),
-    (["train-0", "a"], {"split": "test"}, r"--split test matches no file; there are train \(1"),
-])
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (
+            NAMES,
+            {"subset": "fr"},
+            "^here: --subset fr matches no directory; there are data, data/de,",
+        ),
+        (["dev", "test"], {}, "has files of test and validation, none of train; choose"),
+        (["train-0", "a"], {"split": "test"}, r"--split test matches no file; there are train \(1"),
+    ],
+)
 def test_what_matches_nothing_is_an_error_that_lists_what_there_is(names, options, message):
     with pytest.raises(UserError, match=message):
         chosen(names, **options)
@@ -278,25 +338,42 @@ def write_names(folder, *names):
         if name.endswith(".parquet"):
             pyarrow.parquet.write_table(pyarrow.table({"text": [name, "b"]}), path)
         else:
-            path.write_text({"jsonl": '{"text": "a"}\n' * 2, "json": '[{"text": "a"}]',
-                             "csv": "text\na\n"}.get(name.split(".")[-1], name))
+            path.write_text(
+                {"jsonl": '{"text": "a"}\n' * 2, "json": '[{"text": "a"}]', "csv": "text\na\n"}.get(
+                    name.split(".")[-1], name
+                )
+            )
 
 
-@pytest.mark.parametrize(("names", "line", "taken"), [
-    (["a.jsonl", "b.txt", "c/d.txt", "e.pdf", "README.md", ".gitattributes"],
-     "taking 1 .jsonl, leaving out 2 .txt, 1 .pdf; the pattern 'here/**/*' as SOURCE takes all",
-     ["a.jsonl"]),
-    (["a.parquet", "infos.json", "x.csv"], "taking 1 .parquet, leaving out 1 .json, 1 .csv; the p",
-     ["a.parquet"]),
-    (["a.csv", "x.json"], "taking 1 .csv, leaving out 1 .json; ", ["a.csv"]),
-    (["a.json", "x.txt"], "taking 1 .json, leaving out 1 .txt; ", ["a.json"]),
-    (["a.txt", "b.md", "x"], "taking 1 .txt, leaving out 1 .md, 1 other; the pattern '", ["a.txt"]),
-    (["a.txt", "b.html"], "taking 1 .txt, leaving out 1 .html\n", ["a.txt"]),
-    (["a.txt", "b.txt", "README.md"], "", ["a.txt"]),
-    (["a.ndjson", "b.jsonl"], "", ["a.ndjson", "b.jsonl"]),
-])
+@pytest.mark.parametrize(
+    ("names", "line", "taken"),
+    [
+        (
+            ["a.jsonl", "b.txt", "c/d.txt", "e.pdf", "README.md", ".gitattributes"],
+            "taking 1 .jsonl, leaving out 2 .txt, 1 .pdf; the pattern 'here/**/*' as SOURCE takes"
+            " all",
+            ["a.jsonl"],
+        ),
+        (
+            ["a.parquet", "infos.json", "x.csv"],
+            "taking 1 .parquet, leaving out 1 .json, 1 .csv; the p",
+            ["a.parquet"],
+        ),
+        (["a.csv", "x.json"], "taking 1 .csv, leaving out 1 .json; ", ["a.csv"]),
+        (["a.json", "x.txt"], "taking 1 .json, leaving out 1 .txt; ", ["a.json"]),
+        (
+            ["a.txt", "b.md", "x"],
+            "taking 1 .txt, leaving out 1 .md, 1 other; the pattern '",
+            ["a.txt"],
+        ),
+        (["a.txt", "b.html"], "taking 1 .txt, leaving out 1 .html\n", ["a.txt"]),
+        (["a.txt", "b.txt", "README.md"], "", ["a.txt"]),
+        (["a.ndjson", "b.jsonl"], "", ["a.ndjson", "b.jsonl"]),
+    ],
+)
 def test_a_line_says_what_is_left_out_of_a_directory_and_how_to_take_it(
-        tmp_path, monkeypatch, names, line, taken, capsys):
+    tmp_path, monkeypatch, names, line, taken, capsys
+):
     monkeypatch.chdir(tmp_path)
     write_names(tmp_path / "here", *names)
     assert names_in(find_documents("here")) == taken
@@ -305,7 +382,8 @@ def test_a_line_says_what_is_left_out_of_a_directory_and_how_to_take_it(
     if "SOURCE" in line:
         pattern = printed.split("'")[1]
         assert names_in(find_documents(pattern)) == sorted(
-            name for name in names if not name.endswith((".pdf", ".gitattributes", "d.txt")))
+            name for name in names if not name.endswith((".pdf", ".gitattributes", "d.txt"))
+        )
         assert f"{pattern}: taking" in capsys.readouterr().err
 
 
@@ -322,10 +400,21 @@ def test_files_of_several_kinds_that_a_pattern_names_are_one_dataset(tmp_path):
     write_names(tmp_path / "source", "a.parquet", "b.txt", "c.json", "d.txt", "e.txt", "f.csv")
     source = find_documents(f"{tmp_path}/source/*")
     assert [(shard.name, shard.num_files) for shard in source.shards] == [
-        ("a.parquet", 1), ("b.txt", 1), ("c.json", 1), ("d.txt", 2), ("f.csv", 1)]
+        ("a.parquet", 1),
+        ("b.txt", 1),
+        ("c.json", 1),
+        ("d.txt", 2),
+        ("f.csv", 1),
+    ]
     prepare_dataset(source, tmp_path / "out", BYTES)
     assert decoded(tmp_path / "out/train.safetensors") == [
-        "a.parquet", "b", "b.txt", "a", "d.txt", "e.txt"]
+        "a.parquet",
+        "b",
+        "b.txt",
+        "a",
+        "d.txt",
+        "e.txt",
+    ]
 
 
 # --- reading: splitting files into tasks loses no text, and keeps the tokens
@@ -333,10 +422,13 @@ def test_files_of_several_kinds_that_a_pattern_names_are_one_dataset(tmp_path):
 # Text for which GPT-2's pattern and the cuts could disagree: white space of every kind,
 # apostrophes, digits, and characters of several UTF-8 bytes.
 SPACES = [" ", "\n", "\t", "\r", "\u00a0", "\u2003", "\u3000", "\u2028", "\u0085", "\u1680"]
-TEXT = st.lists(st.one_of(
-    st.sampled_from([*SPACES, " ", "\n", "a", "'s", "7", "é", "中", "🎉", ".", "ⴿ"]),
-    st.characters(exclude_categories=["Cs"], exclude_characters="\ufeff"),
-), max_size=100).map("".join)
+TEXT = st.lists(
+    st.one_of(
+        st.sampled_from([*SPACES, " ", "\n", "a", "'s", "7", "é", "中", "🎉", ".", "ⴿ"]),
+        st.characters(exclude_categories=["Cs"], exclude_characters="\ufeff"),
+    ),
+    max_size=100,
+).map("".join)
 
 
 def documents(tasks):
@@ -361,12 +453,15 @@ def test_a_cut_document_has_the_tokens_of_the_whole(text, block):
         patch.setattr(cutting, "LARGE_DOCUMENT", 8)
         for cuts in ("any", "safe", "none"):
             pieces = list(cut_document([data], cuts, "text"))
-            blocks = (data[i:i + block] for i in range(0, len(data), block))
+            blocks = (data[i : i + block] for i in range(0, len(data), block))
             assert list(cut_document(blocks, cuts, "text")) == pieces
             assert "".join(piece.text for piece in pieces) == text
             assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-            ids = [token for piece in pieces
-                   for token in tokenizer.encode(piece.text, disallowed_special=())]
+            ids = [
+                token
+                for piece in pieces
+                for token in tokenizer.encode(piece.text, disallowed_special=())
+            ]
             # Forced cuts may change the tokens, but keep the text.
             assert cuts == "any" or ids == tokenizer.encode(text, disallowed_special=())
             assert tokenizer.decode(ids) == text
@@ -379,17 +474,24 @@ def write_packed(folder, name, content):
         (folder / f"{name}{packed}").write_bytes(PACK[packed](content))
 
 
-PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
-        ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True)}
+PACK = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True),
+}
 
 
 @settings(max_examples=25)
-@given(texts=st.lists(st.one_of(st.none(), TEXT), min_size=1, max_size=20),
-       task_bytes=st.integers(4, 200), group_rows=st.integers(1, 10),
-       is_whole=st.booleans())
-def test_the_documents_of_files_do_not_depend_on_the_size_of_tasks(tmp_path_factory, texts,
-                                                                   task_bytes, group_rows,
-                                                                   is_whole):
+@given(
+    texts=st.lists(st.one_of(st.none(), TEXT), min_size=1, max_size=20),
+    task_bytes=st.integers(4, 200),
+    group_rows=st.integers(1, 10),
+    is_whole=st.booleans(),
+)
+def test_the_documents_of_files_do_not_depend_on_the_size_of_tasks(
+    tmp_path_factory, texts, task_bytes, group_rows, is_whole
+):
     folder = tmp_path_factory.mktemp("files")
     wanted = [text or "" for text in texts]
     lines = "".join(json.dumps({"text": text}) + "\n\n" for text in texts).encode()
@@ -397,12 +499,17 @@ def test_the_documents_of_files_do_not_depend_on_the_size_of_tasks(tmp_path_fact
     table = io.StringIO()
     csv.writer(table).writerows([["id", "text"], *([i, text] for i, text in enumerate(texts))])
     marked = "\r\n<|sep|>\n".join(f"({text})" for text in wanted)
-    for name, content in (("jsonl", lines), ("array", json.dumps(rows, indent=1).encode()),
-                          ("line", json.dumps(rows, ensure_ascii=False).encode()),
-                          ("csv", table.getvalue().encode()), ("txt", marked.encode())):
+    for name, content in (
+        ("jsonl", lines),
+        ("array", json.dumps(rows, indent=1).encode()),
+        ("line", json.dumps(rows, ensure_ascii=False).encode()),
+        ("csv", table.getvalue().encode()),
+        ("txt", marked.encode()),
+    ):
         write_packed(folder, name, content)
-    table = pyarrow.table({"id": list(range(len(texts))),
-                           "text": pyarrow.array(texts, pyarrow.string())})
+    table = pyarrow.table(
+        {"id": list(range(len(texts))), "text": pyarrow.array(texts, pyarrow.string())}
+    )
     pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=group_rows)
     paths = [folder / f"{i:02}.txt" for i in range(len(texts))]
     for path, text in zip(paths, wanted, strict=True):
@@ -417,19 +524,26 @@ def test_the_documents_of_files_do_not_depend_on_the_size_of_tasks(tmp_path_fact
                 assert documents(json_tasks(folder / (name + packed), PLAIN, "any")) == wanted
             assert documents(csv_tasks(folder / f"csv{packed}", PLAIN, "any")) == wanted
             assert documents(text_tasks([folder / f"txt{packed}"], folder, separated, "any")) == [
-                f"({text})" for text in wanted]
+                f"({text})" for text in wanted
+            ]
         assert documents(parquet_tasks(folder / "a.parquet", PLAIN, "any")) == wanted
         assert documents(text_tasks(paths, folder, PLAIN, "any")) == wanted
 
 
-@pytest.mark.parametrize("kind", [
-    pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(),
-    pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
-])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.string(),
+        pyarrow.large_string(),
+        pyarrow.string_view(),
+        pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    ],
+)
 def test_columns_of_every_text_type(tmp_path, kind):
     column = pyarrow.array(["naïve", None, "b" * 10], pyarrow.string()).cast(kind)
-    pyarrow.parquet.write_table(pyarrow.table({"text": column, "no": [None] * 3}),
-                                tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": column, "no": [None] * 3}), tmp_path / "a.parquet"
+    )
     path = tmp_path / "a.parquet"
     assert documents(parquet_tasks(path, PLAIN, "any")) == ["naïve", "", "b" * 10]
     assert documents(parquet_tasks(path, SourceOptions("x", text_column="no"), "any")) == [""] * 3
@@ -450,8 +564,11 @@ LINE_ENDS = ["\n", "\r\n", "\n\n\n", " "]
 
 
 @settings(max_examples=200)
-@given(parts=st.lists(st.sampled_from([*LINE_ENDS, "<|", "SEP", "SEP", "é"]), max_size=30),
-       separator=st.sampled_from(["<|>", "#\n", "\n#"]), block=st.sampled_from([1, 2, 3, 7, 30]))
+@given(
+    parts=st.lists(st.sampled_from([*LINE_ENDS, "<|", "SEP", "SEP", "é"]), max_size=30),
+    separator=st.sampled_from(["<|>", "#\n", "\n#"]),
+    block=st.sampled_from([1, 2, 3, 7, 30]),
+)
 def test_documents_between_separators_do_not_depend_on_the_blocks(parts, separator, block):
     """Two line ends on each side belong to a separator; documents without text are left out."""
     text = "".join(parts).replace("SEP", separator)
@@ -459,7 +576,7 @@ def test_documents_between_separators_do_not_depend_on_the_blocks(parts, separat
     *wanted, last = re.split(line_ends + re.escape(separator) + line_ends, text)
     wanted.append(re.sub(line_ends + r"\Z", "", last))
     data = text.encode()
-    blocks = [data[start:start + block] for start in range(0, len(data), block)]
+    blocks = [data[start : start + block] for start in range(0, len(data), block)]
     documents = split_documents(blocks, separator.encode())
     found = [b"".join(document).decode() for document in documents]
     assert found == [document for document in wanted if document]
@@ -467,8 +584,11 @@ def test_documents_between_separators_do_not_depend_on_the_blocks(parts, separat
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
 def test_a_text_can_be_inside_of_another_column(tmp_path, kind):
-    rows = [{"a": {"b": "one", "c": {"d": "two"}}, "a.x": "three"}, {"a": None, "a.x": None},
-            {"a": {"b": None, "c": None}, "a.x": ""}]
+    rows = [
+        {"a": {"b": "one", "c": {"d": "two"}}, "a.x": "three"},
+        {"a": None, "a.x": None},
+        {"a": {"b": None, "c": None}, "a.x": ""},
+    ]
     path = tmp_path / f"x.{kind}"
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -476,8 +596,11 @@ def test_a_text_can_be_inside_of_another_column(tmp_path, kind):
         rows[1]["a"] = {"b": None, "c": {"d": None}}  # as a table has it
         rows[2]["a"]["c"] = {"d": None}
         path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
-    for column, texts in (("a.b", ["one", "", ""]), ("a.c.d", ["two", "", ""]),
-                          ("a.x", ["three", "", ""])):
+    for column, texts in (
+        ("a.b", ["one", "", ""]),
+        ("a.c.d", ["two", "", ""]),
+        ("a.x", ["three", "", ""]),
+    ):
         (shard,) = find_documents(path, text_column=column).shards
         assert documents(shard.tasks("any")) == texts
     for column in ("a.y", "a", "a.b.c"):
@@ -492,8 +615,12 @@ def test_two_columns_of_one_name_are_one_line(tmp_path, kind):
     if kind == "csv":
         path.write_text("text,text\na,b\nc,d\n")
     else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_arrays(
-            [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]), path)
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_arrays(
+                [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]
+            ),
+            path,
+        )
     result = prepare(str(path), str(tmp_path / "out"), "--tokenizer", "bytes")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert f"x.{kind}: has 2 columns 'text'; rename all but one of them" in result.stderr
@@ -513,15 +640,23 @@ def test_other_keys_of_a_row_may_hold_anything(tmp_path):
         assert documents(json_tasks(tmp_path / name, PLAIN, "any")) == ["a", "a"]
 
 
-@pytest.mark.parametrize(("encoding", "suffix"), [
-    *itertools.product(["cp1252", "utf-16", "shift_jis"], ["jsonl", "json", "csv", "txt"]),
-    ("utf-16-le", "jsonl.xz"), ("utf-16", "txt.gz")])
+@pytest.mark.parametrize(
+    ("encoding", "suffix"),
+    [
+        *itertools.product(["cp1252", "utf-16", "shift_jis"], ["jsonl", "json", "csv", "txt"]),
+        ("utf-16-le", "jsonl.xz"),
+        ("utf-16", "txt.gz"),
+    ],
+)
 def test_files_of_another_encoding(tmp_path, encoding, suffix):
     text = "日本 x, 'y'" if encoding == "shift_jis" else "naïve, 'é'"
     rows = [{"id": 1, "text": text}] * 3
-    content = {"jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
-               "json": json.dumps(rows, ensure_ascii=False, indent=1), "txt": text,
-               "csv": "id,text\n" + f'1,"{text}"\n' * 3}[suffix.split(".")[0]].encode(encoding)
+    content = {
+        "jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+        "json": json.dumps(rows, ensure_ascii=False, indent=1),
+        "txt": text,
+        "csv": "id,text\n" + f'1,"{text}"\n' * 3,
+    }[suffix.split(".")[0]].encode(encoding)
     pack = PACK.get(f".{suffix.split('.')[-1]}", bytes)
     for number in range(2):
         (tmp_path / f"{number}.{suffix}").write_bytes(pack(content))
@@ -529,18 +664,30 @@ def test_files_of_another_encoding(tmp_path, encoding, suffix):
     if encoding == "utf-16":  # recognised by its byte order mark
         assert "is UTF-16; wanted UTF-8, or --encoding utf-16" in prepare(*arguments).stderr
     succeeded(prepare(*arguments, "--encoding", encoding))
-    found = [document for split in ("train", "validation")
-             for document in decoded(tmp_path / f"out/{split}.safetensors")]
+    found = [
+        document
+        for split in ("train", "validation")
+        for document in decoded(tmp_path / f"out/{split}.safetensors")
+    ]
     assert found == [text] * (2 if "txt" in suffix else 6)
     assert "num_replaced_characters" not in metadata_of(tmp_path / "out")
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--encoding", "klingon"], "--encoding klingon: is no encoding that Python knows; wanted one"),
-    (["--encoding", "hex"], "--encoding hex: is no encoding"),
-    (["--encoding", "utf-16"], "--encoding is not for parquet files, whose text is UTF-8"),
-    (["--document-separator", "x"], "--document-separator is for .txt files; these are parquet"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--encoding", "klingon"],
+            "--encoding klingon: is no encoding that Python knows; wanted one",
+        ),
+        (["--encoding", "hex"], "--encoding hex: is no encoding"),
+        (["--encoding", "utf-16"], "--encoding is not for parquet files, whose text is UTF-8"),
+        (
+            ["--document-separator", "x"],
+            "--document-separator is for .txt files; these are parquet",
+        ),
+    ],
+)
 def test_options_that_do_not_fit_the_files_are_refused(tmp_path, arguments, message):
     folder = write_parquet(tmp_path / "source", ["a", "b"])
     assert message in refused(tmp_path, str(folder), str(tmp_path / "out"), *arguments)
@@ -555,7 +702,9 @@ def test_bytes_that_are_not_utf8_are_replaced_in_every_format(tmp_path, other):
     assert documents(parquet_tasks(tmp_path / "a.parquet", PLAIN, "any")) == ["a\ufffdb", other]
     assert documents(text_tasks([tmp_path / "a.txt"], tmp_path, PLAIN, "any")) == ["a\ufffdb"]
     assert documents(json_tasks(tmp_path / "a.jsonl", PLAIN, "any")) == [
-        "a\ufffdb", "half \ufffd pair"]
+        "a\ufffdb",
+        "half \ufffd pair",
+    ]
     (tmp_path / "a.json").write_bytes(b'[{"text": "a\xffb", "other": "\xff"}, {"text": "\\udcff"}]')
     (tmp_path / "a.csv").write_bytes(b'text,other\n"a\xffb",\xff\n"",""\n')
     assert documents(json_tasks(tmp_path / "a.json", PLAIN, "any")) == ["a\ufffdb", "\ufffd"]
@@ -572,8 +721,9 @@ def test_a_long_run_of_one_character_is_encoded(character):
 
 
 @pytest.mark.parametrize("whole_bytes", [4, 10**6])
-def test_a_byte_order_mark_is_no_text_and_capital_suffixes_are_accepted(tmp_path, monkeypatch,
-                                                                        whole_bytes):
+def test_a_byte_order_mark_is_no_text_and_capital_suffixes_are_accepted(
+    tmp_path, monkeypatch, whole_bytes
+):
     monkeypatch.setattr(reading, "WHOLE_BYTES", whole_bytes)
     lines = "\ufeff".encode() + b'{"text": "a"}\n{"text": "b"}\n'
     (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(lines))
@@ -603,8 +753,10 @@ def json_lines(texts):
 @pytest.fixture
 def texts_hub():
     """A dataset of documents, in FineWeb's layout."""
-    files = {f"sample/10BT/{i:03}_00000.parquet": parquet(part, row_group_size=100)
-             for i, part in enumerate(TEXTS)}
+    files = {
+        f"sample/10BT/{i:03}_00000.parquet": parquet(part, row_group_size=100)
+        for i, part in enumerate(TEXTS)
+    }
     files["sample/100BT/000_00000.parquet"] = parquet(["not asked for"] * 10)
     files["README.md"] = b"---\nlicense: odc-by\n---\n"
     with serving(Hub(files, card={"license": "odc-by", "language": ["en"]})) as texts_hub:
@@ -623,8 +775,9 @@ def lines_hub():
 def prepare_from(hub, tmp_path, *arguments, repository="", out="out"):
     """Prepare a dataset of documents on the hub, in this process."""
     with used_in_this_process(hub, tmp_path / "home"):
-        return prepare(repository or hub.repository, str(tmp_path / out),
-                       "--tokenizer", "bytes", *arguments)
+        return prepare(
+            repository or hub.repository, str(tmp_path / out), "--tokenizer", "bytes", *arguments
+        )
 
 
 def fetch(hub, tmp_path):
@@ -639,7 +792,10 @@ def assert_is_whole(tmp_path):
     wanted = [token for text in texts for token in [*text.encode(), 256]]
     assert np.concatenate([*tokens_in(tmp_path / "out").values()]).tolist() == wanted
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "README.md", "train.safetensors", "validation.safetensors"]
+        "README.md",
+        "train.safetensors",
+        "validation.safetensors",
+    ]
     assert not list(tmp_path.glob(".*"))
 
 
@@ -653,13 +809,24 @@ def test_a_subset_is_downloaded_shard_by_shard_and_deleted(texts_hub, tmp_path):
     assert metadata["revision"] == texts_hub.sha
     card = DatasetCard.load(tmp_path / "out" / "README.md")
     assert card.data.license == "odc-by" and card.data.to_dict()["source_datasets"] == [
-        "someone/texts"]
+        "someone/texts"
+    ]
     assert texts_hub.sha in card.text
 
 
 def test_raw_files_can_be_kept_and_only_needed_shards_are_downloaded(texts_hub, tmp_path):
-    succeeded(prepare_from(texts_hub, tmp_path, "--subset", "sample/10BT/",  # as shells complete
-                           "--keep-raw", str(tmp_path / "raw"), "--max-documents", "301"))
+    succeeded(
+        prepare_from(
+            texts_hub,
+            tmp_path,
+            "--subset",
+            "sample/10BT/",  # as shells complete
+            "--keep-raw",
+            str(tmp_path / "raw"),
+            "--max-documents",
+            "301",
+        )
+    )
     names = [f"sample/10BT/{i:03}_00000.parquet" for i in range(2)]
     assert all((tmp_path / "raw" / name).read_bytes() == texts_hub.files[name] for name in names)
     assert not texts_hub.downloads("002_00000.parquet")
@@ -672,14 +839,18 @@ def test_a_file_outside_of_its_repository_is_refused(texts_hub, tmp_path, name):
     assert result.returncode == 2 and "is no name inside a repository" in result.stderr
 
 
-@pytest.mark.parametrize(("card", "licence", "languages"), [
-    ({"license": ["mit", "cc0-1.0"], "language": ["en", False]}, ["mit", "cc0-1.0"], ["en"]),
-    ({"license": ["mit"], "language": "de"}, "mit", ["de"]),
-    ({"license": {"name": "own"}, "language": 7}, "{'name': 'own'}", ["7"]),
-    ({"license": [], "language": None}, "unknown", ["en"]),
-])
-def test_a_card_may_list_licences_and_name_them_oddly(lines_hub, tmp_path, card, licence,
-                                                      languages):
+@pytest.mark.parametrize(
+    ("card", "licence", "languages"),
+    [
+        ({"license": ["mit", "cc0-1.0"], "language": ["en", False]}, ["mit", "cc0-1.0"], ["en"]),
+        ({"license": ["mit"], "language": "de"}, "mit", ["de"]),
+        ({"license": {"name": "own"}, "language": 7}, "{'name': 'own'}", ["7"]),
+        ({"license": [], "language": None}, "unknown", ["en"]),
+    ],
+)
+def test_a_card_may_list_licences_and_name_them_oddly(
+    lines_hub, tmp_path, card, licence, languages
+):
     lines_hub.card = card
     succeeded(prepare_from(lines_hub, tmp_path, "--max-documents", "9"))
     found = DatasetCard.load(tmp_path / "out/README.md").data
@@ -687,9 +858,13 @@ def test_a_card_may_list_licences_and_name_them_oddly(lines_hub, tmp_path, card,
 
 
 def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path):
-    files = {f"{folder}/{split}-00000-of-00001.jsonl": json_lines(
-        f"{folder} {split} {i}" for i in range(9))
-        for folder in ("en", "de", "fr") for split in ("train", "test")}
+    files = {
+        f"{folder}/{split}-00000-of-00001.jsonl": json_lines(
+            f"{folder} {split} {i}" for i in range(9)
+        )
+        for folder in ("en", "de", "fr")
+        for split in ("train", "test")
+    }
     card = {"configs": [{"config_name": "germanic", "data_files": ["en/*", "de/*"]}]}
     with serving(Hub(files, card=card)) as hub:
         result = succeeded(prepare_from(hub, tmp_path, "--subset", "[ef]*"))
@@ -697,12 +872,14 @@ def test_on_the_hub_train_is_taken_and_another_split_can_be_chosen(tmp_path):
         assert "18 documents" in result.stdout
         assert not hub.downloads("test-00000-of-00001.jsonl")
         hub.requests.clear()
-        result = succeeded(prepare_from(hub, tmp_path, "--subset", "germanic", "--split", "test",
-                                        out="1"))
+        result = succeeded(
+            prepare_from(hub, tmp_path, "--subset", "germanic", "--split", "test", out="1")
+        )
         assert "18 documents" in result.stdout and "taking" not in result.stderr
         assert {path for _, path, _ in hub.requests if "/resolve/" in path} == {
             f"/datasets/{hub.repository}/resolve/{hub.sha}/{folder}/test-00000-of-00001.jsonl"
-            for folder in ("en", "de")}
+            for folder in ("en", "de")
+        }
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -716,14 +893,20 @@ def test_a_wrong_text_column_does_not_cost_one_download_in_a_hundred(tmp_path, k
 
 def test_text_files_of_the_hub_are_taken_where_split_names_them(tmp_path):
     """As those of TinyStories, whose files hold many documents each."""
-    files = {"data/train-0.parquet": parquet(["row"] * 9), "README.md": b"a card",
-             "Stories-train.txt": b"one\n<|endoftext|>\ntwo\n<|endoftext|>\nthree\n<|endoftext|>\n"}
+    files = {
+        "data/train-0.parquet": parquet(["row"] * 9),
+        "README.md": b"a card",
+        "Stories-train.txt": b"one\n<|endoftext|>\ntwo\n<|endoftext|>\nthree\n<|endoftext|>\n",
+    }
     with serving(Hub(files)) as hub:
         result = succeeded(prepare_from(hub, tmp_path))
         assert "9 documents" in result.stdout
         assert "leaving out 1 .txt; --split '*.txt' takes those" in result.stderr
-        result = succeeded(prepare_from(
-            hub, tmp_path, "--split", "*.txt", "--document-separator", "<|endoftext|>", out="1"))
+        result = succeeded(
+            prepare_from(
+                hub, tmp_path, "--split", "*.txt", "--document-separator", "<|endoftext|>", out="1"
+            )
+        )
         assert "3 documents" in result.stdout and result.stderr.count("\n") == 1  # the download
 
 
@@ -743,12 +926,21 @@ def test_a_preparation_that_was_stopped_continues_with_the_commit_that_it_had(li
 
 def test_only_the_two_token_files_are_downloaded_once_for_a_directory(tokens_hub, tmp_path):
     with used_in_this_process(tokens_hub, tmp_path / "home"), ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda _: provide_dataset(  # as nodes that share the directory
-            tmp_path / "data", tokens_hub.repository), range(3)))
-    assert [len(tokens_hub.downloads(name)) for name in
-            ("train.safetensors", "validation.safetensors", "README.md")] == [1, 1, 0]
-    assert tokens_hub.num_bytes == sum(len(tokens_hub.files[f"{split}.safetensors"])
-                                       for split in ("train", "validation"))
+        list(
+            pool.map(
+                lambda _: provide_dataset(  # as nodes that share the directory
+                    tmp_path / "data", tokens_hub.repository
+                ),
+                range(3),
+            )
+        )
+    assert [
+        len(tokens_hub.downloads(name))
+        for name in ("train.safetensors", "validation.safetensors", "README.md")
+    ] == [1, 1, 0]
+    assert tokens_hub.num_bytes == sum(
+        len(tokens_hub.files[f"{split}.safetensors"]) for split in ("train", "validation")
+    )
 
 
 def test_a_broken_download_continues_where_it_broke(tmp_path):
@@ -757,11 +949,15 @@ def test_a_broken_download_continues_where_it_broke(tmp_path):
     validation = save({"tokens": np.zeros(9, dtype=np.uint16)})
     files = {"train.safetensors": tokens, "validation.safetensors": validation}
     with serving(Hub(files)) as hub:
-        hub.faults = [Fault("train.safetensors", cut_after=14 * 10**6),
-                      Fault("train.safetensors", cut_after=12 * 10**6)]
+        hub.faults = [
+            Fault("train.safetensors", cut_after=14 * 10**6),
+            Fault("train.safetensors", cut_after=12 * 10**6),
+        ]
         fetch(hub, tmp_path)
-        starts = [int(part.removeprefix("bytes=").split("-")[0] or 0)
-                  for part in hub.downloads("train.safetensors")]
+        starts = [
+            int(part.removeprefix("bytes=").split("-")[0] or 0)
+            for part in hub.downloads("train.safetensors")
+        ]
     assert starts[0] == 0 and 10**7 <= starts[1] <= 14 * 10**6, starts
     assert starts[2] >= starts[1] + 10**7
     assert (tmp_path / "data" / "train.safetensors").read_bytes() == tokens
@@ -776,42 +972,76 @@ def test_partial_files_of_killed_downloads_are_removed(tokens_hub, tmp_path):
     (folder / "gone.incomplete").symlink_to("nothing")  # as one that is finished meanwhile
     fetch(tokens_hub, tmp_path)
     assert {path.name for path in folder.glob("*.incomplete")} == {
-        "gone.incomplete", "new.incomplete"}
+        "gone.incomplete",
+        "new.incomplete",
+    }
 
 
 BUSY = {"Retry-After": "0"}
 
 
-@pytest.mark.parametrize("fault", [
-    Fault("/api/datasets", status=503), Fault("/api/datasets", status=500),
-    Fault("/api/datasets", status=429, headers=BUSY),
-    Fault("train.safetensors", status=502), Fault("train.safetensors", status=503, times=2),
-    Fault("train.safetensors", status=429, headers=BUSY),
-    Fault("train.safetensors", status=500, method="HEAD"),
-])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("/api/datasets", status=503),
+        Fault("/api/datasets", status=500),
+        Fault("/api/datasets", status=429, headers=BUSY),
+        Fault("train.safetensors", status=502),
+        Fault("train.safetensors", status=503, times=2),
+        Fault("train.safetensors", status=429, headers=BUSY),
+        Fault("train.safetensors", status=500, method="HEAD"),
+    ],
+)
 def test_transient_errors_are_retried(tokens_hub, tmp_path, fault):
     tokens_hub.faults = [fault]
     fetch(tokens_hub, tmp_path)
     assert fault.times == 0
     assert (tmp_path / "data" / "train.safetensors").read_bytes() == tokens_hub.files[
-        "train.safetensors"]
+        "train.safetensors"
+    ]
 
 
-@pytest.mark.parametrize(("fault", "message"), [
-    (Fault("/api/datasets", times=-1, status=404, headers={"X-Error-Code": "RepoNotFound"}),
-     "there is no such repository, or it is private: check the name, or set HF_TOKEN"),
-    (Fault("/api/datasets", times=-1, status=401), "there is no such repository, or it is private"),
-    (Fault("/api/datasets", times=-1, status=403, headers={"X-Error-Code": "GatedRepo"}),
-     "you must accept its conditions on its web page first, then set HF_TOKEN"),
-    (Fault("/api/datasets", times=-1, status=503), "check the network, then run the same command"),
-    (Fault("train.safetensors", times=-1, status=503), "check the network, then run the same"),
-    (Fault("/api/datasets", times=-1, status=429), "set HF_TOKEN, whose limits are higher, or"),
-    (Fault("train.safetensors", times=-1, status=429, headers=BUSY),
-     "set HF_TOKEN, whose limits are higher, or"),
-    (Fault("train.safetensors", times=-1, cut_after=1000), "check the network, then run the same"),
-    (Fault("train.safetensors", times=-1, status=404, method="HEAD",
-           headers={"X-Error-Code": "EntryNotFound"}), "there is no such file"),
-])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            Fault("/api/datasets", times=-1, status=404, headers={"X-Error-Code": "RepoNotFound"}),
+            "there is no such repository, or it is private: check the name, or set HF_TOKEN",
+        ),
+        (
+            Fault("/api/datasets", times=-1, status=401),
+            "there is no such repository, or it is private",
+        ),
+        (
+            Fault("/api/datasets", times=-1, status=403, headers={"X-Error-Code": "GatedRepo"}),
+            "you must accept its conditions on its web page first, then set HF_TOKEN",
+        ),
+        (
+            Fault("/api/datasets", times=-1, status=503),
+            "check the network, then run the same command",
+        ),
+        (Fault("train.safetensors", times=-1, status=503), "check the network, then run the same"),
+        (Fault("/api/datasets", times=-1, status=429), "set HF_TOKEN, whose limits are higher, or"),
+        (
+            Fault("train.safetensors", times=-1, status=429, headers=BUSY),
+            "set HF_TOKEN, whose limits are higher, or",
+        ),
+        (
+            Fault("train.safetensors", times=-1, cut_after=1000),
+            "check the network, then run the same",
+        ),
+        (
+            Fault(
+                "train.safetensors",
+                times=-1,
+                status=404,
+                method="HEAD",
+                headers={"X-Error-Code": "EntryNotFound"},
+            ),
+            "there is no such file",
+        ),
+    ],
+)
 def test_permanent_errors_are_one_line_that_says_what_to_do(tokens_hub, tmp_path, fault, message):
     tokens_hub.faults = [fault]
     with pytest.raises(UserError) as caught:
@@ -824,13 +1054,21 @@ def test_permanent_errors_are_one_line_that_says_what_to_do(tokens_hub, tmp_path
     assert len(tokens_hub.requests) < 100
 
 
-@pytest.mark.parametrize(("said", "times", "outcome"), [
-    ("CAS service error : ReqwestMiddleware Error", 2, "whole"),
-    ("CAS service error : ReqwestMiddleware Error", 99, "check the network, then run the same"),
-    ("IO Error: No space left on device (os error 28)", 99, "No space left on device; make room"),
-])
-def test_errors_of_hf_xet_are_retried_like_a_lost_connection(tokens_hub, tmp_path, monkeypatch,
-                                                             said, times, outcome):
+@pytest.mark.parametrize(
+    ("said", "times", "outcome"),
+    [
+        ("CAS service error : ReqwestMiddleware Error", 2, "whole"),
+        ("CAS service error : ReqwestMiddleware Error", 99, "check the network, then run the same"),
+        (
+            "IO Error: No space left on device (os error 28)",
+            99,
+            "No space left on device; make room",
+        ),
+    ],
+)
+def test_errors_of_hf_xet_are_retried_like_a_lost_connection(
+    tokens_hub, tmp_path, monkeypatch, said, times, outcome
+):
     failures, download = iter(range(times)), hub.hf_hub_download
 
     def failing(*arguments, **keywords):
@@ -855,13 +1093,18 @@ def test_a_full_disk_during_a_download_is_one_line(tokens_hub, tmp_path, size):
         fetch(tokens_hub, tmp_path)
     assert caught.value.status == 4
     assert str(caught.value).startswith(
-        f"{tmp_path / 'data'}: cannot be written: No space left on device; ")
+        f"{tmp_path / 'data'}: cannot be written: No space left on device; "
+    )
 
 
-@pytest.mark.parametrize(("repository", "status", "message"), [
-    ("someone/else", 2, "there is no such"), ("someone/tokens", 2, "contains no documents; wanted"),
-    ("someone/busy", 1, "then run the same command again"),
-])
+@pytest.mark.parametrize(
+    ("repository", "status", "message"),
+    [
+        ("someone/else", 2, "there is no such"),
+        ("someone/tokens", 2, "contains no documents; wanted"),
+        ("someone/busy", 1, "then run the same command again"),
+    ],
+)
 def test_a_hub_without_documents_is_one_line(tokens_hub, tmp_path, repository, status, message):
     tokens_hub.faults = [Fault("/someone/busy", times=-1, status=503)]
     result = prepare_from(tokens_hub, tmp_path, repository=repository)
@@ -870,8 +1113,15 @@ def test_a_hub_without_documents_is_one_line(tokens_hub, tmp_path, repository, s
 
 
 def test_a_partly_downloaded_dataset_is_completed_later(tokens_hub, tmp_path):
-    tokens_hub.faults = [Fault("validation.safetensors", times=-1, status=404, method="HEAD",
-                               headers={"X-Error-Code": "EntryNotFound"})]
+    tokens_hub.faults = [
+        Fault(
+            "validation.safetensors",
+            times=-1,
+            status=404,
+            method="HEAD",
+            headers={"X-Error-Code": "EntryNotFound"},
+        )
+    ]
     with pytest.raises(UserError, match="validation.safetensors on the Hugging Face hub: there is"):
         fetch(tokens_hub, tmp_path)
     assert not is_complete(tmp_path / "data")
@@ -887,7 +1137,8 @@ LONGEST = 900  # characters of a message: a cause has at most 500
 WHOLE = parquet()
 LINES = b'{"text": "some text"}\n' * 20
 SOURCES: dict[str, tuple[str, bytes]] = {
-    "empty": ("a.parquet", b""), "four bytes": ("a.parquet", b"PAR1"),
+    "empty": ("a.parquet", b""),
+    "four bytes": ("a.parquet", b"PAR1"),
     "a footer longer than the file": ("a.parquet", WHOLE[:-8] + struct.pack("<I", 10**9) + b"PAR1"),
     "a footer of noise": ("a.parquet", WHOLE[:-600] + random.Random(0).randbytes(592) + WHOLE[-8:]),
     "cut in the middle": ("a.parquet", WHOLE[: len(WHOLE) // 2]),
@@ -900,34 +1151,44 @@ SOURCES: dict[str, tuple[str, bytes]] = {
     "a page": ("a.parquet", b"<!DOCTYPE html><html>404</html>"),
     "deep": ("a.jsonl", LINES + b'{"text": ' + b"[" * 10**5),
     "text of an object": ("a.jsonl", LINES + b'{"text": {"text": "x"}}\n'),
-    "a number": ("a.jsonl", LINES + b'{"text": 7}\n'), "a list": ("a.jsonl", LINES + b'["text"]\n'),
+    "a number": ("a.jsonl", LINES + b'{"text": 7}\n'),
+    "a list": ("a.jsonl", LINES + b'["text"]\n'),
     "another key": ("a.jsonl", LINES + b'{"other": "x"}\n'),
     "a byte": ("a.jsonl", LINES + b"\xff\n"),
     "many digits": ("a.jsonl", LINES + b'{"text": ' + b"9" * 10**5 + b"}\n"),
-    "noise": ("a.jsonl", random.Random(1).randbytes(10**5)), "cut": ("a.jsonl", LINES[:-10]),
+    "noise": ("a.jsonl", random.Random(1).randbytes(10**5)),
+    "cut": ("a.jsonl", LINES[:-10]),
     "UTF-16": ("a.jsonl", LINES.decode().encode("utf-16")),
-    "a control character": ("a\x1b[31m.jsonl", b"{}\n"), "a new line": ("a\nb.jsonl", b"{}\n"),
-    "no gzip": ("a.jsonl.gz", LINES), "half a gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-12]),
+    "a control character": ("a\x1b[31m.jsonl", b"{}\n"),
+    "a new line": ("a\nb.jsonl", b"{}\n"),
+    "no gzip": ("a.jsonl.gz", LINES),
+    "half a gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-12]),
     "a wrong checksum": ("a.jsonl.gz", gzip.compress(LINES)[:-8] + bytes(8)),
     "a line longer than memory": ("a.jsonl.gz", gzip.compress(bytes(2**21), 1)),
-    "no zstandard": ("a.jsonl.zst", LINES), "nothing": ("a.jsonl.zst", b""),
+    "no zstandard": ("a.jsonl.zst", LINES),
+    "nothing": ("a.jsonl.zst", b""),
     "half a zstandard": ("a.jsonl.zst", pyarrow.compress(LINES, "zstd", asbytes=True)[:-12]),
-    "no bz2": ("a.jsonl.bz2", LINES), "half a bz2": ("a.jsonl.bz2", bz2.compress(LINES)[:-12]),
-    "no xz": ("a.ndjson.xz", LINES), "half an xz": ("a.csv.xz", lzma.compress(LINES)[:-12]),
-    "an xz that takes all memory": ("a.jsonl.xz", lzma.compress(LINES, filters=[
-        {"id": lzma.FILTER_LZMA2, "dict_size": 2**29}])),
+    "no bz2": ("a.jsonl.bz2", LINES),
+    "half a bz2": ("a.jsonl.bz2", bz2.compress(LINES)[:-12]),
+    "no xz": ("a.ndjson.xz", LINES),
+    "half an xz": ("a.csv.xz", lzma.compress(LINES)[:-12]),
+    "an xz that takes all memory": (
+        "a.jsonl.xz",
+        lzma.compress(LINES, filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 2**29}]),
+    ),
     "half an array": ("a.json", b'[{"text": "a"}, {"text": "b"'),
-    "an array of texts": ("a.json", b'["text", "text"]'), "an object": ("a.json", b'{\n"text": 1}'),
+    "an array of texts": ("a.json", b'["text", "text"]'),
+    "an object": ("a.json", b'{\n"text": 1}'),
     "two arrays": ("a.json", b'[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]'),
     "an array with an endless text": ("a.json", b'[{"text": "' + b"x" * 2**22),
     "deep in an array": ("a.json", b'[{"text": "a"}, {"text": ' + b"[" * 10**5),
-    "no header": ("a.csv", b"1,a\n2,b\n"), "no rows": ("a.csv", b""),
+    "no header": ("a.csv", b"1,a\n2,b\n"),
+    "no rows": ("a.csv", b""),
     "more fields than columns": ("a.csv", b"id,text\n1,a\n2,b, or c\n"),
     "a quote without end": ("a.csv", b'id,text\n1,a\n2,"b\n3,c\n'),
     "a field longer than memory": ("a.csv", b'text\n"' + b"x\n" * 2**20),
 }
-OUTPUTS = ["", "/proc/out", "/dev/null", "/dev/null/out",
-           "x" * 300, "source", "a-file", "loop/out"]
+OUTPUTS = ["", "/proc/out", "/dev/null", "/dev/null/out", "x" * 300, "source", "a-file", "loop/out"]
 
 
 def refused(folder, *arguments):
@@ -965,8 +1226,15 @@ def test_a_link_that_leads_out_of_the_source_is_skipped(tmp_path, name):
     own, inner = ("b_train.bin", "b_val.bin") if kind == ".bin" else (f"b{kind}", f"c{kind}")
     (source / own).write_bytes(content.replace(b"s", b"S"))
     (source / inner).symlink_to(source / own)
-    result = succeeded(prepare(str(source), str(tmp_path / "out"), "--tokenizer", "bytes",
-                               *["--import"] * (kind == ".bin")))
+    result = succeeded(
+        prepare(
+            str(source),
+            str(tmp_path / "out"),
+            "--tokenizer",
+            "bytes",
+            *["--import"] * (kind == ".bin"),
+        )
+    )
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
     assert f"{source}/{name}: leads out of" in line
     tokens = [token for part in tokens_in(tmp_path / "out").values() for token in part]

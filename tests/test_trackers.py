@@ -71,8 +71,9 @@ class Launches:
                 left.pop(0)()
             return not left
 
-        return send_records(self.run, TrackedRun.load(self.run.run_dir), note=print,
-                            is_over=is_over)
+        return send_records(
+            self.run, TrackedRun.load(self.run.run_dir), note=print, is_over=is_over
+        )
 
     def add(self, *steps):
         return lambda: add_records(self.run, *steps)
@@ -138,8 +139,16 @@ def test_a_damaged_state_of_a_tracker_is_begun_anew(tmp_path):
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     """An environment without accounts, in which connections are refused and recorded."""
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DIR", "WANDB_PROJECT",
-                 "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "HF_HUB_OFFLINE"):
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_MODE",
+        "WANDB_BASE_URL",
+        "WANDB_DIR",
+        "WANDB_PROJECT",
+        "TRACKIO_SPACE_ID",
+        "TRACKIO_SERVER_URL",
+        "HF_HUB_OFFLINE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -164,10 +173,19 @@ def kept(run, tmp_path):
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
 def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine(
-        offline, workplace, tmp_path, kind):
+    offline, workplace, tmp_path, kind
+):
     run = tracked_run(workplace, kind)
-    add_records(run, 0, 1, 2, layer_grad_norm=[0.5, 0.25], gpu_power_w=[250, None],
-                gpu_throttling=["", "hw thermal slowdown"], another=1.0)
+    add_records(
+        run,
+        0,
+        1,
+        2,
+        layer_grad_norm=[0.5, 0.25],
+        gpu_power_w=[250, None],
+        gpu_throttling=["", "hw thermal slowdown"],
+        another=1.0,
+    )
     assert ("records offline: UsageError: No API key" in track(run)) == (kind == "wandb")
     remove_metrics_from(run.metrics_path, 2)  # killed, and resumed after the second step
     process = started(run)
@@ -177,8 +195,11 @@ def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine
     values = kept(run, tmp_path)
     undone = [] if kind == "tensorboard" else [(3, 8.0)]
     assert values["train/loss"] == [(1, 10.0), (2, 9.0), *undone, (3, 8.0), (4, 7.0)]
-    for name, value in {"layers/2/grad_norm": 0.25, "machine/gpu_0/power_w": 250.0,
-                        "machine/gpu_1/is_throttled": 1.0}.items():
+    for name, value in {
+        "layers/2/grad_norm": 0.25,
+        "machine/gpu_0/power_w": 250.0,
+        "machine/gpu_1/is_throttled": 1.0,
+    }.items():
         assert values[name][:2] == [(1, value), (2, value)]
     assert not {"machine/gpu_1/power_w", "another"} & values.keys()
     if kind == "wandb":
@@ -195,9 +216,24 @@ def test_without_a_key_wandb_does_not_ask_in_a_terminal(offline, workplace):
     terminal, its_end = os.openpty()
     try:
         exported = subprocess.run(
-            [sys.executable, "-m", "lab", "export-metrics", "tiny", "--to", "wandb", "--runs-dir",
-             str(workplace.runs_dir)], cwd=PROJECT_DIR, stdin=its_end, stderr=its_end,
-            stdout=subprocess.PIPE, text=True, timeout=60)
+            [
+                sys.executable,
+                "-m",
+                "lab",
+                "export-metrics",
+                "tiny",
+                "--to",
+                "wandb",
+                "--runs-dir",
+                str(workplace.runs_dir),
+            ],
+            cwd=PROJECT_DIR,
+            stdin=its_end,
+            stderr=its_end,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
     finally:
         os.close(its_end)
         os.close(terminal)
@@ -205,7 +241,8 @@ def test_without_a_key_wandb_does_not_ask_in_a_terminal(offline, workplace):
 
 
 def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(
-        offline, workplace, tmp_path, monkeypatch):
+    offline, workplace, tmp_path, monkeypatch
+):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
@@ -237,22 +274,25 @@ def write_package(tmp_path, monkeypatch):
             "import sys, time, warnings\n"
             f"class Run:\n    def log(self, metrics, step):\n        {log}\n"
             f"def finish():\n    pass\n"
-            f"def init(**_):\n    {init}\n    return Run()\n")
+            f"def init(**_):\n    {init}\n    return Run()\n"
+        )
 
     return write
 
 
-@pytest.mark.parametrize(("code", "failure"), [
-    ({"init": "raise ValueError('no\\x1b[2J good')"}, "ValueError: no\\x1b[2J good"),
-    ({"log": "warnings.warn('trackio.log() failed')"}, "RuntimeError: trackio.log() failed"),
-])
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [
+        ({"init": "raise ValueError('no\\x1b[2J good')"}, "ValueError: no\\x1b[2J good"),
+        ({"log": "warnings.warn('trackio.log() failed')"}, "RuntimeError: trackio.log() failed"),
+    ],
+)
 def test_a_tracker_that_fails_is_told_once(run, write_package, code, failure):
     write_package(**code)
     assert track(run) == failure + REMEDY
 
 
-def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(
-        run, write_package, tmp_path):
+def test_a_tracker_that_fails_is_started_again_and_gets_what_it_lacks(run, write_package, tmp_path):
     steps = tmp_path / "steps"
     log = f"open({str(steps)!r}, 'a').write(f'{{step}} ')"
     write_package(log=f"{log}; step == 1 or sys.exit(3)")
@@ -276,7 +316,8 @@ def test_a_missing_package_is_one_line_that_says_how_to_install_it(run, monkeypa
             check_tracker("trackio")
         assert str(caught.value) == (
             'tracker "trackio" needs the package trackio: run `uv sync --extra trackio` (or pip'
-            " install trackio)")
+            " install trackio)"
+        )
     run = replace(run, config=run.config.model_copy(update={"tracker": "none"}))
     check_tracker("none")
     assert track(run) == ""
@@ -286,8 +327,15 @@ def test_a_missing_package_is_one_line_that_says_how_to_install_it(run, monkeypa
 
 
 def export(run, *arguments):
-    return run_lab("export-metrics", "tiny", "--to", "tensorboard", *arguments,
-                   "--runs-dir", str(run.run_dir.parent))
+    return run_lab(
+        "export-metrics",
+        "tiny",
+        "--to",
+        "tensorboard",
+        *arguments,
+        "--runs-dir",
+        str(run.run_dir.parent),
+    )
 
 
 def test_an_export_adds_what_is_new_and_a_fresh_one_everything(workplace):
@@ -309,9 +357,19 @@ def test_an_export_adds_what_is_new_and_a_fresh_one_everything(workplace):
 
 def test_trackio_prints_nothing_itself(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    result = process_succeeded(run_command(
-        sys.executable, "-m", "lab", "export-metrics", "tiny", "--to", "trackio", "--runs-dir",
-        str(run.run_dir.parent)))  # a process: the package would print when Python exits
+    result = process_succeeded(
+        run_command(
+            sys.executable,
+            "-m",
+            "lab",
+            "export-metrics",
+            "tiny",
+            "--to",
+            "trackio",
+            "--runs-dir",
+            str(run.run_dir.parent),
+        )
+    )  # a process: the package would print when Python exits
     assert (result.stdout, result.stderr) == ("trackio: 2 records added\n", "")
 
 
@@ -322,7 +380,8 @@ def test_what_cannot_be_exported_is_one_line(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tracker, "open_tracker", fail)
         assert "tensorboard has failed: OSError: full; the same command" in error_line(
-            export(run), status=1)
+            export(run), status=1
+        )
     lock_run(run.run_dir)
     monkeypatch.setenv(DEADLINES, '{"orphans": 0}')
     try:

@@ -35,8 +35,10 @@ def weights_of(run_dir):
 
 
 def checkpoint_bytes(run_dir):
-    return {name: (run_dir / "checkpoints/latest" / name).read_bytes()
-            for name in ("model.safetensors", "optimizer.safetensors")}
+    return {
+        name: (run_dir / "checkpoints/latest" / name).read_bytes()
+        for name in ("model.safetensors", "optimizer.safetensors")
+    }
 
 
 def assert_close(run_dir, reference_dir):
@@ -51,8 +53,11 @@ def finished(tmp_path_factory):
     workplace = Workplace(tmp_path_factory.mktemp("finished"))
     workplace.add_run(train={"validation_batches": None, "validation_sequences": 5})
     workplace.add_dataset()
-    result = succeeded(run_command(sys.executable, "ddp_train.py", *workplace.arguments(
-        "tiny", "--nproc-per-node", "2")))
+    result = succeeded(
+        run_command(
+            sys.executable, "ddp_train.py", *workplace.arguments("tiny", "--nproc-per-node", "2")
+        )
+    )
     assert "Warning" not in result.stderr
     return workplace, result.stdout
 
@@ -67,9 +72,17 @@ def copied(finished, tmp_path):
 def test_a_finished_run_leaves_its_files(finished):
     run_dir = finished[0].runs_dir / "tiny"
     found = {path.name for path in run_dir.iterdir()}
-    assert found == {"model.json", "train.json", "metrics.jsonl", "summary.json", "checkpoints",
-                     "identity.json", "loss-chart.png", "grad-norm-chart.png",
-                     "learning-rate-chart.png"}
+    assert found == {
+        "model.json",
+        "train.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoints",
+        "identity.json",
+        "loss-chart.png",
+        "grad-norm-chart.png",
+        "learning-rate-chart.png",
+    }
     checkpoints = [path.name for path in (run_dir / "checkpoints").iterdir()]
     assert sorted(int(name.split("-")[-1]) for name in checkpoints if "-" in name) == [4, 9, 11]
     assert all(re.fullmatch(r"\d{8}Z\d{6}-iteration-\d+|latest|best", n) for n in checkpoints)
@@ -109,10 +122,13 @@ def test_the_summary_says_how_it_ended(finished):
     stalled = summary["checkpoints"]["stalled_seconds"]
     assert 0 < stalled == pytest.approx(summary["seconds"]["checkpoint"], abs=1e-6)
     assert 0 < summary["checkpoints"]["longest_write_seconds"]
-    for words in ("microbatch 2 x accumulation 2 x 2 processes = global batch 8 sequences",
-                  "12 steps = 1,536 tokens", f"validation loss {losses[11]:.4f}",
-                  summary["best"]["checkpoint"],
-                  f"checkpoints: 3 in this launch; they stalled training for {stalled:.2f} s; "):
+    for words in (
+        "microbatch 2 x accumulation 2 x 2 processes = global batch 8 sequences",
+        "12 steps = 1,536 tokens",
+        f"validation loss {losses[11]:.4f}",
+        summary["best"]["checkpoint"],
+        f"checkpoints: 3 in this launch; they stalled training for {stalled:.2f} s; ",
+    ):
         assert words in output
     assert output.count("sample:") == 1 and "energy:" not in output and "speed:" not in output
     assert re.search(r"step \d+/12 \| loss \d\.\d+ .* tok/s", output)
@@ -132,8 +148,10 @@ def test_a_finished_run_says_so_and_changes_nothing(finished):
     workplace = finished[0]
     before = workplace.files()
     assert "tiny is complete: 12 steps" in succeeded(workplace.torchrun(2, "tiny")).stdout
-    assert "tiny is complete: 12 steps" in succeeded(
-        workplace.ddp_train("tiny", "--nproc-per-node", "2")).stdout
+    assert (
+        "tiny is complete: 12 steps"
+        in succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2")).stdout
+    )
     assert workplace.files() == before
 
 
@@ -142,7 +160,8 @@ def test_a_rank_without_the_rest_of_torchruns_environment_is_one_line(workplace)
     result = run_command(sys.executable, "ddp_train.py", "tiny", RANK="0")
     assert result.returncode == 2 and result.stderr == (
         "Error: RANK is set in the environment, but not WORLD_SIZE: start with torchrun, or unset"
-        " RANK\n")
+        " RANK\n"
+    )
 
 
 def test_a_run_is_named_as_tab_completion_writes_it_too(workplace, monkeypatch):
@@ -162,12 +181,16 @@ def test_a_run_made_shorter_than_what_is_trained_is_finished_with_true_numbers(w
     path = run_dir / "train.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"min_train_tokens": 3 * 128}))
     mark = workplace.root / "done"
-    result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2", "--when-done",
-                                           f"touch {mark}"))
+    result = succeeded(
+        workplace.ddp_train("tiny", "--nproc-per-node", "2", "--when-done", f"touch {mark}")
+    )
     assert "tiny finished at step 7, 3 were wanted: " in result.stdout and mark.exists()
     summary = summary_of(run_dir)
     assert (summary["status"], summary["global_step"], summary["tokens"]) == (
-        "finished", 6, 7 * 128)
+        "finished",
+        6,
+        7 * 128,
+    )
     again = succeeded(workplace.torchrun(2, "tiny")).stdout
     assert "tiny is complete: 7 steps, 3 were wanted, 896 tokens;" in again
 
@@ -178,7 +201,8 @@ def test_fresh_sets_earlier_checkpoints_aside(copied):
     change(copied, "train", validate_on="all")
     output = succeeded(copied.torchrun(2, "tiny", "--fresh", "--max-steps", "10")).stdout
     assert [record["validation_loss"] for record in validations_of(run_dir)] == pytest.approx(
-        [record["validation_loss"] for record in validations[:2]], rel=1e-6)
+        [record["validation_loss"] for record in validations[:2]], rel=1e-6
+    )
     aside = next((run_dir / "set-aside").iterdir())
     assert str(aside) in output
     kept = {path.name.split("-")[-1]: path for path in (aside / "checkpoints").iterdir()}
@@ -194,16 +218,23 @@ def checkpoint_after_five_steps(workplace):
 
 
 def test_a_run_without_validation_takes_best_from_the_training_loss(workplace):
-    run_dir = workplace.add_run(train={
-        "validation_interval": None, "validation_batches": None, "checkpoint_interval": 4,
-        "gradient_accumulation_steps": 1, "min_train_tokens": 10 * 32, "learning_rate": 1e-9,
-    })
+    run_dir = workplace.add_run(
+        train={
+            "validation_interval": None,
+            "validation_batches": None,
+            "checkpoint_interval": 4,
+            "gradient_accumulation_steps": 1,
+            "min_train_tokens": 10 * 32,
+            "learning_rate": 1e-9,
+        }
+    )
     workplace.add_dataset()
     succeeded(workplace.torchrun(1, "tiny"))
     metas = [json.loads(path.read_text()) for path in run_dir.glob("checkpoints/*-*/meta.json")]
     means = {r["global_step"]: r["train_loss"] for r in read_lines(run_dir / "metrics.jsonl")}
     assert {meta["global_step"]: meta["loss"] for meta in metas} == pytest.approx(
-        {step: means[step] for step in (3, 7, 9)}, abs=1e-6)
+        {step: means[step] for step in (3, 7, 9)}, abs=1e-6
+    )
     best = json.loads((run_dir / "checkpoints/best/meta.json").read_text())
     assert best == min(metas, key=lambda meta: meta["loss"])
 
@@ -228,27 +259,41 @@ def test_bad_input_of_a_launch_is_reported_once(workplace, under_torchrun):
     assert workplace.files() == before
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ("best --fresh", "use one of the two"),
-    ("--max-steps 0", "'--max-steps'"),
-    ("-f --memory-limit-gib 0", "'--memory-limit-gib'"),
-    ("--memory-limit-gib inf", "'--memory-limit-gib': inf is not a finite"),
-    ("--usd-per-hour nan", "'--usd-per-hour': nan is not a finite"),
-    ("--usd-per-hour 1e308", "'--usd-per-hour': 1e+308 is not in the range 0<x<=1000000"),
-    ("--save", "--save needs --find-max-microbatch"),
-    ("--memory-limit-gib 3", "--memory-limit-gib needs --find-max-microbatch"),
-    ("--when-done", "--when-done"),
-    ("--when-done=", "--when-done is empty; name a command"),
-    ("--after-checkpoint=", "--after-checkpoint is empty; name a command"),
-    ("-f --find-learning-rate", "--find-learning-rate cannot be used with --find-max-microbatch"),
-    *((f"{option} {mode}", f"{name} cannot be used with {mode}")
-      for mode in ("--find-max-microbatch", "--find-learning-rate", "--prefetch")
-      for option, name in (("best", "CHECKPOINT"), ("--fresh", "--fresh"),
-                           ("--max-steps 2", "--max-steps"), ("--when-done true", "--when-done"),
-                           ("--after-checkpoint true", "--after-checkpoint"))),
-    *((f"--prefetch {search}", f"--prefetch cannot be used with {search}")
-      for search in ("--find-max-microbatch", "--find-learning-rate")),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("best --fresh", "use one of the two"),
+        ("--max-steps 0", "'--max-steps'"),
+        ("-f --memory-limit-gib 0", "'--memory-limit-gib'"),
+        ("--memory-limit-gib inf", "'--memory-limit-gib': inf is not a finite"),
+        ("--usd-per-hour nan", "'--usd-per-hour': nan is not a finite"),
+        ("--usd-per-hour 1e308", "'--usd-per-hour': 1e+308 is not in the range 0<x<=1000000"),
+        ("--save", "--save needs --find-max-microbatch"),
+        ("--memory-limit-gib 3", "--memory-limit-gib needs --find-max-microbatch"),
+        ("--when-done", "--when-done"),
+        ("--when-done=", "--when-done is empty; name a command"),
+        ("--after-checkpoint=", "--after-checkpoint is empty; name a command"),
+        (
+            "-f --find-learning-rate",
+            "--find-learning-rate cannot be used with --find-max-microbatch",
+        ),
+        *(
+            (f"{option} {mode}", f"{name} cannot be used with {mode}")
+            for mode in ("--find-max-microbatch", "--find-learning-rate", "--prefetch")
+            for option, name in (
+                ("best", "CHECKPOINT"),
+                ("--fresh", "--fresh"),
+                ("--max-steps 2", "--max-steps"),
+                ("--when-done true", "--when-done"),
+                ("--after-checkpoint true", "--after-checkpoint"),
+            )
+        ),
+        *(
+            (f"--prefetch {search}", f"--prefetch cannot be used with {search}")
+            for search in ("--find-max-microbatch", "--find-learning-rate")
+        ),
+    ],
+)
 def test_options_that_contradict_each_other_are_refused(monkeypatch, arguments, message):
     monkeypatch.setattr(sys, "argv", ["ddp_train.py", "tiny", *arguments.split()])
     with pytest.raises(UserError, match=re.escape(message)):
@@ -273,13 +318,20 @@ def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(fi
     assert_close(copied.runs_dir / "tiny", finished[0].runs_dir / "tiny")
 
 
-@pytest.mark.parametrize(("words", "datasets_dir", "checkpoint"), [
-    ([], "datasets", None), (["best"], "datasets", "best"), (["./datasets"], "datasets", None),
-    (["data/sets", "latest"], "data/sets", "latest"), (["data"], "data", None),
-    (["/tmp", "20260101Z000000-iteration-4-1"], "/tmp", "20260101Z000000-iteration-4-1"),
-])
-def test_the_originals_command_line_is_understood(tmp_path, monkeypatch, words, datasets_dir,
-                                                  checkpoint):
+@pytest.mark.parametrize(
+    ("words", "datasets_dir", "checkpoint"),
+    [
+        ([], "datasets", None),
+        (["best"], "datasets", "best"),
+        (["./datasets"], "datasets", None),
+        (["data/sets", "latest"], "data/sets", "latest"),
+        (["data"], "data", None),
+        (["/tmp", "20260101Z000000-iteration-4-1"], "/tmp", "20260101Z000000-iteration-4-1"),
+    ],
+)
+def test_the_originals_command_line_is_understood(
+    tmp_path, monkeypatch, words, datasets_dir, checkpoint
+):
     for name in ("datasets", "data/sets"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -289,33 +341,53 @@ def test_the_originals_command_line_is_understood(tmp_path, monkeypatch, words, 
         assert command_line.main(["RUN", *words, flag], standalone_mode=False).find_max_microbatch
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (("two", "nosuch"), "runs/two: no such run"),
-    (("tiny", "nosuch"), "'nosuch' is neither a directory of datasets nor the name of a"),
-    (("tiny", "latest", "best"), "'best' is a second CHECKPOINT or DATASETS_DIR")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("two", "nosuch"), "runs/two: no such run"),
+        (("tiny", "nosuch"), "'nosuch' is neither a directory of datasets nor the name of a"),
+        (("tiny", "latest", "best"), "'best' is a second CHECKPOINT or DATASETS_DIR"),
+    ],
+)
 def test_a_word_too_many_is_refused_after_a_run_that_is_missing(workplace, words, message):
     workplace.add_run()
     with pytest.raises(UserError, match=message):
         command_line.main([*words, "--runs-dir", str(workplace.runs_dir)], standalone_mode=False)
 
 
-@pytest.mark.parametrize(("num_processes", "graphs_in_training"), [
-    pytest.param(1, 1, marks=pytest.mark.thorough), (2, 3)])
+@pytest.mark.parametrize(
+    ("num_processes", "graphs_in_training"),
+    [pytest.param(1, 1, marks=pytest.mark.thorough), (2, 3)],
+)
 def test_nothing_is_compiled_again_after_a_validation_and_the_curve_is_that_of_eager_runs(
-        workplace, num_processes, graphs_in_training):
+    workplace, num_processes, graphs_in_training
+):
     workplace.add_dataset()
     # A tied matrix has gradients from the first and the last graph; the last microbatch of a
     # validation is one sequence.
-    settings = {"validation_batches": None, "validation_sequences": 5,
-                "gradient_accumulation_steps": 4 // num_processes, "diagnostics_interval": 2}
+    settings = {
+        "validation_batches": None,
+        "validation_sequences": 5,
+        "gradient_accumulation_steps": 4 // num_processes,
+        "diagnostics_interval": 2,
+    }
     run_dir, eager_dir = (
         workplace.add_run(name, model={"tie_weights": True}, train=settings | {"compile": compiles})
-        for name, compiles in (("tiny", True), ("eager", False)))
+        for name, compiles in (("tiny", True), ("eager", False))
+    )
     succeeded(workplace.torchrun(num_processes, "eager"))
     for arguments in (["--max-steps", "6"], []):  # and none more after resuming
-        output = succeeded(forked("tests/support/torchrun_workers.py", [
-            "count-compilations", str(workplace.root), *workplace.arguments("tiny", *arguments),
-        ], num_processes=num_processes)).stdout
+        output = succeeded(
+            forked(
+                "tests/support/torchrun_workers.py",
+                [
+                    "count-compilations",
+                    str(workplace.root),
+                    *workplace.arguments("tiny", *arguments),
+                ],
+                num_processes=num_processes,
+            )
+        ).stdout
         counts = [json.loads(found) for found in re.findall("^compiled: (.*)$", output, re.M)]
         assert len(counts) >= 2 and all(count == counts[0] for count in counts)
         # Embedding, a layer and the loss, or the whole; and the whole in evaluation.

@@ -47,6 +47,7 @@ SOON = with_deadlines(stop=2, others_stop=4, last_write=1)
 
 def on_each_rank(work, num_ranks=3):
     """Call a function on every rank, each in a thread; return the results or the errors."""
+
     def call(rank):
         try:
             return work(Agreement(rank, num_ranks), rank)
@@ -69,9 +70,16 @@ def fail_with(error):
     raise error
 
 
-@pytest.mark.parametrize("text", ["client socket has timed out", (
-    "The server socket has failed to listen on any local network address. port: 29577, useIpv6:"
-    " false, code: -98, name: EADDRINUSE")])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "client socket has timed out",
+        (
+            "The server socket has failed to listen on any local network address. port: 29577,"
+            " useIpv6: false, code: -98, name: EADDRINUSE"
+        ),
+    ],
+)
 def test_without_torchruns_store_a_process_says_why(text):
     line = f"^rank 0 lost the others before it began: DistNetworkError: {text[:100]}"
     with pytest.raises(UserError, match=line):
@@ -81,22 +89,40 @@ def test_without_torchruns_store_a_process_says_why(text):
 def test_every_rank_has_its_own_result_and_all_have_rank_0s(store):
     def work(agreement, rank):
         agreement.require_same("equal", "a")
-        return (agreement.run("own", lambda: rank),
-                agreement.from_rank_0("of rank 0", lambda: f"{rank}"),
-                agreement.gather("all", f"rank {rank}"))
+        return (
+            agreement.run("own", lambda: rank),
+            agreement.from_rank_0("of rank 0", lambda: f"{rank}"),
+            agreement.gather("all", f"rank {rank}"),
+        )
 
     everything = ["rank 0", "rank 1", "rank 2"]
     assert on_each_rank(work) == [(rank, "0", everything) for rank in range(3)]
 
 
-@pytest.mark.parametrize(("error", "kinds", "told", "status"), [
-    (lambda rank: UserError(f"rank {rank}: \udcff", 4), [AgreedError] * 3, r"rank 1: \udcff", 4),
-    (lambda rank: MemoryError("out"), [AgreedError, MemoryError, MemoryError],
-     "rank 1 failed: MemoryError: out", 1)])
+@pytest.mark.parametrize(
+    ("error", "kinds", "told", "status"),
+    [
+        (
+            lambda rank: UserError(f"rank {rank}: \udcff", 4),
+            [AgreedError] * 3,
+            r"rank 1: \udcff",
+            4,
+        ),
+        (
+            lambda rank: MemoryError("out"),
+            [AgreedError, MemoryError, MemoryError],
+            "rank 1 failed: MemoryError: out",
+            1,
+        ),
+    ],
+)
 def test_the_error_of_the_lowest_rank_is_raised_on_all(store, error, kinds, told, status):
     """Where a rank crashes, the others end too."""
-    found = on_each_rank(lambda agreement, rank: agreement.run(
-        "step", lambda: fail_with(error(rank)) if rank else None))
+    found = on_each_rank(
+        lambda agreement, rank: agreement.run(
+            "step", lambda: fail_with(error(rank)) if rank else None
+        )
+    )
     assert [type(each) for each in found] == kinds
     assert (str(found[0]), found[0].status) == (told, status)
 
@@ -106,12 +132,18 @@ def test_a_value_that_differs_is_an_error_on_all_ranks(store):
     assert all("rank 2 reads another run than rank 0" in str(error) for error in found)
 
 
-@pytest.mark.parametrize(("rank", "key", "value"), [
-    (0, "", ""),  # rank 1 never begins
-    (0, "nonce/1", "known"),  # it ended before all had begun
-    (1, "", ""), (1, "echo", "name of-another-launch")])
-def test_a_process_does_not_wait_for_long_for_one_that_never_begins(store, monkeypatch, rank, key,
-                                                                    value):
+@pytest.mark.parametrize(
+    ("rank", "key", "value"),
+    [
+        (0, "", ""),  # rank 1 never begins
+        (0, "nonce/1", "known"),  # it ended before all had begun
+        (1, "", ""),
+        (1, "echo", "name of-another-launch"),
+    ],
+)
+def test_a_process_does_not_wait_for_long_for_one_that_never_begins(
+    store, monkeypatch, rank, key, value
+):
     assert startup_agreement.BEGIN_SECONDS == 1800  # the half hour of RELIABILITY.md
     monkeypatch.setattr(startup_agreement, "BEGIN_SECONDS", 0.3)
     if key:
@@ -142,8 +174,7 @@ def peers(monkeypatch):
     """Six processes that know of each other; the first four are of one node."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     store = dist.HashStore()
-    peers = [Peers(Process(rank, rank % 4, 6, CPU), store, timeout_seconds=20)
-             for rank in range(6)]
+    peers = [Peers(Process(rank, rank % 4, 6, CPU), store, timeout_seconds=20) for rank in range(6)]
     yield peers
     for each in peers:
         each.close()
@@ -198,20 +229,30 @@ def test_the_rank_with_the_least_progress_hung(peers):
 LAUNCH = torch.AcceleratorError("CUDA error: the launch timed out and was terminated")
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [10.0.0.2]:3")
 # Of PyTorch's second implementation of NCCL's backend.
-NCCL2_TIMEOUTS = ["Operation timed out after 720000 ms", "NCCL operation timed out",
-                  "timeout - timeout watchdog detected operation timeout"]
-NCCL2_ERRORS = ["error - timeout watchdog detected operation error",
-                "error - nccl hit async error: remote process exited or there was a network error",
-                "NCCL communicator was aborted after a previous error"]
+NCCL2_TIMEOUTS = [
+    "Operation timed out after 720000 ms",
+    "NCCL operation timed out",
+    "timeout - timeout watchdog detected operation timeout",
+]
+NCCL2_ERRORS = [
+    "error - timeout watchdog detected operation error",
+    "error - nccl hit async error: remote process exited or there was a network error",
+    "NCCL communicator was aborted after a previous error",
+]
 
 
-@pytest.mark.parametrize(("error", "is_caused"), [
-    (LAUNCH, False), (CLOSED, True),
-    (dist.DistBackendError("NCCL error: unhandled cuda error"), True),
-    (RuntimeError("Timed out waiting 30000ms for recv operation to complete"), True),
-    *((RuntimeError(text), True) for text in NCCL2_TIMEOUTS + NCCL2_ERRORS),
-    (RuntimeError("NCCL error: out of memory"), False), (OSError("Connection reset"), False),
-])
+@pytest.mark.parametrize(
+    ("error", "is_caused"),
+    [
+        (LAUNCH, False),
+        (CLOSED, True),
+        (dist.DistBackendError("NCCL error: unhandled cuda error"), True),
+        (RuntimeError("Timed out waiting 30000ms for recv operation to complete"), True),
+        *((RuntimeError(text), True) for text in NCCL2_TIMEOUTS + NCCL2_ERRORS),
+        (RuntimeError("NCCL error: out of memory"), False),
+        (OSError("Connection reset"), False),
+    ],
+)
 def test_what_other_processes_have_caused(error, is_caused):
     """A GPU's own error is reported as it is."""
     assert is_caused_by_others(error) is is_caused
@@ -230,14 +271,16 @@ class Ended(Exception):
 def seconds(monkeypatch):
     """The time that the watchdog reads; a test moves it."""
     now = [0.0]
-    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(
+        watchdog_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    )
     return now
 
 
 @pytest.fixture
 def alone(seconds, monkeypatch):
     """The watchdog, which says how it ends its process."""
+
     def end(*arguments):
         raise Ended(*arguments)
 
@@ -250,16 +293,21 @@ def alone(seconds, monkeypatch):
     watchdog._peers.close()
 
 
-@pytest.mark.parametrize(("error", "advises", "explains"), [
-    (torch.OutOfMemoryError("CUDA out of memory"), True, False),
-    (torch.AcceleratorError("CUDA error: out of memory"), True, True),  # or pinned memory
-    (torch.AcceleratorError("CUDA error: the launch timed out"), False, True),
-    (OSError(errno.ENOMEM, "Cannot allocate memory"), False, True),
-    (MemoryError("Unable to allocate 8 GiB for an array"), False, True),
-    (UserError("out of order"), False, False),
-], ids=lambda value: type(value).__name__)
-def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(error, advises, explains,
-                                                                       alone, capsys):
+@pytest.mark.parametrize(
+    ("error", "advises", "explains"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True, False),
+        (torch.AcceleratorError("CUDA error: out of memory"), True, True),  # or pinned memory
+        (torch.AcceleratorError("CUDA error: the launch timed out"), False, True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), False, True),
+        (MemoryError("Unable to allocate 8 GiB for an array"), False, True),
+        (UserError("out of order"), False, False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_smaller_microbatch_is_advised_where_the_gpus_memory_ran_out(
+    error, advises, explains, alone, capsys
+):
     with pytest.raises(Ended) as caught:
         alone.fail(error)
     _, event = caught.value.args
@@ -273,10 +321,12 @@ def test_an_error_of_the_only_process_is_its_own(monkeypatch, alone):
         alone.fail(CLOSED)
 
 
-@pytest.mark.parametrize(("silence", "is_suspended", "hangs"), [
-    (9, False, False), (11, False, True), (11, True, False)])
-def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(silence, is_suspended, hangs,
-                                                                       alone, seconds, monkeypatch):
+@pytest.mark.parametrize(
+    ("silence", "is_suspended", "hangs"), [(9, False, False), (11, False, True), (11, True, False)]
+)
+def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(
+    silence, is_suspended, hangs, alone, seconds, monkeypatch
+):
     def full_disk(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -291,10 +341,10 @@ def test_a_process_without_heartbeats_hangs_unless_it_waits_for_others(silence, 
     assert alone._peers.get("failure") == (reason if hangs else "")
 
 
-@pytest.mark.parametrize(("timeout_seconds", "found_after"), [(None, 600), (100.0, 100),
-                                                              (2.0, 15)])
+@pytest.mark.parametrize(("timeout_seconds", "found_after"), [(None, 600), (100.0, 100), (2.0, 15)])
 def test_a_lost_machine_is_found_in_the_start_up_and_while_the_first_step_compiles(
-        alone, seconds, timeout_seconds, found_after):
+    alone, seconds, timeout_seconds, found_after
+):
     if timeout_seconds is not None:
         alone.expect_steps(timeout_seconds)
     alone._check()
@@ -310,8 +360,10 @@ def test_an_error_in_the_watchdog_ends_the_run(alone, monkeypatch):
     monkeypatch.setenv(VARIABLE, "watch:raise")
     with pytest.raises(Ended) as caught:
         alone._watch()
-    assert caught.value.args == (1, "failed in its watchdog in startup: RuntimeError: failpoint"
-                                    " watch")
+    assert caught.value.args == (
+        1,
+        "failed in its watchdog in startup: RuntimeError: failpoint watch",
+    )
 
 
 def test_a_start_up_whose_store_is_out_of_reach_ends(alone, seconds):
@@ -334,9 +386,14 @@ def test_a_signal_in_the_start_up_on_several_nodes_leaves_torchrun(alone, monkey
         alone._exit_for_signal()
 
 
-@pytest.mark.parametrize(("first", "second"), [
-    (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGTERM),
-    (signal.SIGINT, signal.SIGHUP)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGTERM),
+        (signal.SIGINT, signal.SIGHUP),
+    ],
+)
 def test_what_follows_a_closed_terminal_is_no_second_signal(alone, seconds, first, second):
     """One who presses Ctrl-C twice does not want to wait; a torchrun that ends says nothing."""
     alone.heartbeat(3)
@@ -401,8 +458,9 @@ def test_a_signal_in_the_last_moment_is_noted(handlers, monkeypatch):
     """Else --when-done would run after it."""
     watchdog = Watchdog(Process(0, 0, 1, CPU), dist.HashStore(), phase=lambda: "training").start()
     join = watchdog._thread.join
-    monkeypatch.setattr(watchdog._thread, "join", lambda: (
-        join(), signal.raise_signal(signal.SIGTERM)))
+    monkeypatch.setattr(
+        watchdog._thread, "join", lambda: (join(), signal.raise_signal(signal.SIGTERM))
+    )
     watchdog.stop()
     assert watchdog.stop_signal == signal.SIGTERM
 
@@ -423,9 +481,14 @@ def test_sighup_stops_a_run_but_stays_ignored_under_nohup(handlers, under_nohup)
 
 
 def run(code, **environment):
-    return subprocess.run([sys.executable, "-c", f"from processes.signals import *; {code}"],
-                          cwd=PROJECT_DIR, timeout=60, capture_output=True, text=True,
-                          env=os.environ | environment)
+    return subprocess.run(
+        [sys.executable, "-c", f"from processes.signals import *; {code}"],
+        cwd=PROJECT_DIR,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
 
 
 @pytest.mark.parametrize(("is_up", "status"), [(True, 0), (False, 128 + signal.SIGTERM)])
@@ -434,8 +497,12 @@ def test_a_worker_that_starts_after_its_torchrun_died_ends(is_up, status):
         port = store.getsockname()[1]
         if not is_up:
             store.close()
-        result = run("end_with_torchrun()", TORCHELASTIC_USE_AGENT_STORE="True",
-                     MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        result = run(
+            "end_with_torchrun()",
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
     assert (result.returncode, result.stdout, result.stderr) == (status, "", "")
 
 
@@ -455,8 +522,11 @@ def patient_dir(workplace):
 
 def train(workplace, fault, environment):
     """Start a run on two processes by the script itself, which returns the exit status."""
-    process, _ = start_forked("ddp_train.py", workplace.arguments("tiny", "--nproc-per-node", "2"),
-                              environment={VARIABLE: fault} | environment)
+    process, _ = start_forked(
+        "ddp_train.py",
+        workplace.arguments("tiny", "--nproc-per-node", "2"),
+        environment={VARIABLE: fault} | environment,
+    )
     return process
 
 
@@ -482,8 +552,11 @@ def test_a_signal_in_a_slow_step_ends_all_at_the_deadline(workplace, patient_dir
 
 
 def test_a_signal_waits_for_a_checkpoint_in_flight_until_the_deadline(workplace, patient_dir):
-    process = train(workplace, "save.optimizer:slow:rank=0:hit=1:seconds=300;"
-                               "train:signal:number=15:rank=1:hit=7", SOON)
+    process = train(
+        workplace,
+        "save.optimizer:slow:rank=0:hit=1:seconds=300;train:signal:number=15:rank=1:hit=7",
+        SOON,
+    )
     assert_ends(process, patient_dir, 128 + signal.SIGTERM)
     assert not named_as_checkpoints(patient_dir / "checkpoints")
     succeeded(workplace.torchrun(2, "tiny"))
@@ -494,22 +567,28 @@ def test_a_hang_of_all_ranks_before_the_first_step_is_reported_with_status_5(wor
     assert Deadlines().first_step == 3600
     workplace.add_dataset()
     run_dir = workplace.add_run(train=NO_HANG | {"hang_timeout_seconds": 2.0})
-    result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
-                                 **{VARIABLE: "compile:hang"} | with_deadlines(first_step=4))
+    result = workplace.ddp_train(
+        "tiny", "--nproc-per-node", "2", **{VARIABLE: "compile:hang"} | with_deadlines(first_step=4)
+    )
     assert result.returncode == 5, result.stderr
-    assert re.match(r"Error: rank 0 and 1 hung in compile: no heartbeat for \d+ s",
-                    last_line_of_ours(result)), result.stderr
+    assert re.match(
+        r"Error: rank 0 and 1 hung in compile: no heartbeat for \d+ s", last_line_of_ours(result)
+    ), result.stderr
     assert summary_of(run_dir)["status"] == "failed"
 
 
 def slow_save(hit):
-    return ";".join(f"save.{place}:slow:hit={hit}:seconds=1.2"
-                    for place in ("meta", "weights", "optimizer", "manifest"))
+    return ";".join(
+        f"save.{place}:slow:hit={hit}:seconds=1.2"
+        for place in ("meta", "weights", "optimizer", "manifest")
+    )
 
 
 # The first save, and the last one, which is tried again.
-@pytest.mark.parametrize("faults", thorough_but(
-    [slow_save(1)], [slow_save(1), slow_save(4) + ";save.manifest:full:hit=3"]))
+@pytest.mark.parametrize(
+    "faults",
+    thorough_but([slow_save(1)], [slow_save(1), slow_save(4) + ";save.manifest:full:hit=3"]),
+)
 def test_a_save_that_makes_progress_may_take_longer_than_the_hang_timeout(workplace, faults):
     workplace.add_dataset()
     run_dir = workplace.add_run(train=SETTINGS | {"collective_timeout_seconds": 5.0})

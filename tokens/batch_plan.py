@@ -53,11 +53,15 @@ def accumulation_steps_of(run: Run, *, world_size: int) -> int:
     per_process, rest = divmod(wanted, world_size)
     if rest or not per_process:
         fits = max(1, per_process) * world_size
-        raise UserError(f"{problem} {world_size} processes; change the number of processes, or make"
-                        f" it {fits} or {fits + world_size}")
+        raise UserError(
+            f"{problem} {world_size} processes; change the number of processes, or make"
+            f" it {fits} or {fits + world_size}"
+        )
     if per_process % size:
-        raise UserError(f"{problem} microbatch_size {size} x {world_size} processes; the nearest"
-                        f" microbatch_size that divides is {largest_divisor(per_process, size)}")
+        raise UserError(
+            f"{problem} microbatch_size {size} x {world_size} processes; the nearest"
+            f" microbatch_size that divides is {largest_divisor(per_process, size)}"
+        )
     return per_process // size
 
 
@@ -80,8 +84,10 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
     step_tokens = train.microbatch_size * accumulation_steps * world_size * context_length
     found, epoch_tokens = file_tokens - train.start_train_token, None
     if found <= 0:
-        raise UserError(f"{path}: start_train_token {train.start_train_token:,} is past the end of"
-                        f" {train.dataset}, which has {file_tokens:,} training tokens; lower it")
+        raise UserError(
+            f"{path}: start_train_token {train.start_train_token:,} is past the end of"
+            f" {train.dataset}, which has {file_tokens:,} training tokens; lower it"
+        )
     usable_steps = (found - 1) // step_tokens
     if train.repeat_data and found > context_length:
         epoch_tokens = (found - 1) // context_length * context_length
@@ -93,13 +99,21 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
         raise UserError(
             f"{path}: wanted {max(num_steps, 1) * step_tokens + 1:,} training tokens from token"
             f" {train.start_train_token:,} on (batches of {step_tokens:,}), but {train.dataset} has"
-            f" {found:,}; lower min_train_tokens, or set repeat_data")
-    return BatchPlan(train.microbatch_size, accumulation_steps, world_size, context_length,
-                     num_steps, epoch_tokens)
+            f" {found:,}; lower min_train_tokens, or set repeat_data"
+        )
+    return BatchPlan(
+        train.microbatch_size,
+        accumulation_steps,
+        world_size,
+        context_length,
+        num_steps,
+        epoch_tokens,
+    )
 
 
-def head_chunk_tokens(model: ModelConfig, config: TrainConfig, *,
-                      is_eager_on_cpu: bool) -> int | None:
+def head_chunk_tokens(
+    model: ModelConfig, config: TrainConfig, *, is_eager_on_cpu: bool
+) -> int | None:
     """Return the tokens per chunk of head and loss; None to compute all tokens at once.
 
     Without `head_chunks`, an eager CPU uses chunks that fit in its cache.

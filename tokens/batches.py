@@ -41,8 +41,15 @@ class Microbatches(Sequence[Tensor]):
     position in the file, however the run is split into microbatches.
     """
 
-    def __init__(self, token_file: TokenFile, plan: BatchPlan, *, start_token: int,
-                 vocab_size: int, num_sequences: int | None = None) -> None:
+    def __init__(
+        self,
+        token_file: TokenFile,
+        plan: BatchPlan,
+        *,
+        start_token: int,
+        vocab_size: int,
+        num_sequences: int | None = None,
+    ) -> None:
         self.token_file, self.start_token, self.vocab_size = token_file, start_token, vocab_size
         self._context_length, self._stride = plan.context_length, plan.tokens_per_microbatch
         whole = max(0, token_file.num_tokens - start_token - 1) // self._stride
@@ -71,8 +78,9 @@ class Microbatches(Sequence[Tensor]):
             length = min(stop - position, self._epoch_tokens - offset)
             first = self.start_token + offset
             pieces.append(self.token_file.read(first, first + length))
-            check_token_ids(pieces[-1], self.token_file.path, first=first,
-                            vocab_size=self.vocab_size)
+            check_token_ids(
+                pieces[-1], self.token_file.path, first=first, vocab_size=self.vocab_size
+            )
             position += length
         return torch.from_numpy(np.concatenate(pieces) if len(pieces) > 1 else pieces[0])
 
@@ -110,12 +118,16 @@ class RunData:
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Identify the data: a fingerprint per split, and by key the part that the run reads."""
-        found = {"train": self.train.token_file.fingerprint(),
-                 "start_train_token": str(self.train.start_token)}
+        found = {
+            "train": self.train.token_file.fingerprint(),
+            "start_train_token": str(self.train.start_token),
+        }
         if self.validation is not None:
-            found |= {"validation": self.validation.token_file.fingerprint(),
-                      "start_val_token": str(self.validation.start_token),
-                      "validation_sequences": str(self.validation.num_sequences)}
+            found |= {
+                "validation": self.validation.token_file.fingerprint(),
+                "start_val_token": str(self.validation.start_token),
+                "validation_sequences": str(self.validation.num_sequences),
+            }
         return found
 
 
@@ -128,40 +140,59 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     config, vocab_size = run.config, run.model.vocab_size
     train_file = TokenFile(dataset_dir / "train.safetensors")
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
-    train = Microbatches(train_file, plan, start_token=config.start_train_token,
-                         vocab_size=vocab_size)
+    train = Microbatches(
+        train_file, plan, start_token=config.start_train_token, vocab_size=vocab_size
+    )
     validation = None
     if config.validates:
         file = TokenFile(dataset_dir / "validation.safetensors")
         wanted = config.num_validation_sequences
-        validation = Microbatches(file, plan, start_token=config.start_val_token,
-                                  vocab_size=vocab_size, num_sequences=wanted)
+        validation = Microbatches(
+            file,
+            plan,
+            start_token=config.start_val_token,
+            vocab_size=vocab_size,
+            num_sequences=wanted,
+        )
         found = max(0, file.num_tokens - config.start_val_token - 1) // run.model.context_length
         if found < wanted:
             key = "validation_sequences" if config.validation_sequences else "validation_batches"
-            raise UserError(f"{run.train_path}: {key} is {getattr(config, key):,}, which are"
-                            f" {wanted:,} sequences, but {file.path} has {found:,} from token"
-                            f" {config.start_val_token:,} on; lower it or start_val_token")
+            raise UserError(
+                f"{run.train_path}: {key} is {getattr(config, key):,}, which are"
+                f" {wanted:,} sequences, but {file.path} has {found:,} from token"
+                f" {config.start_val_token:,} on; lower it or start_val_token"
+            )
     for part in filter(None, (train, validation)):  # microbatches are checked when they are read
         stated = part.token_file.metadata.get("max_token_id", "")
         if stated.isdecimal() and len(stated) <= 5 and int(stated) >= vocab_size:
-            raise UserError(f"{part.token_file.path}: states ids up to {int(stated)}, outside the"
-                            f" model's vocabulary of {vocab_size:,}; set vocab_size above it")
+            raise UserError(
+                f"{part.token_file.path}: states ids up to {int(stated)}, outside the"
+                f" model's vocabulary of {vocab_size:,}; set vocab_size above it"
+            )
     name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
     path = file_beside(dataset_dir, name)
     tokenizer = load_tokenizer(name, path) if path and name else None  # of a file
     content = tokenizer.content if isinstance(tokenizer, FileTokenizer) else None
     num_ids = tokenizer.n_vocab if tokenizer else KNOWN_SIZES.get(name or "", 0)
     if num_ids > vocab_size:  # prompts could not be encoded
-        raise UserError(f"{run.run_dir / 'model.json'}: vocab_size is {vocab_size:,}, but the"
-                        f" tokenizer of {dataset_dir} has {num_ids:,} entries; set it to at least"
-                        " that")
-    return RunData(plan=plan, train=train, validation=validation, tokenizer_name=name,
-                   tokenizer_path=path, tokenizer_file=content)
+        raise UserError(
+            f"{run.run_dir / 'model.json'}: vocab_size is {vocab_size:,}, but the"
+            f" tokenizer of {dataset_dir} has {num_ids:,} entries; set it to at least"
+            " that"
+        )
+    return RunData(
+        plan=plan,
+        train=train,
+        validation=validation,
+        tokenizer_name=name,
+        tokenizer_path=path,
+        tokenizer_file=content,
+    )
 
 
-def read_ahead(microbatches: Microbatches, indices: Iterable[int], *,
-               device: torch.device) -> Generator[Microbatch]:
+def read_ahead(
+    microbatches: Microbatches, indices: Iterable[int], *, device: torch.device
+) -> Generator[Microbatch]:
     """Yield microbatches on the device, in the order of their `indices`.
 
     A thread reads, checks and pins the next microbatch while the caller computes on this one.

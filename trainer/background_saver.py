@@ -30,9 +30,14 @@ class BackgroundSaver:
     always kept. `heartbeat` is called while a write is waited for and makes progress.
     """
 
-    def __init__(self, checkpoints_dir: Path, *, keep: int | None = None,
-                 newest: Checkpoint | None = None,
-                 heartbeat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        checkpoints_dir: Path,
+        *,
+        keep: int | None = None,
+        newest: Checkpoint | None = None,
+        heartbeat: Callable[[], None] = lambda: None,
+    ) -> None:
         self._checkpoints_dir, self._keep = checkpoints_dir, keep
         self._protected = [newest.name] if newest else []
         self._buffers, self._heartbeat = checkpointing.SnapshotBuffers(), heartbeat
@@ -107,8 +112,11 @@ class BackgroundSaver:
                 snapshot, meta = self._unsaved
                 what = f"the checkpoint of step {meta.global_step + 1:,}"
                 if broken := first_non_finite(snapshot.weights | snapshot.moments):
-                    raise UserError(f"{what} was not saved: {broken} is not finite; resume from the"
-                                    " one before, perhaps with a lower learning_rate", NON_FINITE)
+                    raise UserError(
+                        f"{what} was not saved: {broken} is not finite; resume from the"
+                        " one before, perhaps with a lower learning_rate",
+                        NON_FINITE,
+                    )
                 fsync_records(self._checkpoints_dir.parent)
                 self._newest = checkpointing.save_checkpoint(self._checkpoints_dir, snapshot, meta)
                 self._unsaved = None
@@ -129,7 +137,8 @@ class BackgroundSaver:
         work = {"latest and best could not be renewed": checkpointing.renew_links}
         if self._keep is not None:  # also where a full disk has refused the links
             work["older checkpoints could not be removed"] = partial(
-                checkpointing.prune, keep=self._keep, protected=self._protected)
+                checkpointing.prune, keep=self._keep, protected=self._protected
+            )
         for failure, tidy in work.items():
             try:
                 tidy(self._checkpoints_dir)

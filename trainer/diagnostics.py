@@ -36,10 +36,14 @@ class Measured:
     @property
     def numbers(self) -> dict[str, float | list[float]]:
         """The statistics as numbers: a list by layer, or one number."""
-        rounded = {name: [float(f"{number:.{DIGITS}g}") for number in value.flatten().tolist()]
-                   for name, value in self.statistics.items()}
-        return {name: values if self.statistics[name].dim() else values[0]
-                for name, values in rounded.items()}
+        rounded = {
+            name: [float(f"{number:.{DIGITS}g}") for number in value.flatten().tolist()]
+            for name, value in self.statistics.items()
+        }
+        return {
+            name: values if self.statistics[name].dim() else values[0]
+            for name, values in rounded.items()
+        }
 
     @property
     def seconds(self) -> float:
@@ -71,9 +75,13 @@ class Diagnostics:
         with autocast(self._precision, token_ids.device):
             statistics = forward_statistics(model, token_ids[:1], targets[:1])
         self._before = [[weight.detach().clone() for weight in part] for part in parts]
-        statistics |= _by_layer("grad_norm", [
-            get_total_norm([weight.grad for weight in part])  # type: ignore[misc]
-            for part in parts])
+        statistics |= _by_layer(
+            "grad_norm",
+            [
+                get_total_norm([weight.grad for weight in part])  # type: ignore[misc]
+                for part in parts
+            ],
+        )
         self._keep(statistics, began, token_ids.device)
 
     @torch.no_grad()
@@ -105,15 +113,21 @@ def parts_of(model: GPTModel) -> list[list[nn.Parameter]]:
     """Return the parameters by layer, then those before the layers, then those after them."""
     embedding = [*model.token_embedding.parameters(), *model.position_embedding.parameters()]
     head = [] if model.config.tie_weights else [*model.head.parameters()]
-    return [*([*block.parameters()] for block in model.blocks), embedding,
-            [*model.final_norm.parameters(), *head]]
+    return [
+        *([*block.parameters()] for block in model.blocks),
+        embedding,
+        [*model.final_norm.parameters(), *head],
+    ]
 
 
 def _by_layer(name: str, values: list[Tensor]) -> Statistics:
     """Name one () value of each of `parts_of`."""
     *layers, embedding, head = values
-    return {f"layer_{name}": torch.stack(layers), f"embedding_{name}": embedding,
-            f"head_{name}": head}
+    return {
+        f"layer_{name}": torch.stack(layers),
+        f"embedding_{name}": embedding,
+        f"head_{name}": head,
+    }
 
 
 @torch.no_grad()
@@ -132,8 +146,10 @@ def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> S
     for block in model.blocks:
         q, k, _ = block.attention.project(block.attention_norm(x))  # (B, H, T, D)
         with torch.autocast(q.device.type, enabled=False):
-            parts = [(logits.amax(), torch.special.entr(logits.softmax(dim=-1)).sum())
-                     for logits in causal_logits(q.float(), k.float())]
+            parts = [
+                (logits.amax(), torch.special.entr(logits.softmax(dim=-1)).sum())
+                for logits in causal_logits(q.float(), k.float())
+            ]
         maxima, sums = map(torch.stack, zip(*parts, strict=True))
         largest.append(maxima.amax())
         entropies.append(sums.sum() / q[..., 0].numel())
@@ -141,9 +157,12 @@ def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> S
         norms.append(x.float().norm(dim=-1).mean())
     statistics = _head_statistics(model, model.final_norm(x).flatten(0, 1), targets.flatten())
     model.train(was_training)
-    return {"embedding_activation_norm": norms[0], "layer_activation_norm": torch.stack(norms[1:]),
-            "layer_max_attention_logit": torch.stack(largest),
-            "layer_attention_entropy": torch.stack(entropies)} | statistics
+    return {
+        "embedding_activation_norm": norms[0],
+        "layer_activation_norm": torch.stack(norms[1:]),
+        "layer_max_attention_logit": torch.stack(largest),
+        "layer_attention_entropy": torch.stack(entropies),
+    } | statistics
 
 
 def _head_statistics(model: GPTModel, x: Tensor, targets: Tensor) -> Statistics:
@@ -156,11 +175,14 @@ def _head_statistics(model: GPTModel, x: Tensor, targets: Tensor) -> Statistics:
         losses.append(F.cross_entropy(logits, chunk_targets, reduction="none"))  # (n,)
     some = x[:: -(-len(x) * V // MAX_SORTED)]
     statistics = {"logit_max": torch.stack(largest).amax()}
-    for name, values in (("logit", F.linear(some, model.head_weight).float()),
-                         ("token_loss", torch.cat(losses))):
+    for name, values in (
+        ("logit", F.linear(some, model.head_weight).float()),
+        ("token_loss", torch.cat(losses)),
+    ):
         ordered = values.flatten().sort().values
         # Copies: a view would keep all of the sorted values until it is read.
-        statistics |= {f"{name}_p{percent}":
-                       ordered[round(percent / 100 * (len(ordered) - 1))].clone()
-                       for percent in PERCENTILES}
+        statistics |= {
+            f"{name}_p{percent}": ordered[round(percent / 100 * (len(ordered) - 1))].clone()
+            for percent in PERCENTILES
+        }
     return statistics | {"token_loss_max": ordered[-1].clone()}

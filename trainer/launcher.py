@@ -69,8 +69,11 @@ def prefetch_run(options: Options, process: Process) -> None:
     run, data, config = prepared.run, prepared.data, prepared.config
     for warning in prepared.warnings:
         print_line(f"warning: {warning}")
-    _verify("dataset", options.datasets_dir / config.dataset,
-            ["train.safetensors", "validation.safetensors", TOKENIZER_FILE])
+    _verify(
+        "dataset",
+        options.datasets_dir / config.dataset,
+        ["train.safetensors", "validation.safetensors", TOKENIZER_FILE],
+    )
     for index in range(data.plan.num_tokens // data.plan.tokens_per_microbatch):
         data.train[index]  # checks its ids
     for _ in data.validation or ():
@@ -78,26 +81,37 @@ def prefetch_run(options: Options, process: Process) -> None:
     print_line(f"token ids: all are in the vocabulary of {data.train.vocab_size:,}")
     if data.tokenizer_name is not None:
         load_tokenizer(data.tokenizer_name, data.tokenizer_path)  # fetches GPT-2's vocabulary
-    print_line("tokenizer: " + str(data.tokenizer_path or data.tokenizer_name
-                                   or "not known, so there will be no samples"))
+    print_line(
+        "tokenizer: "
+        + str(
+            data.tokenizer_path or data.tokenizer_name or "not known, so there will be no samples"
+        )
+    )
     if config.init_from and prepared.resume_from is None:
         _verify("initial weights", model_directory(config.init_from, options.runs_dir), DOWNLOADED)
     size = config.microbatch_size
     compiles = num_gpus() > 0 if config.compile is None else config.compile
     if compiles and not try_microbatch(size, process.world_size, prefetches=True).fits:
-        raise UserError(f"{run.train_path}: microbatch_size {size} does not fit into the memory;"
-                        " make it smaller, or set head_chunks 8 (--find-max-microbatch measures"
-                        " what fits)")
-    print_line(f"compiled code: of {process.world_size} processes" if compiles
-               else "compiled code: none, the run is not compiled here")
+        raise UserError(
+            f"{run.train_path}: microbatch_size {size} does not fit into the memory;"
+            " make it smaller, or set head_chunks 8 (--find-max-microbatch measures"
+            " what fits)"
+        )
+    print_line(
+        f"compiled code: of {process.world_size} processes"
+        if compiles
+        else "compiled code: none, the run is not compiled here"
+    )
     print_line(f"{run.name}: all that a launch needs is on this machine")
 
 
 def _verify(what: str, directory: Path, patterns: list[str]) -> None:
     files = sorted(path for pattern in patterns for path in directory.glob(pattern))
     size = sum(path.stat().st_size for path in files) / 1e6
-    print_line(f"{what}: {directory}: {size:,.2f} MB, {verify_digests(files)} of {len(files)} files"
-               " compared with the hub's digests")
+    print_line(
+        f"{what}: {directory}: {size:,.2f} MB, {verify_digests(files)} of {len(files)} files"
+        " compared with the hub's digests"
+    )
 
 
 def search(run: Run, options: Options, num_processes: int) -> None:
@@ -119,9 +133,11 @@ def search(run: Run, options: Options, num_processes: int) -> None:
                 raise
             print_line(f"warning: the search ends here: {one_line(str(error))}")
             return None
-        print_line(f"{size:>10,} {gib(trial.demand_gib * 2**30):>14}"
-                   f" {trial.tokens_per_second:>12,.0f}"
-                   if trial.fits else f"{size:>10,} {'out of memory':>14}")
+        print_line(
+            f"{size:>10,} {gib(trial.demand_gib * 2**30):>14} {trial.tokens_per_second:>12,.0f}"
+            if trial.fits
+            else f"{size:>10,} {'out of memory':>14}"
+        )
         return trial
 
     batch = run.config.global_batch_size
@@ -129,8 +145,10 @@ def search(run: Run, options: Options, num_processes: int) -> None:
     trials = find_max_microbatch(try_size, most)
     fitting, failure = by_size(trials)
     if not fitting:
-        raise UserError(f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
-                        " context_length smaller, or use a larger card (see: lab plan)")
+        raise UserError(
+            f"{run.run_dir}: not even a microbatch of 1 fits; make the model or its"
+            " context_length smaller, or use a larger card (see: lab plan)"
+        )
     largest = fitting[-1].microbatch_size
     if largest == most:
         limit = f" (all of a process's share of global_batch_size {batch:,})"
@@ -142,8 +160,10 @@ def search(run: Run, options: Options, num_processes: int) -> None:
         limit = f" (limit of {MAX_TRIALS} trials: more may fit)"
     print_line(f"largest microbatch: {largest:,}{limit}")
     fastest = max(fitting, key=lambda trial: trial.tokens_per_second)
-    print_line(f"fastest microbatch: {fastest.microbatch_size:,}"
-               f" ({fastest.tokens_per_second:,.0f} tokens/s)")
+    print_line(
+        f"fastest microbatch: {fastest.microbatch_size:,}"
+        f" ({fastest.tokens_per_second:,.0f} tokens/s)"
+    )
     if options.save:
         print_line(save_result(run, trials, num_processes))
 
@@ -152,21 +172,28 @@ def run_to_search(options: Options, num_processes: int) -> Run:
     """Return the run, if it can be searched. Raises: UserError."""
     run = load_run(options.runs_dir, options.run)
     if spans_nodes():
-        raise UserError("--find-max-microbatch runs on one machine: start it there without"
-                        " torchrun, or with --nnodes 1")
+        raise UserError(
+            "--find-max-microbatch runs on one machine: start it there without"
+            " torchrun, or with --nnodes 1"
+        )
     if not num_gpus() and options.memory_limit_gib is None:
-        raise UserError("--find-max-microbatch without a GPU: give --memory-limit-gib, the memory"
-                        " that a process may use")
+        raise UserError(
+            "--find-max-microbatch without a GPU: give --memory-limit-gib, the memory"
+            " that a process may use"
+        )
     batch = run.config.global_batch_size
     if options.save and batch is not None and batch % num_processes:
-        raise UserError(f"{run.train_path}: global_batch_size {batch} is not divisible by"
-                        f" {num_processes} processes, so nothing could be saved; change it, or the"
-                        " number of processes")
+        raise UserError(
+            f"{run.train_path}: global_batch_size {batch} is not divisible by"
+            f" {num_processes} processes, so nothing could be saved; change it, or the"
+            " number of processes"
+        )
     return run
 
 
-def try_microbatch(microbatch_size: int, num_processes: int, *, on_gpu: bool = True,
-                   prefetches: bool = False) -> Trial:
+def try_microbatch(
+    microbatch_size: int, num_processes: int, *, on_gpu: bool = True, prefetches: bool = False
+) -> Trial:
     """Train a few steps under torchrun, with the arguments of this process.
 
     On a CPU libraries fail in many ways where the address space is at its limit, so each failure of
@@ -177,8 +204,9 @@ def try_microbatch(microbatch_size: int, num_processes: int, *, on_gpu: bool = T
     """
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
-        os.environ[TRIAL_VARIABLE] = json.dumps({
-            "microbatch_size": microbatch_size, "path": str(result_path), "prefetches": prefetches})
+        os.environ[TRIAL_VARIABLE] = json.dumps(
+            {"microbatch_size": microbatch_size, "path": str(result_path), "prefetches": prefetches}
+        )
         try:
             status = start_torchrun(num_processes, logs_dir=Path(folder) / "logs")
         finally:
@@ -188,10 +216,15 @@ def try_microbatch(microbatch_size: int, num_processes: int, *, on_gpu: bool = T
         if result_path.exists():
             return Trial(**json.loads(result_path.read_text()))
         # The rank that failed first says why; others say that they have lost a peer.
-        failures = sorted(Path(folder).glob("result.rank*"), reverse=True,
-                          key=lambda path: path.stat().st_mtime_ns)
-        said = "\n".join(path.read_text(errors="replace")
-                         for path in (*Path(folder).rglob("stderr.log"), *failures))
+        failures = sorted(
+            Path(folder).glob("result.rank*"),
+            reverse=True,
+            key=lambda path: path.stat().st_mtime_ns,
+        )
+        said = "\n".join(
+            path.read_text(errors="replace")
+            for path in (*Path(folder).rglob("stderr.log"), *failures)
+        )
     is_slow = TOO_SLOW in said
     if not is_slow and (says_out_of_memory(said) or not on_gpu and microbatch_size > 1):
         return Trial(microbatch_size, fits=False)
@@ -199,8 +232,9 @@ def try_microbatch(microbatch_size: int, num_processes: int, *, on_gpu: bool = T
     raise UserError(f"microbatch {microbatch_size} failed: {reason}", FAILED)
 
 
-def find_max_microbatch(try_size: Callable[[int], Trial | None],
-                        most: int | None = None) -> list[Trial]:
+def find_max_microbatch(
+    try_size: Callable[[int], Trial | None], most: int | None = None
+) -> list[Trial]:
     """Try larger microbatches, then ones in between, until the largest that fits is known.
 
     With `most` none is larger: the largest that fits, or `most`.
@@ -221,8 +255,11 @@ def find_max_microbatch(try_size: Callable[[int], Trial | None],
             break
         predicted: float = low * GROWTH
         if len(fitting) > 1:
-            slope, fixed = np.polyfit([trial.microbatch_size for trial in fitting[-2:]],
-                                      [trial.demand_gib for trial in fitting[-2:]], 1)
+            slope, fixed = np.polyfit(
+                [trial.microbatch_size for trial in fitting[-2:]],
+                [trial.demand_gib for trial in fitting[-2:]],
+                1,
+            )
             if slope > 0:
                 predicted = (fitting[-1].capacity_gib - fixed) / slope * (1 - ROUNDING)
         if predicted > low * GROWTH:
@@ -254,13 +291,26 @@ def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
         accumulation = batch // num_processes // size
     key = OLD_NAME if OLD_NAME in read_json_object(run.train_path) else "microbatch_size"
     set_number(run.train_path, key, size)
-    write_atomically(run.search_path, to_json({
-        "tokens_per_second": np.interp(size, [trial.microbatch_size for trial in fitting],
-                                       [trial.tokens_per_second for trial in fitting]),
-        "machine": {"device": fitting[-1].device, "processes": num_processes},
-        "model": run.model.model_dump(),
-        "train": run.config.model_dump() | {"microbatch_size": size},
-        "trials": [asdict(trial) for trial in trials]}, indent=2) + "\n")
-    return (f"saved in {run.train_path}: microbatch_size {size}; x accumulation {accumulation}"
-            f" x {num_processes} = global batch {size * accumulation * num_processes}"
-            f" ({'kept' if batch else 'it follows the microbatch; global_batch_size fixes it'})")
+    write_atomically(
+        run.search_path,
+        to_json(
+            {
+                "tokens_per_second": np.interp(
+                    size,
+                    [trial.microbatch_size for trial in fitting],
+                    [trial.tokens_per_second for trial in fitting],
+                ),
+                "machine": {"device": fitting[-1].device, "processes": num_processes},
+                "model": run.model.model_dump(),
+                "train": run.config.model_dump() | {"microbatch_size": size},
+                "trials": [asdict(trial) for trial in trials],
+            },
+            indent=2,
+        )
+        + "\n",
+    )
+    return (
+        f"saved in {run.train_path}: microbatch_size {size}; x accumulation {accumulation}"
+        f" x {num_processes} = global batch {size * accumulation * num_processes}"
+        f" ({'kept' if batch else 'it follows the microbatch; global_batch_size fixes it'})"
+    )

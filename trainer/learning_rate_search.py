@@ -56,22 +56,28 @@ def prepare_range_test(options: Options, watchdog: Watchdog, agreement: Agreemen
     """
     process = watchdog.process
     if process.is_main:  # a failure is reported by the watchdog
-        watchdog.before_exit = lambda status, reason: print_line(
-            f"learning-rate test stopped: {reason}") if status == "stopped" else None
+        watchdog.before_exit = lambda status, reason: (
+            print_line(f"learning-rate test stopped: {reason}") if status == "stopped" else None
+        )
     prepared = prepare_run(replace(options, fresh=True), process, PhaseClock(), agreement)
     agreement.require_same("run", prepared.agreed_values())
     run, num_steps = prepared.run, prepared.plan.num_steps
     if num_steps < len(RATES):
-        raise AgreedError(f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps,"
-                          f" and the run has {num_steps}; raise min_train_tokens, use a larger"
-                          " dataset or lower the global batch")
+        raise AgreedError(
+            f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps,"
+            f" and the run has {num_steps}; raise min_train_tokens, use a larger"
+            " dataset or lower the global batch"
+        )
     if process.is_main:
-        print_line(f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial"
-                   f" weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved")
+        print_line(
+            f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial"
+            f" weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved"
+        )
     prepared = agreement.run("device", lambda: prepared.for_device(process.device))
     watchdog.expect_steps(run.config.hang_timeout_seconds)
-    return replace(prepared, config=prepared.config.model_copy(
-        update={"validation_interval": None}))
+    return replace(
+        prepared, config=prepared.config.model_copy(update={"validation_interval": None})
+    )
 
 
 def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog) -> list[float]:
@@ -105,14 +111,18 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
     """
     suggestion = suggest(losses) if losses else None
     if suggestion is None:
-        raise AgreedError(f"{run.run_dir}: in {len(losses)} steps with a finite loss it fell at no"
-                          " learning rate by more than it varies between steps, so there is none to"
-                          " suggest; raise the global batch, or set precision to bf16 or fp32")
+        raise AgreedError(
+            f"{run.run_dir}: in {len(losses)} steps with a finite loss it fell at no"
+            " learning rate by more than it varies between steps, so there is none to"
+            " suggest; raise the global batch, or set precision to bf16 or fp32"
+        )
     if not process.is_main:
         return
     end = "" if len(losses) == len(RATES) else f"; it diverged after {len(losses)} steps"
-    print_line(f"lowest smoothed loss {smooth(losses).min():.4f} at learning_rate"
-               f" {suggestion / FRACTION:.2g}{end}")
+    print_line(
+        f"lowest smoothed loss {smooth(losses).min():.4f} at learning_rate"
+        f" {suggestion / FRACTION:.2g}{end}"
+    )
     print_line(f"suggestion, half of that rate; set in {run.train_path}:")
     for key, value in suggested_rates(run.config, suggestion).items():
         print_line(f'    "{key}": {value:.2g}')
@@ -122,11 +132,16 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
         axes = figure.subplots()
         axes.plot(tested, losses, color="tab:blue", alpha=0.35, linewidth=1, label="loss of a step")
         axes.plot(tested, smooth(losses), color="tab:blue", label="smoothed")
-        axes.axvline(suggestion, color="tab:red", linestyle="--",
-                     label=f"suggestion: {suggestion:.2g}")
+        axes.axvline(
+            suggestion, color="tab:red", linestyle="--", label=f"suggestion: {suggestion:.2g}"
+        )
         axes.set_ylim(min(losses) - 0.1 * span, losses[0] + 0.5 * span)  # divergence is cut off
-        axes.set(title=f"{run.name}: learning-rate test", xscale="log", xlabel="learning_rate",
-                 ylabel="loss (nats per token)")
+        axes.set(
+            title=f"{run.name}: learning-rate test",
+            xscale="log",
+            xlabel="learning_rate",
+            ylabel="loss (nats per token)",
+        )
         axes.legend(frameon=False)
 
     with writing_to(path):
@@ -138,4 +153,6 @@ def suggested_rates(config: TrainConfig, learning_rate: float) -> dict[str, floa
     """Return the keys to set: those of the groups with own rates too, which keep their ratio."""
     return {"learning_rate": learning_rate} | {
         key: learning_rate * rate / config.learning_rate
-        for group in GROUPS if (rate := getattr(config, key := f"{group}_learning_rate"))}
+        for group in GROUPS
+        if (rate := getattr(config, key := f"{group}_learning_rate"))
+    }

@@ -24,8 +24,9 @@ from trainer.precision import autocast, choose_forward_options
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def build_training_state(model_config: ModelConfig, config: TrainConfig,
-                         process: Process) -> TrainingState:
+def build_training_state(
+    model_config: ModelConfig, config: TrainConfig, process: Process
+) -> TrainingState:
     """Build a model, the same on every rank, and its optimizer, as they are before step 0."""
     # PyTorch's default is a temporary directory, which a reboot clears. torch._dynamo reads the
     # variable when it is imported, which building an optimizer does.
@@ -49,7 +50,8 @@ def compiler_options(model: ModelConfig, precision: Precision | None) -> dict[st
         # Do not measure which kernel is fastest.
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         # A GPU's exponential function, whose error is far below what 16 bits round.
-        "use_fast_math": precision in ("bf16", "fp16")}
+        "use_fast_math": precision in ("bf16", "fp16"),
+    }
 
 
 def compiled(function: Callable, options: dict[str, Any]) -> Callable:
@@ -90,14 +92,19 @@ def compile_now(work: Callable[[], object]) -> None:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        lines = [line.strip() for line in str(error).splitlines()
-                 if line.strip() and not line.endswith("raised:")]
+        lines = [
+            line.strip()
+            for line in str(error).splitlines()
+            if line.strip() and not line.endswith("raised:")
+        ]
         reason = one_line((lines or [type(error).__name__])[0])
         # A process that was killed while it compiled may have left a truncated file.
         cache = os.environ.get(CACHE_VARIABLE, "PyTorch's cache of compiled code")
-        raise UserError(f"compiling failed: {reason}; install gcc, g++ and python3-dev, remove"
-                        f" {cache}, set {CACHE_VARIABLE} to a directory whose files may be"
-                        ' executed, or set "compile": false') from None
+        raise UserError(
+            f"compiling failed: {reason}; install gcc, g++ and python3-dev, remove"
+            f" {cache}, set {CACHE_VARIABLE} to a directory whose files may be"
+            ' executed, or set "compile": false'
+        ) from None
 
 
 class Losses:
@@ -121,11 +128,19 @@ class Losses:
         """Compile now, by computing losses of zeros: signals wait while it compiles."""
         config, model = self.config, self.model
         options = compiler_options(model.config, config.precision)
-        zeros = torch.zeros(2, config.microbatch_size, model.config.context_length,
-                            dtype=torch.int64, device=self.process.device)
+        zeros = torch.zeros(
+            2,
+            config.microbatch_size,
+            model.config.context_length,
+            dtype=torch.int64,
+            device=self.process.device,
+        )
         # Dynamo caches by code object: each of these functions has its own.
-        self.training = (ByLayer(model, options) if self.process.world_size > 1
-                         else compiled(lambda *batch: model(*batch), options))
+        self.training = (
+            ByLayer(model, options)
+            if self.process.world_size > 1
+            else compiled(lambda *batch: model(*batch), options)
+        )
         with autocast(config.precision, self.process.device):
             loss = self.training(*zeros)
         loss.backward()
@@ -165,9 +180,14 @@ def validate(losses: Losses, data: Microbatches, watchdog: Watchdog) -> float | 
     total = torch.zeros(2, dtype=torch.float64, device=process.device)  # loss, sequences
     losses.model.eval()
     for _, token_ids, targets in tqdm(
-            read_ahead(data, indices, device=process.device), total=len(indices), unit="batch",
-            desc="validating", leave=False, disable=None if process.is_main else True,
-            dynamic_ncols=True):
+        read_ahead(data, indices, device=process.device),
+        total=len(indices),
+        unit="batch",
+        desc="validating",
+        leave=False,
+        disable=None if process.is_main else True,
+        dynamic_ncols=True,
+    ):
         watchdog.heartbeat()
         failpoint("validate")
         total[0] += losses.validation(token_ids, targets) * len(token_ids)

@@ -66,8 +66,11 @@ class MicrobatchTrial:
         # More than two accumulated microbatches take no more memory. With a global batch it is two
         # even for a microbatch that is the whole batch: what is smaller than one that fits, fits.
         config = self._run.config
-        accumulated = (config.gradient_accumulation_steps if config.global_batch_size is None
-                       else config.global_batch_size // process.world_size)
+        accumulated = (
+            config.gradient_accumulation_steps
+            if config.global_batch_size is None
+            else config.global_batch_size // process.world_size
+        )
         self.num_microbatches = min(accumulated, 2) or 1
 
     @contextmanager
@@ -87,14 +90,16 @@ class MicrobatchTrial:
                 timer.start()
             if device.type == "cpu":
                 share_cpu_cores(self.process)  # starts threads, which a limit might not leave room
-            join_process_group(self.process, self._agreement.connect("trial"),
-                               timeout=TRIAL_TIMEOUT)
+            join_process_group(
+                self.process, self._agreement.connect("trial"), timeout=TRIAL_TIMEOUT
+            )
             config = resolve_for_device(self._run.config, device)
             if self._task["prefetches"]:
                 check_idle(device)
             else:  # the validation takes less memory than training, so it is not compiled
                 config = config.model_copy(
-                    update={"microbatch_size": self._size, "validation_interval": None})
+                    update={"microbatch_size": self._size, "validation_interval": None}
+                )
             check_attention(model, config, device)
             self._limit_memory()
             state = build_training_state(model, config, self.process)
@@ -122,7 +127,8 @@ class MicrobatchTrial:
         else:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(
-                min(1.0, self._limit_gib * 2**30 / total), device)
+                min(1.0, self._limit_gib * 2**30 / total), device
+            )
 
     def time_steps(self, take_step: Callable[[], object]) -> None:
         """Measure steps that follow one another, and record the result. Every rank.
@@ -137,19 +143,31 @@ class MicrobatchTrial:
         for _ in range(timed_steps):
             take_step()
         seconds = DeviceTime(self.process.device).seconds_since(began) / timed_steps
-        tokens = (self.num_microbatches * self._size * self._run.model.context_length
-                  * self.process.world_size)
+        tokens = (
+            self.num_microbatches
+            * self._size
+            * self._run.model.context_length
+            * self.process.world_size
+        )
         demand, capacity = self._peak_memory()
         _limit_address_space(math.inf)
         # The most memory, the least capacity and speed of the processes. Every rank reads them:
         # one that ended before would leave the others in the collective.
-        worst = torch.tensor([demand, -capacity, -tokens / seconds], dtype=torch.float64,
-                             device=self.process.device)
+        worst = torch.tensor(
+            [demand, -capacity, -tokens / seconds], dtype=torch.float64, device=self.process.device
+        )
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         demand, capacity, speed = worst.tolist()
         if self.process.is_main:
-            self._result_path.write_text(json.dumps(asdict(Trial(
-                self._size, True, demand, -capacity, -speed, device_name(self.process)))))
+            self._result_path.write_text(
+                json.dumps(
+                    asdict(
+                        Trial(
+                            self._size, True, demand, -capacity, -speed, device_name(self.process)
+                        )
+                    )
+                )
+            )
 
     def _peak_memory(self) -> tuple[float, float]:
         """Return the peak of the memory that the trial has taken, and how much there is, in GiB."""
@@ -164,11 +182,13 @@ class MicrobatchTrial:
         return peak, min(self._limit_gib, available)
 
 
-def random_microbatches(model: ModelConfig, size: int, device: torch.device
-                        ) -> Iterator[Microbatch]:
+def random_microbatches(
+    model: ModelConfig, size: int, device: torch.device
+) -> Iterator[Microbatch]:
     while True:
-        yield Microbatch(0, *torch.randint(
-            model.vocab_size, (2, size, model.context_length), device=device))
+        yield Microbatch(
+            0, *torch.randint(model.vocab_size, (2, size, model.context_length), device=device)
+        )
 
 
 def check_idle(device: torch.device) -> None:
@@ -176,8 +196,10 @@ def check_idle(device: torch.device) -> None:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         if total - free > BUSY_BYTES:
-            raise UserError(f"GPU {device.index} is in use, {free / 2**30:.1f} of"
-                            f" {total / 2**30:.1f} GiB are free; all but the code is here")
+            raise UserError(
+                f"GPU {device.index} is in use, {free / 2**30:.1f} of"
+                f" {total / 2**30:.1f} GiB are free; all but the code is here"
+            )
 
 
 def _limit_address_space(gib: float) -> None:

@@ -32,8 +32,12 @@ from trainer.weight_formats import Gpt2Config, Weights, from_gpt2, from_original
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")  # names of a module inside of DDP or compiled
-DOWNLOADED = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
-              TOKENIZER_FILE]
+DOWNLOADED = [
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    TOKENIZER_FILE,
+]
 FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that do not change the shape
 
 
@@ -55,14 +59,17 @@ class LoadedModel:
     def load_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises: UserError if it is not known."""
         if self.tokenizer_name is None:
-            raise UserError(f"{self.name}: its tokenizer is not known, and no known one has a"
-                            f" vocabulary of {self.model.config.vocab_size:,}; name a model that"
-                            f" uses {' or '.join(KNOWN_SIZES)}")
+            raise UserError(
+                f"{self.name}: its tokenizer is not known, and no known one has a"
+                f" vocabulary of {self.model.config.vocab_size:,}; name a model that"
+                f" uses {' or '.join(KNOWN_SIZES)}"
+            )
         return load_tokenizer(self.tokenizer_name, self.tokenizer_path)
 
 
-def load_model(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
-               device: torch.device | None = None) -> LoadedModel:
+def load_model(
+    name: str, *, runs_dir: Path, checkpoint_name: str = BEST, device: torch.device | None = None
+) -> LoadedModel:
     """Load a run's model, a directory's, or one from the Hugging Face hub (`owner/name`).
 
     A directory holds a GPT-2 as `transformers` stores it, a checkpoint of a run, or one of the
@@ -78,16 +85,21 @@ def load_model(name: str, *, runs_dir: Path, checkpoint_name: str = BEST,
         try:
             loaded = _of_directory(name, place if place.is_dir() else _download(name))
         except DAMAGE as error:
-            reason = (f"it has no weights {error.args[0]}" if isinstance(error, KeyError) else
-                      describe(error).removesuffix("; change it")  # a trained model is as it is
-                      if isinstance(error, ValidationError) else first_line(error))
+            reason = (
+                f"it has no weights {error.args[0]}"
+                if isinstance(error, KeyError)
+                else describe(error).removesuffix("; change it")  # a trained model is as it is
+                if isinstance(error, ValidationError)
+                else first_line(error)
+            )
             raise UserError(f"{name}: not a GPT-2: {reason}") from None
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loaded.model.to(device).eval()
     with torch.inference_mode():
         if not model(torch.zeros(1, 1, dtype=torch.int64, device=device)).isfinite().all():
-            raise UserError(f"{name}: its logits are not finite: its weights are too large; take"
-                            " another model")
+            raise UserError(
+                f"{name}: its logits are not finite: its weights are too large; take another model"
+            )
     return loaded
 
 
@@ -105,13 +117,16 @@ def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GP
         for key, wanted in run.model.model_dump(exclude=FREE_TO_CHANGE).items():
             found = getattr(loaded.model.config, key)
             if found != wanted:
-                raise UserError(f"{source} has {key} {found}, model.json has {wanted}; they must be"
-                                " equal")
+                raise UserError(
+                    f"{source} has {key} {found}, model.json has {wanted}; they must be equal"
+                )
         theirs = loaded.tokenizer_name
         if theirs and tokenizer_name and theirs != tokenizer_name:
-            raise UserError(f"{source} was trained with the tokenizer {short_name(theirs)}, the"
-                            f" dataset was made with {short_name(tokenizer_name)}; prepare the"
-                            " dataset with its tokenizer")
+            raise UserError(
+                f"{source} was trained with the tokenizer {short_name(theirs)}, the"
+                f" dataset was made with {short_name(tokenizer_name)}; prepare the"
+                " dataset with its tokenizer"
+            )
     except UserError as error:
         raise UserError(f"{run.train_path}: init_from: {error}") from None
     return loaded.model
@@ -130,8 +145,9 @@ def is_run(name: str, runs_dir: Path) -> bool:
 
 def model_directory(name: str, runs_dir: Path) -> Path:
     """Return where the files of a model are that has been loaded before."""
-    directory = directory_of(runs_dir / name / "checkpoints" / BEST if is_run(name, runs_dir)
-                             else Path(name))
+    directory = directory_of(
+        runs_dir / name / "checkpoints" / BEST if is_run(name, runs_dir) else Path(name)
+    )
     if directory.is_dir():
         return directory
     from huggingface_hub import hf_hub_download  # takes half a second
@@ -153,13 +169,15 @@ def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
                 raise  # else the run trains, and has removed what was being read
 
 
-def _of_checkpoint(name: str, checkpoint: Checkpoint, config: ModelConfig,
-                   run: Run | None = None) -> LoadedModel:
+def _of_checkpoint(
+    name: str, checkpoint: Checkpoint, config: ModelConfig, run: Run | None = None
+) -> LoadedModel:
     model = _on_meta(checkpoint.path, config).to_empty(device="cpu")
     load_weights(checkpoint, model)
     tokenizer = checkpoint.meta.tokenizer
-    return LoadedModel(name, model, tokenizer, run, checkpoint,
-                       file_beside(checkpoint.path, tokenizer))
+    return LoadedModel(
+        name, model, tokenizer, run, checkpoint, file_beside(checkpoint.path, tokenizer)
+    )
 
 
 def _of_directory(name: str, directory: Path) -> LoadedModel:
@@ -181,13 +199,17 @@ def _of_directory(name: str, directory: Path) -> LoadedModel:
     model = _on_meta(directory, config)
     for key, wanted in model.state_dict().items():
         if not ours[key].is_floating_point() or ours[key].shape != wanted.shape:
-            raise UserError(f"{directory}: not a GPT-2: {key} holds {ours[key].dtype} of shape"
-                            f" {tuple(ours[key].shape)}; its config needs floating-point numbers"
-                            f" of shape {tuple(wanted.shape)}")
+            raise UserError(
+                f"{directory}: not a GPT-2: {key} holds {ours[key].dtype} of shape"
+                f" {tuple(ours[key].shape)}; its config needs floating-point numbers"
+                f" of shape {tuple(wanted.shape)}"
+            )
         ours[key] = ours[key].float().contiguous()
     if broken := first_non_finite(ours):
-        raise UserError(f"{directory}: {broken} holds a number that is not finite in float32;"
-                        " download or export it again")
+        raise UserError(
+            f"{directory}: {broken} holds a number that is not finite in float32;"
+            " download or export it again"
+        )
     model.load_state_dict(ours, assign=True)
     tokenizer_name, tokenizer_path = _tokenizer_of(directory, config, end_of_text)
     return LoadedModel(name, model, tokenizer_name, tokenizer_path=tokenizer_path)
@@ -199,8 +221,10 @@ def _on_meta(place: Path, config: ModelConfig) -> GPTModel:
         model = GPTModel(config)
     needed, available = 4 * model.num_parameters(), available_ram_gib() * 2**30
     if needed > available:
-        raise UserError(f"{place}: its config makes a model of {gib(needed)}; this machine has"
-                        f" {gib(available)} of memory left; take a smaller one")
+        raise UserError(
+            f"{place}: its config makes a model of {gib(needed)}; this machine has"
+            f" {gib(available)} of memory left; take a smaller one"
+        )
     return model
 
 
@@ -214,19 +238,25 @@ def _map_weights(directory: Path) -> Weights:
     for name in names:
         path = directory / name
         if not re.fullmatch(r"model(-[\w-]+)?\.safetensors", name):
-            raise UserError(f"{index_path}: lists {name[:60]!r}, which is not a weight file in the"
-                            " same directory; download the directory again")
+            raise UserError(
+                f"{index_path}: lists {name[:60]!r}, which is not a weight file in the"
+                " same directory; download the directory again"
+            )
         try:
             if path.exists() and not path.is_file():
                 raise OSError("is not a file")  # reading a pipe could block forever
             with safe_open(path, framework="pt") as file:
                 weights |= {WRAPPERS.sub("", key): file.get_tensor(key) for key in file.keys()}
         except FileNotFoundError:
-            raise UserError(f"{path}: no such file; a directory of weights needs it (pickled"
-                            " weights such as pytorch_model.bin are not read)") from None
+            raise UserError(
+                f"{path}: no such file; a directory of weights needs it (pickled"
+                " weights such as pytorch_model.bin are not read)"
+            ) from None
         except DAMAGE as error:
-            raise UserError(f"{path}: not a whole safetensors file ({first_line(error)}); download"
-                            " or export it again") from None
+            raise UserError(
+                f"{path}: not a whole safetensors file ({first_line(error)}); download"
+                " or export it again"
+            ) from None
     return weights
 
 
@@ -234,12 +264,18 @@ def _json(path: Path) -> dict[str, Any]:
     return read_json_object(path, needed_by="a directory of weights")
 
 
-def _tokenizer_of(directory: Path, config: ModelConfig,
-                  end_of_text: int | None) -> tuple[str | None, Path | None]:
+def _tokenizer_of(
+    directory: Path, config: ModelConfig, end_of_text: int | None
+) -> tuple[str | None, Path | None]:
     """Return the name of a directory's tokenizer, and its file unless it is a known tokenizer."""
     known = TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or next(
-        (name for name, size in KNOWN_SIZES.items()  # vocabularies may be padded
-         if size - 1 == end_of_text and size <= config.vocab_size), None)
+        (
+            name
+            for name, size in KNOWN_SIZES.items()  # vocabularies may be padded
+            if size - 1 == end_of_text and size <= config.vocab_size
+        ),
+        None,
+    )
     try:
         theirs = read_tokenizer_file(directory / TOKENIZER_FILE)
     except UserError:  # it is missing, or none that this project can use
@@ -247,8 +283,9 @@ def _tokenizer_of(directory: Path, config: ModelConfig,
     if known:
         ours = load_tokenizer(known)
         if theirs.eot_token == ours.eot_token and all(  # it begins with the known one's tokens
-                theirs.decode_single_token_bytes(each) == ours.decode_single_token_bytes(each)
-                for each in range(ours.n_vocab)):
+            theirs.decode_single_token_bytes(each) == ours.decode_single_token_bytes(each)
+            for each in range(ours.n_vocab)
+        ):
             return known, None
     return theirs.name, directory / TOKENIZER_FILE
 
@@ -260,10 +297,17 @@ def _download(repository: str) -> Path:
     from preparation.hub import ask_hub, hide_progress_bars
 
     hide_progress_bars()
-    config_path = Path(ask_hub(repository, lambda: hf_hub_download(repository, "config.json"),
-                               pauses=()))
+    config_path = Path(
+        ask_hub(repository, lambda: hf_hub_download(repository, "config.json"), pauses=())
+    )
     if "cfg" not in (config := _json(config_path)):
         Gpt2Config.model_validate(config)  # refuse other architectures before their gigabytes
     print_error(f"{repository}: loading the weights from the Hugging Face hub or its cache")
-    return Path(ask_hub(repository, lambda: snapshot_download(
-        repository, revision=config_path.parent.name, allow_patterns=DOWNLOADED)))
+    return Path(
+        ask_hub(
+            repository,
+            lambda: snapshot_download(
+                repository, revision=config_path.parent.name, allow_patterns=DOWNLOADED
+            ),
+        )
+    )

@@ -17,8 +17,10 @@ from tokens.batch_plan import head_chunk_tokens
 
 DTYPES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OF_CPUS = {  # any of these makes a precision fast
-    "bf16": ("avx512_bf16", "amx_bf16", "bf16"), "tf32": ("amx_fp16",),
-    "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith")}
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "tf32": ("amx_fp16",),
+    "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
+}
 HEAD_MULTIPLE = 128  # rows in a tile of the tensor cores' matrix products
 LARGE_VOCABULARY = 8192  # on CPUs, whose matrix products also want rows of whole cache lines
 
@@ -40,17 +42,23 @@ def resolve_for_device(config: TrainConfig, device: torch.device) -> TrainConfig
     if precision is None and config.use_amp:  # the fastest one that is safe on the device
         precision = "bf16" if has_precision(device, "bf16") else "fp16" if on_gpu else "fp32"
     precision = precision or "fp32"
-    residual_dtype = config.residual_dtype or (
-        "bf16" if on_gpu and precision == "bf16" else "fp32")
+    residual_dtype = config.residual_dtype or ("bf16" if on_gpu and precision == "bf16" else "fp32")
     if residual_dtype == "bf16" and precision != "bf16":
-        raise UserError(f'residual_dtype is "bf16", but the precision here is {precision}; remove'
-                        " it from train.json, or use a device that has bf16")
+        raise UserError(
+            f'residual_dtype is "bf16", but the precision here is {precision}; remove'
+            " it from train.json, or use a device that has bf16"
+        )
     attention = config.attention
     if config.deterministic and on_gpu and attention == "auto":  # flash has 16 bits only
         attention = "flash" if precision in ("bf16", "fp16") else "math"
-    return config.model_copy(update={
-        "precision": precision, "attention": attention, "residual_dtype": residual_dtype,
-        "compile": on_gpu if config.compile is None else config.compile})
+    return config.model_copy(
+        update={
+            "precision": precision,
+            "attention": attention,
+            "residual_dtype": residual_dtype,
+            "compile": on_gpu if config.compile is None else config.compile,
+        }
+    )
 
 
 def has_precision(device: torch.device, precision: Precision) -> bool:
@@ -63,8 +71,9 @@ def has_precision(device: torch.device, precision: Precision) -> bool:
     return precision != "tf32" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def choose_forward_options(model: ModelConfig, config: TrainConfig,
-                           device: torch.device) -> ForwardOptions:
+def choose_forward_options(
+    model: ModelConfig, config: TrainConfig, device: torch.device
+) -> ForwardOptions:
     """Return how the forward pass is computed; the config is one of `resolve_for_device`."""
     on_gpu, in_16_bits = device.type == "cuda", config.precision in ("bf16", "fp16")
     is_eager_on_cpu = not on_gpu and not config.compile
@@ -74,15 +83,20 @@ def choose_forward_options(model: ModelConfig, config: TrainConfig,
         head_chunk_tokens=head_chunk_tokens(model, config, is_eager_on_cpu=is_eager_on_cpu),
         activation_checkpointing=config.activation_checkpointing,
         head_multiple=HEAD_MULTIPLE if pads_head else 1,
-        attention=("blocks" if is_eager_on_cpu and in_16_bits and config.attention == "auto"
-                   else config.attention),
-        adds_bias_apart=on_gpu and bool(config.compile))
+        attention=(
+            "blocks"
+            if is_eager_on_cpu and in_16_bits and config.attention == "auto"
+            else config.attention
+        ),
+        adds_bias_apart=on_gpu and bool(config.compile),
+    )
 
 
 def autocast(precision: Precision | None, device: torch.device) -> torch.autocast:
     """Return the autocast context of a precision; for fp32 and tf32 it does nothing."""
-    return torch.autocast(device.type, dtype=DTYPES.get(precision, torch.bfloat16),
-                          enabled=precision in DTYPES)
+    return torch.autocast(
+        device.type, dtype=DTYPES.get(precision, torch.bfloat16), enabled=precision in DTYPES
+    )
 
 
 def check_attention(model: ModelConfig, config: TrainConfig, device: torch.device) -> None:
@@ -98,10 +112,12 @@ def check_attention(model: ModelConfig, config: TrainConfig, device: torch.devic
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise UserError(f'attention is "{config.attention}", which cannot run here with head size'
-                        f" {model.emb_dim // model.n_heads}, precision {config.precision} and"
-                        f" drop_rate {model.drop_rate:g} ({first_line(error)}); set it to"
-                        f' "{"math" if config.deterministic else "auto"}" in train.json') from None
+        raise UserError(
+            f'attention is "{config.attention}", which cannot run here with head size'
+            f" {model.emb_dim // model.n_heads}, precision {config.precision} and"
+            f" drop_rate {model.drop_rate:g} ({first_line(error)}); set it to"
+            f' "{"math" if config.deterministic else "auto"}" in train.json'
+        ) from None
 
 
 def attention_kernel(model: GPTModel, config: TrainConfig, device: torch.device) -> str:
@@ -113,10 +129,12 @@ def attention_kernel(model: GPTModel, config: TrainConfig, device: torch.device)
     return SDPBackend(chosen).name.split("_")[0].lower()
 
 
-def _attention_inputs(model: ModelConfig, config: TrainConfig,
-                      device: torch.device) -> tuple[Tensor, ...]:
+def _attention_inputs(
+    model: ModelConfig, config: TrainConfig, device: torch.device
+) -> tuple[Tensor, ...]:
     """Return queries, keys and values, (2, H, T, D), of a training step's dtype and strides."""
     shape = (2, model.context_length, 3, model.n_heads, model.emb_dim // model.n_heads)
-    qkv = torch.zeros(shape, dtype=DTYPES.get(config.precision, torch.float32), device=device,
-                      requires_grad=True)
+    qkv = torch.zeros(
+        shape, dtype=DTYPES.get(config.precision, torch.float32), device=device, requires_grad=True
+    )
     return qkv.permute(2, 0, 3, 1, 4).unbind()

@@ -36,22 +36,35 @@ class Reports:
     `window` takes the loss of each step, and gives it to `log` at a report.
     """
 
-    def __init__(self, prepared: PreparedRun, model: GPTModel, *, clock: PhaseClock,
-                 watchdog: Watchdog, saver: BackgroundSaver) -> None:
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        model: GPTModel,
+        *,
+        clock: PhaseClock,
+        watchdog: Watchdog,
+        saver: BackgroundSaver,
+    ) -> None:
         self.prepared, self.run, self.plan = prepared, prepared.run, prepared.plan
         self.model, self.config = model, prepared.config
         self.clock, self.watchdog, self.saver = clock, watchdog, saver
         self.process, is_main = watchdog.process, watchdog.process.is_main
-        self.log = RunLog(self.run, self.plan, prepared.data.tokenizer_name, clock=clock,
-                          is_active=is_main)
+        self.log = RunLog(
+            self.run, self.plan, prepared.data.tokenizer_name, clock=clock, is_active=is_main
+        )
         self.window = LossWindow(self.process.device)
-        self.diagnostics = Diagnostics(self.config.diagnostics_interval if is_main else None,
-                                       self.config.precision)
+        self.diagnostics = Diagnostics(
+            self.config.diagnostics_interval if is_main else None, self.config.precision
+        )
         self.meter = MachineMeter(self.run.run_dir, gpu_uuids(self.process) if is_main else [])
         self._gpu = find_gpu(device_name(self.process))
         self._kernel = attention_kernel(model, self.config, self.process.device)
-        self._sampler = Sampler(model, prepared.data.tokenizer_name, heartbeat=watchdog.heartbeat,
-                                tokenizer_path=prepared.data.tokenizer_path)
+        self._sampler = Sampler(
+            model,
+            prepared.data.tokenizer_name,
+            heartbeat=watchdog.heartbeat,
+            tokenizer_path=prepared.data.tokenizer_path,
+        )
         self.beside = SideProcesses(prepared, log=self.log, clock=clock, watchdog=watchdog)
         saver.after_write = self.beside.after_checkpoint.start
         watchdog.before_exit = self._before_exit
@@ -77,9 +90,11 @@ class Reports:
             say(f"warning: {warning}")
         for line in batch_arithmetic(self.plan):
             say(line)
-        say(f"{num_parameters:,} parameters, {self.plan.num_tokens / num_parameters:.1f} tokens per"
+        say(
+            f"{num_parameters:,} parameters, {self.plan.num_tokens / num_parameters:.1f} tokens per"
             f" parameter; {self.config.precision} on {self.process.device.type}; attention:"
-            f" {self._kernel}")
+            f" {self._kernel}"
+        )
         say(f"learning rates: {rates_line(self.run.model, self.config)}")
         if line := decay_line(self.model, self.config):
             say(line)
@@ -104,8 +119,9 @@ class Reports:
         """
         num_measured = global_step - self.prepared.first_step  # all but the first one
         says_speed = self._reports_speed and num_measured + 1 >= SPEED_CHECK_STEPS
-        for window in self.window.close(global_step, learning_rate, self.clock,
-                                        waits=waits or says_speed):
+        for window in self.window.close(
+            global_step, learning_rate, self.clock, waits=waits or says_speed
+        ):
             for measured in self.diagnostics.pop_measured(up_to=window.global_step):
                 self.log.record(measured.global_step, measured.numbers, window)
                 self.clock.count_diagnostics(measured.seconds)
@@ -131,39 +147,49 @@ class Reports:
 
     def _end_skipping(self, global_step: int) -> NoReturn:
         """End a run whose gradients stay non-finite. Raises: AgreedError: on every rank."""
-        reason = (f"{self.run.run_dir}: the gradients of {self.window.longest_skipped} steps in a"
-                  f" row, up to step {global_step + 1:,}, were not finite; resume from an earlier"
-                  " checkpoint with a lower learning_rate, or with precision bf16 or fp32"
-                  + (', or with attention "flash"' if self._kernel == "cudnn" else ""))
+        reason = (
+            f"{self.run.run_dir}: the gradients of {self.window.longest_skipped} steps in a"
+            f" row, up to step {global_step + 1:,}, were not finite; resume from an earlier"
+            " checkpoint with a lower learning_rate, or with precision bf16 or fp32"
+            + (', or with attention "flash"' if self._kernel == "cudnn" else "")
+        )
         self.watchdog.before_exit("failed", reason)
         raise AgreedError(reason, status=NON_FINITE)
 
     def warn_of_failed_write(self) -> None:
         if failure := self.saver.pop_failure():
-            self.log.say(f"warning: {failure} in {self.run.checkpoints_dir}: each later"
-                         " checkpoint tries again")
+            self.log.say(
+                f"warning: {failure} in {self.run.checkpoints_dir}: each later"
+                " checkpoint tries again"
+            )
 
     def _say_speed(self, num_steps: int) -> None:
         """Print the speed of this launch's last `num_steps`, and what may explain it."""
         spent = self.clock.read_this_launch()
         seconds = spent[TRAINING] + spent[WAITING]
-        self.log.say(Speed(
-            tokens_per_second=num_steps * self.plan.tokens_per_step / seconds,
-            num_processes=self.process.world_size,
-            flops_per_token=flops_per_token(self.run.model),
-            device_name=device_name(self.process), precision=self.config.precision,
-            attention_kernel=self._kernel, is_compiled=self.config.compile,
-            waiting_share=spent[WAITING] / seconds,
-            microbatch_tokens=self.plan.tokens_per_microbatch,
-            throttling=self.meter.throttling(), drop_rate=self.run.model.drop_rate).line())
+        self.log.say(
+            Speed(
+                tokens_per_second=num_steps * self.plan.tokens_per_step / seconds,
+                num_processes=self.process.world_size,
+                flops_per_token=flops_per_token(self.run.model),
+                device_name=device_name(self.process),
+                precision=self.config.precision,
+                attention_kernel=self._kernel,
+                is_compiled=self.config.compile,
+                waiting_share=spent[WAITING] / seconds,
+                microbatch_tokens=self.plan.tokens_per_microbatch,
+                throttling=self.meter.throttling(),
+                drop_rate=self.run.model.drop_rate,
+            ).line()
+        )
 
     def report_validation(self, global_step: int, loss: float, seconds: float) -> None:
         """Record a validation, and continue the run's `sample_prompts` with the model. Rank 0."""
-        self.log.report_validation(global_step, loss, seconds,
-                                   bytes_per_token=self.prepared.data.bytes_per_token)
+        self.log.report_validation(
+            global_step, loss, seconds, bytes_per_token=self.prepared.data.bytes_per_token
+        )
         if prompts := self.config.sample_prompts:
-            with (self.clock.phase(VALIDATION),
-                  autocast(self.config.precision, self.process.device)):
+            with self.clock.phase(VALIDATION), autocast(self.config.precision, self.process.device):
                 failure = self._sampler.try_to_write(self.run.samples_path, prompts, global_step)
             self.log.warn("no samples", failure)
 
@@ -173,8 +199,9 @@ class Reports:
         self.beside.warn()
         self.window.restart_timing()
 
-    def end(self, global_step: int, *, stop_reason: StopReason | None,
-            lacks_validation: bool) -> None:
+    def end(
+        self, global_step: int, *, stop_reason: StopReason | None, lacks_validation: bool
+    ) -> None:
         """Write and print the summary, and wait for the processes beside training. Rank 0.
 
         That may take 15 minutes, so it is called when the process group is gone, in which the other
@@ -189,33 +216,56 @@ class Reports:
         self.meter.stop()
         last = self.saver.validation if self.plan.is_trained_after(global_step) else None
         failure = "the last validation loss is not finite" if last and last.loss is None else ""
-        unwritten = self.log.finish(RunEnd(
-            first_step=self.prepared.first_step, global_step=global_step, failure=failure,
-            stop_reason=stop_reason, lacks_validation=lacks_validation, facts={
-                "num_parameters": self.model.num_parameters(),
-                "tokenizer": self.prepared.data.tokenizer_name,
-                "best": best and {"checkpoint": best.name, "global_step": best.meta.global_step,
-                                  "loss": best.loss},
-                "checkpoints": {"saved": self.saver.num_checkpoints,
-                                "longest_write_seconds": self.saver.longest_write_seconds,
-                                "stalled_seconds": self.clock.read_this_launch()[CHECKPOINT]},
-                "energy_kwh": self.meter.energy_kwh,
-                "machine": machine_facts(self.process, self.config.precision)
-                | {"compiled": self.config.compile, "attention": self._kernel,
-                   "deterministic": self.config.deterministic, "up_seconds": machine_up_seconds(),
-                   "head_chunk_tokens": self.model.options.head_chunk_tokens},
-                "code": self.code}))
+        unwritten = self.log.finish(
+            RunEnd(
+                first_step=self.prepared.first_step,
+                global_step=global_step,
+                failure=failure,
+                stop_reason=stop_reason,
+                lacks_validation=lacks_validation,
+                facts={
+                    "num_parameters": self.model.num_parameters(),
+                    "tokenizer": self.prepared.data.tokenizer_name,
+                    "best": best
+                    and {
+                        "checkpoint": best.name,
+                        "global_step": best.meta.global_step,
+                        "loss": best.loss,
+                    },
+                    "checkpoints": {
+                        "saved": self.saver.num_checkpoints,
+                        "longest_write_seconds": self.saver.longest_write_seconds,
+                        "stalled_seconds": self.clock.read_this_launch()[CHECKPOINT],
+                    },
+                    "energy_kwh": self.meter.energy_kwh,
+                    "machine": machine_facts(self.process, self.config.precision)
+                    | {
+                        "compiled": self.config.compile,
+                        "attention": self._kernel,
+                        "deterministic": self.config.deterministic,
+                        "up_seconds": machine_up_seconds(),
+                        "head_chunk_tokens": self.model.options.head_chunk_tokens,
+                    },
+                    "code": self.code,
+                },
+            )
+        )
         self._has_ended = not (unwritten or self.saver.is_behind)
         command_failure = self.beside.finish()
         if self.saver.is_behind:
             unwritten = self.saver.pop_failure()
         if unwritten:
-            raise UserError(f"{unwritten} in {self.run.run_dir}; then run the same command again:"
-                            " it resumes from the last whole one", DISK_FULL)
+            raise UserError(
+                f"{unwritten} in {self.run.run_dir}; then run the same command again:"
+                " it resumes from the last whole one",
+                DISK_FULL,
+            )
         self.warn_of_failed_write()
         if failure:
-            raise UserError(f"{failure}; resume from an earlier checkpoint with a lower"
-                            " learning_rate", NON_FINITE)
+            raise UserError(
+                f"{failure}; resume from an earlier checkpoint with a lower learning_rate",
+                NON_FINITE,
+            )
         if not self.watchdog.stop_signal:  # the notice of a preemption may be 30 s long
             self._print_sample()
         if command_failure:

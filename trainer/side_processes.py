@@ -43,8 +43,9 @@ class SideProcesses:
     Nothing that fails, hangs or is slow there stops training.
     """
 
-    def __init__(self, prepared: PreparedRun, *, log: RunLog, clock: PhaseClock,
-                 watchdog: Watchdog) -> None:
+    def __init__(
+        self, prepared: PreparedRun, *, log: RunLog, clock: PhaseClock, watchdog: Watchdog
+    ) -> None:
         self._prepared, self._log, self._clock = prepared, log, clock
         self._watchdog, run = watchdog, prepared.run
         self.charts = Beside("chart", lambda: beside.start_module("reporting.charts", run.run_dir))
@@ -75,8 +76,9 @@ class SideProcesses:
 
     def finish_charts(self) -> None:
         with self._clock.phase(CHART):
-            failure = self.charts.finish(self._until(self._watchdog.deadlines.charts),
-                                         heartbeat=self._watchdog.heartbeat)
+            failure = self.charts.finish(
+                self._until(self._watchdog.deadlines.charts), heartbeat=self._watchdog.heartbeat
+            )
         self._log.warn(CHARTS_FAILED, failure)
 
     def finish(self) -> str:
@@ -90,14 +92,20 @@ class SideProcesses:
         command_until = self._until(deadlines.after_checkpoint, least=LEAST_COMMAND_SECONDS)
         self.after_checkpoint.start()
         failure = self.after_checkpoint.finish(
-            lambda: watchdog.stop_by - deadlines.after_command if watchdog.stop_signal
-            else command_until(), heartbeat=watchdog.heartbeat)
+            lambda: (
+                watchdog.stop_by - deadlines.after_command
+                if watchdog.stop_signal
+                else command_until()
+            ),
+            heartbeat=watchdog.heartbeat,
+        )
         if watchdog.stop_signal:
             self._log.warn(COMMAND_FAILED, failure)
             failure = ""
             self.finish_charts()
-        self._log.warn(self._tracker_failed,
-                       self.tracker.finish(tracker_until, heartbeat=watchdog.heartbeat))
+        self._log.warn(
+            self._tracker_failed, self.tracker.finish(tracker_until, heartbeat=watchdog.heartbeat)
+        )
         return failure
 
     def _until(self, seconds: float, *, least: float = 0.0) -> Callable[[], float]:
@@ -106,8 +114,9 @@ class SideProcesses:
         left, _ = nearest_limit(self._prepared.run.config, self._clock)
         planned = began + min(seconds, max(least, left))
         stopped = began + min(seconds, watchdog.deadlines.after_command)
-        return lambda: min(stopped, watchdog.stop_by - EXIT_SECONDS) if (
-            watchdog.stop_signal) else planned
+        return lambda: (
+            min(stopped, watchdog.stop_by - EXIT_SECONDS) if (watchdog.stop_signal) else planned
+        )
 
 
 def after_checkpoint(command: str | None, run: Run) -> Beside:
@@ -115,8 +124,11 @@ def after_checkpoint(command: str | None, run: Run) -> Beside:
         with (run.run_dir / LOG).open("w") as output:
             return start_command(command or "", run_facts(run), output, priority=LOWEST)
 
-    return Beside("after-checkpoint", launch if command else None,
-                  advice=f"; {run.run_dir / LOG} has its output")
+    return Beside(
+        "after-checkpoint",
+        launch if command else None,
+        advice=f"; {run.run_dir / LOG} has its output",
+    )
 
 
 def command_failed(name: str, how: str, status: int = FAILED) -> UserError:
@@ -136,8 +148,12 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
         return
     options, run = prepared.options, prepared.run
     if prepared.is_finished and options.after_checkpoint:
-        run_command("--after-checkpoint", options.after_checkpoint, run,
-                    limit_seconds=Deadlines.read().after_checkpoint)
+        run_command(
+            "--after-checkpoint",
+            options.after_checkpoint,
+            run,
+            limit_seconds=Deadlines.read().after_checkpoint,
+        )
     if options.when_done is None:
         return
     if reason := _why_not(read_summary(run), stop_signal, has_trained=not prepared.is_finished):
@@ -151,8 +167,9 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     print_line(f"when-done: running {one_line(options.when_done)}")
     drop_unwritable_output()  # else the command fails where it prints
     began = time.monotonic()
-    run_command("--when-done", options.when_done, run,
-                record=lambda status: record_when_done(run, status))
+    run_command(
+        "--when-done", options.when_done, run, record=lambda status: record_when_done(run, status)
+    )
     print_line(f"when-done: ended with status 0 after {duration(time.monotonic() - began)}")
 
 
@@ -182,20 +199,28 @@ def run_facts(run: Run) -> dict[str, str]:
     loss = summary.get("validation_loss")
     identity = read_identity(run.run_dir)
     facts = {
-        "RUN": run.name, "RUN_DIR": run.run_dir.absolute(), "IDENTITY": identity and identity.name,
-        "STATUS": summary.get("status"), "REASON": summary.get("reason"),
-        "STEP": summary.get("global_step", -1) + 1, "NUM_STEPS": summary.get("num_steps"),
+        "RUN": run.name,
+        "RUN_DIR": run.run_dir.absolute(),
+        "IDENTITY": identity and identity.name,
+        "STATUS": summary.get("status"),
+        "REASON": summary.get("reason"),
+        "STEP": summary.get("global_step", -1) + 1,
+        "NUM_STEPS": summary.get("num_steps"),
         "TOKENS": summary.get("tokens"),
         "LOSS": summary.get("train_loss") if loss is None else loss,
-        "CHECKPOINT": newest and newest.path.absolute(), "BEST": best and best.path.absolute(),
+        "CHECKPOINT": newest and newest.path.absolute(),
+        "BEST": best and best.path.absolute(),
         "SECONDS": sum((summary.get("seconds") or {}).values()),
-        "USD": (summary.get("usd") or {}).get("total")}
-    return {f"DDP_TRAIN_{name}": "" if value is None else str(value)
-            for name, value in facts.items()}
+        "USD": (summary.get("usd") or {}).get("total"),
+    }
+    return {
+        f"DDP_TRAIN_{name}": "" if value is None else str(value) for name, value in facts.items()
+    }
 
 
-def start_command(command: str, facts: dict[str, str], output: IO[str] | None = None, *,
-                  priority: list[str]) -> subprocess.Popen[bytes]:
+def start_command(
+    command: str, facts: dict[str, str], output: IO[str] | None = None, *, priority: list[str]
+) -> subprocess.Popen[bytes]:
     """Start a command by `sh -c`, in a session of its own that can be ended as a whole.
 
     Its environment is that of the launch, as far as it is known, and the facts; `{run}`,
@@ -204,15 +229,29 @@ def start_command(command: str, facts: dict[str, str], output: IO[str] | None = 
     kept = environment()
     if kept.get("OMP_NUM_THREADS") == "1":  # torchrun sets that
         del kept["OMP_NUM_THREADS"]
-    command = re.sub(r"(?<!\$)\{(run|run_dir|checkpoint|identity)\}",
-                     lambda found: shlex.quote(facts[f"DDP_TRAIN_{found[1].upper()}"]), command)
+    command = re.sub(
+        r"(?<!\$)\{(run|run_dir|checkpoint|identity)\}",
+        lambda found: shlex.quote(facts[f"DDP_TRAIN_{found[1].upper()}"]),
+        command,
+    )
     return subprocess.Popen(
-        [*priority, "sh", "-c", command], stdin=subprocess.DEVNULL, stdout=output,
-        stderr=output, env=kept | facts, start_new_session=True)
+        [*priority, "sh", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=kept | facts,
+        start_new_session=True,
+    )
 
 
-def run_command(name: str, command: str, run: Run, *, limit_seconds: float = math.inf,
-                record: Callable[[int], None] = lambda status: None) -> None:
+def run_command(
+    name: str,
+    command: str,
+    run: Run,
+    *,
+    limit_seconds: float = math.inf,
+    record: Callable[[int], None] = lambda status: None,
+) -> None:
     """Run a command; a stop signal ends it. What it prints goes where this process prints.
 
     `record` is called with its exit status, 128 + n if signal n ended it.
@@ -220,8 +259,10 @@ def run_command(name: str, command: str, run: Run, *, limit_seconds: float = mat
     Raises: UserError: it failed, or a stop signal came.
     """
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: received.append(number))
-              for number in stop_signals()}
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in stop_signals()
+    }
     try:
         process = start_command(command, run_facts(run), priority=[])
         until = time.monotonic() + limit_seconds
@@ -236,7 +277,8 @@ def run_command(name: str, command: str, run: Run, *, limit_seconds: float = mat
     status = status if status >= 0 else 128 - status
     record(status)
     if received:
-        raise command_failed(name, f"was ended by {signal.Signals(received[0]).name}",
-                             128 + received[0])
+        raise command_failed(
+            name, f"was ended by {signal.Signals(received[0]).name}", 128 + received[0]
+        )
     if status:
         raise command_failed(name, f"ended with status {status}")

@@ -62,11 +62,14 @@ class PreparedRun:
         config, warnings = resolve_for_device(self.run.config, device), [*self.warnings]
         check_attention(self.run.model, config, device)
         if not has_precision(device, config.precision or "fp32"):
-            warnings.append(f'{self.run.train_path}: precision is "{config.precision}", in which'
-                            " this device is no faster than in fp32; without this key the fastest"
-                            " one is taken")
-        return replace(self, config=config, warnings=(*warnings, *unused_gpus(),
-                                                      *self._unused_cores(device)))
+            warnings.append(
+                f'{self.run.train_path}: precision is "{config.precision}", in which'
+                " this device is no faster than in fp32; without this key the fastest"
+                " one is taken"
+            )
+        return replace(
+            self, config=config, warnings=(*warnings, *unused_gpus(), *self._unused_cores(device))
+        )
 
     def _unused_cores(self, device: torch.device) -> list[str]:
         """Return a line for a run that could have more processes on the CPU with the same batch."""
@@ -75,8 +78,10 @@ class PreparedRun:
         more = largest_divisor(self.plan.gradient_accumulation_steps, num_cpu_cores())
         if self.plan.world_size > 1 or more == 1:
             return []
-        return [f"one process trains on {num_cpu_cores()} cores: with --nproc-per-node {more} a"
-                " small model trains faster, on the same batches"]  # 1.4 times, on two cores
+        return [
+            f"one process trains on {num_cpu_cores()} cores: with --nproc-per-node {more} a"
+            " small model trains faster, on the same batches"
+        ]  # 1.4 times, on two cores
 
     @property
     def plan(self) -> BatchPlan:
@@ -89,8 +94,11 @@ class PreparedRun:
     @property
     def lacks_validation(self) -> bool:
         """Whether the checkpoint's validation was due, and an earlier launch ended before it."""
-        return (self.resume_from is not None and self.resume_from.validation is None
-                and self.is_validation_due(self.first_step - 1))
+        return (
+            self.resume_from is not None
+            and self.resume_from.validation is None
+            and self.is_validation_due(self.first_step - 1)
+        )
 
     @property
     def is_trained(self) -> bool:
@@ -107,7 +115,8 @@ class PreparedRun:
     def is_save_due(self, global_step: int) -> bool:
         """Return whether the run's intervals ask for a checkpoint after a step."""
         return self.is_validation_due(global_step) or self._is_due(
-            global_step, self.config.checkpoint_interval)
+            global_step, self.config.checkpoint_interval
+        )
 
     def _is_due(self, global_step: int, interval: int | None) -> bool:
         is_last = global_step == self.plan.num_steps - 1
@@ -136,36 +145,59 @@ class PreparedRun:
     def say_if_finished(self, process: Process) -> None:
         if self.is_finished and process.is_main:
             steps, tokens = self.first_step, self.first_step * self.plan.tokens_per_step
-            wanted = "" if steps == self.plan.num_steps else (
-                f", {self.plan.num_steps:,} were wanted")
+            wanted = (
+                "" if steps == self.plan.num_steps else (f", {self.plan.num_steps:,} were wanted")
+            )
             original = copied_from(self.run)
             copy = f" in {original}, of which this is a copy" if original else ""
-            print_line(f"{self.run.name} is complete: {steps:,} steps{wanted}, {tokens:,}"
-                       f" tokens{copy}; --fresh starts it over")
+            print_line(
+                f"{self.run.name} is complete: {steps:,} steps{wanted}, {tokens:,}"
+                f" tokens{copy}; --fresh starts it over"
+            )
 
 
-def prepare_run(options: Options, process: Process, clock: PhaseClock,
-                agreement: Agreement) -> PreparedRun:
+def prepare_run(
+    options: Options, process: Process, clock: PhaseClock, agreement: Agreement
+) -> PreparedRun:
     """Check everything that can be checked before the first collective. Every rank."""
     step = agreement.run
-    run = step("configs",
-               lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour))
+    run = step(
+        "configs", lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour)
+    )
     failpoint("prepare")
     step("tracker", lambda: check_tracker(run.config.tracker) if process.is_main else None)
     dataset_dir = options.datasets_dir / run.config.dataset
     with clock.phase(DOWNLOAD):
-        step("dataset", lambda: provide_dataset(dataset_dir, run.config.dataset)
-             if process.is_main_of_node else None)
+        step(
+            "dataset",
+            lambda: (
+                provide_dataset(dataset_dir, run.config.dataset)
+                if process.is_main_of_node
+                else None
+            ),
+        )
     data = step("data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size))
-    says_finished, name, *warnings = json.loads(agreement.from_rank_0(
-        "checkpoint", lambda: json.dumps([read_summary(run).get("status") == FINISHED,
-                                          *choose_checkpoint(run, options)])))
+    says_finished, name, *warnings = json.loads(
+        agreement.from_rank_0(
+            "checkpoint",
+            lambda: json.dumps(
+                [read_summary(run).get("status") == FINISHED, *choose_checkpoint(run, options)]
+            ),
+        )
+    )
     is_first_reader = process.is_main_of_node and not process.is_main  # of this machine's files
-    resume_from = step("resuming", lambda: check_resume_point(
-        run, name, data, thoroughly=is_first_reader) if name else None)
+    resume_from = step(
+        "resuming",
+        lambda: check_resume_point(run, name, data, thoroughly=is_first_reader) if name else None,
+    )
     if run.config.init_from and resume_from is None:  # later the other processes find it here too
-        step("initial weights", lambda: process.is_main_of_node and initial_model(
-            run, options.runs_dir, tokenizer_name=data.tokenizer_name))
+        step(
+            "initial weights",
+            lambda: (
+                process.is_main_of_node
+                and initial_model(run, options.runs_dir, tokenizer_name=data.tokenizer_name)
+            ),
+        )
     if resume_from is not None:
         latest = resume_from.validation or resume_from.meta
         clock.resume(latest.seconds, latest.usd)
@@ -182,16 +214,36 @@ def prepare_run(options: Options, process: Process, clock: PhaseClock,
     if resume_from is not None:
         changes = find_changes(resume_from.meta.settings, settings_of(run))
         if process.is_main and (original := copied_from(run)):
-            warnings.append(f"{run.run_dir} is a copy of {original} with its checkpoints, and goes"
-                            " on from there; --fresh starts it over")
-        rates = {record["global_step"]: record.get("learning_rate") or 0.0 for record in records
-                 if "train_loss" in record}
+            warnings.append(
+                f"{run.run_dir} is a copy of {original} with its checkpoints, and goes"
+                " on from there; --fresh starts it over"
+            )
+        rates = {
+            record["global_step"]: record.get("learning_rate") or 0.0
+            for record in records
+            if "train_loss" in record
+        }
         last_step = resume_from.meta.global_step
-        warnings.append(schedule_warning(run.config, last_step, rates.get(last_step),
-                                         num_steps=data.plan.num_steps,
-                                         changed=changes if resume_from.meta.settings else None))
-    prepared = PreparedRun(run, run.config, data, resume_from, options, says_finished,
-                           tuple(filter(None, warnings)), energy_kwh, changes)
+        warnings.append(
+            schedule_warning(
+                run.config,
+                last_step,
+                rates.get(last_step),
+                num_steps=data.plan.num_steps,
+                changed=changes if resume_from.meta.settings else None,
+            )
+        )
+    prepared = PreparedRun(
+        run,
+        run.config,
+        data,
+        resume_from,
+        options,
+        says_finished,
+        tuple(filter(None, warnings)),
+        energy_kwh,
+        changes,
+    )
     goes_on = not prepared.is_trained  # each node by its own train.json: all take both steps
     step("room", lambda: check_room(run, clock, process) if goes_on else None)
     return prepared
@@ -205,19 +257,28 @@ def choose_checkpoint(run: Run, options: Options) -> list[str]:
     of_the_original = [path for path in partial if (path / "optimizer.pt").exists()]
     if of_the_original and not named_as_checkpoints(run.checkpoints_dir):
         newest = of_the_original[-1]
-        raise UserError(f"{run.checkpoints_dir}: has checkpoints of the original system, whose"
-                        " optimizer state is not read; to train on from the weights of the newest,"
-                        f' make a run directory with "init_from": "{newest}" in train.json')
+        raise UserError(
+            f"{run.checkpoints_dir}: has checkpoints of the original system, whose"
+            " optimizer state is not read; to train on from the weights of the newest,"
+            f' make a run directory with "init_from": "{newest}" in train.json'
+        )
     warnings = []
     if options.checkpoint in (None, LATEST):
         checkpoint, damaged = checkpointing.newest_whole(run.checkpoints_dir)
-        warnings += [f"{line}; {checkpoint and checkpoint.name} is used instead"
-                     for line in damaged]
-        warnings += [f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
-                     for path in partial if path not in of_the_original]
-        warnings += [f"{path}: is a link, and a checkpoint is a directory: ignored; copy there what"
-                     " it points to" for path in sorted(run.checkpoints_dir.glob("*-iteration-*"))
-                     if path.is_symlink()]
+        warnings += [
+            f"{line}; {checkpoint and checkpoint.name} is used instead" for line in damaged
+        ]
+        warnings += [
+            f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
+            for path in partial
+            if path not in of_the_original
+        ]
+        warnings += [
+            f"{path}: is a link, and a checkpoint is a directory: ignored; copy there what"
+            " it points to"
+            for path in sorted(run.checkpoints_dir.glob("*-iteration-*"))
+            if path.is_symlink()
+        ]
     else:
         checkpoint = checkpointing.find_checkpoint(run.checkpoints_dir, options.checkpoint)
     if checkpoint is None and options.checkpoint:
@@ -232,19 +293,24 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
     """
     try:
         checkpoint = checkpointing.open_checkpoint(
-            run.checkpoints_dir / name, thoroughly=thoroughly)
+            run.checkpoints_dir / name, thoroughly=thoroughly
+        )
     except UserError as error:
-        raise UserError(f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
-                        " another machine of the run") from None
+        raise UserError(
+            f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
+            " another machine of the run"
+        ) from None
     check_same_run(checkpoint, run, data.fingerprints)
     # With another global batch, data would be read twice, or skipped.
     plan, num_steps = data.plan, checkpoint.meta.global_step + 1
     if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
         before = checkpoint.meta.tokens // num_steps
-        raise UserError(f"{checkpoint.path}: was trained with {before} tokens per step, this launch"
-                        f" has {plan.tokens_per_step}; change gradient_accumulation_steps or the"
-                        " number of processes, or set global_batch_size to"
-                        f" {before // plan.context_length}; or use --fresh")
+        raise UserError(
+            f"{checkpoint.path}: was trained with {before} tokens per step, this launch"
+            f" has {plan.tokens_per_step}; change gradient_accumulation_steps or the"
+            " number of processes, or set global_batch_size to"
+            f" {before // plan.context_length}; or use --fresh"
+        )
     return checkpoint
 
 
@@ -253,19 +319,26 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
     meta, model_path = checkpoint.meta, run.run_dir / "model.json"
     was = meta.model.model_dump(exclude=FREE_TO_CHANGE)
     compared = [(model_path, key, getattr(run.model, key), was[key]) for key in was]
-    compared += [(run.train_path, "optimizer", run.config.optimizer, meta.optimizer),
-                 (run.train_path, "random_seed", run.config.random_seed, meta.random_seed)]
+    compared += [
+        (run.train_path, "optimizer", run.config.optimizer, meta.optimizer),
+        (run.train_path, "random_seed", run.config.random_seed, meta.random_seed),
+    ]
     # Another start would read data twice. A file may be used for the first time.
-    files = {split: f"the {split} file of {run.config.dataset}"
-             for split in ("train", "validation")}
-    compared += [(run.train_path, files.get(key, key), data[key], meta.data[key])
-                 for key in sorted(data.keys() & meta.data.keys() - {"validation_sequences"})]
+    files = {
+        split: f"the {split} file of {run.config.dataset}" for split in ("train", "validation")
+    }
+    compared += [
+        (run.train_path, files.get(key, key), data[key], meta.data[key])
+        for key in sorted(data.keys() & meta.data.keys() - {"validation_sequences"})
+    ]
     for path, key, found, before in compared:
         if found != before:
             original = copied_from(run)
             copy = f"; the checkpoint was copied from {original}" if original else ""
-            raise UserError(f"{path}: {key} is {found}, {checkpoint.name} was trained with"
-                            f" {before}{copy}; set it back, or start over with --fresh")
+            raise UserError(
+                f"{path}: {key} is {found}, {checkpoint.name} was trained with"
+                f" {before}{copy}; set it back, or start over with --fresh"
+            )
 
 
 def copied_from(run: Run) -> Path | None:
@@ -285,8 +358,9 @@ def copied_from(run: Run) -> Path | None:
     return other if found is not None and found == own else None
 
 
-def open_run_dir(prepared: PreparedRun, process: Process,
-                 clock: PhaseClock) -> tuple[Identity, Path | None]:
+def open_run_dir(
+    prepared: PreparedRun, process: Process, clock: PhaseClock
+) -> tuple[Identity, Path | None]:
     """Remove from a run directory what this launch does not go on from, once all agree. Rank 0.
 
     In this order, so that a kill leaves no other run's records or checkpoints to go on from.
@@ -298,8 +372,14 @@ def open_run_dir(prepared: PreparedRun, process: Process,
     write_identity(run.run_dir, identity)
     for path in (run.metrics_path, run.samples_path, run.evaluations_path):
         remove_metrics_from(path, prepared.first_step, lacks_validation=prepared.lacks_validation)
-    write_status(run, clock, status="running", reason=None, num_steps=prepared.plan.num_steps,
-                 tokenizer=prepared.data.tokenizer_name)
+    write_status(
+        run,
+        clock,
+        status="running",
+        reason=None,
+        num_steps=prepared.plan.num_steps,
+        tokenizer=prepared.data.tokenizer_name,
+    )
     return identity, checkpointing.clean_up(run.run_dir, from_step=prepared.first_step)
 
 
@@ -310,8 +390,9 @@ def build_state(prepared: PreparedRun, process: Process) -> TrainingState:
     if prepared.resume_from is not None:
         checkpointing.load_checkpoint(prepared.resume_from, state)
     elif run.config.init_from:
-        initial = initial_model(run, prepared.options.runs_dir,
-                                tokenizer_name=prepared.data.tokenizer_name)
+        initial = initial_model(
+            run, prepared.options.runs_dir, tokenizer_name=prepared.data.tokenizer_name
+        )
         state.model.load_state_dict(initial.state_dict())
     return state
 
@@ -325,5 +406,7 @@ def check_room(run: Run, clock: PhaseClock, process: Process) -> None:
     disk = shutil.disk_usage(place)
     needed = checkpoint_bytes(run.model, run.config)
     if process.is_main and disk.free < needed and disk.total:  # object stores may have no size
-        raise UserError(f"{run.run_dir}: a checkpoint takes {gb(needed)}, and the disk has"
-                        f" {gb(disk.free)} free; free some, or set --runs-dir")
+        raise UserError(
+            f"{run.run_dir}: a checkpoint takes {gb(needed)}, and the disk has"
+            f" {gb(disk.free)} free; free some, or set --runs-dir"
+        )

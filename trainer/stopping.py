@@ -27,8 +27,15 @@ class Stop:
     restart. `reason` is why the launch ends before the run does, if so.
     """
 
-    def __init__(self, prepared: PreparedRun, *, clock: PhaseClock, watchdog: Watchdog,
-                 group: dist.ProcessGroup, saver: BackgroundSaver) -> None:
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        *,
+        clock: PhaseClock,
+        watchdog: Watchdog,
+        group: dist.ProcessGroup,
+        saver: BackgroundSaver,
+    ) -> None:
         self._prepared, self._config = prepared, prepared.config
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
         self._checkpoint_bytes = checkpoint_bytes(prepared.run.model, self._config)
@@ -39,9 +46,12 @@ class Stop:
 
     def after(self, global_step: int, *, is_report_due: bool) -> bool:
         """Return whether the launch ends with this step. Budgets are checked at reports."""
-        is_spent = (global_step < self.last_step and self._watchdog.process.is_main
-                    and (is_report_due or self._prepared.is_save_due(global_step))
-                    and self._is_spent_after(global_step))
+        is_spent = (
+            global_step < self.last_step
+            and self._watchdog.process.is_main
+            and (is_report_due or self._prepared.is_save_due(global_step))
+            and self._is_spent_after(global_step)
+        )
         return self.is_asked(is_spent=is_spent) or global_step >= self.last_step
 
     def is_asked(self, *, is_spent: bool = False) -> bool:
@@ -75,14 +85,20 @@ class Stop:
         if config.validate_on == "all":
             num_batches = math.ceil(num_batches / prepared.plan.world_size)
         validation = clock.longest[phases.VALIDATION] or (
-            step / prepared.plan.gradient_accumulation_steps / 3 * num_batches)
+            step / prepared.plan.gradient_accumulation_steps / 3 * num_batches
+        )
         save = clock.longest[phases.CHECKPOINT] + clock.longest[phases.CHART] or (
-            self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND)
+            self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND
+        )
         ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, self.last_step) + 1)
         due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
         num_saves = 1 + sum(prepared.is_save_due(each) for each in due if each != self.last_step)
         # A launch ends with a save, whose write may have to wait for the one before.
-        seconds = (len(ahead) * step + num_saves * save
-                   + sum(map(prepared.is_validation_due, due)) * validation
-                   + 2 * self._saver.longest_write_seconds + LAST_CHARTS_SECONDS)
+        seconds = (
+            len(ahead) * step
+            + num_saves * save
+            + sum(map(prepared.is_validation_due, due)) * validation
+            + 2 * self._saver.longest_write_seconds
+            + LAST_CHARTS_SECONDS
+        )
         return seconds * (1 + SAFETY_MARGIN) > nearest_limit(config, clock)[0]

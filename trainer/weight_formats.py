@@ -17,15 +17,19 @@ from run_config import MAX_VOCAB_SIZE, ModelConfig
 Weights = dict[str, Tensor]
 
 # Our names, GPT-2's names, and the original system's names.
-OUTER = {"token_embedding": ("wte", "tok_emb"), "position_embedding": ("wpe", "pos_emb"),
-         "final_norm": ("ln_f", "final_norm")}
+OUTER = {
+    "token_embedding": ("wte", "tok_emb"),
+    "position_embedding": ("wpe", "pos_emb"),
+    "final_norm": ("ln_f", "final_norm"),
+}
 INNER = {
     "attention_norm": ("ln_1", "norm1"),
     "attention.output": ("attn.c_proj", "att.out_proj"),
     "mlp_norm": ("ln_2", "norm2"),
     "mlp.up": ("mlp.c_fc", "ff.layers.0"),
     "mlp.output": ("mlp.c_proj", "ff.layers.2"),
-    "attention.qkv": ("attn.c_attn", "att.W_qkv")}  # the original has three: query, key, value
+    "attention.qkv": ("attn.c_attn", "att.W_qkv"),
+}  # the original has three: query, key, value
 NORM_PARTS = {"weight": "scale", "bias": "shift"}  # in the original system
 
 
@@ -55,22 +59,41 @@ class Gpt2Config(BaseModel):
         if self.n_inner not in (None, 4 * self.n_embd):
             raise ValueError(f"n_inner is {self.n_inner}; wanted 4 x n_embd = {4 * self.n_embd}")
         return ModelConfig(
-            vocab_size=self.vocab_size, context_length=self.n_positions, emb_dim=self.n_embd,
-            n_heads=self.n_head, n_layers=self.n_layer, drop_rate=self.resid_pdrop,
-            qkv_bias=True, tie_weights=self.tie_word_embeddings)
+            vocab_size=self.vocab_size,
+            context_length=self.n_positions,
+            emb_dim=self.n_embd,
+            n_heads=self.n_head,
+            n_layers=self.n_layer,
+            drop_rate=self.resid_pdrop,
+            qkv_bias=True,
+            tie_weights=self.tie_word_embeddings,
+        )
 
 
 def gpt2_config(model: ModelConfig, end_of_text: int | None) -> dict[str, Any]:
     """Return `config.json` for `transformers`, with the id of the end-of-text token, if known."""
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
-        "vocab_size": model.vocab_size, "n_positions": model.context_length,
-        "n_embd": model.emb_dim, "n_head": model.n_heads, "n_layer": model.n_layers,
-        "n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-        "embd_pdrop": model.drop_rate, "attn_pdrop": model.drop_rate,
-        "resid_pdrop": model.drop_rate, "initializer_range": 0.02, "scale_attn_weights": True,
-        "tie_word_embeddings": model.tie_weights, "use_cache": True, "dtype": "float32",
-        "bos_token_id": end_of_text, "eos_token_id": end_of_text}
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": model.vocab_size,
+        "n_positions": model.context_length,
+        "n_embd": model.emb_dim,
+        "n_head": model.n_heads,
+        "n_layer": model.n_layers,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "embd_pdrop": model.drop_rate,
+        "attn_pdrop": model.drop_rate,
+        "resid_pdrop": model.drop_rate,
+        "initializer_range": 0.02,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": model.tie_weights,
+        "use_cache": True,
+        "dtype": "float32",
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
 
 
 def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:
@@ -79,8 +102,10 @@ def to_gpt2(weights: Weights, model: ModelConfig) -> Weights:
     if not model.qkv_bias:
         for layer in range(model.n_layers):
             ours[f"blocks.{layer}.attention.qkv.bias"] = torch.zeros(3 * model.emb_dim)
-    theirs = {f"transformer.{gpt2}": ours[name].t().contiguous() if transpose else ours[name]
-              for name, gpt2, _, transpose in _names(model.n_layers)}
+    theirs = {
+        f"transformer.{gpt2}": ours[name].t().contiguous() if transpose else ours[name]
+        for name, gpt2, _, transpose in _names(model.n_layers)
+    }
     return theirs if model.tie_weights else theirs | {"lm_head.weight": ours["head.weight"]}
 
 
@@ -92,8 +117,10 @@ def from_gpt2(weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfi
     theirs = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     if f"h.{model.n_layers}.ln_1.weight" in theirs:
         raise ValueError(f"it has more layers than n_layer, {model.n_layers}")
-    ours = {name: theirs[gpt2].t() if transpose else theirs[gpt2]
-            for name, gpt2, _, transpose in _names(model.n_layers)}
+    ours = {
+        name: theirs[gpt2].t() if transpose else theirs[gpt2]
+        for name, gpt2, _, transpose in _names(model.n_layers)
+    }
     if not model.tie_weights:
         ours["head.weight"] = theirs["lm_head.weight"]
     biases = [name for name in ours if name.endswith("qkv.bias")]
@@ -122,11 +149,16 @@ def _names(n_layers: int) -> Iterator[tuple[str, str, str, bool]]:
     """Yield our name, GPT-2's, the original system's, and whether GPT-2 has it transposed."""
     rows = [(ours, *theirs) for ours, theirs in OUTER.items()]
     for layer in range(n_layers):
-        rows += [(f"blocks.{layer}.{ours}", f"h.{layer}.{gpt2}", f"trf_blocks.{layer}.{original}")
-                 for ours, (gpt2, original) in INNER.items()]
+        rows += [
+            (f"blocks.{layer}.{ours}", f"h.{layer}.{gpt2}", f"trf_blocks.{layer}.{original}")
+            for ours, (gpt2, original) in INNER.items()
+        ]
     for ours, gpt2, original in rows:
         is_norm = "norm" in ours
         for part in ("weight",) if ours.endswith("embedding") else ("weight", "bias"):
-            yield (f"{ours}.{part}", f"{gpt2}.{part}",
-                   f"{original}.{NORM_PARTS[part] if is_norm else part}",
-                   part == "weight" and ours.startswith("blocks.") and not is_norm)
+            yield (
+                f"{ours}.{part}",
+                f"{gpt2}.{part}",
+                f"{original}.{NORM_PARTS[part] if is_norm else part}",
+                part == "weight" and ours.startswith("blocks.") and not is_norm,
+            )

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CURVES: dict[str, dict[str, float]] = {"train_loss": {"linewidth": 1, "alpha": 0.5},
-                                       "validation_loss": {"linewidth": 2.5, "markersize": 4}}
+CURVES: dict[str, dict[str, float]] = {
+    "train_loss": {"linewidth": 1, "alpha": 0.5},
+    "validation_loss": {"linewidth": 2.5, "markersize": 4},
+}
 MINUTES_BELOW_SECONDS = 2 * 3600
 MAX_POINTS = 60  # of a training curve; the noise of more would hide the other curves
 MAX_NAMES = 16  # in a legend
@@ -37,9 +39,18 @@ Points = dict[str, dict[tuple[float, float], Row | None]]
 
 def loss_points(rows: list[Row], kind: str, *, in_bits: bool = False) -> Points:
     """Group the rows that have this loss by all settings that change it, except the batch size."""
-    return _grouped(((row.first.loss_group, row, row.values["global_batch_size"],
-                      row.bits(kind) if in_bits else row.loss(kind)) for row in rows),
-                    NEEDED_FOR_PARABOLA)
+    return _grouped(
+        (
+            (
+                row.first.loss_group,
+                row,
+                row.values["global_batch_size"],
+                row.bits(kind) if in_bits else row.loss(kind),
+            )
+            for row in rows
+        ),
+        NEEDED_FOR_PARABOLA,
+    )
 
 
 def memory_points(rows: list[Row]) -> Points:
@@ -49,15 +60,23 @@ def memory_points(rows: list[Row]) -> Points:
     the largest microbatch is a line of its own.
     """
     results = [(row, result) for row in rows for result in row.results]
-    searches = {f"--find-max-microbatch of {result.name}": dict.fromkeys(result.search)
-                for _, result in results if len(dict(result.search)) >= NEEDED_FOR_LINE}
+    searches = {
+        f"--find-max-microbatch of {result.name}": dict.fromkeys(result.search)
+        for _, result in results
+        if len(dict(result.search)) >= NEEDED_FOR_LINE
+    }
     return searches | _grouped(
-        ((result.memory_group, row, result.figures["microbatch_size"], result.memory_gib)
-         for row, result in results), NEEDED_FOR_LINE)
+        (
+            (result.memory_group, row, result.figures["microbatch_size"], result.memory_gib)
+            for row, result in results
+        ),
+        NEEDED_FOR_LINE,
+    )
 
 
-def _grouped(found: Iterable[tuple[tuple[str, ...], Row, float | None, float | None]],
-             needed: int) -> Points:
+def _grouped(
+    found: Iterable[tuple[tuple[str, ...], Row, float | None, float | None]], needed: int
+) -> Points:
     """Group points, each with its group, row, x and y; `needed` different x are a curve."""
     groups: dict[tuple[str, ...], dict[tuple[float, float], Row | None]] = {}
     for group, row, x, y in found:
@@ -65,8 +84,10 @@ def _grouped(found: Iterable[tuple[tuple[str, ...], Row, float | None, float | N
             groups.setdefault(group, {}).setdefault((x, y), row)
     curves = [points for points in groups.values() if len({x for x, _ in points}) >= needed]
     firsts = [next(iter(points.values())) for points in curves]
-    return {"published" if first.is_published else f"runs like {first.short_name}": points
-            for first, points in zip(firsts, curves, strict=True)}
+    return {
+        "published" if first.is_published else f"runs like {first.short_name}": points
+        for first, points in zip(firsts, curves, strict=True)
+    }
 
 
 def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list[str]]:
@@ -79,34 +100,69 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
     kind = deciding_loss([row for row in rows if not row.is_published] or rows)
     if not loss_points(rows, kind):
         kind = "test_loss"  # that of the published rows
-    recorded = [row for row in rows if any(len(_points_of(result, key, "global_step")[0])
-                                           for result in row.results for key in CURVES)]
+    recorded = [
+        row
+        for row in rows
+        if any(
+            len(_points_of(result, key, "global_step")[0])
+            for result in row.results
+            for key in CURVES
+        )
+    ]
     written, missing = [], []
     curves_in_bits, losses_in_bits = (
         len(tokenizers(some)) > 1
-        for some in (recorded, [row for row in rows if row.loss(kind) is not None]))
+        for some in (recorded, [row for row in rows if row.loss(kind) is not None])
+    )
     if curves_in_bits:
-        unknown = [row for row in recorded if not all(
-            bytes_per_token(result.records) for result in row.results)]
+        unknown = [
+            row
+            for row in recorded
+            if not all(bytes_per_token(result.records) for result in row.results)
+        ]
         recorded = [row for row in recorded if row not in unknown]
-        missing += [f"not drawn in loss-curves.png: {row.name}: the tokenizers of these runs"
-                    " differ, and its bits per byte are not known" for row in unknown]
+        missing += [
+            f"not drawn in loss-curves.png: {row.name}: the tokenizers of these runs"
+            " differ, and its bits per byte are not known"
+            for row in unknown
+        ]
     if losses_in_bits:
-        missing.append("loss-over-batch.png: in bits per byte, as the tokenizers differ; without"
-                       " the runs and published results of which these are not known")
+        missing.append(
+            "loss-over-batch.png: in bits per byte, as the tokenizers differ; without"
+            " the runs and published results of which these are not known"
+        )
     losses = loss_points(rows, kind, in_bits=losses_in_bits)
     memory = memory_points(rows)
-    curve_unit, loss_unit = ("bits per byte" if in_bits else "nats per token"
-                             for in_bits in (curves_in_bits, losses_in_bits))
+    curve_unit, loss_unit = (
+        "bits per byte" if in_bits else "nats per token"
+        for in_bits in (curves_in_bits, losses_in_bits)
+    )
     for name, data, plot, needed in (
-        ("loss-curves.png", recorded, partial(
-            _plot_curves, recorded, curve_unit, in_bits=curves_in_bits), "a run with records"),
-        ("loss-over-batch.png", losses, partial(plot_points, losses, plot_fit, (
-            "global batch (sequences)", f"{LOSS_NAMES[kind]} ({loss_unit})")),
-         f"{NEEDED_FOR_PARABOLA} finished runs that differ in their batch"),
-        ("memory-over-microbatch.png", memory, partial(plot_points, memory, plot_line, (
-            "microbatch (sequences)", "memory per GPU (GiB)")),
-         f"{NEEDED_FOR_LINE} runs that differ in their microbatch, or a saved search"),
+        (
+            "loss-curves.png",
+            recorded,
+            partial(_plot_curves, recorded, curve_unit, in_bits=curves_in_bits),
+            "a run with records",
+        ),
+        (
+            "loss-over-batch.png",
+            losses,
+            partial(
+                plot_points,
+                losses,
+                plot_fit,
+                ("global batch (sequences)", f"{LOSS_NAMES[kind]} ({loss_unit})"),
+            ),
+            f"{NEEDED_FOR_PARABOLA} finished runs that differ in their batch",
+        ),
+        (
+            "memory-over-microbatch.png",
+            memory,
+            partial(
+                plot_points, memory, plot_line, ("microbatch (sequences)", "memory per GPU (GiB)")
+            ),
+            f"{NEEDED_FOR_LINE} runs that differ in their microbatch, or a saved search",
+        ),
     ):
         path = charts_dir / name
         path.unlink(missing_ok=True)
@@ -118,9 +174,12 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
 
 
 def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
-    points = [(place, value) for record in result.records
-              if (place := number(record.get(x_key))) is not None
-              and (value := number(record.get(key))) is not None]
+    points = [
+        (place, value)
+        for record in result.records
+        if (place := number(record.get(x_key))) is not None
+        and (value := number(record.get(key))) is not None
+    ]
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
     if key == "train_loss" and len(x):  # averages of at most MAX_POINTS groups
         groups = np.array_split(np.arange(len(x)), min(len(x), MAX_POINTS))
@@ -135,12 +194,22 @@ def _plot_curves(rows: list[Row], loss_unit: str, figure: Figure, *, in_bits: bo
 
     records = [record for row in rows for result in row.results for record in result.records]
     longest = max((number(record.get("seconds")) or 0.0 for record in records), default=0.0)
-    time_axis = ("minutes", "seconds", 60) if longest < MINUTES_BELOW_SECONDS else (
-        "hours", "seconds", 3600)
-    every_axis = [("global step", "global_step", 1), ("tokens", "tokens", 1), time_axis,
-                  ("US$", "usd", 1)]  # label, key in a record, and how many of its units are one
-    recorded = [axis for axis in every_axis
-                if any(number(record.get(axis[1])) is not None for record in records)]
+    time_axis = (
+        ("minutes", "seconds", 60)
+        if longest < MINUTES_BELOW_SECONDS
+        else ("hours", "seconds", 3600)
+    )
+    every_axis = [
+        ("global step", "global_step", 1),
+        ("tokens", "tokens", 1),
+        time_axis,
+        ("US$", "usd", 1),
+    ]  # label, key in a record, and how many of its units are one
+    recorded = [
+        axis
+        for axis in every_axis
+        if any(number(record.get(axis[1])) is not None for record in records)
+    ]
     shape = (2, 2) if len(recorded) == 4 else (1, len(recorded))
     figure.set_size_inches(6 * shape[1], 4.5 * shape[0])
     panels = figure.subplots(*shape, sharey=True, squeeze=False).flatten()
@@ -154,49 +223,75 @@ def _plot_curves(rows: list[Row], loss_unit: str, figure: Figure, *, in_bits: bo
                     y = y / math.log(2) / bytes_per_token(result.records)
                 is_marked = key == "validation_loss" and len(y) <= FEW_VALIDATIONS
                 if len(x):
-                    axes.plot(x / unit, y, color=f"C{place % 10}",
-                              marker="o" if is_marked else None, **CURVES[key])
+                    axes.plot(
+                        x / unit,
+                        y,
+                        color=f"C{place % 10}",
+                        marker="o" if is_marked else None,
+                        **CURVES[key],
+                    )
         if axes.get_xlim()[1] >= 1000:  # smaller x would have an m, read as M
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     losses = [line.get_ydata() for line in panels[0].lines]
-    low, high = min(y.min() for y in losses), max(y[int(len(y) * HIGH_START):].max()
-                                                  for y in losses)
+    low, high = (
+        min(y.min() for y in losses),
+        max(y[int(len(y) * HIGH_START) :].max() for y in losses),
+    )
     margin = MARGIN * (high - low) or 0.5
     panels[0].set_ylim(low - margin, high + margin)
     figure.suptitle("training (thin, smoothed) and validation (bold)")
     for place, row in enumerate(rows[:MAX_NAMES]):
-        panels[0].plot([], [], color=f"C{place % 10}", linewidth=2.5,
-                       label=without_formulas(row.short_name))
-    figure.legend(loc="outside lower center", ncols=min(4, len(rows)), frameon=False,
-                  fontsize="small")
+        panels[0].plot(
+            [], [], color=f"C{place % 10}", linewidth=2.5, label=without_formulas(row.short_name)
+        )
+    figure.legend(
+        loc="outside lower center", ncols=min(4, len(rows)), frameon=False, fontsize="small"
+    )
 
 
 def without_formulas(text: str) -> str:
     return text.replace("$", r"\$")  # matplotlib parses text between two dollar signs as a formula
 
 
-def plot_points(groups: Points, fit: Callable[..., object], labels: tuple[str, str],
-                figure: Figure) -> None:
+def plot_points(
+    groups: Points, fit: Callable[..., object], labels: tuple[str, str], figure: Figure
+) -> None:
     """Plot each group with the names of its runs and its curve; the legend hides no point."""
     figure.set_size_inches(10, 7)
     axes = figure.subplots()
     for place, (label, points) in enumerate(groups.items()):
         x, y = map(list, zip(*points, strict=True))
         color = f"C{place % 10}"
-        axes.plot(x, y, color=color, marker="o", markersize=8, linestyle="none", zorder=3,
-                  label=without_formulas(label))
+        axes.plot(
+            x,
+            y,
+            color=color,
+            marker="o",
+            markersize=8,
+            linestyle="none",
+            zorder=3,
+            label=without_formulas(label),
+        )
         for point, row in points.items():
             if row and not row.is_published:
-                axes.annotate(without_formulas(row.short_name), point, fontsize="x-small",
-                              textcoords="offset points", xytext=(7, 5), color="gray")
+                axes.annotate(
+                    without_formulas(row.short_name),
+                    point,
+                    fontsize="x-small",
+                    textcoords="offset points",
+                    xytext=(7, 5),
+                    color="gray",
+                )
         fit(axes, x, y, color)
     axes.set(xlabel=labels[0], ylabel=labels[1])
-    axes.legend(frameon=False, fontsize="small", loc="upper center", ncols=2,
-                bbox_to_anchor=(0.5, -0.13))
+    axes.legend(
+        frameon=False, fontsize="small", loc="upper center", ncols=2, bbox_to_anchor=(0.5, -0.13)
+    )
 
 
-def fit_log_quadratic(x: Sequence[float], y: Sequence[float]) -> tuple[
-        Polynomial, tuple[float, float] | None]:
+def fit_log_quadratic(
+    x: Sequence[float], y: Sequence[float]
+) -> tuple[Polynomial, tuple[float, float] | None]:
     """Fit a quadratic in ln(x), which has at least three different values above 0.
 
     Returns it as a function of ln(x), and x and y of its minimum, None if outside of `x`.
@@ -222,16 +317,28 @@ def plot_fit(axes: Axes, x: list[float], y: list[float], color: str) -> None:
     if lowest is None:
         axes.plot([], [], linestyle="none", label="no minimum of the fit between these values")
         return
-    axes.plot(*lowest, color=color, marker="*", markersize=16, linestyle="none",
-              markeredgecolor="black", zorder=4,
-              label=f"minimum of the fit: {lowest[1]:.4f} at {lowest[0]:,.4g}")
+    axes.plot(
+        *lowest,
+        color=color,
+        marker="*",
+        markersize=16,
+        linestyle="none",
+        markeredgecolor="black",
+        zorder=4,
+        label=f"minimum of the fit: {lowest[1]:.4f} at {lowest[0]:,.4g}",
+    )
 
 
 def plot_line(axes: Axes, x: list[float], y: list[float], color: str) -> None:
     """Plot a line through points, from 0 on."""
     slope, fixed = np.polyfit(x, y, 1)
     ends = np.array([0, max(x) * 1.1])
-    axes.plot(ends, fixed + slope * ends, color=color, zorder=1,
-              label=f"{fixed:.2f} GiB + {slope:.3f} GiB per sequence")
+    axes.plot(
+        ends,
+        fixed + slope * ends,
+        color=color,
+        zorder=1,
+        label=f"{fixed:.2f} GiB + {slope:.3f} GiB per sequence",
+    )
     axes.set_xlim(left=0, auto=True)
     axes.set_ylim(bottom=0, auto=True)

@@ -36,10 +36,25 @@ img {{ max-width: 100%; display: block; margin: 1em 0; }}
 {charts}
 """
 HIDDEN_FIRST = (  # in a terminal that is too narrow
-    "model", "machine", "microbatch_size", "steps", "num_gpus", "usd_per_hour",
-    "usd_without_validation", "tokens_per_second", "usd_per_megatoken", "train_loss",
-    "seconds_without_validation", "ift_score", "tokens", "seconds", "tokens_to_loss", "usd",
-    "validation_loss", "global_batch_size")
+    "model",
+    "machine",
+    "microbatch_size",
+    "steps",
+    "num_gpus",
+    "usd_per_hour",
+    "usd_without_validation",
+    "tokens_per_second",
+    "usd_per_megatoken",
+    "train_loss",
+    "seconds_without_validation",
+    "ift_score",
+    "tokens",
+    "seconds",
+    "tokens_to_loss",
+    "usd",
+    "validation_loss",
+    "global_batch_size",
+)
 BITS = {"validation_bits_per_byte", "test_bits_per_byte"}
 WIDTH = 24  # to which names and settings are wrapped in a terminal
 whole = "{:,.0f}".format
@@ -50,16 +65,22 @@ def precise(value: float) -> str:
 
 
 SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format of a figure, by key
-    "global_batch_size": ("global\nbatch", whole), "microbatch_size": ("micro-\nbatch", whole),
-    "tokens": ("tokens", short_count), "steps": ("steps", whole),
-    "train_loss": ("train\nloss", precise), "validation_loss": ("val.\nloss", precise),
+    "global_batch_size": ("global\nbatch", whole),
+    "microbatch_size": ("micro-\nbatch", whole),
+    "tokens": ("tokens", short_count),
+    "steps": ("steps", whole),
+    "train_loss": ("train\nloss", precise),
+    "validation_loss": ("val.\nloss", precise),
     "test_loss": ("test\nloss", precise),
     "validation_bits_per_byte": ("val. bits\nper byte", precise),
     "test_bits_per_byte": ("test bits\nper byte", precise),
-    "ift_score": ("IFT", "{:.2f}".format), "seconds": ("seconds", whole),
+    "ift_score": ("IFT", "{:.2f}".format),
+    "seconds": ("seconds", whole),
     "seconds_without_validation": ("seconds,\nno val.", whole),
-    "tokens_per_second": ("tokens\nper s", whole), "num_gpus": ("GPUs", whole),
-    "usd_per_hour": ("US$ an\nhour", dollars), "usd": ("US$", dollars),
+    "tokens_per_second": ("tokens\nper s", whole),
+    "num_gpus": ("GPUs", whole),
+    "usd_per_hour": ("US$ an\nhour", dollars),
+    "usd": ("US$", dollars),
     "usd_without_validation": ("US$,\nno val.", dollars),
     "usd_per_megatoken": ("US$ per\nMtoken", precise),
 }
@@ -68,25 +89,68 @@ SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format of a
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--published", is_flag=True, help="Add the published results of the original system.")
-@click.option("--markdown", "forms", flag_value="markdown", multiple=True, type=str,
-              help="Print the table in Markdown.")
-@click.option("--csv", "forms", flag_value="csv", multiple=True, type=str,
-              help="Print CSV: more columns, all digits, no marks.")
-@click.option("--json", "forms", flag_value="json", multiple=True, type=str,
-              help="Print one JSON document: the columns of CSV, and the notes.")
-@click.option("--html", "html_path", type=click.Path(path_type=Path), metavar="FILE",
-              help="Also write the table and the charts as one HTML page.")
-@click.option("--charts", "charts_dir", type=click.Path(path_type=Path), metavar="DIR",
-              help="Also draw charts into this directory: losses, loss over batch, memory.")
-@click.option("--to-loss-of", metavar="RUN",
-              help="Show after how many tokens each run reached the final validation loss of RUN."
-                   "  [default: of the finished run with the highest one]")
-@click.option("--usd-per-hour", "prices", multiple=True, metavar="RUN=PRICE",
-              help="Price all the time of RUN afterwards; may be repeated.")
+@click.option(
+    "--markdown",
+    "forms",
+    flag_value="markdown",
+    multiple=True,
+    type=str,
+    help="Print the table in Markdown.",
+)
+@click.option(
+    "--csv",
+    "forms",
+    flag_value="csv",
+    multiple=True,
+    type=str,
+    help="Print CSV: more columns, all digits, no marks.",
+)
+@click.option(
+    "--json",
+    "forms",
+    flag_value="json",
+    multiple=True,
+    type=str,
+    help="Print one JSON document: the columns of CSV, and the notes.",
+)
+@click.option(
+    "--html",
+    "html_path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the table and the charts as one HTML page.",
+)
+@click.option(
+    "--charts",
+    "charts_dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Also draw charts into this directory: losses, loss over batch, memory.",
+)
+@click.option(
+    "--to-loss-of",
+    metavar="RUN",
+    help="Show after how many tokens each run reached the final validation loss of RUN."
+    "  [default: of the finished run with the highest one]",
+)
+@click.option(
+    "--usd-per-hour",
+    "prices",
+    multiple=True,
+    metavar="RUN=PRICE",
+    help="Price all the time of RUN afterwards; may be repeated.",
+)
 @RUNS_DIR
-def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html_path: Path | None,
-            charts_dir: Path | None, to_loss_of: str | None, prices: tuple[str, ...],
-            runs_dir: Path) -> None:
+def command(
+    runs: tuple[str, ...],
+    published: bool,
+    forms: tuple[str, ...],
+    html_path: Path | None,
+    charts_dir: Path | None,
+    to_loss_of: str | None,
+    prices: tuple[str, ...],
+    runs_dir: Path,
+) -> None:
     """Compare RUNs, or all runs that have been launched. Works while they train.
 
     Runs that differ only in random_seed are merged into one row.
@@ -99,8 +163,9 @@ def command(runs: tuple[str, ...], published: bool, forms: tuple[str, ...], html
     for text in prices:
         name, _, price = text.rpartition("=")
         if name not in results:
-            raise UserError(f"--usd-per-hour {text[:60]!r}: wanted RUN=PRICE, with a RUN of the"
-                            " comparison")
+            raise UserError(
+                f"--usd-per-hour {text[:60]!r}: wanted RUN=PRICE, with a RUN of the comparison"
+            )
         results[name] = results[name].priced(USD_PER_HOUR(price))
     comparison = compare([*results.values(), *(read_published() if published else [])], to_loss_of)
     table = table_of(comparison)
@@ -130,10 +195,16 @@ def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
 
 def table_of(comparison: Comparison) -> Table:
     """Format a comparison, without columns in which no value is known."""
-    columns = [Column("run", "left", WIDTH, "run"), Column("differences", "left", WIDTH, "differs"),
-               Column("model", "left", key="model"),
-               *(Column(head, "left" if key in LOSS_NAMES else "right", key=key)
-                 for key, (head, _) in SHOWN.items()), Column("machine", "left", key="machine")]
+    columns = [
+        Column("run", "left", WIDTH, "run"),
+        Column("differences", "left", WIDTH, "differs"),
+        Column("model", "left", key="model"),
+        *(
+            Column(head, "left" if key in LOSS_NAMES else "right", key=key)
+            for key, (head, _) in SHOWN.items()
+        ),
+        Column("machine", "left", key="machine"),
+    ]
     if comparison.reference:
         loss = comparison.reference.values["validation_loss"]
         columns.append(Column(f"tokens to\nloss {loss:.4f}", key="tokens_to_loss"))
@@ -141,18 +212,27 @@ def table_of(comparison: Comparison) -> Table:
     hidden = {"model"} if len({texts["model"] for texts in rows}) == 1 else set()
     if comparison.sorted_by not in BITS:  # the losses compare the rows as well
         hidden |= BITS
-    known = [column for column in columns if column.key not in hidden
-             and any(texts[column.key] for texts in rows)]
-    return Table(known, [[texts[column.key] or UNKNOWN for column in known] for texts in rows],
-                 comparison.notes, HIDDEN_FIRST, [row.values for row in comparison.rows])
+    known = [
+        column
+        for column in columns
+        if column.key not in hidden and any(texts[column.key] for texts in rows)
+    ]
+    return Table(
+        known,
+        [[texts[column.key] or UNKNOWN for column in known] for texts in rows],
+        comparison.notes,
+        HIDDEN_FIRST,
+        [row.values for row in comparison.rows],
+    )
 
 
 def _texts(comparison: Comparison, row: Row) -> dict[str, str]:
     """Return the cells of a row by key, empty where nothing is known; losses with their marks."""
     values, texts = row.values, {"run": row.name}
     texts |= {key: values[key] or "" for key in ("differs", "model", "machine")}
-    texts |= {key: "" if values[key] is None else form(values[key])
-              for key, (_, form) in SHOWN.items()}
+    texts |= {
+        key: "" if values[key] is None else form(values[key]) for key, (_, form) in SHOWN.items()
+    }
     if row.is_published:  # no more digits than were published
         texts |= {key: texts[key].removesuffix("0") for key in LOSS_NAMES}
     if len(row.results) == 1 and None not in (values["ift_low"], values["ift_high"]):
@@ -163,9 +243,14 @@ def _texts(comparison: Comparison, row: Row) -> dict[str, str]:
     texts[kind] += " ≈" * values["is_within_spread"]
     texts["test_loss"] += " †" * row.is_of_other_text
     tokens, usd = values["tokens_to_loss"], values["usd_to_loss"]
-    texts["tokens_to_loss"] = "" if tokens is None else (
-        f"{short_count(tokens)}, {tokens / comparison.reference.values['tokens']:.0%}"
-        + ("" if usd is None else f", ${dollars(usd)}"))
+    texts["tokens_to_loss"] = (
+        ""
+        if tokens is None
+        else (
+            f"{short_count(tokens)}, {tokens / comparison.reference.values['tokens']:.0%}"
+            + ("" if usd is None else f", ${dollars(usd)}")
+        )
+    )
     return texts
 
 
@@ -177,10 +262,14 @@ def _draw(rows: list[Row], table: Table, charts_dir: Path | None, html_path: Pat
         try:
             charts, missing = draw_comparison(rows, charts_dir or Path(aside))
             if html_path:
-                images = [f'<img alt="{path.stem}" src="data:image/png;base64,'
-                          f'{base64.b64encode(path.read_bytes()).decode()}">' for path in charts]
-                html_path.write_text(PAGE.format(table=table.html(), charts="\n".join(images)),
-                                     encoding="utf-8")
+                images = [
+                    f'<img alt="{path.stem}" src="data:image/png;base64,'
+                    f'{base64.b64encode(path.read_bytes()).decode()}">'
+                    for path in charts
+                ]
+                html_path.write_text(
+                    PAGE.format(table=table.html(), charts="\n".join(images)), encoding="utf-8"
+                )
         except OSError as error:  # some errors, such as a full disk, have no file name
             raise cannot_be_written(error.filename or charts_dir or html_path, error) from None
     written = [*(charts if charts_dir else []), *([html_path] if html_path else [])]

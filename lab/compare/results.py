@@ -22,21 +22,50 @@ PUBLISHED_PATH = Path(__file__).parents[2] / "runs" / "published.json"
 PUBLISHED = "published"
 LONGEST_VALUE = 60  # characters of a setting
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
-    "dataset", "start_val_token", "min_train_tokens", "repeat_data", "init_from", "optimizer",
-    "weight_decay", "decay_norms_and_biases", "clipping_max_norm", "schedule",
-    "schedule_learning_rate", "warmup_period_percent", "decay_period_percent",
-    "final_learning_rate_fraction")
+    "dataset",
+    "start_val_token",
+    "min_train_tokens",
+    "repeat_data",
+    "init_from",
+    "optimizer",
+    "weight_decay",
+    "decay_norms_and_biases",
+    "clipping_max_norm",
+    "schedule",
+    "schedule_learning_rate",
+    "warmup_period_percent",
+    "decay_period_percent",
+    "final_learning_rate_fraction",
+)
 MEMORY_SETTINGS = (  # change the memory of a step
-    "gradient_accumulation_steps", "residual_dtype", "compile", "attention", "head_chunks",
-    "activation_checkpointing", "deterministic", "optimizer")
-FROM_RECORDS = ("tokens", "tokens_per_second", "train_loss", "validation_loss",
-                "validation_bits_per_byte")  # also in a summary
+    "gradient_accumulation_steps",
+    "residual_dtype",
+    "compile",
+    "attention",
+    "head_chunks",
+    "activation_checkpointing",
+    "deterministic",
+    "optimizer",
+)
+FROM_RECORDS = (
+    "tokens",
+    "tokens_per_second",
+    "train_loss",
+    "validation_loss",
+    "validation_bits_per_byte",
+)  # also in a summary
 Figures = dict[str, float | None]  # by FIGURES; None for what is not known
 FIGURES = (
-    "global_batch_size", "microbatch_size", *FROM_RECORDS, "steps",
+    "global_batch_size",
+    "microbatch_size",
+    *FROM_RECORDS,
+    "steps",
     "ift_score",  # 0 to 100: a judge model's score after instruction fine-tuning
-    "ift_low", "ift_high",  # the score's 95% interval
-    "seconds", "validation_seconds", "usd",  # of all phases; of one; of all
+    "ift_low",
+    "ift_high",  # the score's 95% interval
+    "seconds",
+    "validation_seconds",
+    "usd",  # of all phases; of one; of all
     "num_gpus",
 )
 
@@ -84,9 +113,11 @@ class Result:
         def usd(seconds: float | None) -> float | None:
             return None if seconds is None else seconds * usd_per_hour / 3600
 
-        return replace(self, figures=self.figures | {"usd": usd(self.figures["seconds"])},
-                       records=tuple(record | {"usd": usd(record.get("seconds"))}
-                                     for record in self.records))
+        return replace(
+            self,
+            figures=self.figures | {"usd": usd(self.figures["seconds"])},
+            records=tuple(record | {"usd": usd(record.get("seconds"))} for record in self.records),
+        )
 
 
 def shown(value: Any) -> str:
@@ -101,47 +132,77 @@ def shown(value: Any) -> str:
 def read_result(run_dir: Path) -> Result:
     """Read the files of one run. Raises: UserError: one of them is too large."""
     files, records = RunFiles.read(run_dir), tuple(read_metrics(run_dir / "metrics.jsonl"))
-    evaluations = [parsed_object(line)
-                   for line in read_records(run_dir / "evaluations.jsonl").split("\n")]
-    judged: Record = next((line for line in reversed(evaluations)  # the last line of `lab judge`
-                           if number(line.get("score")) is not None and "judge" in line), {})
+    evaluations = [
+        parsed_object(line) for line in read_records(run_dir / "evaluations.jsonl").split("\n")
+    ]
+    judged: Record = next(
+        (
+            line
+            for line in reversed(evaluations)  # the last line of `lab judge`
+            if number(line.get("score")) is not None and "judge" in line
+        ),
+        {},
+    )
     tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
     changes = {key: text for key, text in histories(records).items() if key in config}
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
     tokenizers = [record.get("tokenizer") for record in (files.summary, *tests)]
     try:
-        size = size_name(ModelConfig.model_validate(
-            {key: config[key] for key in ModelConfig.model_fields if key in config}))
+        size = size_name(
+            ModelConfig.model_validate(
+                {key: config[key] for key in ModelConfig.model_fields if key in config}
+            )
+        )
     except ValidationError:
         size = ""
 
     def group(*keys: str) -> tuple[str, ...]:
-        return tuple(changes.get(key, shown(config.get(key)))
-                     for key in (*ModelConfig.model_fields, *keys))
+        return tuple(
+            changes.get(key, shown(config.get(key))) for key in (*ModelConfig.model_fields, *keys)
+        )
 
     return Result(
-        name=run_dir.name, status=files.status, config=config, changes=changes, machine=machine,
-        size=size, reason=str(files.summary.get("reason") or ""),
+        name=run_dir.name,
+        status=files.status,
+        config=config,
+        changes=changes,
+        machine=machine,
+        size=size,
+        reason=str(files.summary.get("reason") or ""),
         device=machine[0] if isinstance(facts.get("device"), str) else None,
-        figures=_figures(files, records, config, judged), records=records,
+        figures=_figures(files, records, config, judged),
+        records=records,
         tests={str(test.get("text") or slice_of(test)): test for test in tests},  # later ones win
         tokenizer=next((name for name in tokenizers if isinstance(name, str)), None),
-        code=shown(code) if code else "", memory_gib=number(facts.get("peak_memory_gib")),
+        code=shown(code) if code else "",
+        memory_gib=number(facts.get("peak_memory_gib")),
         judge=f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else "",
         loss_group=group(*LOSS_SETTINGS) if files.status == FINISHED else (),
-        memory_group=(*machine, *group(*MEMORY_SETTINGS)), search=_trials(run_dir))
+        memory_group=(*machine, *group(*MEMORY_SETTINGS)),
+        search=_trials(run_dir),
+    )
 
 
-def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any],
-             judged: Record) -> Figures:
-    found = {key: number(next((record[key] for record in (files.summary, *reversed(records))
-                               if key in record), None))  # a loss of null is not finite
-             for key in FROM_RECORDS}
+def _figures(
+    files: RunFiles, records: tuple[Record, ...], config: dict[str, Any], judged: Record
+) -> Figures:
+    found = {
+        key: number(
+            next(
+                (record[key] for record in (files.summary, *reversed(records)) if key in record),
+                None,
+            )
+        )  # a loss of null is not finite
+        for key in FROM_RECORDS
+    }
     last_step = last_value([*records, files.summary], "global_step")
     steps, (seconds, usd) = None if last_step is None else last_step + 1, files.spent(records)
-    validation = files.phases("seconds").get("validation", 0.0) if files.has_ended else sum(
-        record.get("validation_seconds") or 0.0 for record in records)
+    validation = (
+        files.phases("seconds").get("validation", 0.0)
+        if files.has_ended
+        else sum(record.get("validation_seconds") or 0.0 for record in records)
+    )
     batch = number(config.get("global_batch_size"))
     context_length = number(config.get("context_length"))
     if found["tokens"] and steps and context_length:
@@ -149,25 +210,36 @@ def _figures(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any
     interval, machine = judged.get("score_interval"), files.part("machine")
     low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
     return found | {
-        "steps": steps, "seconds": seconds, "usd": usd, "validation_seconds": validation,
+        "steps": steps,
+        "seconds": seconds,
+        "usd": usd,
+        "validation_seconds": validation,
         "global_batch_size": batch,
         "microbatch_size": number((files.part("batch") or config).get("microbatch_size")),
-        "ift_score": number(judged.get("score")), "ift_low": number(low), "ift_high": number(high),
+        "ift_score": number(judged.get("score")),
+        "ift_low": number(low),
+        "ift_high": number(high),
         "num_gpus": number(machine.get("processes"))
-        if machine.get("device_type") == "cuda" else None}
+        if machine.get("device_type") == "cuda"
+        else None,
+    }
 
 
 def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
     """Return the tests of the last checkpoint, then of the best one; the longest slices first."""
-    tests = [line for line in evaluations if number(line.get("loss")) is not None
-             and line.get("split") == "validation"]  # not of tokens trained on
+    tests = [
+        line
+        for line in evaluations
+        if number(line.get("loss")) is not None and line.get("split") == "validation"
+    ]  # not of tokens trained on
     best = files.part("best").get("checkpoint")
     last = number(files.summary.get("global_step"))
     if best is None and last is None:  # the run has not ended: use its last measured checkpoint
-        last = max((step for line in tests
-                    if (step := number(line.get("global_step"))) is not None), default=None)
-    found = [line for line in tests if last is not None
-             and number(line.get("global_step")) == last]
+        last = max(
+            (step for line in tests if (step := number(line.get("global_step"))) is not None),
+            default=None,
+        )
+    found = [line for line in tests if last is not None and number(line.get("global_step")) == last]
     found += [line for line in tests if best is not None and line.get("checkpoint") == best]
     return sorted(found, key=lambda line: -(number(line.get("num_tokens")) or 0))
 
@@ -175,9 +247,11 @@ def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
 def _trials(run_dir: Path) -> tuple[tuple[float, float], ...]:
     """Return the microbatches that fitted in --find-max-microbatch --save, and the GiB of each."""
     trials = parsed_object(read_records(run_dir / "microbatch-search.json")).get("trials")
-    found = [(number(trial.get("microbatch_size")), number(trial.get("demand_gib")))
-             for trial in (trials if isinstance(trials, list) else ())
-             if isinstance(trial, dict) and trial.get("fits") is True]
+    found = [
+        (number(trial.get("microbatch_size")), number(trial.get("demand_gib")))
+        for trial in (trials if isinstance(trials, list) else ())
+        if isinstance(trial, dict) and trial.get("fits") is True
+    ]
     return tuple((size, gib) for size, gib in found if size and gib is not None)
 
 
@@ -198,12 +272,17 @@ def _config(files: RunFiles) -> dict[str, Any]:
     """
     types: dict[str, type[FrozenConfig]] = {"model": ModelConfig, "train": TrainConfig}
     if all(map(files.part, types)):
-        return {key: files.part(name).get(key, known.default) for name, kind in types.items()
-                for key, known in kind.model_fields.items()
-                if key in files.part(name) or not known.is_required()}
+        return {
+            key: files.part(name).get(key, known.default)
+            for name, kind in types.items()
+            for key, known in kind.model_fields.items()
+            if key in files.part(name) or not known.is_required()
+        }
     try:
-        configs = with_defaults(load_config(files.run_dir / "model.json", ModelConfig),
-                                load_config(files.run_dir / "train.json", TrainConfig))
+        configs = with_defaults(
+            load_config(files.run_dir / "model.json", ModelConfig),
+            load_config(files.run_dir / "train.json", TrainConfig),
+        )
     except UserError:
         return {}
     return {key: value for one in configs for key, value in one.model_dump(mode="json").items()}
@@ -218,14 +297,20 @@ def read_published() -> list[Result]:
         # The original's fit has one point per run: of two checkpoints the best.
         is_in_fit = row.get("dataset") == "FineWeb" and row.get("checkpoint") != "latest"
         result = Result(
-            name=row["name"], status=PUBLISHED, notes=row.get("notes", ""), size=row["model"],
+            name=row["name"],
+            status=PUBLISHED,
+            notes=row.get("notes", ""),
+            size=row["model"],
             figures={key: row.get(key) for key in FIGURES}
             | {"num_gpus": int(num_gpus) if device else None},
             tests={slice_of(where): where | {"loss": row["test_loss"]}}
-            if "test_loss" in row else {},
-            device=device or None, memory_gib=row.get("gib_per_gpu"),
+            if "test_loss" in row
+            else {},
+            device=device or None,
+            memory_gib=row.get("gib_per_gpu"),
             loss_group=(PUBLISHED, row["dataset"], str(row.get("tokens"))) if is_in_fit else (),
-            memory_group=(PUBLISHED,))
+            memory_group=(PUBLISHED,),
+        )
         results.append(result.priced(row["usd_per_hour"]) if "usd_per_hour" in row else result)
     return results
 
@@ -255,8 +340,10 @@ def first_reaching(records: Iterable[Record], loss: float) -> Reached | None:
         else:
             high, first = before
             share = (high - loss) / (high - now)
-            return Reached(first.tokens + share * (tokens - first.tokens), None
-                           if None in (first.usd, usd) else first.usd + share * (usd - first.usd))
+            return Reached(
+                first.tokens + share * (tokens - first.tokens),
+                None if None in (first.usd, usd) else first.usd + share * (usd - first.usd),
+            )
     return None
 
 

@@ -14,8 +14,11 @@ from lab.stats import pooled_deviation, t_95
 from reporting.summary import FINISHED
 
 SEED = "random_seed"
-LOSS_NAMES = {"test_loss": "test loss", "validation_loss": "validation loss",
-              "train_loss": "training loss"}  # in order of preference
+LOSS_NAMES = {
+    "test_loss": "test loss",
+    "validation_loss": "validation loss",
+    "train_loss": "training loss",
+}  # in order of preference
 
 
 @dataclass
@@ -37,7 +40,8 @@ class Row:
     @property
     def name(self) -> str:
         return self.values["run"] + {FINISHED: "", PUBLISHED: "*"}.get(
-            self.first.status, f" ({self.first.status})")
+            self.first.status, f" ({self.first.status})"
+        )
 
     @property
     def short_name(self) -> str:
@@ -78,19 +82,29 @@ def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
     sorted_by = bits_key(kind) if bits_note else kind
 
     def order(row: Row) -> tuple:
-        values = [row.values[sorted_by]] if bits_note else [
-            row.loss(name) for name in (kind, *LOSS_NAMES)]
+        values = (
+            [row.values[sorted_by]]
+            if bits_note
+            else [row.loss(name) for name in (kind, *LOSS_NAMES)]
+        )
         return (*((value is None, value or 0.0) for value in values), row.name)
 
     rows.sort(key=order)
     for row in rows:
         row.values["sorted_by"] = sorted_by
-    notes = [bits_note or f"sorted by {LOSS_NAMES[kind]} (nats per token), best first"
-             + _mark_within_spread(rows, kind), differences, *_notes_on_measures(rows)]
+    notes = [
+        bits_note
+        or f"sorted by {LOSS_NAMES[kind]} (nats per token), best first"
+        + _mark_within_spread(rows, kind),
+        differences,
+        *_notes_on_measures(rows),
+    ]
     if reference := _mark_reached(rows, to_loss_of):
-        notes.append(f"tokens to loss {reference.values['validation_loss']:.4f}: until the"
-                     f" validation loss was that of {reference.short_name}, their share of its own,"
-                     " and what they cost")
+        notes.append(
+            f"tokens to loss {reference.values['validation_loss']:.4f}: until the"
+            f" validation loss was that of {reference.short_name}, their share of its own,"
+            " and what they cost"
+        )
     return Comparison(rows, [*filter(None, notes)], sorted_by, reference)
 
 
@@ -107,16 +121,22 @@ def _group_seeds(results: list[Result]) -> list[Row]:
     run without that text has its own longest test.
     """
     published = [result.tests for result in results if result.status == PUBLISHED]
-    counts = Counter(text for tests in published or [result.tests for result in results]
-                     for text in tests)
+    counts = Counter(
+        text for tests in published or [result.tests for result in results] for text in tests
+    )
     text = counts.most_common(1)[0][0] if counts else ""
     groups: dict[object, list[Result]] = {}
     times_seen: Counter[object] = Counter()
     for result in results:
         config = result.settings
         seed = config.pop(SEED, None)
-        key = (tuple(sorted(config.items())), result.status, result.machine,
-               result.figures["steps"], result.figures["global_batch_size"])
+        key = (
+            tuple(sorted(config.items())),
+            result.status,
+            result.machine,
+            result.figures["steps"],
+            result.figures["global_batch_size"],
+        )
         times_seen[key, seed] += 1
         groups.setdefault((key, times_seen[key, seed]) if config else id(result), []).append(result)
     return [_row_of(group, text) for group in groups.values()]
@@ -128,25 +148,45 @@ def _row_of(group: list[Result], text: str) -> Row:
     tests = [result.tests.get(chosen, {}) for result in group]
     each = {key: [result.figures[key] for result in group] for key in FIGURES} | {
         f"test_{key}": [number(test.get(key)) for test in tests]
-        for key in ("loss", "bits_per_byte")}
-    found = {key: None if None in values else values[0] if is_one else statistics.fmean(values)
-             for key, values in each.items()}
+        for key in ("loss", "bits_per_byte")
+    }
+    found = {
+        key: None if None in values else values[0] if is_one else statistics.fmean(values)
+        for key, values in each.items()
+    }
     seconds, usd, validation = found["seconds"], found["usd"], found.pop("validation_seconds")
     training = None if None in (seconds, validation) else seconds - validation
-    return Row(group, {
-        "run": ", ".join(result.name for result in group), "status": first.status,
-        "differs": first.notes, "model": first.size, "num_seeds": len(group), **found,
-        "seconds_without_validation": training,
-        "usd_without_validation": _ratio(
-            None if None in (usd, training) else usd * training, seconds),
-        "usd_per_hour": _ratio(usd, _ratio(seconds, 3600)),
-        "usd_per_megatoken": _ratio(usd, _ratio(found["tokens"], 1e6)),
-        "ift_judge": first.judge, "machine": first.device,
-        **{f"{kind}_spread": None if is_one or None in each[kind] else
-           statistics.stdev(each[kind]) for kind in LOSS_NAMES},
-        "sorted_by": "", "is_within_spread": False,
-        "test_slice": slice_of(tests[0]) if tests[0] else "",
-        "tokens_to_loss": None, "usd_to_loss": None}, chosen != text)
+    return Row(
+        group,
+        {
+            "run": ", ".join(result.name for result in group),
+            "status": first.status,
+            "differs": first.notes,
+            "model": first.size,
+            "num_seeds": len(group),
+            **found,
+            "seconds_without_validation": training,
+            "usd_without_validation": _ratio(
+                None if None in (usd, training) else usd * training, seconds
+            ),
+            "usd_per_hour": _ratio(usd, _ratio(seconds, 3600)),
+            "usd_per_megatoken": _ratio(usd, _ratio(found["tokens"], 1e6)),
+            "ift_judge": first.judge,
+            "machine": first.device,
+            **{
+                f"{kind}_spread": None
+                if is_one or None in each[kind]
+                else statistics.stdev(each[kind])
+                for kind in LOSS_NAMES
+            },
+            "sorted_by": "",
+            "is_within_spread": False,
+            "test_slice": slice_of(tests[0]) if tests[0] else "",
+            "tokens_to_loss": None,
+            "usd_to_loss": None,
+        },
+        chosen != text,
+    )
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
@@ -170,9 +210,14 @@ def _mark_differences(rows: list[Row]) -> str:
             if value is not None and count > len(known) / 2:
                 common[key] = value
     for row, config in zip(rows, configs, strict=True):
-        row.values["differs"] = " ".join(
-            f"{key}={config[key]}" for key in differing
-            if key in config and config[key] != common.get(key)) or row.first.notes
+        row.values["differs"] = (
+            " ".join(
+                f"{key}={config[key]}"
+                for key in differing
+                if key in config and config[key] != common.get(key)
+            )
+            or row.first.notes
+        )
     values = " ".join(f"{key}={value}" for key, value in common.items())
     return f"settings, unless a row shows another value: {values}" if values else ""
 
@@ -193,12 +238,20 @@ def _bits_note(rows: list[Row], kind: str) -> str:
     if not known or len(tokenizers([row for row in rows if row.loss(kind) is not None])) < 2:
         return ""
     lengths = [row.values[kind] / math.log(2) / row.values[bits_key(kind)] for row in known]
-    text = "" if kind == "test_loss" else (
-        "; the bits are not of the same text: measure runs on the same documents together with lab"
-        " evaluate, else each with --dataset on a few MB of documents prepared with its tokenizer")
-    return (f"sorted by bits per byte of the {LOSS_NAMES[kind]}, best first: tokenizers differ"
-            f" ({min(lengths):.2f} to {max(lengths):.2f} bytes per token), so losses (nats per"
-            f" token) do not compare{text}")
+    text = (
+        ""
+        if kind == "test_loss"
+        else (
+            "; the bits are not of the same text: measure runs on the same documents together with"
+            " lab evaluate, else each with --dataset on a few MB of documents prepared with its"
+            " tokenizer"
+        )
+    )
+    return (
+        f"sorted by bits per byte of the {LOSS_NAMES[kind]}, best first: tokenizers differ"
+        f" ({min(lengths):.2f} to {max(lengths):.2f} bytes per token), so losses (nats per"
+        f" token) do not compare{text}"
+    )
 
 
 def _mark_within_spread(rows: list[Row], kind: str) -> str:
@@ -212,8 +265,10 @@ def _mark_within_spread(rows: list[Row], kind: str) -> str:
     Source: Student's t-test of two means with pooled variance (Student 1908, Biometrika 6).
     """
     spread, freedom = pooled_deviation(
-        (row.values[f"{kind}_spread"], len(row.results)) for row in rows
-        if row.values[f"{kind}_spread"] is not None and row.loss(kind) is not None)
+        (row.values[f"{kind}_spread"], len(row.results))
+        for row in rows
+        if row.values[f"{kind}_spread"] is not None and row.loss(kind) is not None
+    )
     if not freedom:
         return ""
     best = rows[0]
@@ -221,9 +276,11 @@ def _mark_within_spread(rows: list[Row], kind: str) -> str:
         limit = t_95(freedom) * spread * math.sqrt(1 / len(best.results) + 1 / len(row.results))
         loss = row.loss(kind)
         row.values["is_within_spread"] = loss is not None and loss - best.values[kind] <= limit
-    return ("; mean ± standard deviation over n seeds; ≈ the difference from the best row may be"
-            f" due to the seeds alone (standard deviation {spread:.4f},"
-            f" {counted(freedom, 'degree')} of freedom, 95%)")
+    return (
+        "; mean ± standard deviation over n seeds; ≈ the difference from the best row may be"
+        f" due to the seeds alone (standard deviation {spread:.4f},"
+        f" {counted(freedom, 'degree')} of freedom, 95%)"
+    )
 
 
 def _notes_on_measures(rows: list[Row]) -> list[str]:
@@ -232,45 +289,78 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
     for is_other, start in ((False, "test loss on"), (True, "† not comparable: test loss on")):
         slices = {row.values["test_slice"] for row in rows if row.is_of_other_text == is_other}
         notes += [f"{start} {'; '.join(sorted(slices - {''}))}"] if slices - {""} else []
-    if any(None not in (row.values["test_loss"], row.values["validation_loss"])
-           for row in rows if not row.is_published):
-        notes.append("validation loss: on the tokens on which a run validates, so not that of the"
-                     " test, also where both are of one file")
-    if len({row.first.validation_slice for row in rows
-            if row.values["validation_loss"] is not None}) > 1:
+    if any(
+        None not in (row.values["test_loss"], row.values["validation_loss"])
+        for row in rows
+        if not row.is_published
+    ):
+        notes.append(
+            "validation loss: on the tokens on which a run validates, so not that of the"
+            " test, also where both are of one file"
+        )
+    if (
+        len(
+            {
+                row.first.validation_slice
+                for row in rows
+                if row.values["validation_loss"] is not None
+            }
+        )
+        > 1
+    ):
         notes.append("validation losses were measured on different tokens: see the differences")
     if any(row.values["ift_score"] is not None for row in rows):
-        notes.append("; ".join([
-            "IFT: mean score of answers to instructions, 0 to 100 (95% interval); only those of one"
-            " judge compare, and no published ones",
-            *(f"{row.name} by {row.first.judge}" for row in rows if row.first.judge)]))
+        notes.append(
+            "; ".join(
+                [
+                    "IFT: mean score of answers to instructions, 0 to 100 (95% interval); only"
+                    " those of one judge compare, and no published ones",
+                    *(f"{row.name} by {row.first.judge}" for row in rows if row.first.judge),
+                ]
+            )
+        )
     if any(row.is_published for row in rows):
-        notes.append("* published results of the original system; US$ computed from its seconds"
-                     " and prices, for validation an estimate")
+        notes.append(
+            "* published results of the original system; US$ computed from its seconds"
+            " and prices, for validation an estimate"
+        )
     return notes
 
 
 def _mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
     """Set when each row reached the final validation loss of one of them; return that one."""
-    usable = [row for row in rows if row.first.status == FINISHED and row.first.records
-              and row.values["tokens"] and row.values["validation_loss"] is not None
-              and of_run in (None, *(run.name for run in row.results))]
+    usable = [
+        row
+        for row in rows
+        if row.first.status == FINISHED
+        and row.first.records
+        and row.values["tokens"]
+        and row.values["validation_loss"] is not None
+        and of_run in (None, *(run.name for run in row.results))
+    ]
     if of_run is not None and not usable:
-        raise UserError(f"--to-loss-of {of_run[:60]}: no finished run with a validation loss"
-                        " has this name; name one of the compared runs")
+        raise UserError(
+            f"--to-loss-of {of_run[:60]}: no finished run with a validation loss"
+            " has this name; name one of the compared runs"
+        )
     if of_run is None and len(usable) < 2:
         return None
     reference = max(usable, key=lambda row: row.values["validation_loss"])
-    losses = {shown(run.config.get(SEED)): run.figures["validation_loss"]
-              for run in reference.results}  # of another seed: the mean
+    losses = {
+        shown(run.config.get(SEED)): run.figures["validation_loss"] for run in reference.results
+    }  # of another seed: the mean
     for row in rows:
         found = None
         if row is reference:  # to its end
             found = row.values["tokens"], row.values["usd"]
         elif row.first.validation_slice == reference.first.validation_slice:
-            found = mean_reached((run.records, losses.get(
-                shown(run.config.get(SEED)), reference.values["validation_loss"]))
-                for run in row.results)
+            found = mean_reached(
+                (
+                    run.records,
+                    losses.get(shown(run.config.get(SEED)), reference.values["validation_loss"]),
+                )
+                for run in row.results
+            )
         if found:
             row.values["tokens_to_loss"], row.values["usd_to_loss"] = found
     return reference

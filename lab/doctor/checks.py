@@ -83,8 +83,9 @@ def refused(error: UserError) -> Finding:
     return problem(text, remedy or OTHER_CONFIG)
 
 
-def make_checks(functions: Mapping[str, Callable[[Subject], Finding | None]],
-                subject: Subject) -> Checks:
+def make_checks(
+    functions: Mapping[str, Callable[[Subject], Finding | None]], subject: Subject
+) -> Checks:
     """Make checks one after the other; one that fails or hangs stops no other.
 
     A function returns None where there is nothing to check. An error that training would end with,
@@ -97,8 +98,9 @@ def make_checks(functions: Mapping[str, Callable[[Subject], Finding | None]],
         except UserError as error:
             found = refused(error)
         except TimeoutError:
-            found = problem(f"no answer within {CHECK_SECONDS:g} s",
-                            f"if a disk is in trouble, {OTHER_PLACE}")
+            found = problem(
+                f"no answer within {CHECK_SECONDS:g} s", f"if a disk is in trouble, {OTHER_PLACE}"
+            )
         except Exception as error:  # whatever it is, the other checks go on
             found = unknown(describe(error))
         if found is not None:
@@ -116,9 +118,13 @@ def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuRe
         entries = list(filter(None, map(str.strip, variable.split(","))))
         if parts := [entry for entry in entries if entry.startswith("MIG-")]:
             return read_gpus(parts[:1])
-        found = [gpu for entry in entries for number, gpu in enumerate(gpus)
-                 if entry == str(number) or (
-                     entry.startswith("GPU-") and (gpu.uuid or "").startswith(entry))]
+        found = [
+            gpu
+            for entry in entries
+            for number, gpu in enumerate(gpus)
+            if entry == str(number)
+            or (entry.startswith("GPU-") and (gpu.uuid or "").startswith(entry))
+        ]
     for gpu, index in itertools.product(found, range(MAX_PARTS)):
         import pynvml  # here: most machines without a GPU never need it
 
@@ -130,9 +136,12 @@ def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuRe
 
 
 def in_use(gpus: Sequence[GpuReading]) -> str:
-    used = [f"GPU {number} ({gpu.memory_used_gib or 0:,.1f} GiB, {gpu.use_percent or 0:.0f}%)"
-            for number, gpu in enumerate(gpus) if (gpu.use_percent or 0) >= BUSY_PERCENT
-            or (gpu.memory_used_gib or 0) >= BUSY_MEMORY_SHARE * (gpu.memory_total_gib or 1e9)]
+    used = [
+        f"GPU {number} ({gpu.memory_used_gib or 0:,.1f} GiB, {gpu.use_percent or 0:.0f}%)"
+        for number, gpu in enumerate(gpus)
+        if (gpu.use_percent or 0) >= BUSY_PERCENT
+        or (gpu.memory_used_gib or 0) >= BUSY_MEMORY_SHARE * (gpu.memory_total_gib or 1e9)
+    ]
     return f"in use: {', '.join(used)}" if used else ""
 
 
@@ -145,11 +154,16 @@ def compare_gpus(subject: Subject, facts: Mapping[str, Any]) -> Finding:
     if subject.nvml_failure == NO_ANSWER:
         return problem(NO_ANSWER, OTHER_MACHINE)
     if not subject.all_gpus:
-        what = f"PyTorch sees {by_torch}, which are not tested" if by_torch else (
-            "training runs on the CPU, slowly")
+        what = (
+            f"PyTorch sees {by_torch}, which are not tested"
+            if by_torch
+            else ("training runs on the CPU, slowly")
+        )
         return warning(
-            f"none ({subject.nvml_failure or 'the driver sees none'}): {what}", "if the machine has"
-            " NVIDIA GPUs, install their driver, or start the container with --gpus all")
+            f"none ({subject.nvml_failure or 'the driver sees none'}): {what}",
+            "if the machine has"
+            " NVIDIA GPUs, install their driver, or start the container with --gpus all",
+        )
     names = Counter(gpu.name or "a GPU that does not answer" for gpu in subject.gpus)
     text = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
     text += f"; driver {subject.all_gpus[0].driver_version}"
@@ -157,26 +171,45 @@ def compare_gpus(subject: Subject, facts: Mapping[str, Any]) -> Finding:
         return problem(text, f"{OTHER_MACHINE}: that GPU is lost")
     if by_torch not in (None, seen):
         return problem(
-            f"{text}; PyTorch {version} sees {by_torch}", f"{INSTALL_TORCH}; restart the machine if"
-            " its driver was renewed; check CUDA_VISIBLE_DEVICES and the container's --gpus")
+            f"{text}; PyTorch {version} sees {by_torch}",
+            f"{INSTALL_TORCH}; restart the machine if"
+            " its driver was renewed; check CUDA_VISIBLE_DEVICES and the container's --gpus",
+        )
     if (hidden := len(subject.all_gpus) - seen) > 0:
-        return warning(f"{text}; {hidden} of {len(subject.all_gpus)} are hidden by"
-                       " CUDA_VISIBLE_DEVICES", "unset it to train on all of them")
-    return ok_if(len(names) < 2, text, "all wait for the slowest in each step; hide it with"
-                 " CUDA_VISIBLE_DEVICES")
+        return warning(
+            f"{text}; {hidden} of {len(subject.all_gpus)} are hidden by CUDA_VISIBLE_DEVICES",
+            "unset it to train on all of them",
+        )
+    return ok_if(
+        len(names) < 2,
+        text,
+        "all wait for the slowest in each step; hide it with CUDA_VISIBLE_DEVICES",
+    )
 
 
 def check_use(subject: Subject) -> Finding | None:
-    return warning(f"{subject.busy}: the tests that load the machine are left out",
-                   "run this again when it is idle") if subject.busy else None
+    return (
+        warning(
+            f"{subject.busy}: the tests that load the machine are left out",
+            "run this again when it is idle",
+        )
+        if subject.busy
+        else None
+    )
 
 
 def check_ecc(subject: Subject) -> Finding | None:
     """Warn of GPUs whose memory has lost data since the driver was loaded."""
-    wrong = [f"GPU {number}: {gpu.uncorrected_ecc_errors:,} uncorrected errors"
-             for number, gpu in enumerate(subject.gpus) if gpu.uncorrected_ecc_errors]
-    return warning("; ".join(wrong),
-                   f"{OTHER_MACHINE}: such an error ends a training") if wrong else None
+    wrong = [
+        f"GPU {number}: {gpu.uncorrected_ecc_errors:,} uncorrected errors"
+        for number, gpu in enumerate(subject.gpus)
+        if gpu.uncorrected_ecc_errors
+    ]
+    return (
+        warning("; ".join(wrong), f"{OTHER_MACHINE}: such an error ends a training")
+        if wrong
+        else None
+    )
 
 
 def check_compiler(subject: Subject) -> Finding | None:
@@ -191,7 +224,8 @@ def check_compiler(subject: Subject) -> Finding | None:
     return problem(
         f"no {header if compiler else ' or '.join(names)}: the training step cannot be compiled",
         "install gcc, libc6-dev and python3-dev, as ./setup_lambda.sh does, or set"
-        ' "compile": false')
+        ' "compile": false',
+    )
 
 
 def check_caches(subject: Subject) -> Finding | None:
@@ -201,8 +235,10 @@ def check_caches(subject: Subject) -> Finding | None:
     except UserError as error:
         return problem(str(error))
     if os.statvfs(existing(place)).f_flag & os.ST_NOEXEC:
-        return warning(f"{place} is mounted noexec: compiled code cannot run from there",
-                       "set TORCHINDUCTOR_CACHE_DIR to a directory on another disk")
+        return warning(
+            f"{place} is mounted noexec: compiled code cannot run from there",
+            "set TORCHINDUCTOR_CACHE_DIR to a directory on another disk",
+        )
     return ok(str(place))
 
 
@@ -212,10 +248,11 @@ def check_shared_memory(subject: Subject) -> Finding | None:
         return None
     usage = shutil.disk_usage(SHARED_MEMORY)
     return ok_if(
-        usage.free >= SMALL_SHARED_MEMORY, f"{usage.free / 2**30:,.2f} of"
-        f" {usage.total / 2**30:,.2f} GiB free in {SHARED_MEMORY}",
+        usage.free >= SMALL_SHARED_MEMORY,
+        f"{usage.free / 2**30:,.2f} of {usage.total / 2**30:,.2f} GiB free in {SHARED_MEMORY}",
         "start the container with --shm-size=8g or --ipc=host",
-        is_fatal=usage.free < subject.num_processes * SHARED_MEMORY_PER_PROCESS)
+        is_fatal=usage.free < subject.num_processes * SHARED_MEMORY_PER_PROCESS,
+    )
 
 
 def check_host_name(_: Subject) -> Finding | None:
@@ -226,8 +263,10 @@ def check_host_name(_: Subject) -> Finding | None:
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        return problem(f"{name} has no address: torchrun waits for it for 5 minutes, and fails",
-                       f'add "ADDRESS {name}" to /etc/hosts, with the address that others reach')
+        return problem(
+            f"{name} has no address: torchrun waits for it for 5 minutes, and fails",
+            f'add "ADDRESS {name}" to /etc/hosts, with the address that others reach',
+        )
     return ok(name)
 
 
@@ -260,8 +299,10 @@ def check_disk(place: Path) -> Finding:
     types = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
     mounts = (types[str(path)] for path in (place, *place.parents) if str(path) in types)
     if next(mounts, "") == "overlay":
-        return warning(f"{text}; in the container's own layer, which is lost with the container",
-                       f"mount a volume there, or {OTHER_PLACE}")
+        return warning(
+            f"{text}; in the container's own layer, which is lost with the container",
+            f"mount a volume there, or {OTHER_PLACE}",
+        )
     return ok_if(speed >= SLOW_DISK, text, f"checkpoints take long to write; {OTHER_PLACE}")
 
 
@@ -271,7 +312,13 @@ def existing(place: Path) -> Path:
     return next(path for path in (place, *place.parents) if path.is_dir())
 
 
-CHECKS = {"use": check_use, "ECC memory": check_ecc, "compiler": check_compiler,
-          "compiled code": check_caches, "shared memory": check_shared_memory,
-          "host name": check_host_name, "disk of runs": check_runs_disk,
-          "disk of datasets": check_datasets_disk}
+CHECKS = {
+    "use": check_use,
+    "ECC memory": check_ecc,
+    "compiler": check_compiler,
+    "compiled code": check_caches,
+    "shared memory": check_shared_memory,
+    "host name": check_host_name,
+    "disk of runs": check_runs_disk,
+    "disk of datasets": check_datasets_disk,
+}

@@ -31,9 +31,14 @@ ANSWER_SECONDS = 8.0  # for the driver and a run's files; a network disk may nev
 @click.command()
 @click.argument("run_name", metavar="[RUN]", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")
-@click.option("--time-limit", type=click.FloatRange(min=1, max=600), default=40.0,
-              show_default=True, metavar="SECONDS",
-              help="For the tests that load the GPUs and exchange data between them.")
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=1, max=600),
+    default=40.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For the tests that load the GPUs and exchange data between them.",
+)
 @DATASETS_DIR
 @RUNS_DIR
 def command(as_json: bool, **about: Any) -> None:
@@ -53,9 +58,19 @@ def command(as_json: bool, **about: Any) -> None:
         found |= check_nodes(bool(subject.busy), subject.time_limit)
     is_fit = PROBLEM not in [each.verdict for each in found.values()]
     if is_first and as_json:
-        print_json({"schema": "doctor/1", "run": subject.run_name, "is_fit": is_fit, "reports": [
-            {"title": socket.gethostname(), "checks": [
-                {"name": name} | each._asdict() for name, each in found.items()]}]})
+        print_json(
+            {
+                "schema": "doctor/1",
+                "run": subject.run_name,
+                "is_fit": is_fit,
+                "reports": [
+                    {
+                        "title": socket.gethostname(),
+                        "checks": [{"name": name} | each._asdict() for name, each in found.items()],
+                    }
+                ],
+            }
+        )
     elif is_first:
         print_checks(found, subject.run_name)
     status = FAILED if is_first and not is_fit else 0
@@ -80,14 +95,22 @@ def with_machine(subject: Subject) -> Subject:
     every, gpus, failure = [], [], checks.NO_ANSWER
     with suppress(TimeoutError):
         every = within(ANSWER_SECONDS, read_gpus)
-        gpus = within(ANSWER_SECONDS, lambda: checks.visible_gpus(
-            every, os.environ.get("CUDA_VISIBLE_DEVICES")))
+        gpus = within(
+            ANSWER_SECONDS,
+            lambda: checks.visible_gpus(every, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        )
         failure = nvml_failure()
     number = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, len(gpus))))
     return replace(
-        subject, all_gpus=tuple(every), gpus=tuple(gpus), nvml_failure=failure,
-        num_processes=number, world_size=int(os.environ.get("WORLD_SIZE", number)),
-        available_gib=available_ram_gib(), busy=checks.in_use(gpus))
+        subject,
+        all_gpus=tuple(every),
+        gpus=tuple(gpus),
+        nvml_failure=failure,
+        num_processes=number,
+        world_size=int(os.environ.get("WORLD_SIZE", number)),
+        available_gib=available_ram_gib(),
+        busy=checks.in_use(gpus),
+    )
 
 
 def with_run(subject: Subject) -> tuple[Subject, Checks]:
@@ -97,8 +120,9 @@ def with_run(subject: Subject) -> tuple[Subject, Checks]:
         return subject, {}
     try:
         if pid := within(ANSWER_SECONDS, lambda: trained_by(runs_dir / name)):
-            subject = replace(subject, is_training=True,
-                              busy=f"{name} is being trained by process {pid}")
+            subject = replace(
+                subject, is_training=True, busy=f"{name} is being trained by process {pid}"
+            )
         run = within(ANSWER_SECONDS, lambda: load_run(runs_dir, name))
     except UserError as error:
         if not RUN_NAME.fullmatch(name) or not (runs_dir / name).is_dir():
@@ -115,15 +139,26 @@ def print_checks(found: Checks, run_name: str | None) -> None:
     """Print what was found and what to do about it, then what follows from all of it."""
     table = Table(
         [Column("", "left"), Column("check", "left"), Column("found", "left", MIN_WIDTH)],
-        [[each.verdict, name, "\n-> ".join(filter(None, [each.text, each.advice]))]
-         for name, each in found.items()])
+        [
+            [each.verdict, name, "\n-> ".join(filter(None, [each.text, each.advice]))]
+            for name, each in found.items()
+        ],
+    )
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 0)).columns)
     for line in table.terminal(width).splitlines():
         verdict = line.partition(" ")[0]
-        click.echo(click.style(visible(verdict), fg=COLORS.get(verdict))
-                   + visible(line.removeprefix(verdict)))
+        click.echo(
+            click.style(visible(verdict), fg=COLORS.get(verdict))
+            + visible(line.removeprefix(verdict))
+        )
     verdicts = [each.verdict for each in found.values()]
-    click.echo(click.style(visible(
-        f"{'not ' * (PROBLEM in verdicts)}fit to train{f' {run_name}' if run_name else ''}:"
-        f" {counted(verdicts.count(PROBLEM), PROBLEM)},"
-        f" {counted(verdicts.count(WARNING), WARNING)}"), bold=True))
+    click.echo(
+        click.style(
+            visible(
+                f"{'not ' * (PROBLEM in verdicts)}fit to train{f' {run_name}' if run_name else ''}:"
+                f" {counted(verdicts.count(PROBLEM), PROBLEM)},"
+                f" {counted(verdicts.count(WARNING), WARNING)}"
+            ),
+            bold=True,
+        )
+    )

@@ -60,14 +60,22 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
     process = Process(rank, rank, world_size, device)
     share_cpu_cores(process)
     if do(PRODUCTS, matrix_products, device) and world_size > 1:
-        do(EXCHANGE, all_reduce, process, dist.FileStore(str(folder / "store"), world_size),
-           timedelta(seconds=spec.seconds))
+        do(
+            EXCHANGE,
+            all_reduce,
+            process,
+            dist.FileStore(str(folder / "store"), world_size),
+            timedelta(seconds=spec.seconds),
+        )
 
 
 def torch_facts() -> dict[str, Any]:
     """Report what PyTorch sees. Puts nothing on a GPU."""
-    return {"version": torch.__version__, "num_gpus": torch.cuda.device_count(),
-            "problem": cuda_problem()}
+    return {
+        "version": torch.__version__,
+        "num_gpus": torch.cuda.device_count(),
+        "problem": cuda_problem(),
+    }
 
 
 def matrix_products(device: torch.device) -> dict[str, Any]:
@@ -91,9 +99,11 @@ def matrix_products(device: torch.device) -> dict[str, Any]:
 
     seconds(3)  # the first call initialises a library
     number = max(3, int(MATMUL_SECONDS / (seconds(3) / 3)))
-    return {"flops": 2 * size**3 * number / seconds(number),
-            "dtype": str(dtype).removeprefix("torch."),
-            "gpu": torch.cuda.get_device_name(device) if on_gpu else None}
+    return {
+        "flops": 2 * size**3 * number / seconds(number),
+        "dtype": str(dtype).removeprefix("torch."),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+    }
 
 
 def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[str, Any]:
@@ -103,8 +113,9 @@ def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[st
     """
     on_gpu = process.device.type == "cuda"
     join_process_group(process, store, timeout=limit)
-    size, number = ((REDUCED_BYTES, NUM_REDUCTIONS) if on_gpu
-                    else (REDUCED_BYTES_ON_CPU, NUM_REDUCTIONS_ON_CPU))
+    size, number = (
+        (REDUCED_BYTES, NUM_REDUCTIONS) if on_gpu else (REDUCED_BYTES_ON_CPU, NUM_REDUCTIONS_ON_CPU)
+    )
     tensor = torch.full((size // 4,), process.rank + 1.0, device=process.device)
     dist.all_reduce(tensor)
     is_right = bool((tensor == process.world_size * (process.world_size + 1) / 2).all())
@@ -119,8 +130,13 @@ def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[st
     # One that has exited cannot send what the others may still wait for.
     store.set(f"done/{process.rank}", "")
     store.wait([f"done/{rank}" for rank in range(process.world_size)], limit)
-    return {"backend": dist.get_backend(), "bytes": size, "seconds": taken, "is_right": is_right,
-            "world_size": process.world_size}
+    return {
+        "backend": dist.get_backend(),
+        "bytes": size,
+        "seconds": taken,
+        "is_right": is_right,
+        "world_size": process.world_size,
+    }
 
 
 def check_nodes(is_busy: bool, time_limit: float) -> Checks:
@@ -128,14 +144,22 @@ def check_nodes(is_busy: bool, time_limit: float) -> Checks:
 
     Its first process knows whether a node `is_busy`; the exchange has `time_limit` seconds.
     """
-    versions = {"PyTorch": torch.__version__, "the project's code": code_digest(),
-                "Python": ".".join(platform.python_version_tuple()[:2])}
+    versions = {
+        "PyTorch": torch.__version__,
+        "the project's code": code_digest(),
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
     store, ranks = open_torchrun_store(), range(int(os.environ["WORLD_SIZE"]))
-    store.set(f"process/{os.environ['RANK']}", json.dumps(
-        {"node": int(os.environ["GROUP_RANK"]), "is_busy": is_busy, "versions": versions}))
+    store.set(
+        f"process/{os.environ['RANK']}",
+        json.dumps(
+            {"node": int(os.environ["GROUP_RANK"]), "is_busy": is_busy, "versions": versions}
+        ),
+    )
     try:
-        store.wait([f"process/{rank}" for rank in ranks],
-                   timedelta(seconds=MEET_SECONDS + time_limit))
+        store.wait(
+            [f"process/{rank}" for rank in ranks], timedelta(seconds=MEET_SECONDS + time_limit)
+        )
     except RuntimeError:
         missing = [str(rank) for rank in ranks if not store.check([f"process/{rank}"])]
         return {"nodes": problem(f"no answer from rank {', '.join(missing)}", OTHER_MACHINE)}
@@ -145,17 +169,33 @@ def check_nodes(is_busy: bool, time_limit: float) -> Checks:
         found = {each["versions"][what]: each["node"] for each in facts}
         if len(found) > 1:
             values = ", ".join(f"{value} on node {node}" for value, node in found.items())
-            nodes = problem(f"{what} differs: {values}", "bring all nodes to the same commit and"
-                            " run uv sync on each; runs/ is best shared between them")
+            nodes = problem(
+                f"{what} differs: {values}",
+                "bring all nodes to the same commit and"
+                " run uv sync on each; runs/ is best shared between them",
+            )
     if busy := [str(each["node"]) for each in facts if each["is_busy"]]:
-        return {"nodes": nodes, "all-reduce of all nodes": warning(
-            f"left out, because of node {', '.join(busy)}", "see that node's report")}
+        return {
+            "nodes": nodes,
+            "all-reduce of all nodes": warning(
+                f"left out, because of node {', '.join(busy)}", "see that node's report"
+            ),
+        }
     try:
-        exchange = judge_exchange([within(time_limit, lambda: all_reduce(
-            this_process(), store, timedelta(seconds=time_limit)))])
+        exchange = judge_exchange(
+            [
+                within(
+                    time_limit,
+                    lambda: all_reduce(this_process(), store, timedelta(seconds=time_limit)),
+                )
+            ]
+        )
     except Exception as error:  # whatever it is, the report is printed
-        text = f"has not ended after {time_limit:g} s" if isinstance(
-            error, TimeoutError) else describe(error)
+        text = (
+            f"has not ended after {time_limit:g} s"
+            if isinstance(error, TimeoutError)
+            else describe(error)
+        )
         exchange = problem(text, advice_on(EXCHANGE, text))
     return {"nodes": nodes, "all-reduce of all nodes": exchange}
 

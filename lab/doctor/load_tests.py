@@ -27,10 +27,12 @@ PRODUCTS, EXCHANGE = "matrix products", "all-reduce"
 PARTS = ("PyTorch", PRODUCTS, EXCHANGE)
 ADVICE = {  # by the part that fails
     "PyTorch": "install it again: uv sync --reinstall-package torch",
-    EXCHANGE: "set NCCL_DEBUG=INFO and train a few steps: it names the connection that fails"}
+    EXCHANGE: "set NCCL_DEBUG=INFO and train a few steps: it names the connection that fails",
+}
 ADVICE_ON_ERROR = {  # by a word of its text
     "gloo": "set GLOO_SOCKET_IFNAME to the interface between the machines",
-    "no kernel image": checks.INSTALL_TORCH}
+    "no kernel image": checks.INSTALL_TORCH,
+}
 MORE_TIME = "give the tests more time with --time-limit"
 
 
@@ -55,8 +57,11 @@ class Outcome:
                 outcome.parts.setdefault(record.pop("part"), {}).update(record)
         if status:
             said = path.with_suffix(".log").read_text(errors="replace").strip()
-            outcome.end = (f"killed by {signal.Signals(-status).name}" if status < 0 else
-                           said.rpartition("\n")[2].strip()[:120] or f"exit status {status}")
+            outcome.end = (
+                f"killed by {signal.Signals(-status).name}"
+                if status < 0
+                else said.rpartition("\n")[2].strip()[:120] or f"exit status {status}"
+            )
         return outcome
 
     def found(self, part: str) -> Any:
@@ -70,25 +75,41 @@ def load_tests(subject: Subject) -> list[Outcome]:
     need no torchrun: they meet in a file, and each has an exit status of its own.
     """
     number = 1 if subject.busy else len(subject.gpus) or min(2, num_cpu_cores())
-    spec = {"num_gpus": len(subject.gpus), "is_loading": not subject.busy,
-            "seconds": subject.time_limit}
+    spec = {
+        "num_gpus": len(subject.gpus),
+        "is_loading": not subject.busy,
+        "seconds": subject.time_limit,
+    }
     path = os.pathsep.join(filter(None, (str(PROJECT_DIR), os.environ.get("PYTHONPATH"))))
     processes, deadline = [], time.monotonic() + subject.time_limit
     with tempfile.TemporaryDirectory(prefix="lab-doctor-", ignore_cleanup_errors=True) as folder:
         try:
             for rank in range(number):
                 with Path(folder, f"{rank}.log").open("wb") as log:
-                    processes.append(subprocess.Popen(
-                        [sys.executable, "-m", "lab.doctor.load", folder, json.dumps(spec)],
-                        stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | {
-                            "PYTHONPATH": path, "RANK": str(rank), "WORLD_SIZE": str(number),
-                            "LOCAL_WORLD_SIZE": str(number), "GROUP_WORLD_SIZE": "1"}))
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", "lab.doctor.load", folder, json.dumps(spec)],
+                            stdout=log,
+                            stderr=log,
+                            stdin=subprocess.DEVNULL,
+                            env=os.environ
+                            | {
+                                "PYTHONPATH": path,
+                                "RANK": str(rank),
+                                "WORLD_SIZE": str(number),
+                                "LOCAL_WORLD_SIZE": str(number),
+                                "GROUP_WORLD_SIZE": "1",
+                            },
+                        )
+                    )
             statuses: list[int | None] = [None]
             while time.monotonic() < deadline and None in statuses and not any(statuses):
                 time.sleep(0.05)
                 statuses = [process.poll() for process in processes]
-            return [Outcome.read(Path(folder, str(rank)), process)
-                    for rank, process in enumerate(processes)]
+            return [
+                Outcome.read(Path(folder, str(rank)), process)
+                for rank, process in enumerate(processes)
+            ]
         finally:
             for process in processes:
                 process.kill()
@@ -109,19 +130,28 @@ def judge_part(part: str, processes: list[Outcome]) -> Finding | None:
         if error := record.get("error") or process.end * has_stopped_here:
             return problem(f"failed on rank {rank}: {error}", advice_on(part, error))
     missing = [rank for rank, record in enumerate(records) if not record]
-    waiting = {rank: record["begun"] for rank, record in enumerate(records)
-               if record and "found" not in record}
+    waiting = {
+        rank: record["begun"]
+        for rank, record in enumerate(records)
+        if record and "found" not in record
+    }
     if missing:
         is_known = not any(records) and part != PARTS[0]  # an earlier part tells it
         return None if is_known else unknown(f"rank {missing[0]} has not come to it", MORE_TIME)
     if waiting:
         seconds = time.time() - max(waiting.values())
-        may_be_slow = part != EXCHANGE and (  # a CPU
-            processes[0].found(PARTS[0]) or {}).get("num_gpus") == 0
+        may_be_slow = (
+            part != EXCHANGE
+            and (  # a CPU
+                processes[0].found(PARTS[0]) or {}
+            ).get("num_gpus")
+            == 0
+        )
         if seconds < HANG_SECONDS or may_be_slow:
             return unknown("it has not ended in time", MORE_TIME)
-        return problem(f"has not ended on rank {min(waiting)} after {seconds:.0f} s",
-                       advice_on(part))
+        return problem(
+            f"has not ended on rank {min(waiting)} after {seconds:.0f} s", advice_on(part)
+        )
     found = [record["found"] for record in records]
     if part == PARTS[0]:
         return ok(found[0]["version"])
@@ -129,8 +159,10 @@ def judge_part(part: str, processes: list[Outcome]) -> Finding | None:
 
 
 def advice_on(part: str, error: str = "") -> str:
-    return next((advice for word, advice in ADVICE_ON_ERROR.items() if word in error),
-                ADVICE.get(part, checks.OTHER_MACHINE))
+    return next(
+        (advice for word, advice in ADVICE_ON_ERROR.items() if word in error),
+        ADVICE.get(part, checks.OTHER_MACHINE),
+    )
 
 
 def judge_products(found: list[Mapping[str, Any]]) -> Finding:
@@ -149,9 +181,12 @@ def judge_products(found: list[Mapping[str, Any]]) -> Finding:
         text += f"; GPU {', '.join(slow)} much slower than the others"
     is_fine = not slow and (not gpu or slowest >= LITTLE_OF_PEAK * gpu.peak_flops)
     return ok_if(
-        is_fine, text, "large products reach 60 to 90%, and all GPUs wait for the slowest:"
+        is_fine,
+        text,
+        "large products reach 60 to 90%, and all GPUs wait for the slowest:"
         " nvidia-smi -q -d PERFORMANCE tells whether heat or the power supply slows a GPU down;"
-        " look for other programs on it, or take another machine")
+        " look for other programs on it, or take another machine",
+    )
 
 
 def judge_exchange(found: list[Mapping[str, Any]]) -> Finding:
@@ -162,7 +197,9 @@ def judge_exchange(found: list[Mapping[str, Any]]) -> Finding:
     slowest = max(each["seconds"] for each in found)
     speed = 2 * (number - 1) / number * found[0]["bytes"] / slowest  # as nccl-tests counts
     return ok_if(
-        speed >= SLOW_BUS or backend == "gloo", f"{speed / 1e9:,.3g} GB/s bus bandwidth,"
+        speed >= SLOW_BUS or backend == "gloo",
+        f"{speed / 1e9:,.3g} GB/s bus bandwidth,"
         f" {counted(number, 'process', 'processes')}, {backend}",
         "each step waits long for the gradients: raise gradient accumulation (a larger"
-        ' global_batch_size), set "all_reduce_dtype": "bf16", or take a machine with NVLink')
+        ' global_batch_size), set "all_reduce_dtype": "bf16", or take a machine with NVLink',
+    )

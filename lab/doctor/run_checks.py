@@ -40,21 +40,33 @@ def check_dataset(subject: Subject) -> Finding:
     if name == STDLIB_DATASET:
         return ok(f"{place} is made from Python's own files when training starts")
     if "/" not in name:
-        return problem(f"{place}: no dataset there", f"make it: prepare_dataset.py SOURCE {place},"
-                       " or name a dataset on the hub (owner/name) in train.json")
+        return problem(
+            f"{place}: no dataset there",
+            f"make it: prepare_dataset.py SOURCE {place},"
+            " or name a dataset on the hub (owner/name) in train.json",
+        )
     from huggingface_hub import HfApi
 
-    info = ask_hub(name, lambda: HfApi().dataset_info(
-        name, files_metadata=True, timeout=ASK_SECONDS), pauses=())
+    info = ask_hub(
+        name,
+        lambda: HfApi().dataset_info(name, files_metadata=True, timeout=ASK_SECONDS),
+        pauses=(),
+    )
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     if missing := [file for file in TOKEN_FILES[:2] if file not in sizes]:
-        return problem(f"{name} on the hub has no {missing[0]}",
-                       "name a dataset of token files, or make one with prepare_dataset.py")
+        return problem(
+            f"{name} on the hub has no {missing[0]}",
+            "name a dataset of token files, or make one with prepare_dataset.py",
+        )
     needed = sum(sizes.get(file, 0) for file in TOKEN_FILES)
     free = shutil.disk_usage(existing(subject.datasets_dir)).free
-    return ok_if(needed < free, f"{name} is on the hub: {gb(needed)} are downloaded when training"
-                 f" starts, {gb(free)} are free", "make room, or name another place with"
-                 " --datasets-dir", is_fatal=True)
+    return ok_if(
+        needed < free,
+        f"{name} is on the hub: {gb(needed)} are downloaded when training"
+        f" starts, {gb(free)} are free",
+        "make room, or name another place with --datasets-dir",
+        is_fatal=True,
+    )
 
 
 def check_ram(subject: Subject) -> Finding:
@@ -68,7 +80,8 @@ def check_ram(subject: Subject) -> Finding:
         f"{available:,.1f} GiB available; training needs about {gib(needed * 2**30)}",
         "end other programs, or take a machine with more RAM"
         + ("" if on_gpu else "; a smaller microbatch_size or fewer processes need less"),
-        is_fatal=available < needed / 2)
+        is_fatal=available < needed / 2,
+    )
 
 
 def training_gib(subject: Subject) -> float:
@@ -91,43 +104,57 @@ def plan_of(subject: Subject) -> BatchPlan:
 def check_batch(subject: Subject) -> Finding:
     """Check that the global batch can be divided among the processes. Raises: UserError."""
     plan = plan_of(subject)
-    return ok(f"microbatch {plan.microbatch_size:,} x accumulation"
-              f" {plan.gradient_accumulation_steps:,} x"
-              f" {counted(plan.world_size, 'process', 'processes')} ="
-              f" {plan.global_batch_size:,} sequences")
+    return ok(
+        f"microbatch {plan.microbatch_size:,} x accumulation"
+        f" {plan.gradient_accumulation_steps:,} x"
+        f" {counted(plan.world_size, 'process', 'processes')} ="
+        f" {plan.global_batch_size:,} sequences"
+    )
 
 
 def check_microbatch(subject: Subject) -> Finding | None:
     """Compare the memory that `lab plan` estimates for a process with that of a GPU."""
-    free = {number: gpu.memory_total_gib - (gpu.memory_used_gib or 0.0)
-            for number, gpu in enumerate(subject.gpus) if gpu.memory_total_gib}
+    free = {
+        number: gpu.memory_total_gib - (gpu.memory_used_gib or 0.0)
+        for number, gpu in enumerate(subject.gpus)
+        if gpu.memory_total_gib
+    }
     if not free:
         return checks.unknown("the driver does not tell the GPUs' memory") if subject.gpus else None
     there = usable_gib(min(subject.gpus[number].memory_total_gib for number in free))
     needed = training_gib(subject)
-    text = (f"microbatch {subject.run.config.microbatch_size:,} takes about"
-            f" {gib(needed * 2**30)} of the {gib(there * 2**30)} of a GPU (estimate)")
+    text = (
+        f"microbatch {subject.run.config.microbatch_size:,} takes about"
+        f" {gib(needed * 2**30)} of the {gib(there * 2**30)} of a GPU (estimate)"
+    )
     # Another process may have taken a GPU's memory, such as one that a kill left.
     fullest = min(free, key=free.__getitem__)
     if free[fullest] - OWN_GIB < needed <= there and not subject.is_training:
         return problem(
             f"{text}; GPU {fullest} has {gib(free[fullest] * 2**30)} free: other processes use the"
-            " rest", "find them with nvidia-smi and end them: a run that was killed may have left"
-            " some")
+            " rest",
+            "find them with nvidia-smi and end them: a run that was killed may have left some",
+        )
     return ok_if(
-        needed <= there, text, "lower microbatch_size, or set head_chunks 8 or"
+        needed <= there,
+        text,
+        "lower microbatch_size, or set head_chunks 8 or"
         " activation_checkpointing; ddp_train.py --find-max-microbatch measures what fits",
-        is_fatal=needed > MUCH_TOO_LARGE * there)
+        is_fatal=needed > MUCH_TOO_LARGE * there,
+    )
 
 
 def check_checkpoints(subject: Subject) -> Finding:
     """Check that the disk has room for the next checkpoint, and for all that the run keeps."""
     run, size = subject.run, estimate.bytes_of_checkpoint(subject.run)
     free = shutil.disk_usage(existing(run.checkpoints_dir)).free
-    text, advice = f"{gb(size)} each, {gb(free)} free", (
-        "make room, set keep_checkpoints, or name another place with --runs-dir")
+    text, advice = (
+        f"{gb(size)} each, {gb(free)} free",
+        ("make room, set keep_checkpoints, or name another place with --runs-dir"),
+    )
     has_length = run.config.min_train_tokens != -1 or is_complete(
-        subject.datasets_dir / run.config.dataset)
+        subject.datasets_dir / run.config.dataset
+    )
     if free < size or not (has_length or run.config.keep_checkpoints):
         return ok_if(free >= size, text, advice, is_fatal=True)
     try:
@@ -135,10 +162,18 @@ def check_checkpoints(subject: Subject) -> Finding:
     except UserError:
         return ok(text)  # the line on the batch tells it
     present = sum(path.is_dir() and not path.is_symlink() for path in run.checkpoints_dir.glob("*"))
-    return ok_if((number - present) * size <= free,
-                 f"{text}; at most {number:,} are kept: {gb(number * size)}", advice)
+    return ok_if(
+        (number - present) * size <= free,
+        f"{text}; at most {number:,} are kept: {gb(number * size)}",
+        advice,
+    )
 
 
 RUN_CHECKS = {
-    "configs": check_configs, "RAM": check_ram, "dataset": check_dataset, "batch": check_batch,
-    "microbatch": check_microbatch, "checkpoints": check_checkpoints}
+    "configs": check_configs,
+    "RAM": check_ram,
+    "dataset": check_dataset,
+    "batch": check_batch,
+    "microbatch": check_microbatch,
+    "checkpoints": check_checkpoints,
+}

@@ -19,35 +19,78 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ABOUT = ("target", "checkpoint", "global_step", "trained_tokens")  # of what a record is
-DECIMALS = {"loss": 6, "accuracy": 4, "normalised_accuracy": 4, "perplexity": 3,
-            "bits_per_byte": 6}  # of figures, in the order of a table
+DECIMALS = {
+    "loss": 6,
+    "accuracy": 4,
+    "normalised_accuracy": 4,
+    "perplexity": 3,
+    "bits_per_byte": 6,
+}  # of figures, in the order of a table
 
 
 @click.command()
 @click.argument("targets", nargs=-1, required=True)
-@click.option("--checkpoint", "--checkpoints", "checkpoints", default="best", show_default=True,
-              metavar="LIST", help="Of runs: latest, best, names of checkpoint directories, several"
-                                   " of these separated by commas, or all.")
-@click.option("--dataset", help="A dataset in --datasets-dir, or owner/name on the hub."
-                                "  [default: the one that the runs were trained on]")
-@click.option("--split", type=click.Choice(["validation", "train"]), default="validation",
-              show_default=True)
-@click.option("--start-token", type=click.IntRange(min=0),
-              help="[default: 50,000,000, or 0 if the file is smaller]")
-@click.option("--tokens", "num_tokens", type=click.IntRange(min=1),
-              help="[default: 19,660,800, or all that follow if there are fewer]")
-@click.option("--microbatch-size", type=click.IntRange(min=1), default=8, show_default=True,
-              help="Sequences in one forward pass; the results do not depend on it.")
-@click.option("--task", "tasks", multiple=True, metavar="NAME[=FILE]",
-              help="Score a task instead of the loss, as lm-eval does; may be repeated. NAME:"
-                   f" {', '.join(TASKS)}. FILE: JSON lines, parquet, a directory of them, or"
-                   " owner/name on the hub.  [default: the task's dataset on the hub]")
+@click.option(
+    "--checkpoint",
+    "--checkpoints",
+    "checkpoints",
+    default="best",
+    show_default=True,
+    metavar="LIST",
+    help="Of runs: latest, best, names of checkpoint directories, several"
+    " of these separated by commas, or all.",
+)
+@click.option(
+    "--dataset",
+    help="A dataset in --datasets-dir, or owner/name on the hub."
+    "  [default: the one that the runs were trained on]",
+)
+@click.option(
+    "--split", type=click.Choice(["validation", "train"]), default="validation", show_default=True
+)
+@click.option(
+    "--start-token",
+    type=click.IntRange(min=0),
+    help="[default: 50,000,000, or 0 if the file is smaller]",
+)
+@click.option(
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(min=1),
+    help="[default: 19,660,800, or all that follow if there are fewer]",
+)
+@click.option(
+    "--microbatch-size",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Sequences in one forward pass; the results do not depend on it.",
+)
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    metavar="NAME[=FILE]",
+    help="Score a task instead of the loss, as lm-eval does; may be repeated. NAME:"
+    f" {', '.join(TASKS)}. FILE: JSON lines, parquet, a directory of them, or"
+    " owner/name on the hub.  [default: the task's dataset on the hub]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
 @RUNS_DIR
 @DATASETS_DIR
-def command(targets: tuple[str, ...], checkpoints: str, dataset: str | None, split: str,
-            start_token: int | None, num_tokens: int | None, microbatch_size: int,
-            tasks: tuple[str, ...], as_json: bool, runs_dir: Path, datasets_dir: Path) -> None:
+def command(
+    targets: tuple[str, ...],
+    checkpoints: str,
+    dataset: str | None,
+    split: str,
+    start_token: int | None,
+    num_tokens: int | None,
+    microbatch_size: int,
+    tasks: tuple[str, ...],
+    as_json: bool,
+    runs_dir: Path,
+    datasets_dir: Path,
+) -> None:
     """Measure models on held-out tokens and print one table, lowest loss first.
 
     A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
@@ -63,8 +106,9 @@ def command(targets: tuple[str, ...], checkpoints: str, dataset: str | None, spl
     with stdout_to_stderr(as_json):
         models = choose_models(targets, checkpoints, dataset, runs_dir)
         quizzes = [read_quiz(*text.partition("=")[::2]) for text in tasks]
-        slices = {} if quizzes else open_slices(models, datasets_dir, split, start_token,
-                                                num_tokens)
+        slices = (
+            {} if quizzes else open_slices(models, datasets_dir, split, start_token, num_tokens)
+        )
         try:
             for record in measure_all(models, slices, quizzes, runs_dir, microbatch_size):
                 records.append(record)
@@ -95,31 +139,53 @@ def table(records: list[Record]) -> Table:
     def rank(record: Record) -> tuple[int, bool, float]:
         value = record["bits_per_byte" if by_bits else _main_key(record)]
         value = math.nan if value is None else value
-        return (tasks.index(record.get("benchmark")), math.isnan(value),  # NaN comes last
-                value if "loss" in record else -value)
+        return (
+            tasks.index(record.get("benchmark")),
+            math.isnan(value),  # NaN comes last
+            value if "loss" in record else -value,
+        )
 
-    before, after = {}, {"tokens": "{num_tokens:,}", "start token": "{start_token:,}",
-                         "dataset": "{dataset} {split}"}
+    before, after = (
+        {},
+        {
+            "tokens": "{num_tokens:,}",
+            "start token": "{start_token:,}",
+            "dataset": "{dataset} {split}",
+        },
+    )
     if tasks != [None]:
         before, after = {"task": "{benchmark}"}, {"questions": "{questions:,}"}
     keys = [key for key in DECIMALS if any(key in record for record in records)]
     heads = [*before, *(f"{key.replace('_', ' ')} [95%]" for key in keys), *after]
-    return Table([Column("model", "left"), *map(Column, heads)], [
-        [f"{record['target']} ({record['checkpoint']})" if record["checkpoint"]
-         else record["target"],
-         *(text.format(**record) for text in before.values()),
-         *(_cell(record, key) for key in keys),
-         *(text.format(**record) for text in after.values())]
-        for record in sorted(records, key=rank)], notes=_notes(records))
+    return Table(
+        [Column("model", "left"), *map(Column, heads)],
+        [
+            [
+                f"{record['target']} ({record['checkpoint']})"
+                if record["checkpoint"]
+                else record["target"],
+                *(text.format(**record) for text in before.values()),
+                *(_cell(record, key) for key in keys),
+                *(text.format(**record) for text in after.values()),
+            ]
+            for record in sorted(records, key=rank)
+        ],
+        notes=_notes(records),
+    )
 
 
 def _notes(records: list[Record]) -> list[str]:
     """Return why losses have no interval, a line for each number of tokens."""
-    short = {(record["num_tokens"], record["blocks"]) for record in records
-             if record.get("loss") is not None and record["loss_interval"] is None}
-    return [f"no interval: {num_tokens:,} tokens are {counted(blocks, 'block')} of neighbouring"
-            " documents, too few to show how much the loss would vary; measure on more text"
-            for num_tokens, blocks in sorted(short)]
+    short = {
+        (record["num_tokens"], record["blocks"])
+        for record in records
+        if record.get("loss") is not None and record["loss_interval"] is None
+    }
+    return [
+        f"no interval: {num_tokens:,} tokens are {counted(blocks, 'block')} of neighbouring"
+        " documents, too few to show how much the loss would vary; measure on more text"
+        for num_tokens, blocks in sorted(short)
+    ]
 
 
 def _cell(record: Record, key: str) -> str:
@@ -142,9 +208,16 @@ def as_document(records: list[Record]) -> dict[str, Any]:
     models: dict[tuple[str, str | None], dict[str, Any]] = {}
     for record in records:
         figures = {key: value for key, value in record.items() if key not in ABOUT}
-        model = models.setdefault((record["target"], record["checkpoint"]), {
-            "name": record["target"], "checkpoint": record["checkpoint"],
-            "trained_tokens": record["trained_tokens"], "loss": None, "tasks": []})
+        model = models.setdefault(
+            (record["target"], record["checkpoint"]),
+            {
+                "name": record["target"],
+                "checkpoint": record["checkpoint"],
+                "trained_tokens": record["trained_tokens"],
+                "loss": None,
+                "tasks": [],
+            },
+        )
         if "loss" in record:
             model["loss"] = figures
         else:
@@ -154,11 +227,15 @@ def as_document(records: list[Record]) -> dict[str, Any]:
 
 def draw_over_tokens(records: list[Record], runs_dir: Path) -> list[Path]:
     """Draw a chart in the directory of each run with several checkpoints. Raises: OSError."""
-    of_targets = {name: [record for record in records if record["target"] == name]
-                  for name in dict.fromkeys(record["target"] for record in records)}
-    return [draw_by_hand(runs_dir / name / "evaluations-chart.png", partial(_plot, records=found))
-            for name, found in of_targets.items()
-            if len({record["trained_tokens"] for record in found}) > 1]
+    of_targets = {
+        name: [record for record in records if record["target"] == name]
+        for name in dict.fromkeys(record["target"] for record in records)
+    }
+    return [
+        draw_by_hand(runs_dir / name / "evaluations-chart.png", partial(_plot, records=found))
+        for name, found in of_targets.items()
+        if len({record["trained_tokens"] for record in found}) > 1
+    ]
 
 
 def _plot(chart: "Figure", records: list[Record]) -> None:
@@ -167,14 +244,23 @@ def _plot(chart: "Figure", records: list[Record]) -> None:
 
     axes = chart.subplots()
     for place, task in enumerate(dict.fromkeys(record.get("benchmark") for record in records)):
-        found = sorted((record for record in records if record.get("benchmark") == task),
-                       key=lambda record: record["trained_tokens"])
+        found = sorted(
+            (record for record in records if record.get("benchmark") == task),
+            key=lambda record: record["trained_tokens"],
+        )
         key, tokens = _main_key(found[0]), [record["trained_tokens"] for record in found]
         color = "tab:red" if key == "loss" else f"C{place}"
         label = (task or "held-out loss, 95% intervals") + ", by length" * (
-            key == "normalised_accuracy")
-        axes.plot(tokens, [record[key] for record in found], color=color, marker="o",
-                  markersize=5, label=label)
+            key == "normalised_accuracy"
+        )
+        axes.plot(
+            tokens,
+            [record[key] for record in found],
+            color=color,
+            marker="o",
+            markersize=5,
+            label=label,
+        )
         for x, record in zip(tokens, found, strict=True):
             if (bounds := record[f"{key}_interval"]) is not None:
                 axes.plot([x, x], bounds, color=color, linewidth=1.5)

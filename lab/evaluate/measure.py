@@ -29,8 +29,13 @@ class Chosen(NamedTuple):
     is_optional: bool = False  # it is one of all, so that it may be missing or damaged
 
 
-def measure_all(models: list[Chosen], slices: dict[str, Slice], quizzes: list[Quiz],
-                runs_dir: Path, microbatch_size: int) -> Iterator[Record]:
+def measure_all(
+    models: list[Chosen],
+    slices: dict[str, Slice],
+    quizzes: list[Quiz],
+    runs_dir: Path,
+    microbatch_size: int,
+) -> Iterator[Record]:
     """Measure every model and yield a record of its loss, or of each task; add runs' records.
 
     `slices` are by the model's name; there are none if tasks are scored instead. Raises: UserError:
@@ -47,8 +52,11 @@ def measure_all(models: list[Chosen], slices: dict[str, Slice], quizzes: list[Qu
             continue
         about: Record = {"target": target.name, "checkpoint": None, "trained_tokens": None}
         if checkpoint := target.checkpoint:
-            about |= {"checkpoint": checkpoint.name, "trained_tokens": checkpoint.meta.tokens,
-                      "global_step": checkpoint.meta.global_step}
+            about |= {
+                "checkpoint": checkpoint.name,
+                "trained_tokens": checkpoint.meta.tokens,
+                "global_step": checkpoint.meta.global_step,
+            }
         if about not in done:
             done.append(about)
             for record in _records(target, slices.get(model.name), quizzes, microbatch_size):
@@ -60,8 +68,9 @@ def measure_all(models: list[Chosen], slices: dict[str, Slice], quizzes: list[Qu
         raise UserError("no checkpoint could be read")
 
 
-def _records(target: LoadedModel, part: Slice | None, quizzes: list[Quiz],
-             microbatch_size: int) -> Iterator[Record]:
+def _records(
+    target: LoadedModel, part: Slice | None, quizzes: list[Quiz], microbatch_size: int
+) -> Iterator[Record]:
     if part is not None:
         yield evaluate(target, part, microbatch_size=microbatch_size)
     # Errors of the questions come before any work.
@@ -70,8 +79,9 @@ def _records(target: LoadedModel, part: Slice | None, quizzes: list[Quiz],
         yield score(target, quiz, encoded, microbatch_size=microbatch_size)
 
 
-def choose_models(targets: tuple[str, ...], checkpoints: str, dataset: str | None,
-                  runs_dir: Path) -> list[Chosen]:
+def choose_models(
+    targets: tuple[str, ...], checkpoints: str, dataset: str | None, runs_dir: Path
+) -> list[Chosen]:
     """Return the models asked for. Raises: UserError: one does not exist, or is damaged."""
     found: list[Chosen] = []
     for text in targets:
@@ -82,22 +92,34 @@ def choose_models(targets: tuple[str, ...], checkpoints: str, dataset: str | Non
         if is_run(name, runs_dir):
             run, wanted = load_run(runs_dir, name), own or checkpoints
             present = [path.name for path in named_as_checkpoints(run.checkpoints_dir)]
-            names = present if wanted == "all" else [
-                each for each in wanted.split(",") if find_checkpoint(run.checkpoints_dir, each)]
+            names = (
+                present
+                if wanted == "all"
+                else [
+                    each for each in wanted.split(",") if find_checkpoint(run.checkpoints_dir, each)
+                ]
+            )
             if not names:
                 raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
-            found += [Chosen(name, dataset or run.config.dataset, each, wanted == "all")
-                      for each in names]
+            found += [
+                Chosen(name, dataset or run.config.dataset, each, wanted == "all") for each in names
+            ]
         elif own:
-            raise UserError(f"{text}: {name} is no run, so it has no checkpoints; give {name}"
-                            " alone")
+            raise UserError(
+                f"{text}: {name} is no run, so it has no checkpoints; give {name} alone"
+            )
         else:
             found.append(Chosen(name, dataset))
     return found
 
 
-def open_slices(models: list[Chosen], datasets_dir: Path, split: str, start_token: int | None,
-                num_tokens: int | None) -> dict[str, Slice]:
+def open_slices(
+    models: list[Chosen],
+    datasets_dir: Path,
+    split: str,
+    start_token: int | None,
+    num_tokens: int | None,
+) -> dict[str, Slice]:
     """Open the datasets and choose the tokens of each model, by its name.
 
     A model that is no run is measured on the dataset of the first run. Runs whose datasets are the
@@ -106,8 +128,9 @@ def open_slices(models: list[Chosen], datasets_dir: Path, split: str, start_toke
     """
     slices, first = {}, next(filter(None, (model.dataset for model in models)), None)
     if first is None:
-        raise UserError("--dataset: name the dataset to evaluate all targets on (no target is a"
-                        " run)")
+        raise UserError(
+            "--dataset: name the dataset to evaluate all targets on (no target is a run)"
+        )
     datasets = {model.name: model.dataset or first for model in models}
     for dataset in dict.fromkeys(datasets.values()):
         if not re.fullmatch(DATASET_NAME, dataset):
@@ -116,28 +139,37 @@ def open_slices(models: list[Chosen], datasets_dir: Path, split: str, start_toke
         file = TokenFile(datasets_dir / dataset / f"{split}.safetensors")
         slices[dataset] = choose_slice(file, dataset, start_token, num_tokens)
     if len(slices) > 1:
-        slices = {dataset: Slice(dataset, part.file, 0, part.file.num_tokens - 1)
-                  for dataset, part in slices.items()}
+        slices = {
+            dataset: Slice(dataset, part.file, 0, part.file.num_tokens - 1)
+            for dataset, part in slices.items()
+        }
         texts = {part.text_identity() for part in slices.values()}
         tokenizers = {part.file.metadata.get("tokenizer") for part in slices.values()}
         if None in texts or len(texts) > 1 or len(tokenizers) < len(slices):
-            raise UserError("--dataset: name the dataset to evaluate all targets on (the targets"
-                            f" were trained on different ones: {' and '.join(slices)})")
+            raise UserError(
+                "--dataset: name the dataset to evaluate all targets on (the targets"
+                f" were trained on different ones: {' and '.join(slices)})"
+            )
         if start_token is not None or num_tokens is not None:
-            raise UserError("--start-token and --tokens would choose different text in the datasets"
-                            " of these runs; leave them out, or name one with --dataset")
+            raise UserError(
+                "--start-token and --tokens would choose different text in the datasets"
+                " of these runs; leave them out, or name one with --dataset"
+            )
     return {name: slices[dataset] for name, dataset in datasets.items()}
 
 
-def choose_slice(file: TokenFile, dataset: str, start_token: int | None = None,
-                 num_tokens: int | None = None) -> Slice:
+def choose_slice(
+    file: TokenFile, dataset: str, start_token: int | None = None, num_tokens: int | None = None
+) -> Slice:
     """Choose the tokens that all models are evaluated on. Raises: UserError: they are too few."""
     if start_token is None:
         start_token = DEFAULT_START_TOKEN if file.num_tokens > DEFAULT_START_TOKEN else 0
     available = file.num_tokens - start_token - 1  # the last token is only a target
     wanted = min(DEFAULT_NUM_TOKENS, available) if num_tokens is None else num_tokens
     if wanted > available or wanted < 1:
-        raise UserError(f"{file.path}: has {max(0, available):,} tokens to predict after token"
-                        f" {start_token:,}, wanted {max(1, wanted):,}; change --start-token or"
-                        " --tokens")
+        raise UserError(
+            f"{file.path}: has {max(0, available):,} tokens to predict after token"
+            f" {start_token:,}, wanted {max(1, wanted):,}; change --start-token or"
+            " --tokens"
+        )
     return Slice(dataset, file, start_token, wanted)

@@ -56,8 +56,9 @@ def share(is_right: np.ndarray) -> Figure:
     found, num_questions, z2 = float(is_right.mean()), len(is_right), Z_95**2
     scale = 1 + z2 / num_questions
     middle = (found + z2 / (2 * num_questions)) / scale
-    half = Z_95 / scale * math.sqrt(found * (1 - found) / num_questions
-                                    + z2 / (4 * num_questions**2))
+    half = (
+        Z_95 / scale * math.sqrt(found * (1 - found) / num_questions + z2 / (4 * num_questions**2))
+    )
     return Figure(found, (max(0.0, middle - half), min(1.0, middle + half)))
 
 
@@ -100,8 +101,7 @@ class Slice:
     num_tokens: int
 
     def block_tokens(self) -> int:
-        """Return the tokens of a block of the intervals: fewer in a short text of many documents.
-        """
+        """Return the tokens of a block of the intervals: fewer in a short text."""
         fitting = self.num_tokens // MIN_BLOCKS
         num_documents = int(self.file.metadata.get("num_documents", 0))
         if fitting >= BLOCK_TOKENS or not num_documents:
@@ -114,8 +114,9 @@ class Slice:
         facts = [self.file.metadata.get(key) for key in TEXT_FACTS]
         if None in facts or self.num_tokens != self.file.num_tokens - 1:
             return None
-        return hashlib.blake2b(json.dumps([self.file.path.stem, *facts]).encode(),
-                               digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            json.dumps([self.file.path.stem, *facts]).encode(), digest_size=8
+        ).hexdigest()
 
 
 class Text(NamedTuple):
@@ -141,8 +142,13 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
     block_tokens = part.block_tokens()
     blocks = np.zeros((3, -(-part.num_tokens // block_tokens)))  # losses, tokens, bytes
     stride = microbatch_size * longest
-    for place in tqdm(range(0, part.num_tokens, stride), unit="batch", desc=one_line(target.name),
-                      leave=False, disable=None):
+    for place in tqdm(
+        range(0, part.num_tokens, stride),
+        unit="batch",
+        desc=one_line(target.name),
+        leave=False,
+        disable=None,
+    ):
         first = part.start_token + place
         tokens = part.file.read(first, part.start_token + min(place + stride, part.num_tokens) + 1)
         check_token_ids(tokens, part.file.path, first=first, vocab_size=config.vocab_size)
@@ -158,24 +164,36 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
         bits = ratio(nats, num_bytes).through(lambda nats_per_byte: nats_per_byte / math.log(2))
     if len(nats) < MIN_BLOCKS:
         loss, bits = loss._replace(interval=None), bits._replace(interval=None)
-    return {"dataset": part.dataset, "split": part.file.path.stem, "start_token": part.start_token,
-            "num_tokens": part.num_tokens, "blocks": len(nats),
-            "sequences": -(-part.num_tokens // longest),
-            "tokenizer": target.tokenizer_name, "text": part.text_identity(),
-            **entries("loss", loss), **entries("perplexity", loss.through(exp)),
-            **entries("bits_per_byte", bits)}
+    return {
+        "dataset": part.dataset,
+        "split": part.file.path.stem,
+        "start_token": part.start_token,
+        "num_tokens": part.num_tokens,
+        "blocks": len(nats),
+        "sequences": -(-part.num_tokens // longest),
+        "tokenizer": target.tokenizer_name,
+        "text": part.text_identity(),
+        **entries("loss", loss),
+        **entries("perplexity", loss.through(exp)),
+        **entries("bits_per_byte", bits),
+    }
 
 
 def _token_lengths(target: LoadedModel, file: TokenFile) -> ByteLengths | None:
     """Return the text bytes of each token id; None if no tokenizer is known."""
     made_with, own = file.metadata.get("tokenizer"), target.tokenizer_name
     if made_with and own and made_with != own:
-        raise UserError(f"{file.path}: the tokenizer is {short_name(made_with)}, but that of"
-                        f" {target.name} is {short_name(own)}; name another --dataset")
+        raise UserError(
+            f"{file.path}: the tokenizer is {short_name(made_with)}, but that of"
+            f" {target.name} is {short_name(own)}; name another --dataset"
+        )
     if not (made_with or own):
         return None
-    tokenizer = target.load_tokenizer() if own else load_tokenizer(
-        made_with, file_beside(file.path.parent, made_with))
+    tokenizer = (
+        target.load_tokenizer()
+        if own
+        else load_tokenizer(made_with, file_beside(file.path.parent, made_with))
+    )
     return byte_lengths(tokenizer, num_ids=target.model.config.vocab_size)
 
 
@@ -192,8 +210,9 @@ def _losses(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
 def _head_losses(model: GPTModel, x: Tensor, targets: Tensor) -> Tensor:
     """Return each token's loss, and 1 where another is likelier: (N, C), (N,) to (N, 2) float64."""
     found = []
-    for part, wanted in zip(model.final_norm(x).split(TOKENS_PER_CHUNK),
-                            targets.split(TOKENS_PER_CHUNK), strict=True):
+    for part, wanted in zip(
+        model.final_norm(x).split(TOKENS_PER_CHUNK), targets.split(TOKENS_PER_CHUNK), strict=True
+    ):
         logits = F.linear(part, model.head_weight)
         losses = F.cross_entropy(logits, wanted, reduction="none")
         found.append(torch.stack([losses.double(), (logits.argmax(1) != wanted).double()], 1))
@@ -213,9 +232,11 @@ def encode_questions(target: LoadedModel, quiz: Quiz) -> list[list[Text]]:
             tokens = start + tokenizer.encode_ordinary(f"{question.context} {choice}")
             num_new = len(tokens) - len(start or before)
             if num_new >= longest:
-                raise UserError(f"{quiz.name}, {quiz.source}: the choice {choice[:30]!r} has"
-                                f" {num_new:,} tokens, but {target.name} has a context of"
-                                f" {longest - 1:,}; leave the question out, or name another model")
+                raise UserError(
+                    f"{quiz.name}, {quiz.source}: the choice {choice[:30]!r} has"
+                    f" {num_new:,} tokens, but {target.name} has a context of"
+                    f" {longest - 1:,}; leave the question out, or name another model"
+                )
             found[-1].append(Text(tuple(tokens[-longest:]), num_new, len(tokens) > longest))
     return found
 
@@ -228,15 +249,22 @@ def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], microbatch_s
     pass has as many tokens as `microbatch_size` sequences of the model's context length.
     """
     torch.set_float32_matmul_precision("highest")
-    unique = sorted(dict.fromkeys(text for of_one in texts for text in of_one),
-                    key=lambda text: -len(text.tokens))
+    unique = sorted(
+        dict.fromkeys(text for of_one in texts for text in of_one),
+        key=lambda text: -len(text.tokens),
+    )
     results: dict[Text, tuple[float, bool]] = {}
-    with tqdm(total=len(unique), desc=one_line(target.name), unit="text", leave=False,
-              disable=None) as bar:
+    with tqdm(
+        total=len(unique), desc=one_line(target.name), unit="text", leave=False, disable=None
+    ) as bar:
         while len(results) < len(unique):  # a batch begins with its longest text
             longest = unique[len(results)]
-            size = max(1, microbatch_size * target.model.config.context_length
-                       // max(1, len(longest.tokens) - 1))
+            size = max(
+                1,
+                microbatch_size
+                * target.model.config.context_length
+                // max(1, len(longest.tokens) - 1),
+            )
             batch = unique[len(results) : len(results) + size]
             results.update(zip(batch, _score(target, batch), strict=True))
             bar.update(len(batch))
@@ -248,19 +276,34 @@ def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], microbatch_s
         sums = np.array([results[text][0] for text in of_one])
         lengths = np.array([len(choice) for choice in question.choices])
         log_probability, is_greedy = results[of_one[question.right]]
-        answers.append((sums.argmax() == question.right,
-                        (sums / lengths).argmax() == question.right, is_greedy, log_probability))
+        answers.append(
+            (
+                sums.argmax() == question.right,
+                (sums / lengths).argmax() == question.right,
+                is_greedy,
+                log_probability,
+            )
+        )
     right, normalised, greedy, log_probabilities = map(np.array, zip(*answers, strict=True))
     has_choice = len(quiz.questions[0].choices) > 1  # else a last word is to be foretold
-    figures = {"accuracy": share(right if has_choice else greedy),
-               "normalised_accuracy": share(normalised),
-               "perplexity": ratio(-log_probabilities, np.ones(len(answers))).through(exp)}
+    figures = {
+        "accuracy": share(right if has_choice else greedy),
+        "normalised_accuracy": share(normalised),
+        "perplexity": ratio(-log_probabilities, np.ones(len(answers))).through(exp),
+    }
     num_cut = sum(text.is_cut for of_one in texts for text in of_one)
     if num_cut:
-        print_error(f"warning: {quiz.name}: {num_cut:,} texts are longer than the context of"
-                    f" {target.name} and lost their beginning, as in lm-eval")
-    record = {"benchmark": quiz.name, "questions": len(quiz.questions),
-              "questions_from": quiz.source, "split": quiz.split, "cut_texts": num_cut}
+        print_error(
+            f"warning: {quiz.name}: {num_cut:,} texts are longer than the context of"
+            f" {target.name} and lost their beginning, as in lm-eval"
+        )
+    record = {
+        "benchmark": quiz.name,
+        "questions": len(quiz.questions),
+        "questions_from": quiz.source,
+        "split": quiz.split,
+        "cut_texts": num_cut,
+    }
     for key in quiz.figures:
         record |= entries(key, figures[key])
     return record

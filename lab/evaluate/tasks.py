@@ -89,8 +89,11 @@ class ARC(TaskRecord):
     answerKey: str
 
     def as_question(self) -> Question:
-        return Question(f"Question: {self.question}\nAnswer:", self.choices["text"],
-                        self.choices["label"].index(self.answerKey))
+        return Question(
+            f"Question: {self.question}\nAnswer:",
+            self.choices["text"],
+            self.choices["label"].index(self.answerKey),
+        )
 
 
 class PIQA(TaskRecord):
@@ -123,7 +126,8 @@ class BLiMP(TaskRecord):
 
 
 TASKS: dict[str, type[TaskRecord]] = {
-    task.name: task for task in (HellaSwag, LAMBADA, ARC, PIQA, BLiMP)}
+    task.name: task for task in (HellaSwag, LAMBADA, ARC, PIQA, BLiMP)
+}
 
 
 class Quiz(NamedTuple):
@@ -144,8 +148,9 @@ def read_quiz(name: str, source: str = "") -> Quiz:
     from trainer.models import HUB_NAME  # not for --help
 
     if name not in TASKS:
-        raise UserError(f"--task {name[:60]}: is unknown; wanted {', '.join(TASKS)}, or one of"
-                        " them with =FILE")
+        raise UserError(
+            f"--task {name[:60]}: is unknown; wanted {', '.join(TASKS)}, or one of them with =FILE"
+        )
     task = TASKS[name]
     place = Path(source or task.hub_name)
     title, paths, split = place.resolve().name, [place], None
@@ -156,8 +161,9 @@ def read_quiz(name: str, source: str = "") -> Quiz:
         split = task.split if title == task.hub_name else None
     questions = [question for path in paths for question in _questions(path, task)]
     if not questions:
-        raise UserError(f"{place}: has no questions; give a .jsonl or .parquet file with"
-                        f" {task.__name__}'s")
+        raise UserError(
+            f"{place}: has no questions; give a .jsonl or .parquet file with {task.__name__}'s"
+        )
     kinds = {question.kind for question in questions}
     if len(kinds) == 1 and re.fullmatch(r"\w{1,80}", kind := kinds.pop()):
         name = f"{name}_{kind}"
@@ -176,14 +182,20 @@ def _questions(path: Path, task: type[TaskRecord]) -> Iterator[Question]:
         for record in records:
             question = task.model_validate(record).as_question()
             if not (0 <= question.right < len(question.choices) and all(question.choices)):
-                raise ValueError(f"choice {question.right} of {len(question.choices)} is right, or"
-                                 " one is empty")
+                raise ValueError(
+                    f"choice {question.right} of {len(question.choices)} is right, or one is empty"
+                )
             yield question
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        reason = (describe(error) if isinstance(error, ValidationError)
-                  else getattr(error, "strerror", None) or first_line(error))
-        raise UserError(f"{path}: not {task.__name__}'s questions ({reason}); each needs"
-                        f" {', '.join(task.model_fields)}") from None
+        reason = (
+            describe(error)
+            if isinstance(error, ValidationError)
+            else getattr(error, "strerror", None) or first_line(error)
+        )
+        raise UserError(
+            f"{path}: not {task.__name__}'s questions ({reason}); each needs"
+            f" {', '.join(task.model_fields)}"
+        ) from None
 
 
 def _download(repository: str, task: type[TaskRecord]) -> list[Path]:
@@ -193,14 +205,23 @@ def _download(repository: str, task: type[TaskRecord]) -> list[Path]:
     from preparation.hub import ask_hub, check_names, hide_progress_bars
 
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
-    names = [file.rfilename for file in info.siblings or ()
-             if re.search(task.hub_files, file.rfilename)]
+    names = [
+        file.rfilename for file in info.siblings or () if re.search(task.hub_files, file.rfilename)
+    ]
     check_names(repository, names)
     hide_progress_bars()
     if not names:
-        raise UserError(f"{repository} on the Hugging Face hub: has no file of {task.__name__}'s"
-                        f" questions; give {task.hub_name} or a local file")
+        raise UserError(
+            f"{repository} on the Hugging Face hub: has no file of {task.__name__}'s"
+            f" questions; give {task.hub_name} or a local file"
+        )
     tables = [name for name in names if name.endswith(".parquet")]
-    return [Path(ask_hub(repository, partial(
-        hf_hub_download, repository, name, revision=info.sha, repo_type="dataset")))
-        for name in sorted(tables or names)]
+    return [
+        Path(
+            ask_hub(
+                repository,
+                partial(hf_hub_download, repository, name, revision=info.sha, repo_type="dataset"),
+            )
+        )
+        for name in sorted(tables or names)
+    ]

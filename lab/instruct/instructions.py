@@ -16,13 +16,17 @@ from basics.files import append_whole, write_atomically
 from basics.json_files import describe
 
 # The 1,100 entries of "Build a Large Language Model (from Scratch)", chapter 7.
-BOOK_URL = ("https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/"
-            "ch07/01_main-chapter-code/instruction-data.json")
+BOOK_URL = (
+    "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/"
+    "ch07/01_main-chapter-code/instruction-data.json"
+)
 MIN_ENTRIES = 10  # leaves one for the test
 
 # Alpaca's template: the head, the instruction, the input if there is one, and the response.
-HEAD = ("Below is an instruction that describes a task. Write a response that appropriately"
-        " completes the request.\n\n### Instruction:\n")
+HEAD = (
+    "Below is an instruction that describes a task. Write a response that appropriately"
+    " completes the request.\n\n### Instruction:\n"
+)
 INPUT = "\n\n### Input:\n"
 RESPONSE = "\n\n### Response:\n"
 # `Entry.prompt` as the Jinja template of a tokenizer: a user message's `content` is the
@@ -36,7 +40,8 @@ CHAT_TEMPLATE = (
     f"{{{{- {json.dumps(RESPONSE)} -}}}}"
     "{%- elif message['role'] == 'assistant' -%}{{- message['content'] + eos_token -}}"
     "{%- else -%}{{- raise_exception('this model knows user and assistant messages only') -}}"
-    "{%- endif -%}{%- endfor -%}")
+    "{%- endif -%}{%- endfor -%}"
+)
 T = TypeVar("T")
 
 
@@ -82,11 +87,18 @@ def load_entries(path: Path) -> Data:
     content, entries = read_entries(path, TypeAdapter(list[Entry]))
     count = len(entries)
     if count < MIN_ENTRIES:
-        raise UserError(f"{path}: has {count} entries; give {MIN_ENTRIES} or more, for training,"
-                        " validation and test")
+        raise UserError(
+            f"{path}: has {count} entries; give {MIN_ENTRIES} or more, for training,"
+            " validation and test"
+        )
     first, second = int(count * 0.85), int(count * 0.85) + int(count * 0.1)
-    return Data(path, hashlib.sha256(content).hexdigest(), entries[:first], entries[first:second],
-                entries[second:])
+    return Data(
+        path,
+        hashlib.sha256(content).hexdigest(),
+        entries[:first],
+        entries[first:second],
+        entries[second:],
+    )
 
 
 def book_entries(datasets_dir: Path) -> Path:
@@ -102,8 +114,10 @@ def book_entries(datasets_dir: Path) -> Path:
         write_atomically(path, content)
     except (OSError, HTTPException, ValidationError) as error:
         reason = describe(error) if isinstance(error, ValidationError) else first_line(error)
-        raise UserError(f"{BOOK_URL}: cannot be downloaded into {datasets_dir} ({reason});"
-                        " name a file of entries with --data FILE") from None
+        raise UserError(
+            f"{BOOK_URL}: cannot be downloaded into {datasets_dir} ({reason});"
+            " name a file of entries with --data FILE"
+        ) from None
     return path
 
 
@@ -113,8 +127,9 @@ def read_entries(path: Path, kind: TypeAdapter[T]) -> tuple[bytes, T]:
         content = path.read_bytes()
         return content, kind.validate_json(content)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; name a JSON file of"
-                        " entries") from None
+        raise UserError(
+            f"{path}: cannot be read: {error.strerror}; name a JSON file of entries"
+        ) from None
     except ValidationError as error:
         raise UserError(f"{path}: {describe(error)}") from None
 

@@ -29,19 +29,44 @@ Score = tuple[float, tuple[float, float] | None]  # the mean and its interval
 
 
 @click.command()
-@click.argument("files", metavar="FILE...", nargs=-1, required=True,
-                type=click.Path(path_type=Path))
+@click.argument(
+    "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
 @click.option("--model", required=True, help="The judge's name at its endpoint.")
-@click.option("--base-url", envvar="OPENAI_BASE_URL", metavar="URL",
-              help="An OpenAI-compatible endpoint: http://localhost:8000/v1.  [default: OpenAI's]")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE",
-              help="Save judgements here.  [default: judgements.jsonl beside the first FILE]")
-@click.option("--concurrency", type=click.IntRange(1, 64), default=4, show_default=True,
-              help="Number of concurrent requests.")
-@click.option("--seed", type=click.IntRange(min=0), default=42, show_default=True,
-              help="Seed of the order of the answers and of the intervals.")
-def command(files: tuple[Path, ...], model: str, base_url: str | None, output: Path | None,
-            concurrency: int, seed: int) -> None:
+@click.option(
+    "--base-url",
+    envvar="OPENAI_BASE_URL",
+    metavar="URL",
+    help="An OpenAI-compatible endpoint: http://localhost:8000/v1.  [default: OpenAI's]",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Save judgements here.  [default: judgements.jsonl beside the first FILE]",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Number of concurrent requests.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=42,
+    show_default=True,
+    help="Seed of the order of the answers and of the intervals.",
+)
+def command(
+    files: tuple[Path, ...],
+    model: str,
+    base_url: str | None,
+    output: Path | None,
+    concurrency: int,
+    seed: int,
+) -> None:
     """Have a judge score the answers in each FILE, as `lab tune` writes them.
 
     The judge sees all models' answers to a question in one request, in shuffled order and without
@@ -52,30 +77,53 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
     """
     by_name = _by_name(files)
     _, first = next(iter(by_name.values()))
-    comparisons = [compare(question, {name: other.answers[number].answer
-                                      for name, (_, other) in by_name.items()},
-                           judge_model=model, seed=seed)
-                   for number, question in enumerate(first.answers)]
+    comparisons = [
+        compare(
+            question,
+            {name: other.answers[number].answer for name, (_, other) in by_name.items()},
+            judge_model=model,
+            seed=seed,
+        )
+        for number, question in enumerate(first.answers)
+    ]
     path = output or files[0].parent / "judgements.jsonl"
     known, reason = read_judgements(path), ""
     if missing := {each.key: each for each in comparisons if each.key not in known}:
         check_writable(path)  # before any request is paid for
         if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):  # a kill has cut it short
             append_whole(path, "\n")
-        reason = judge_all(Judge(base_url, model), [*missing.values()], path, known,
-                           concurrency=concurrency)
+        reason = judge_all(
+            Judge(base_url, model), [*missing.values()], path, known, concurrency=concurrency
+        )
     judged = [known[each.key] for each in comparisons if each.key in known]
     if not judged:
-        raise UserError(f"none of {counted(len(comparisons), 'question')} was judged; the first"
-                        f" failure: {reason}")
+        raise UserError(
+            f"none of {counted(len(comparisons), 'question')} was judged; the first"
+            f" failure: {reason}"
+        )
     found = {name: summarise([scores[name] for scores in judged], seed=seed) for name in judged[0]}
     found = dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
-    click.echo(visible(Table(
-        [Column("model", "left"), Column("mean score"), Column("95% interval", "left")],
-        [[one_line(name), f"{mean:.2f}", "{:.2f} to {:.2f}".format(*interval) if interval else "-"]
-         for name, (mean, interval) in found.items()]).terminal()))
-    click.echo(visible(f"\n{len(judged)} of {len(comparisons)} questions judged by {model},"
-                       f" {len(comparisons) - len(judged)} failed; judgements in {path}"))
+    click.echo(
+        visible(
+            Table(
+                [Column("model", "left"), Column("mean score"), Column("95% interval", "left")],
+                [
+                    [
+                        one_line(name),
+                        f"{mean:.2f}",
+                        "{:.2f} to {:.2f}".format(*interval) if interval else "-",
+                    ]
+                    for name, (mean, interval) in found.items()
+                ],
+            ).terminal()
+        )
+    )
+    click.echo(
+        visible(
+            f"\n{len(judged)} of {len(comparisons)} questions judged by {model},"
+            f" {len(comparisons) - len(judged)} failed; judgements in {path}"
+        )
+    )
     if reason:
         click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
     for name, (score, interval) in found.items():
@@ -83,10 +131,18 @@ def command(files: tuple[Path, ...], model: str, base_url: str | None, output: P
         run_dir, at = where.parent, CHECKPOINT_NAME.fullmatch(answers.checkpoint or "")
         if run_dir.name == answers.model and (run_dir / "model.json").is_file():
             step = {"global_step": int(at[1])} if at else {}  # a launch drops those of later steps
-            append_evaluation(run_dir / "evaluations.jsonl", step | {
-                "target": answers.model, "checkpoint": answers.checkpoint, "judge": model,
-                "score": score, "score_interval": interval and [*interval],
-                "questions": len(judged)})
+            append_evaluation(
+                run_dir / "evaluations.jsonl",
+                step
+                | {
+                    "target": answers.model,
+                    "checkpoint": answers.checkpoint,
+                    "judge": model,
+                    "score": score,
+                    "score_interval": interval and [*interval],
+                    "questions": len(judged),
+                },
+            )
 
 
 def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
@@ -94,18 +150,26 @@ def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:
 
     However a path is typed, the file has the same name: it is part of the judgements' keys.
     """
-    loaded = {path: read_entries(path, TypeAdapter(AnswersFile))[1]
-              for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths)}
+    loaded = {
+        path: read_entries(path, TypeAdapter(AnswersFile))[1]
+        for path in dict.fromkeys(Path(os.path.realpath(path)) for path in paths)
+    }
     names = [answers.model for answers in loaded.values()]
-    questions = {path: [entry.model_dump(exclude={"answer"}) for entry in answers.answers]
-                 for path, answers in loaded.items()}
+    questions = {
+        path: [entry.model_dump(exclude={"answer"}) for entry in answers.answers]
+        for path, answers in loaded.items()
+    }
     first_path, first = next(iter(questions.items()))
     for path, asked in questions.items():
         if asked != first:
-            raise UserError(f"{path}: its {len(asked)} questions are not the {len(first)} of"
-                            f" {first_path}; tune all models on the same data")
-    return {str(path) if names.count(answers.model) > 1 else answers.model: (path, answers)
-            for path, answers in loaded.items()}
+            raise UserError(
+                f"{path}: its {len(asked)} questions are not the {len(first)} of"
+                f" {first_path}; tune all models on the same data"
+            )
+    return {
+        str(path) if names.count(answers.model) > 1 else answers.model: (path, answers)
+        for path, answers in loaded.items()
+    }
 
 
 def read_judgements(path: Path) -> Judgements:
@@ -113,16 +177,18 @@ def read_judgements(path: Path) -> Judgements:
     try:
         content = path.read_bytes() if path.exists() else b""
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; name another file with"
-                        " --output") from None
-    if not LINE_START.startswith(content[:len(LINE_START)]):
+        raise UserError(
+            f"{path}: cannot be read: {error.strerror}; name another file with --output"
+        ) from None
+    if not LINE_START.startswith(content[: len(LINE_START)]):
         raise UserError(f"{path}: line 1 is not a judgement; name another file with --output")
     lines = map(parsed_object, content.decode(errors="replace").split("\n"))
     return {line["key"]: line["scores"] for line in lines if line.keys() >= {"key", "scores"}}
 
 
-def judge_all(judge: Judge, comparisons: list[Comparison], path: Path, known: Judgements, *,
-              concurrency: int) -> str:
+def judge_all(
+    judge: Judge, comparisons: list[Comparison], path: Path, known: Judgements, *, concurrency: int
+) -> str:
     """Judge all comparisons concurrently; return the reason of the first failure, or "".
 
     Each judgement is added to `known` and to its file at once, also of requests in flight when an
@@ -132,8 +198,13 @@ def judge_all(judge: Judge, comparisons: list[Comparison], path: Path, known: Ju
 
     def work(comparison: Comparison) -> None:
         scores = judge.score(comparison)
-        line = {"key": comparison.key, "judge": judge.model, "order": [*comparison.labels.values()],
-                "instruction": comparison.question.instruction, "scores": scores}
+        line = {
+            "key": comparison.key,
+            "judge": judge.model,
+            "order": [*comparison.labels.values()],
+            "instruction": comparison.question.instruction,
+            "scores": scores,
+        }
         text = json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n"
         with writing_to(path), one_writer:
             append_whole(path, text)
@@ -142,8 +213,14 @@ def judge_all(judge: Judge, comparisons: list[Comparison], path: Path, known: Ju
     pool = ThreadPoolExecutor(concurrency)
     asked = [pool.submit(work, comparison) for comparison in comparisons]
     try:
-        for future in tqdm(as_completed(asked), total=len(asked), unit="question",
-                           desc="judging", disable=None, leave=False):
+        for future in tqdm(
+            as_completed(asked),
+            total=len(asked),
+            unit="question",
+            desc="judging",
+            disable=None,
+            leave=False,
+        ):
             try:
                 future.result()
             except UnusableReplyError as error:

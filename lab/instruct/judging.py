@@ -66,23 +66,29 @@ class Comparison:
     def messages(self, complaint: str) -> list[dict[str, str]]:
         """Return the chat messages: the rules with the last reply's error, then only data."""
         boundary = f"===== {self.key[:16]} ====="  # a hash of the answers, so none contains it
-        data = {"instruction": self.question.instruction, "input": self.question.input,
-                "reference_answer": self.question.output,
-                "answers": {label: self.answers[model] for label, model in self.labels.items()}}
+        data = {
+            "instruction": self.question.instruction,
+            "input": self.question.input,
+            "reference_answer": self.question.output,
+            "answers": {label: self.answers[model] for label, model in self.labels.items()},
+        }
         rules = RULES.format(boundary=boundary, labels=", ".join(self.labels))
         if complaint:
             rules += f"\n\nAn earlier reply could not be used: {complaint}."
         encoded = json.dumps(data, ensure_ascii=False, indent=1)
-        return [{"role": "system", "content": rules},
-                {"role": "user", "content": f"{boundary}\n{encoded}\n{boundary}"}]
+        return [
+            {"role": "system", "content": rules},
+            {"role": "user", "content": f"{boundary}\n{encoded}\n{boundary}"},
+        ]
 
     def read_scores(self, reply: str) -> dict[str, float]:
         """Return each model's score; other text may surround it. Raises: UnusableReplyError."""
         usable, problem = [], "it contains no JSON object in which each label is there once"
         found = (parsed_object(text, unique_keys=True) for text in FLAT_OBJECT.findall(reply))
         for scores in filter(None, found):
-            wrong = [label for label in self.labels
-                     if not is_number(scores.get(label), 0, HIGHEST_SCORE)]
+            wrong = [
+                label for label in self.labels if not is_number(scores.get(label), 0, HIGHEST_SCORE)
+            ]
             if wrong:
                 problem = f"{wrong[0]} is not a number from 0 to {HIGHEST_SCORE}"
             elif len(scores) > len(self.labels):
@@ -99,13 +105,18 @@ class Comparison:
 def compare(question: Entry, answers: dict[str, str], judge_model: str, seed: int) -> Comparison:
     """Shuffle the answers to one question; the same answers and seed give the same order."""
     named = sorted(answers.items())  # independent of the order of the files
-    identity = json.dumps([judge_model, seed, question.instruction, question.input,
-                           question.output, named])
+    identity = json.dumps(
+        [judge_model, seed, question.instruction, question.input, question.output, named]
+    )
     key = hashlib.sha256(identity.encode()).hexdigest()
     order = [model for model, _ in named]
     random.Random(key).shuffle(order)
-    return Comparison(question, answers, key, {
-        f"answer_{place}": model for place, model in enumerate(order, start=1)})
+    return Comparison(
+        question,
+        answers,
+        key,
+        {f"answer_{place}": model for place, model in enumerate(order, start=1)},
+    )
 
 
 class Judge:
@@ -118,17 +129,21 @@ class Judge:
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
         # An error of the HTTP library would show a key that cannot be a header.
         if not re.fullmatch("[!-~]*" if base_url else "[!-~]+", self.key):
-            raise UserError("OPENAI_API_KEY is not set, or has spaces, line ends or non-ASCII"
-                            " characters: set it to your key, or name a server that needs none with"
-                            " --base-url")
+            raise UserError(
+                "OPENAI_API_KEY is not set, or has spaces, line ends or non-ASCII"
+                " characters: set it to your key, or name a server that needs none with"
+                " --base-url"
+            )
         self.model, self.url = model, (base_url or OPENAI).rstrip("/")
         # To be shown: without a name and a password in it.
         self.address = re.sub(r"^(\w*://)?.*@", r"\1", self.url, flags=re.DOTALL)
         try:
             HttpUrl(self.url)
         except ValidationError:
-            raise UserError(f"--base-url is {self.address[:60]!r}; give an address such as"
-                            " http://localhost:8000/v1") from None
+            raise UserError(
+                f"--base-url is {self.address[:60]!r}; give an address such as"
+                " http://localhost:8000/v1"
+            ) from None
         self.stopped = threading.Event()  # then nothing is asked again; what is asked may complete
 
     def score(self, comparison: Comparison) -> dict[str, float]:
@@ -140,7 +155,8 @@ class Judge:
                 status, headers, body = within(REQUEST_SECONDS, ask)
                 if status == 200:
                     return comparison.read_scores(
-                        _text_in(body, "choices", 0, "message", "content"))
+                        _text_in(body, "choices", 0, "message", "content")
+                    )
                 problem = self._refusal(status, headers, body)
                 if status not in REPEATED or isinstance(problem, UserError):
                     break
@@ -158,7 +174,8 @@ class Judge:
                 num_failed += 1
                 problem = UserError(
                     f"{self.address}: cannot be reached ({reason}); check --base-url and the"
-                    " network, then run the same command again")
+                    " network, then run the same command again"
+                )
             if num_failed == MAX_FAILED or self.stopped.wait(pause):
                 break
         raise problem
@@ -171,18 +188,26 @@ class Judge:
         message = message.replace(self.key, "***") if self.key else message  # some repeat the key
         reason = " ".join(message.split())[:MAX_CAUSE_LENGTH]
         if status in FATAL_STATUSES or _text_in(body, "error", "code") == FATAL_CODE:
-            return UserError(f"{self.address}: status {status} for model {self.model[:40]!r}"
-                             f" ({reason}); check OPENAI_API_KEY, --model and --base-url")
+            return UserError(
+                f"{self.address}: status {status} for model {self.model[:40]!r}"
+                f" ({reason}); check OPENAI_API_KEY, --model and --base-url"
+            )
         return UnusableReplyError(f"status {status}: {reason}")
 
     def _post(self, messages: list[dict[str, str]]) -> tuple[int, Mapping[str, str], bytes]:
         # Followed to another host, a redirect would take the questions and answers there.
         with requests.post(
-                f"{self.url}/chat/completions", json={"model": self.model, "messages": messages},
-                headers={"Accept-Encoding": "identity",  # nothing is unpacked
-                         "Authorization": f"Bearer {self.key or 'none'}"},
-                auth=lambda request: request,  # else a .netrc file could replace the key
-                timeout=REQUEST_SECONDS, allow_redirects=False, stream=True) as response:
+            f"{self.url}/chat/completions",
+            json={"model": self.model, "messages": messages},
+            headers={
+                "Accept-Encoding": "identity",  # nothing is unpacked
+                "Authorization": f"Bearer {self.key or 'none'}",
+            },
+            auth=lambda request: request,  # else a .netrc file could replace the key
+            timeout=REQUEST_SECONDS,
+            allow_redirects=False,
+            stream=True,
+        ) as response:
             body = b""
             with suppress(HTTPError):  # the connection was lost: the reply cannot be used
                 body = response.raw.read(MAX_REPLY_BYTES, decode_content=False)

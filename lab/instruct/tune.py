@@ -12,34 +12,77 @@ from lab.instruct.instructions import book_entries, check_writable, load_entries
 
 @click.command()
 @click.argument("target_name", metavar="RUN")
-@click.option("--checkpoint", default="best", show_default=True,
-              help="latest, best or the name of a checkpoint directory.")
-@click.option("--data", type=PLACE, metavar="FILE",
-              help="JSON: a list of objects with instruction, input and output.  [default: the"
-                   " 1,100 of \"Build a Large Language Model (from Scratch)\", downloaded once]")
-@click.option("--loss-on", type=click.Choice(["response", "all"]), default="response",
-              show_default=True,
-              help="response: compute the loss on the response only. all: on the prompt too, as the"
-                   " main code of the book's chapter 7 does. The two losses are not comparable.")
+@click.option(
+    "--checkpoint",
+    default="best",
+    show_default=True,
+    help="latest, best or the name of a checkpoint directory.",
+)
+@click.option(
+    "--data",
+    type=PLACE,
+    metavar="FILE",
+    help="JSON: a list of objects with instruction, input and output.  [default: the"
+    ' 1,100 of "Build a Large Language Model (from Scratch)", downloaded once]',
+)
+@click.option(
+    "--loss-on",
+    type=click.Choice(["response", "all"]),
+    default="response",
+    show_default=True,
+    help="response: compute the loss on the response only. all: on the prompt too, as the"
+    " main code of the book's chapter 7 does. The two losses are not comparable.",
+)
 @click.option("--learning-rate", type=ABOVE_0, default=5e-5, show_default=True)
 @click.option("--weight-decay", type=FiniteRange(min=0), default=0.1, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True)
-@click.option("--max-epochs", type=click.IntRange(min=1), default=10, show_default=True,
-              help="Stop after this many epochs, or when validation loss rises.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True,
-              help="Maximum length of an answer.")
-@click.option("--seed", type=click.IntRange(min=0, max=2**63 - 1), default=42, show_default=True,
-              help="Seed of the order of the entries and of dropout.")
-@click.option("--output", type=PLACE, metavar="FILE",
-              help="Write the answers here.  [default: runs/RUN/instruction-answers.json; if RUN is"
-                   " not a run, NAME-answers.json in the current directory]")
-@click.option("--model-output", type=PLACE, metavar="DIR",
-              help="Write the tuned model to this directory.  [default: runs/RUN/tuned; if RUN is"
-                   " not a run, NAME-tuned in the current directory]")
+@click.option(
+    "--max-epochs",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Stop after this many epochs, or when validation loss rises.",
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Maximum length of an answer.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0, max=2**63 - 1),
+    default=42,
+    show_default=True,
+    help="Seed of the order of the entries and of dropout.",
+)
+@click.option(
+    "--output",
+    type=PLACE,
+    metavar="FILE",
+    help="Write the answers here.  [default: runs/RUN/instruction-answers.json; if RUN is"
+    " not a run, NAME-answers.json in the current directory]",
+)
+@click.option(
+    "--model-output",
+    type=PLACE,
+    metavar="DIR",
+    help="Write the tuned model to this directory.  [default: runs/RUN/tuned; if RUN is"
+    " not a run, NAME-tuned in the current directory]",
+)
 @RUNS_DIR
 @DATASETS_DIR
-def command(target_name: str, checkpoint: str, data: Path | None, output: Path | None,
-            model_output: Path | None, runs_dir: Path, datasets_dir: Path, **options: Any) -> None:
+def command(
+    target_name: str,
+    checkpoint: str,
+    data: Path | None,
+    output: Path | None,
+    model_output: Path | None,
+    runs_dir: Path,
+    datasets_dir: Path,
+    **options: Any,
+) -> None:
     """Fine-tune RUN's model on instructions, and write its answers to a file for `lab judge`.
 
     RUN may also be a directory of GPT-2 weights, or a hub name such as openai-community/gpt2. The
@@ -61,8 +104,10 @@ def command(target_name: str, checkpoint: str, data: Path | None, output: Path |
         places = Path(f"{base.resolve().name}-answers.json"), Path(f"{base.resolve().name}-tuned")
     output, model_output = output or places[0], (model_output or places[1]).absolute()
     if target.run is None and base.is_dir() and base.resolve() == model_output.resolve():
-        raise UserError(f"{model_output}: is the model that is to be tuned, which would be"
-                        " replaced; name another directory with --model-output")
+        raise UserError(
+            f"{model_output}: is the model that is to be tuned, which would be"
+            " replaced; name another directory with --model-output"
+        )
     check_output(model_output, option="--model-output")
     check_writable(output)
     entries = load_entries(data or book_entries(datasets_dir))

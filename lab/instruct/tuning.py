@@ -51,8 +51,9 @@ class Example(NamedTuple):
     targets: list[int]
 
 
-def encode_entries(entries: list[Entry], tokenizer: Tokenizer, *, context_length: int,
-                   loss_on: str) -> tuple[list[Example], int]:
+def encode_entries(
+    entries: list[Entry], tokenizer: Tokenizer, *, context_length: int, loss_on: str
+) -> tuple[list[Example], int]:
     """Turn entries into examples: prompt, response, end of text; cut to the context length.
 
     The end of text is a target too, after the response, so that the model learns to stop. Entries
@@ -73,8 +74,9 @@ def encode_entries(entries: list[Entry], tokenizer: Tokenizer, *, context_length
     return examples, num_cut
 
 
-def mean_loss(model: GPTModel, examples: list[Example], batch_size: int,
-              optimizer: AdamW | None = None) -> float:
+def mean_loss(
+    model: GPTModel, examples: list[Example], batch_size: int, optimizer: AdamW | None = None
+) -> float:
     """Return the examples' mean loss in nats per token; train on them if there is an optimizer."""
     device = model.token_embedding.weight.device
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -84,10 +86,13 @@ def mean_loss(model: GPTModel, examples: list[Example], batch_size: int,
         rows = examples[start : start + batch_size]
         # Padding is ignored as a target, and causal attention hides it from earlier tokens.
         token_ids = pad_sequence([torch.tensor(row.token_ids) for row in rows], batch_first=True)
-        targets = pad_sequence([torch.tensor(row.targets) for row in rows], batch_first=True,
-                               padding_value=IGNORED)
-        with (torch.set_grad_enabled(optimizer is not None),
-              autocast("bf16" if has_bf16 else "fp32", device)):
+        targets = pad_sequence(
+            [torch.tensor(row.targets) for row in rows], batch_first=True, padding_value=IGNORED
+        )
+        with (
+            torch.set_grad_enabled(optimizer is not None),
+            autocast("bf16" if has_bf16 else "fp32", device),
+        ):
             logits = model(token_ids.to(device)).flatten(0, 1).float()  # (B * T, V)
             loss = F.cross_entropy(logits, targets.to(device).flatten(), ignore_index=IGNORED)
         if optimizer is not None:
@@ -100,14 +105,16 @@ def mean_loss(model: GPTModel, examples: list[Example], batch_size: int,
     return total.item() / num_targets
 
 
-def tune(model: GPTModel, train: list[Example], validation: list[Example],
-         options: TuneOptions) -> tuple[list[Epoch], Epoch]:
+def tune(
+    model: GPTModel, train: list[Example], validation: list[Example], options: TuneOptions
+) -> tuple[list[Epoch], Epoch]:
     """Train until validation loss rises, then load the weights of the best epoch.
 
     Return all epochs, of which 0 is the model before, and the best; losses in nats per token.
     """
-    optimizer = AdamW(model.parameters(), lr=options.learning_rate,
-                      weight_decay=options.weight_decay, fused=True)
+    optimizer = AdamW(
+        model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay, fused=True
+    )
     epochs: list[Epoch] = []
     best, best_weights, train_loss = None, {}, None
     for number in range(options.max_epochs + 1):
@@ -123,37 +130,58 @@ def tune(model: GPTModel, train: list[Example], validation: list[Example],
         click.echo(f"epoch {number}: {head}, validation loss {loss:.4f} nats per token")
         if best and not loss < best["validation_loss"]:
             break
-        best, best_weights = epochs[-1], {name: tensor.to("cpu", copy=True)
-                                          for name, tensor in model.state_dict().items()}
+        best, best_weights = (
+            epochs[-1],
+            {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()},
+        )
     model.load_state_dict(best_weights)
     model.eval()
     return epochs, best
 
 
-def run(target: LoadedModel, data: Data, options: TuneOptions, output: Path,
-        model_output: Path) -> None:
+def run(
+    target: LoadedModel, data: Data, options: TuneOptions, output: Path, model_output: Path
+) -> None:
     """Fine-tune, write the tuned model whole or not at all, then its answers. Raises: UserError."""
     tokenizer, length = target.load_tokenizer(), target.model.config.context_length
     (train, num_cut), (validation, more_cut) = (
         encode_entries(part, tokenizer, context_length=length, loss_on=options.loss_on)
-        for part in (data.train, data.validation))
+        for part in (data.train, data.validation)
+    )
     if not (train and validation):
-        raise UserError(f"{data.path}: no entry for {'validation' if train else 'training'} has a"
-                        f" prompt that fits {target.name}'s context of {length} tokens; give"
-                        " shorter ones with --data")
-    counts = {"train": len(train), "validation": len(validation), "test": len(data.test),
-              "cut": num_cut + more_cut, "skipped": len(data.train) - len(train)
-              + len(data.validation) - len(validation)}
-    click.echo(visible(f"{target.name}: {counts['train']} entries for training,"
-                       f" {counts['validation']} for validation, {counts['test']} for the test"))
+        raise UserError(
+            f"{data.path}: no entry for {'validation' if train else 'training'} has a"
+            f" prompt that fits {target.name}'s context of {length} tokens; give"
+            " shorter ones with --data"
+        )
+    counts = {
+        "train": len(train),
+        "validation": len(validation),
+        "test": len(data.test),
+        "cut": num_cut + more_cut,
+        "skipped": len(data.train) - len(train) + len(data.validation) - len(validation),
+    }
+    click.echo(
+        visible(
+            f"{target.name}: {counts['train']} entries for training,"
+            f" {counts['validation']} for validation, {counts['test']} for the test"
+        )
+    )
     if counts["cut"] or counts["skipped"]:
-        click.echo(f"{counts['cut']} entries cut to the context of {length} tokens,"
-                   f" {counts['skipped']} skipped because the prompt alone is longer")
+        click.echo(
+            f"{counts['cut']} entries cut to the context of {length} tokens,"
+            f" {counts['skipped']} skipped because the prompt alone is longer"
+        )
     epochs, best = tune(target.model, train, validation, options)
     click.echo(f"using the weights of epoch {best['number']:,}")
-    record = {"model": target.name, "checkpoint": target.checkpoint and target.checkpoint.name,
-              "data": {"file": str(data.path), **counts}, "options": asdict(options),
-              "epochs": epochs, "best_epoch": best["number"]}
+    record = {
+        "model": target.name,
+        "checkpoint": target.checkpoint and target.checkpoint.name,
+        "data": {"file": str(data.path), **counts},
+        "options": asdict(options),
+        "epochs": epochs,
+        "best_epoch": best["number"],
+    }
     card = tuned_card(target, data, record)
     write_export(target, model_output, Extras(card, chat_template=CHAT_TEMPLATE))
     click.echo(visible(f"tuned model in {model_output}"))
@@ -173,8 +201,9 @@ def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list
         answer = "".join(stream_text(model, tokenizer, prompt, greedy))
         answers.append(entry.model_dump() | {"answer": answer.strip()})
     if num_long:
-        click.echo(f"{num_long} questions are longer than the context: the model saw only their"
-                   " end")
+        click.echo(
+            f"{num_long} questions are longer than the context: the model saw only their end"
+        )
     return answers
 
 
@@ -183,19 +212,38 @@ def tuned_card(target: LoadedModel, data: Data, record: dict[str, Any]) -> str:
     base, checkpoint = one_line(public_name(target.name)), target.checkpoint
     title = f"{base.rpartition('/')[2]}-tuned"
     front_matter = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", model_name=title,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        model_name=title,
         base_model=base if HUB_NAME.fullmatch(base) else None,
-        tags=["gpt2", MARK, "instruction-tuning"]).to_yaml()
-    trained = "" if checkpoint is None else (
-        f" after {checkpoint.meta.tokens:,} tokens (checkpoint `{checkpoint.name}`)")
-    losses = [(epoch["number"], *("-" if epoch[key] is None else f"{epoch[key]:.6f}"
-                                  for key in ("train_loss", "validation_loss")))
-              for epoch in record["epochs"]]
+        tags=["gpt2", MARK, "instruction-tuning"],
+    ).to_yaml()
+    trained = (
+        ""
+        if checkpoint is None
+        else (f" after {checkpoint.meta.tokens:,} tokens (checkpoint `{checkpoint.name}`)")
+    )
+    losses = [
+        (
+            epoch["number"],
+            *(
+                "-" if epoch[key] is None else f"{epoch[key]:.6f}"
+                for key in ("train_loss", "validation_loss")
+            ),
+        )
+        for epoch in record["epochs"]
+    ]
     return template("tuned_model.md").format(
-        front_matter=front_matter, title=escaped(title), base=code(base) + trained,
+        front_matter=front_matter,
+        title=escaped(title),
+        base=code(base) + trained,
         num_parameters=target.model.num_parameters(),
         prompt=Entry(instruction="Name the largest planet.", output="").prompt().rstrip("\n"),
-        input=INPUT.replace("\n", "\\n"), file=escaped(one_line(data.path.name)),
-        sha256=data.sha256, num_entries=len(data.train) + len(data.test) + len(data.validation),
+        input=INPUT.replace("\n", "\\n"),
+        file=escaped(one_line(data.path.name)),
+        sha256=data.sha256,
+        num_entries=len(data.train) + len(data.test) + len(data.validation),
         loss_on=COMPUTED_ON[record["options"]["loss_on"]],
-        losses="\n".join("| {} | {} | {} |".format(*row) for row in losses), **record)
+        losses="\n".join("| {} | {} | {} |".format(*row) for row in losses),
+        **record,
+    )

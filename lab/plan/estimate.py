@@ -23,8 +23,12 @@ UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matt
 MAX_NAME = 16  # characters, so that the table fits a terminal
 MACHINE = re.compile(rf"([^=]{{1,{MAX_NAME}}})=([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")
 KNOWN_MACHINES = (  # those of the original system's runs, at the prices of December 2025
-    "8x A100-40=8xA100-40@10.32", "8x A100-80=8xA100-80@14.32", "8x H100=8xH100@23.92",
-    "8x B200=8xB200@39.92", "2x H100=2xH100@6.38")
+    "8x A100-40=8xA100-40@10.32",
+    "8x A100-80=8xA100-80@14.32",
+    "8x H100=8xH100@23.92",
+    "8x B200=8xB200@39.92",
+    "2x H100=2xH100@6.38",
+)
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,11 @@ class Machine:
         match = MACHINE.fullmatch(text)
         gpu = speed.find_gpu(match[3]) if match else None
         if gpu is None or not float(match[4]):
-            raise UserError(f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR, with a"
-                            " GPU that lab plan --help lists, for example box=8xH100@23.92 (name:"
-                            f" {MAX_NAME} characters at most)")
+            raise UserError(
+                f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR, with a"
+                " GPU that lab plan --help lists, for example box=8xH100@23.92 (name:"
+                f" {MAX_NAME} characters at most)"
+            )
         return cls(match[1], int(match[2]), gpu, float(match[4]))
 
 
@@ -54,8 +60,14 @@ def default_precision(config: TrainConfig, gpu: speed.Gpu | None = None) -> Prec
     return config.precision or (fastest if config.use_amp else "fp32")
 
 
-def estimate(run: Run, machine: Machine, budget: float | None = None, *, tokens: int | None,
-             measured: dict[str, list[Measurement]]) -> dict[str, Any]:
+def estimate(
+    run: Run,
+    machine: Machine,
+    budget: float | None = None,
+    *,
+    tokens: int | None,
+    measured: dict[str, list[Measurement]],
+) -> dict[str, Any]:
     """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
 
     Return the values of one machine as in `lab plan --json`; only those until `reason`, if that
@@ -64,8 +76,14 @@ def estimate(run: Run, machine: Machine, budget: float | None = None, *, tokens:
     gpu, config, num_gpus = machine.gpu, run.config, machine.num_gpus
     setting = Setting(run.model, config, default_precision(config, gpu), num_gpus)
     largest = largest_microbatch(setting, speed.usable_gib(gpu.memory_gib))
-    found = {"name": machine.name, "gpu": gpu.name, "num_gpus": num_gpus,
-             "usd_per_hour": machine.usd_per_hour, "largest_microbatch": largest, "reason": None}
+    found = {
+        "name": machine.name,
+        "gpu": gpu.name,
+        "num_gpus": num_gpus,
+        "usd_per_hour": machine.usd_per_hour,
+        "largest_microbatch": largest,
+        "reason": None,
+    }
     size, batch = config.microbatch_size, config.global_batch_size
     if not gpu.has_bf16 and "bf16" in (setting.precision, config.residual_dtype):
         return found | {"reason": "this GPU has no bf16"}
@@ -82,19 +100,32 @@ def estimate(run: Run, machine: Machine, budget: float | None = None, *, tokens:
     except UserError:
         return found | {"reason": "too few tokens for a step"}
     mfu, source, detail = expected_speed(setting, gpu, measured)
-    shares = {"low": max(gpu.high_mfu.share, mfu), "expected": mfu,
-              "high": min(gpu.low_mfu.share, mfu)}
-    hours = {name: flops_of(run, plan) / gpu.peak(setting.precision) / share / 3600
-             for name, share in shares.items()}
+    shares = {
+        "low": max(gpu.high_mfu.share, mfu),
+        "expected": mfu,
+        "high": min(gpu.low_mfu.share, mfu),
+    }
+    hours = {
+        name: flops_of(run, plan) / gpu.peak(setting.precision) / share / 3600
+        for name, share in shares.items()
+    }
     saved = num_checkpoints(run, plan) * bytes_of_checkpoint(run)
     hours["high"] += saved / speed.SLOW_DISK_BYTES_PER_SECOND / 3600
     usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
     return found | {
-        "microbatch_size": size, "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "global_batch_size": plan.global_batch_size, "steps": plan.num_steps,
-        "checkpoints": num_checkpoints(run, plan), "checkpoints_kept": most_checkpoints(run, plan),
-        "hours": hours, "usd": usd, "mfu": mfu, "source": source, "detail": detail,
-        "budget": None if budget is None else verdict(usd, budget)}
+        "microbatch_size": size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "global_batch_size": plan.global_batch_size,
+        "steps": plan.num_steps,
+        "checkpoints": num_checkpoints(run, plan),
+        "checkpoints_kept": most_checkpoints(run, plan),
+        "hours": hours,
+        "usd": usd,
+        "mfu": mfu,
+        "source": source,
+        "detail": detail,
+        "budget": None if budget is None else verdict(usd, budget),
+    }
 
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
@@ -156,13 +187,16 @@ def save_length(run: Run, budget: float) -> str:
     """
     price = run.config.usd_per_hour
     if price is None:
-        raise UserError(f"{run.train_path}: --save needs the machine's price; set usd_per_hour, or"
-                        " pass --usd-per-hour")
+        raise UserError(
+            f"{run.train_path}: --save needs the machine's price; set usd_per_hour, or"
+            " pass --usd-per-hour"
+        )
     lock_run(run.run_dir)  # a launch keeps the length that it has read
     tokens_per_second, world_size, measured = measured_speed(run)
     one_token = run.config.model_copy(update={"min_train_tokens": 1})
-    step = plan_batches(replace(run, config=one_token), world_size=world_size,
-                        file_tokens=UNLIMITED_TOKENS)
+    step = plan_batches(
+        replace(run, config=one_token), world_size=world_size, file_tokens=UNLIMITED_TOKENS
+    )
     flops_per_second = tokens_per_second / world_size * speed.flops_per_token(run.model)
     flops_per_usd = flops_per_second * 3600 / price  # of a process
 
@@ -174,11 +208,15 @@ def save_length(run: Run, budget: float) -> str:
         raise UserError(f"--budget {budget:g}: buys no step, which costs US${usd(1):.2g}")
     present = -(-run.config.min_train_tokens // step.tokens_per_step)
     if num_steps != present and named_as_checkpoints(run.checkpoints_dir):
-        raise UserError(f"{run.run_dir}: has checkpoints, so its length cannot become"
-                        f" {counted(num_steps, 'step')}; to start over with that, move checkpoints/"
-                        " away")
+        raise UserError(
+            f"{run.run_dir}: has checkpoints, so its length cannot become"
+            f" {counted(num_steps, 'step')}; to start over with that, move checkpoints/"
+            " away"
+        )
     tokens, cost = num_steps * step.tokens_per_step, usd(num_steps)
     set_number(run.train_path, "min_train_tokens", tokens)
-    return (f"saved in {run.train_path}: min_train_tokens {tokens} ({counted(num_steps, 'step')})\n"
-            f"{amount(cost / price)} hours, US${amount(cost)} at {price:g} an hour: training and"
-            f" validation, without start-up and checkpoints\nmeasured: {measured}")
+    return (
+        f"saved in {run.train_path}: min_train_tokens {tokens} ({counted(num_steps, 'step')})\n"
+        f"{amount(cost / price)} hours, US${amount(cost)} at {price:g} an hour: training and"
+        f" validation, without start-up and checkpoints\nmeasured: {measured}"
+    )

@@ -16,10 +16,21 @@ from tokens.batch_plan import attention_blocks, head_chunk_tokens
 FLOAT32 = 4
 IDS = 2 * 8  # bytes of a token's id and its target, int64
 MAX_MICROBATCH = 2**21  # more than fits on any GPU
-GPT2_SMALL = ModelConfig(vocab_size=50257, context_length=1024, emb_dim=768, n_heads=12,
-                         n_layers=12, drop_rate=0.0, qkv_bias=False)  # untied, as the original's
-GPT2_SIZES = {(12, 768): "GPT-2 small", (24, 1024): "GPT-2 medium", (36, 1280): "GPT-2 large",
-              (48, 1600): "GPT-2 XL"}  # by layers and width
+GPT2_SMALL = ModelConfig(
+    vocab_size=50257,
+    context_length=1024,
+    emb_dim=768,
+    n_heads=12,
+    n_layers=12,
+    drop_rate=0.0,
+    qkv_bias=False,
+)  # untied, as the original's
+GPT2_SIZES = {
+    (12, 768): "GPT-2 small",
+    (24, 1024): "GPT-2 medium",
+    (36, 1280): "GPT-2 large",
+    (48, 1600): "GPT-2 XL",
+}  # by layers and width
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,10 @@ def size_name(model: ModelConfig) -> str:
     sizes = model.n_layers, model.emb_dim
     name = GPT2_SIZES.get(sizes, "{} layers, {} wide".format(*sizes))
     millions = num_parameters(model) / 1e6
-    return (f"{name}{'' if model.tie_weights else ', untied'}"
-            f" ({millions:,.{0 if millions >= 10 else 2}f}M)")
+    return (
+        f"{name}{'' if model.tie_weights else ', untied'}"
+        f" ({millions:,.{0 if millions >= 10 else 2}f}M)"
+    )
 
 
 @dataclass(frozen=True)
@@ -80,9 +93,14 @@ def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     in_backward = _held(setting, microbatch_size, max(_in_backward(setting, microbatch_size)))
     # Before the optimizer's step a tied matrix has two gradients, and in float32 their sum too.
     tied = model.vocab_size * C * model.tie_weights * (2 if setting.element == FLOAT32 else 1)
-    orthogonalising = 0 if setting.config.optimizer != "muon" else max(
-        _orthogonalising_bytes(setting, 4 * L, columns=C),
-        _orthogonalising_bytes(setting, 2 * L, columns=4 * C))
+    orthogonalising = (
+        0
+        if setting.config.optimizer != "muon"
+        else max(
+            _orthogonalising_bytes(setting, 4 * L, columns=C),
+            _orthogonalising_bytes(setting, 2 * L, columns=4 * C),
+        )
+    )
     # With diagnostics the weights before the step are kept.
     before = FLOAT32 * num_parameters(model) if setting.config.diagnostics_interval else 0
     # No activations are left, and all gradients are there.
@@ -101,8 +119,11 @@ def largest_microbatch(setting: Setting, memory_gib: float) -> int:
     if (setting.config.global_batch_size or 0) > setting.num_processes:
         accumulating = {"global_batch_size": None, "gradient_accumulation_steps": 2}
         setting = replace(setting, config=setting.config.model_copy(update=accumulating))
-    return bisect_right(range(1, MAX_MICROBATCH), memory_gib * 2**30,
-                        key=lambda size: peak_memory(setting, size).total)
+    return bisect_right(
+        range(1, MAX_MICROBATCH),
+        memory_gib * 2**30,
+        key=lambda size: peak_memory(setting, size).total,
+    )
 
 
 def _in_backward(setting: Setting, microbatch_size: int) -> Iterator[float]:
@@ -143,9 +164,11 @@ def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int)
     own = element * share * one
     gradients = FLOAT32 * num_matrix_parameters(setting.model)
     return gradients + max(
-        own + 2 * FLOAT32 * share * one, 3 * own + 2 * element * share * C**2,
+        own + 2 * FLOAT32 * share * one,
+        3 * own + 2 * element * share * C**2,
         (own if setting.num_processes > 1 else 0) + element * gathered * one,
-        (element * gathered + FLOAT32 * num_matrices) * one)
+        (element * gathered + FLOAT32 * num_matrices) * one,
+    )
 
 
 def _held(setting: Setting, microbatch_size: int, temporary: float) -> Memory:
@@ -156,20 +179,33 @@ def _held(setting: Setting, microbatch_size: int, temporary: float) -> Memory:
     matmul_weights = matrices + model.vocab_size * model.emb_dim
     tokens = microbatch_size * model.context_length
     wanted = setting.config.global_batch_size
-    accumulates = (setting.config.gradient_accumulation_steps > 1 if wanted is None else
-                   wanted > microbatch_size * setting.num_processes)
+    accumulates = (
+        setting.config.gradient_accumulation_steps > 1
+        if wanted is None
+        else wanted > microbatch_size * setting.num_processes
+    )
     has_copies = setting.element < FLOAT32 and tokens > 0
-    activations = _norm_bytes(setting) + IDS + model.n_layers * (
-        setting.residual * model.emb_dim if setting.config.activation_checkpointing else
-        _layer_bytes(setting))
+    activations = (
+        _norm_bytes(setting)
+        + IDS
+        + model.n_layers
+        * (
+            setting.residual * model.emb_dim
+            if setting.config.activation_checkpointing
+            else _layer_bytes(setting)
+        )
+    )
     if model.drop_rate:
         activations += (1 if setting.on_gpu else FLOAT32) * model.emb_dim
     return Memory(
-        weights=weights, optimizer=2 * weights - has_muon * FLOAT32 * matrices,
+        weights=weights,
+        optimizer=2 * weights - has_muon * FLOAT32 * matrices,
         gradients=weights if accumulates and not is_distributed else 0,
         buckets=weights if is_distributed else 0,
         weight_copies=setting.element * matmul_weights if has_copies else 0,
-        activations=tokens * activations, logits=temporary)
+        activations=tokens * activations,
+        logits=temporary,
+    )
 
 
 def _norm_bytes(setting: Setting) -> float:

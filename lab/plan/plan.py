@@ -23,80 +23,130 @@ NUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element
 PACKAGES_BYTES = 6e9  # nearly all of it PyTorch with CUDA
 WIDTH = 120  # characters of a note's line
 PARTS = {
-    "weights": "weights", "optimizer": "optimizer state", "gradients": "gradients",
+    "weights": "weights",
+    "optimizer": "optimizer state",
+    "gradients": "gradients",
     "buckets": "DDP buckets, which hold the gradients",
-    "weight_copies": "weight copies in low precision", "activations": "activations",
-    "logits": "logits, loss and their gradients", "total": "total"}
+    "weight_copies": "weight copies in low precision",
+    "activations": "activations",
+    "logits": "logits, loss and their gradients",
+    "total": "total",
+}
 BY_GPUS = [Column("one GPU"), Column("several GPUs")]
 HOURS_RANGE, USD_PRICE = "hours, fewest to most", "US$ per hour"  # hidden in a narrow terminal
 MACHINE_COLUMNS = [
-    Column("machine", "left"), Column("US$\nper hour", key=USD_PRICE),
-    *map(Column, ("microbatch x\naccumulation", "largest\nmicrobatch", "global\nbatch", "steps",
-                  "checkpoints on\ndisk, at most", "hours,\nexpected")),
+    Column("machine", "left"),
+    Column("US$\nper hour", key=USD_PRICE),
+    *map(
+        Column,
+        (
+            "microbatch x\naccumulation",
+            "largest\nmicrobatch",
+            "global\nbatch",
+            "steps",
+            "checkpoints on\ndisk, at most",
+            "hours,\nexpected",
+        ),
+    ),
     Column("hours,\nfewest to most", key=HOURS_RANGE),
-    *map(Column, ("US$,\nexpected", "US$,\nfewest to most", "MFU")), Column("source", "left")]
+    *map(Column, ("US$,\nexpected", "US$,\nfewest to most", "MFU")),
+    Column("source", "left"),
+]
 
 
 @click.command(epilog=f"GPUs: {', '.join(gpu.name for gpu in GPUS)}.")
 @click.argument("run")
-@click.option("--machine", "more", multiple=True, metavar="NAME=COUNTxGPU@USD",
-              help="Add a machine to the table, with its price in US$ per hour, for example"
-                   " box=8xH100@23.92.")
-@click.option("--budget", type=ABOVE_0, metavar="USD",
-              help="Show which machines can train the run within this budget.")
-@click.option("--save", is_flag=True,
-              help="With --budget: write the tokens that it buys on this machine, at the speed"
-                   " measured there, as min_train_tokens into train.json.")
-@click.option("--usd-per-hour", type=USD_PER_HOUR, metavar="USD",
-              help="With --save: price of the machine; overrides usd_per_hour in train.json.")
-@click.option("--tokens", type=click.IntRange(min=1), metavar="N",
-              help="Training tokens of the dataset, if min_train_tokens is -1.")
+@click.option(
+    "--machine",
+    "more",
+    multiple=True,
+    metavar="NAME=COUNTxGPU@USD",
+    help="Add a machine to the table, with its price in US$ per hour, for example"
+    " box=8xH100@23.92.",
+)
+@click.option(
+    "--budget",
+    type=ABOVE_0,
+    metavar="USD",
+    help="Show which machines can train the run within this budget.",
+)
+@click.option(
+    "--save",
+    is_flag=True,
+    help="With --budget: write the tokens that it buys on this machine, at the speed"
+    " measured there, as min_train_tokens into train.json.",
+)
+@click.option(
+    "--usd-per-hour",
+    type=USD_PER_HOUR,
+    metavar="USD",
+    help="With --save: price of the machine; overrides usd_per_hour in train.json.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Training tokens of the dataset, if min_train_tokens is -1.",
+)
 @RUNS_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
-def command(run: str, more: tuple[str, ...], budget: float | None, tokens: int | None,
-            **options: Any) -> None:
+def command(
+    run: str, more: tuple[str, ...], budget: float | None, tokens: int | None, **options: Any
+) -> None:
     """Estimate the memory, hours and dollars of RUN. Needs no GPU and no dataset."""
     loaded = load_run(options["runs_dir"], run)
     if options["save"] or options["usd_per_hour"]:
         if not (options["save"] and budget) or more or tokens or options["as_json"]:
-            raise UserError("--save needs --budget, --usd-per-hour needs --save; neither goes with"
-                            " --machine, --tokens or --json")
+            raise UserError(
+                "--save needs --budget, --usd-per-hour needs --save; neither goes with"
+                " --machine, --tokens or --json"
+            )
         click.echo(visible(estimate.save_length(loaded.priced(options["usd_per_hour"]), budget)))
         return
     if (loaded.config.min_train_tokens == -1) != (tokens is not None):
-        raise UserError(f"{loaded.train_path}: min_train_tokens is"
-                        f" {loaded.config.min_train_tokens}; --tokens goes with -1 (all tokens of"
-                        f" the dataset): {'add' if tokens is None else 'drop'} it")
+        raise UserError(
+            f"{loaded.train_path}: min_train_tokens is"
+            f" {loaded.config.min_train_tokens}; --tokens goes with -1 (all tokens of"
+            f" the dataset): {'add' if tokens is None else 'drop'} it"
+        )
     measured = read_measured(options["runs_dir"])
-    machines = [estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured)
-                for machine in map(estimate.Machine.parse, (*estimate.KNOWN_MACHINES, *more))]
+    machines = [
+        estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured)
+        for machine in map(estimate.Machine.parse, (*estimate.KNOWN_MACHINES, *more))
+    ]
     machines.sort(key=lambda found: found["usd"]["expected"] if "usd" in found else math.inf)
-    settings = {name: Setting(loaded.model, loaded.config, default_precision(loaded.config), number)
-                for name, number in (("one_gpu", 1), ("several_gpus", 8))}
+    settings = {
+        name: Setting(loaded.model, loaded.config, default_precision(loaded.config), number)
+        for name, number in (("one_gpu", 1), ("several_gpus", 8))
+    }
     num_tokens = tokens or loaded.config.min_train_tokens
     if options["as_json"]:
         print_json(_document(loaded, settings, machines, num_tokens))
         return
     tables = [*_memory_tables(loaded, settings), _machine_table(loaded, machines, budget)]
-    click.echo(visible("\n\n".join([_about(loaded, num_tokens),
-                                    *(table.terminal() for table in tables)])))
+    click.echo(
+        visible("\n\n".join([_about(loaded, num_tokens), *(table.terminal() for table in tables)]))
+    )
 
 
 def _about(run: Run, num_tokens: int) -> str:
     parameters, per_token = num_parameters(run.model), flops_per_token(run.model)
     chinchilla, dtype = CHINCHILLA_TOKENS_PER_PARAMETER, run.config.all_reduce_dtype
-    return "\n".join([
-        f"{run.name}: {size_name(run.model)}, {parameters:,} parameters; {num_tokens:,} tokens",
-        f"{num_tokens / parameters:.1f} tokens per parameter (Chinchilla: {chinchilla}, or"
-        f" {chinchilla * parameters:,} tokens)",
-        f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
-        f" {per_token * num_tokens:.3g} FLOP in total, without validation",
-        f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below), {gb(2 * num_tokens)}"
-        f" or more for the tokens, {gb(PACKAGES_BYTES)} for the packages",
-        f"host RAM: rank 0 pins about {gib(pinned_bytes(run))} on a GPU, for the copy from which"
-        " checkpoints are written",
-        f"between several GPUs: {gb(NUM_BYTES[dtype] * parameters)} of gradients a step"
-        f" (all_reduce_dtype {dtype})"])
+    return "\n".join(
+        [
+            f"{run.name}: {size_name(run.model)}, {parameters:,} parameters; {num_tokens:,} tokens",
+            f"{num_tokens / parameters:.1f} tokens per parameter (Chinchilla: {chinchilla}, or"
+            f" {chinchilla * parameters:,} tokens)",
+            f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
+            f" {per_token * num_tokens:.3g} FLOP in total, without validation",
+            f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below),"
+            f" {gb(2 * num_tokens)} or more for the tokens, {gb(PACKAGES_BYTES)} for the packages",
+            f"host RAM: rank 0 pins about {gib(pinned_bytes(run))} on a GPU, for the copy from"
+            " which checkpoints are written",
+            f"between several GPUs: {gb(NUM_BYTES[dtype] * parameters)} of gradients a step"
+            f" (all_reduce_dtype {dtype})",
+        ]
+    )
 
 
 def _memory_tables(run: Run, settings: dict[str, Setting]) -> list[Table]:
@@ -105,15 +155,31 @@ def _memory_tables(run: Run, settings: dict[str, Setting]) -> list[Table]:
     factor, unit = (2**30, "GiB") if peaks[0].total >= 2**30 else (2**20, "MiB")
     head = f"{unit} at the peak, {default_precision(run.config)}, microbatch {size:,}"
     return [
-        Table([Column(head, "left"), *BY_GPUS], [
-            [name, *(f"{getattr(peak, key) / factor:,.2f}" for peak in peaks)]
-            for key, name in PARTS.items()]),
-        Table([Column("largest microbatch, by card", "left"), *BY_GPUS], [
-            [f"{card} GiB", *(f"{largest_microbatch(setting, usable_gib(reported)):,}"
-                              for setting in settings.values())]
-            for card, reported in CARDS_GIB.items()],
-            ["computed with the activations of code that is not compiled, which needs more;",
-             "ddp_train.py --find-max-microbatch measures the code that will run"])]
+        Table(
+            [Column(head, "left"), *BY_GPUS],
+            [
+                [name, *(f"{getattr(peak, key) / factor:,.2f}" for peak in peaks)]
+                for key, name in PARTS.items()
+            ],
+        ),
+        Table(
+            [Column("largest microbatch, by card", "left"), *BY_GPUS],
+            [
+                [
+                    f"{card} GiB",
+                    *(
+                        f"{largest_microbatch(setting, usable_gib(reported)):,}"
+                        for setting in settings.values()
+                    ),
+                ]
+                for card, reported in CARDS_GIB.items()
+            ],
+            [
+                "computed with the activations of code that is not compiled, which needs more;",
+                "ddp_train.py --find-max-microbatch measures the code that will run",
+            ],
+        ),
+    ]
 
 
 def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | None) -> Table:
@@ -121,50 +187,87 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
     for found in machines:
         row = [found["name"], amount(found["usd_per_hour"])]
         if found["reason"]:
-            rows.append([*row, UNKNOWN, f"{found['largest_microbatch']:,}", *[UNKNOWN] * 8,
-                         found["reason"], *([] if budget is None else [""])])
+            rows.append(
+                [
+                    *row,
+                    UNKNOWN,
+                    f"{found['largest_microbatch']:,}",
+                    *[UNKNOWN] * 8,
+                    found["reason"],
+                    *([] if budget is None else [""]),
+                ]
+            )
             continue
         hours, usd, kept = found["hours"], found["usd"], found["checkpoints_kept"]
-        rows.append([
-            *row, f"{found['microbatch_size']:,} x {found['gradient_accumulation_steps']:,}",
-            f"{found['largest_microbatch']:,}", f"{found['global_batch_size']:,}",
-            f"{found['steps']:,}", f"{kept:,} ({gb(kept * bytes_of_checkpoint(run))})",
-            amount(hours["expected"]), f"{amount(hours['low'])} to {amount(hours['high'])}",
-            amount(usd["expected"]), f"{amount(usd['low'])} to {amount(usd['high'])}",
-            f"{found['mfu']:.0%}", found["source"], *([] if budget is None else [found["budget"]])])
+        rows.append(
+            [
+                *row,
+                f"{found['microbatch_size']:,} x {found['gradient_accumulation_steps']:,}",
+                f"{found['largest_microbatch']:,}",
+                f"{found['global_batch_size']:,}",
+                f"{found['steps']:,}",
+                f"{kept:,} ({gb(kept * bytes_of_checkpoint(run))})",
+                amount(hours["expected"]),
+                f"{amount(hours['low'])} to {amount(hours['high'])}",
+                amount(usd["expected"]),
+                f"{amount(usd['low'])} to {amount(usd['high'])}",
+                f"{found['mfu']:.0%}",
+                found["source"],
+                *([] if budget is None else [found["budget"]]),
+            ]
+        )
     gpus = [find_gpu(name) for name in dict.fromkeys(found["gpu"] for found in possible)]
-    notes = [
-        "Hours and US$ count validation, not startup; prices are those of December 2025, or of"
-        " --machine.",
-        "microbatch: with a global_batch_size the largest one that fits and divides it",
-        "fewest: at the best public MFU for plain PyTorch: "
-        + ", ".join(f"{gpu.name} {gpu.high_mfu}" for gpu in gpus),
-        "most: at the MFU of the original system, with a slow disk: "
-        + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),
-        "expected: the MFU in the table, by its source:",
-        *dict.fromkeys(f"  {found['gpu']}, {found['source']}: {found['detail']}"
-                       for found in possible),
-    ] if possible else ["no machine in the table can train this run"]
+    notes = (
+        [
+            "Hours and US$ count validation, not startup; prices are those of December 2025, or of"
+            " --machine.",
+            "microbatch: with a global_batch_size the largest one that fits and divides it",
+            "fewest: at the best public MFU for plain PyTorch: "
+            + ", ".join(f"{gpu.name} {gpu.high_mfu}" for gpu in gpus),
+            "most: at the MFU of the original system, with a slow disk: "
+            + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),
+            "expected: the MFU in the table, by its source:",
+            *dict.fromkeys(
+                f"  {found['gpu']}, {found['source']}: {found['detail']}" for found in possible
+            ),
+        ]
+        if possible
+        else ["no machine in the table can train this run"]
+    )
     of_budget = [] if budget is None else [Column(f"budget\n${dollars(budget)}", "left")]
-    lines = [line for note in notes for line in textwrap.wrap(
-        note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)]
+    lines = [
+        line
+        for note in notes
+        for line in textwrap.wrap(note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    ]
     return Table([*MACHINE_COLUMNS, *of_budget], rows, lines, (HOURS_RANGE, USD_PRICE))
 
 
-def _document(run: Run, settings: dict[str, Setting], machines: list[dict[str, Any]],
-              num_tokens: int) -> dict[str, Any]:
+def _document(
+    run: Run, settings: dict[str, Setting], machines: list[dict[str, Any]], num_tokens: int
+) -> dict[str, Any]:
     """Return what the tables show, with all digits: bytes, hours and US dollars."""
     size = run.config.microbatch_size
     peaks = {name: peak_memory(setting, size) for name, setting in settings.items()}
     return {
-        "schema": "plan/1", "run": run.name, "model": size_name(run.model),
-        "parameters": num_parameters(run.model), "tokens": num_tokens,
+        "schema": "plan/1",
+        "run": run.name,
+        "model": size_name(run.model),
+        "parameters": num_parameters(run.model),
+        "tokens": num_tokens,
         "flops_per_token": flops_per_token(run.model),
-        "checkpoint_bytes": bytes_of_checkpoint(run), "pinned_bytes": pinned_bytes(run),
-        "memory_bytes": {name: asdict(peak) | {"total": peak.total}
-                         for name, peak in peaks.items()},
+        "checkpoint_bytes": bytes_of_checkpoint(run),
+        "pinned_bytes": pinned_bytes(run),
+        "memory_bytes": {
+            name: asdict(peak) | {"total": peak.total} for name, peak in peaks.items()
+        },
         "largest_microbatch": [
-            {"card_gib": card} | {name: largest_microbatch(setting, usable_gib(reported))
-                                  for name, setting in settings.items()}
-            for card, reported in CARDS_GIB.items()],
-        "machines": machines}
+            {"card_gib": card}
+            | {
+                name: largest_microbatch(setting, usable_gib(reported))
+                for name, setting in settings.items()
+            }
+            for card, reported in CARDS_GIB.items()
+        ],
+        "machines": machines,
+    }

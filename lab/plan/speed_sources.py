@@ -29,9 +29,21 @@ CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
 RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
 OWN, MEASURED, PUBLIC, ROUGH = "own run", "measured", "public", "rough"  # sources, for a table
 LOW_PRECISIONS = ("bf16", "fp16")  # whose peaks are equal
-SPEED_KEYS = ("microbatch_size", "gradient_accumulation_steps", "global_batch_size", "optimizer",
-              "use_amp", "precision", "residual_dtype", "all_reduce_dtype", "compile", "attention",
-              "head_chunks", "activation_checkpointing", "deterministic")  # of train.json
+SPEED_KEYS = (
+    "microbatch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "optimizer",
+    "use_amp",
+    "precision",
+    "residual_dtype",
+    "all_reduce_dtype",
+    "compile",
+    "attention",
+    "head_chunks",
+    "activation_checkpointing",
+    "deterministic",
+)  # of train.json
 MAX_SPEED, MAX_PROCESSES = 2**53, 4096
 DAMAGED = (LookupError, TypeError, ValueError, ArithmeticError)  # what damaged values raise
 
@@ -59,14 +71,16 @@ class Measurement(FrozenConfig):
     def fits(self, wanted: Setting, gpu: Gpu) -> bool:
         """Return whether this is the speed of such a run on such a GPU; how many is not asked."""
         config, precisions = wanted.config, {self.precision, wanted.precision}
-        return (find_gpu(self.device) is gpu
-                and (len(precisions) == 1 or precisions == set(LOW_PRECISIONS))
-                and self.compile == (config.compile is not False)
-                and (self.attention == "math") == (config.attention == "math")
-                and self.activation_checkpointing == config.activation_checkpointing
-                and bool(self.model.drop_rate) == bool(wanted.model.drop_rate)
-                and _size_ratio(wanted, flops_per_token(self.model)) <= MAX_SIZE_RATIO
-                and CREDIBLE_MFU[0] <= self.mfu(gpu) <= CREDIBLE_MFU[1])
+        return (
+            find_gpu(self.device) is gpu
+            and (len(precisions) == 1 or precisions == set(LOW_PRECISIONS))
+            and self.compile == (config.compile is not False)
+            and (self.attention == "math") == (config.attention == "math")
+            and self.activation_checkpointing == config.activation_checkpointing
+            and bool(self.model.drop_rate) == bool(wanted.model.drop_rate)
+            and _size_ratio(wanted, flops_per_token(self.model)) <= MAX_SIZE_RATIO
+            and CREDIBLE_MFU[0] <= self.mfu(gpu) <= CREDIBLE_MFU[1]
+        )
 
 
 class ExpectedSpeed(NamedTuple):
@@ -79,10 +93,15 @@ class ExpectedSpeed(NamedTuple):
 
 def read_measured(runs_dir: Path) -> dict[str, list[Measurement]]:
     """Read the speeds of one's own runs, the newest first, and those shipped, by source."""
-    paths = sorted((runs_dir / name / "summary.json" for name in launched_runs(runs_dir)),
-                   reverse=True, key=_mtime)
-    return {OWN: [found for path in paths if (found := read_own(path.parent))],
-            MEASURED: TypeAdapter(list[Measurement]).validate_json(MEASURED_PATH.read_bytes())}
+    paths = sorted(
+        (runs_dir / name / "summary.json" for name in launched_runs(runs_dir)),
+        reverse=True,
+        key=_mtime,
+    )
+    return {
+        OWN: [found for path in paths if (found := read_own(path.parent))],
+        MEASURED: TypeAdapter(list[Measurement]).validate_json(MEASURED_PATH.read_bytes()),
+    }
 
 
 def _mtime(path: Path) -> float:
@@ -97,17 +116,21 @@ def read_own(run_dir: Path) -> Measurement | None:
         return None
     with suppress(*DAMAGED):
         return Measurement(
-            compile=machine["compiled"], tokens_per_second=_launch_speed(files.summary),
+            compile=machine["compiled"],
+            tokens_per_second=_launch_speed(files.summary),
             activation_checkpointing=files.part("train")["activation_checkpointing"],
-            model=ModelConfig.model_validate(files.part("model")), source=f"run {run_dir.name}",
-            **{key: machine[key] for key in ("device", "processes", "precision", "attention")})
+            model=ModelConfig.model_validate(files.part("model")),
+            source=f"run {run_dir.name}",
+            **{key: machine[key] for key in ("device", "processes", "precision", "attention")},
+        )
     return None
 
 
 def _launch_speed(summary: Record) -> float:
     """Return tokens per second of a launch, without its first step, which compiles."""
-    steps, tokens, seconds = (number(summary["this_launch"][key])
-                              for key in ("steps", "tokens", "seconds"))
+    steps, tokens, seconds = (
+        number(summary["this_launch"][key]) for key in ("steps", "tokens", "seconds")
+    )
     if steps < SPEED_CHECK_STEPS - 1:
         raise ValueError("too short")
     return tokens / seconds
@@ -122,43 +145,70 @@ def measured_speed(run: Run) -> tuple[float, int, str]:
     for path in sorted((run.summary_path, run.search_path), reverse=True, key=_mtime):
         record = found_object(path)
         with suppress(*DAMAGED):
-            speed = _launch_speed(record) if "this_launch" in record else record[
-                "tokens_per_second"]
+            speed = (
+                _launch_speed(record) if "this_launch" in record else record["tokens_per_second"]
+            )
             device, world_size = str(record["machine"]["device"]), record["machine"]["processes"]
-            if (0 < speed < MAX_SPEED and 1 <= world_size <= MAX_PROCESSES
-                    and (not gpus or gpus.count(device) == world_size)
-                    and record["model"] == run.model.model_dump()
-                    and all(record["train"][key] == getattr(run.config, key)
-                            for key in SPEED_KEYS)):
-                return speed, world_size, (f"{speed:,.0f} tokens/s on {world_size}x"
-                                           f" {one_line(device)} ({path.name})")
-    raise UserError(f"{run.run_dir}: no speed was measured with its settings on this machine; run"
-                    f" ddp_train.py {run.name} --find-max-microbatch --save, without a GPU with"
-                    " --memory-limit-gib N")
+            if (
+                0 < speed < MAX_SPEED
+                and 1 <= world_size <= MAX_PROCESSES
+                and (not gpus or gpus.count(device) == world_size)
+                and record["model"] == run.model.model_dump()
+                and all(record["train"][key] == getattr(run.config, key) for key in SPEED_KEYS)
+            ):
+                return (
+                    speed,
+                    world_size,
+                    (f"{speed:,.0f} tokens/s on {world_size}x {one_line(device)} ({path.name})"),
+                )
+    raise UserError(
+        f"{run.run_dir}: no speed was measured with its settings on this machine; run"
+        f" ddp_train.py {run.name} --find-max-microbatch --save, without a GPU with"
+        " --memory-limit-gib N"
+    )
 
 
-def expected_speed(wanted: Setting, gpu: Gpu,
-                   measured: dict[str, list[Measurement]]) -> ExpectedSpeed:
+def expected_speed(
+    wanted: Setting, gpu: Gpu, measured: dict[str, list[Measurement]]
+) -> ExpectedSpeed:
     """Return the figure of the first source that has one; of its runs that of the nearest model."""
     for name, found in measured.items():
         if fitting := [one for one in found if one.fits(wanted, gpu)]:
-            nearest = min(fitting, key=lambda one: _size_ratio(
-                wanted, flops_per_token(one.model)))  # of equals the first one
-            return ExpectedSpeed(nearest.mfu(gpu), name, (
-                f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
-                f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
-                f" ({nearest.source})"))
+            nearest = min(
+                fitting, key=lambda one: _size_ratio(wanted, flops_per_token(one.model))
+            )  # of equals the first one
+            return ExpectedSpeed(
+                nearest.mfu(gpu),
+                name,
+                (
+                    f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
+                    f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
+                    f" ({nearest.source})"
+                ),
+            )
     config, known = wanted.config, gpu.public_mfu
     mfu = gpu.expected_mfu * (RECOMPUTING if config.activation_checkpointing else 1)
-    is_other = (config.compile is False or config.activation_checkpointing or wanted.model.drop_rate
-                or config.attention == "math" or wanted.precision not in LOW_PRECISIONS
-                or _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO)
-    detail = (f"{known} in public runs on several GPUs, none of this trainer" if known else
-              f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
-              f" {EXPECTED_SHARE:.0%} of {gpu.high_mfu}")
+    is_other = (
+        config.compile is False
+        or config.activation_checkpointing
+        or wanted.model.drop_rate
+        or config.attention == "math"
+        or wanted.precision not in LOW_PRECISIONS
+        or _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO
+    )
+    detail = (
+        f"{known} in public runs on several GPUs, none of this trainer"
+        if known
+        else f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
+        f" {EXPECTED_SHARE:.0%} of {gpu.high_mfu}"
+    )
     if is_other:
-        return ExpectedSpeed(mfu, ROUGH, f"{detail}; a guess, as public runs are of GPT-2 small,"
-                             " compiled, in 16 bits, without dropout and recomputation")
+        return ExpectedSpeed(
+            mfu,
+            ROUGH,
+            f"{detail}; a guess, as public runs are of GPT-2 small,"
+            " compiled, in 16 bits, without dropout and recomputation",
+        )
     return ExpectedSpeed(mfu, PUBLIC if known else ROUGH, detail)
 
 

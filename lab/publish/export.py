@@ -30,9 +30,19 @@ from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer
 from trainer.models import LoadedModel, is_run, load_model
 from trainer.weight_formats import gpt2_config, to_gpt2
 
-FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors",
-         "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
-         "merges.txt", *CHARTS, *formats.GGUF_FILES}
+FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    *CHARTS,
+    *formats.GGUF_FILES,
+}
 TOKEN_FILES = ("train.safetensors", "validation.safetensors")
 ASIDE, EARLIER = ".{}.ddp-train-", "earlier"  # names of directories beside an export
 
@@ -124,23 +134,27 @@ def check_output(output_dir: Path, *, option: str = "--output") -> None:
     found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
     if found and not (found <= FILES and is_export(output_dir)):
         others = ", ".join(sorted(found - FILES)[:3]) or "a model from elsewhere"
-        raise UserError(f"{output_dir}: holds other files ({others}); name another directory with"
-                        f" {option}")
+        raise UserError(
+            f"{output_dir}: holds other files ({others}); name another directory with {option}"
+        )
 
 
 def is_export(directory: Path) -> bool:
     """Return whether a directory holds a model that `lab publish` or `lab tune` wrote."""
     with suppress(OSError):
-        return ((directory / "config.json").is_file()
-                and MARK in read_regular_file(directory / "README.md"))
+        return (directory / "config.json").is_file() and MARK in read_regular_file(
+            directory / "README.md"
+        )
     return False
 
 
 def is_own_file(path: Path) -> bool:
     """Return whether there is such a file. Raises: UserError: it is a link, to whatever file."""
     if path.is_symlink():
-        raise UserError(f"{path}: is a link, and publishing would send what it points to; move it"
-                        " away, or put the file itself there")
+        raise UserError(
+            f"{path}: is a link, and publishing would send what it points to; move it"
+            " away, or put the file itself there"
+        )
     return path.is_file()
 
 
@@ -160,8 +174,10 @@ def find_dataset(request: Request) -> Upload | None:
         return None
     of_models = request.output_dir, request.licence, request.languages, request.with_gguf
     if request.repository is None or any(of_models):
-        raise UserError(f"{directory}: is a dataset: name the REPOSITORY to upload it to, without"
-                        " --output, --license, --language and --gguf")
+        raise UserError(
+            f"{directory}: is a dataset: name the REPOSITORY to upload it to, without"
+            " --output, --license, --language and --gguf"
+        )
     for name in TOKEN_FILES:
         TokenFile(directory / name)  # raises an error if it is damaged, or no token file
     texts = [name for name in (TOKENIZER_FILE, "README.md") if is_own_file(directory / name)]
@@ -175,11 +191,16 @@ def export_model(request: Request) -> Upload:
     of_run = is_run(request.source, request.runs_dir)
     if not of_run and not is_export(source):
         load_run(request.runs_dir, request.source)  # its error lists the runs
-    output_dir = (request.output_dir or (
-        request.runs_dir / request.source / "export" if of_run else source)).absolute()
+    output_dir = (
+        request.output_dir or (request.runs_dir / request.source / "export" if of_run else source)
+    ).absolute()
     check_output(output_dir)
-    target = load_model(request.source if of_run else str(source), runs_dir=request.runs_dir,
-                        checkpoint_name=request.checkpoint, device=torch.device("cpu"))
+    target = load_model(
+        request.source if of_run else str(source),
+        runs_dir=request.runs_dir,
+        checkpoint_name=request.checkpoint,
+        device=torch.device("cpu"),
+    )
     if of_run:
         card, charts_dir, template = model_card(target, request), target.run.run_dir, None
     else:  # once more, with what the command line adds to it
@@ -192,17 +213,30 @@ def export_model(request: Request) -> Upload:
 def send(upload: Upload, repository: str, *, is_public: bool) -> None:
     """Upload all files in one commit; what an interrupted upload has sent is not sent again."""
     if not get_token():
-        raise UserError(f"{repository} on the Hugging Face hub: uploading needs a token; set"
-                        " HF_TOKEN to one with write access, or run `uv run hf auth login`")
+        raise UserError(
+            f"{repository} on the Hugging Face hub: uploading needs a token; set"
+            " HF_TOKEN to one with write access, or run `uv run hf auth login`"
+        )
     api = HfApi()
     about: dict[str, Any] = {"repo_id": repository, "repo_type": upload.kind}
     ask_hub(repository, lambda: api.create_repo(**about, private=not is_public, exist_ok=True))
     if ask_hub(repository, lambda: api.repo_info(**about).private) is is_public:
         found, remedy = ("private", "omit --public") if is_public else ("public", "add --public")
-        raise UserError(f"{repository} on the Hugging Face hub: already exists and is {found};"
-                        f" {remedy}, or change it on its page; nothing was uploaded")
-    commit = ask_hub(repository, lambda: api.upload_folder(
-        **about, folder_path=upload.folder, allow_patterns=upload.files,
-        commit_message=f"Upload {upload.folder.name} with lab publish"), pauses=(1,))
-    click.echo(f"uploaded to the Hugging Face hub, {'public' if is_public else 'private'}:"
-               f" {visible(commit.repo_url.url)}")
+        raise UserError(
+            f"{repository} on the Hugging Face hub: already exists and is {found};"
+            f" {remedy}, or change it on its page; nothing was uploaded"
+        )
+    commit = ask_hub(
+        repository,
+        lambda: api.upload_folder(
+            **about,
+            folder_path=upload.folder,
+            allow_patterns=upload.files,
+            commit_message=f"Upload {upload.folder.name} with lab publish",
+        ),
+        pauses=(1,),
+    )
+    click.echo(
+        f"uploaded to the Hugging Face hub, {'public' if is_public else 'private'}:"
+        f" {visible(commit.repo_url.url)}"
+    )

@@ -34,27 +34,62 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
         vocabulary = json.loads(gpt2_file("encoder.json"))
         _, *merges = filter(None, gpt2_file("vocab.bpe").decode().split("\n"))
         write_json(directory / "vocab.json", vocabulary)
-        (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]),
-                                              encoding="utf-8")
+        (directory / "merges.txt").write_text(
+            "\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8"
+        )
     else:
         vocabulary, merges = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}, []
-    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-                "use_regex": splits_words}
-    write_json(directory / TOKENIZER_FILE, {  # bytes as characters, merged by rank
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": [{"id": vocabulary.get(END_OF_TEXT, len(vocabulary)),
-                          "content": END_OF_TEXT, "single_word": False, "lstrip": False,
-                          "rstrip": False, "normalized": False, "special": True}],
-        "pre_tokenizer": as_bytes, "post_processor": None, "decoder": as_bytes,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None,
-                  "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
-                  "vocab": vocabulary, "merges": merges}})
+    as_bytes = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": splits_words,
+    }
+    write_json(
+        directory / TOKENIZER_FILE,
+        {  # bytes as characters, merged by rank
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "normalizer": None,
+            "added_tokens": [
+                {
+                    "id": vocabulary.get(END_OF_TEXT, len(vocabulary)),
+                    "content": END_OF_TEXT,
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                    "special": True,
+                }
+            ],
+            "pre_tokenizer": as_bytes,
+            "post_processor": None,
+            "decoder": as_bytes,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": "",
+                "end_of_word_suffix": "",
+                "fuse_unk": False,
+                "vocab": vocabulary,
+                "merges": merges,
+            },
+        },
+    )
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     write_json(directory / "special_tokens_map.json", special)
-    write_json(directory / "tokenizer_config.json", special | {
-        "tokenizer_class": "GPT2Tokenizer" if splits_words else "PreTrainedTokenizerFast",
-        "model_max_length": context_length, "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False})
+    write_json(
+        directory / "tokenizer_config.json",
+        special
+        | {
+            "tokenizer_class": "GPT2Tokenizer" if splits_words else "PreTrainedTokenizerFast",
+            "model_max_length": context_length,
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
 
 
 def write_own_tokenizer(directory: Path, content: bytes, context_length: int | None = None) -> None:
@@ -63,8 +98,12 @@ def write_own_tokenizer(directory: Path, content: bytes, context_length: int | N
     special = dict.fromkeys(("bos_token", "eos_token"), parse_tokenizer(content).eot_text)
     write_json(directory / "special_tokens_map.json", special)
     length = {} if context_length is None else {"model_max_length": context_length}
-    write_json(directory / "tokenizer_config.json", special | length | {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False})
+    write_json(
+        directory / "tokenizer_config.json",
+        special
+        | length
+        | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},
+    )
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -85,9 +124,12 @@ def check_gguf(target: LoadedModel) -> None:
     elif target.tokenizer_path is not None:
         content = target.tokenizer_path.read_bytes()
         model = json.loads(content)["model"]
-        if (model.get("type", "BPE") != "BPE" or any(map(model.get, NOT_IN_GGUF))
-                or set(BYTE_LETTERS) - model["vocab"].keys()
-                or not parse_tokenizer(content).splits_like_gpt2):
+        if (
+            model.get("type", "BPE") != "BPE"
+            or any(map(model.get, NOT_IN_GGUF))
+            or set(BYTE_LETTERS) - model["vocab"].keys()
+            or not parse_tokenizer(content).splits_like_gpt2
+        ):
             reason = "its tokenizer is not a byte-level BPE that works as GPT-2's"
     if reason:
         raise UserError(f"{target.name}: {reason}, which GGUF cannot hold; leave out --gguf")
@@ -143,8 +185,9 @@ def _add_tokenizer(writer: GGUFWriter, target: LoadedModel, path: Path) -> None:
         tokens[number], kinds[number] = token, int(TokenType.NORMAL)
     for added in parts["added_tokens"]:
         tokens[added["id"]], kinds[added["id"]] = added["content"], int(TokenType.CONTROL)
-    merges = [merge if isinstance(merge, str) else " ".join(merge)
-              for merge in parts["model"]["merges"]]
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in parts["model"]["merges"]
+    ]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

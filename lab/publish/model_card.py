@@ -19,17 +19,24 @@ from run_config import DATASET_NAME, MUON_DEFAULTS, ModelConfig, TrainConfig
 from tokens.tokenizer import TOKENIZER_FILE
 from trainer.models import HUB_NAME, LoadedModel
 
-CHARTS = {"loss-chart.png": "Training and validation loss", "grad-norm-chart.png": "Gradient norm",
-          "learning-rate-chart.png": "Learning rate"}
+CHARTS = {
+    "loss-chart.png": "Training and validation loss",
+    "grad-norm-chart.png": "Gradient norm",
+    "learning-rate-chart.png": "Learning rate",
+}
 HERE = "."  # where the model is that no repository has: in the card's directory
 MARK = "ddp-train"  # a tag that identifies our cards
 ADDRESS = re.compile(r'(pipeline\("text-generation", model=)"[^"\n]*"')
 FINEWEB = re.compile(r"(gpjt|HuggingFaceFW)/fineweb(-edu)?(-gpt2-tokens)?")  # has no card here
 LICENCE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 LANGUAGE_CODE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{1,8})*")
-MEASURED = {"loss": "loss (nats per token)", "perplexity": "perplexity",
-            "bits_per_byte": "bits per byte", "accuracy": "accuracy",
-            "normalised_accuracy": "length-normalised accuracy"}
+MEASURED = {
+    "loss": "loss (nats per token)",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits per byte",
+    "accuracy": "accuracy",
+    "normalised_accuracy": "length-normalised accuracy",
+}
 
 
 def template(name: str) -> str:
@@ -59,9 +66,10 @@ class Request:
     def check(self) -> None:
         """Raises: UserError: the hub would refuse the repository, the licence or a language."""
         for option, values, pattern, wanted in (
-                ("REPOSITORY", [self.repository], HUB_NAME, "owner/name"),
-                ("--license", [self.licence], LICENCE_NAME, "a short name such as mit or other"),
-                ("--language", self.languages, LANGUAGE_CODE, "a code such as en or pt-BR")):
+            ("REPOSITORY", [self.repository], HUB_NAME, "owner/name"),
+            ("--license", [self.licence], LICENCE_NAME, "a short name such as mit or other"),
+            ("--language", self.languages, LANGUAGE_CODE, "a code such as en or pt-BR"),
+        ):
             for value in values:
                 if value is not None and not pattern.fullmatch(value):
                     raise UserError(f"{option}: {value[:60]!r} cannot be used; give {wanted}")
@@ -80,36 +88,58 @@ def model_card(target: LoadedModel, request: Request) -> str:
         settings = settings | {"init_from": name}
     start, dataset = settings.get("init_from"), one_line(str(settings.get("dataset")))
     found = measurements(target, dataset)
-    changes = histories(record for record in read_metrics(target.run.metrics_path)
-                        if record["global_step"] < meta.global_step)
+    changes = histories(
+        record
+        for record in read_metrics(target.run.metrics_path)
+        if record["global_step"] < meta.global_step
+    )
     num_steps = number(written.summary.get("num_steps"))
-    charts = [f"![{title}]({name})" for name, title in CHARTS.items()
-              if (target.run.run_dir / name).is_file()]
+    charts = [
+        f"![{title}]({name})"
+        for name, title in CHARTS.items()
+        if (target.run.run_dir / name).is_file()
+    ]
     licence, languages = declared_of(dataset, request.datasets_dir)
     front_matter = ModelCardData(  # the licence of other weights that it began with counts too
         license=request.licence or (licence if start is None else None),
-        language=list(request.languages) or languages or None, library_name="transformers",
-        pipeline_tag="text-generation", tags=["gpt2", MARK], model_name=request.source,
-        datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None, eval_results=found or None)
+        language=list(request.languages) or languages or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["gpt2", MARK],
+        model_name=request.source,
+        datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None,
+        eval_results=found or None,
+    )
     return template("base_model.md").format(
-        front_matter=front_matter.to_yaml(), title=request.source, config=config, meta=meta,
-        address=request.repository or HERE, num_parameters=target.model.num_parameters(),
-        start=f"the weights of {code(str(start))}" if start else "scratch", dataset=code(dataset),
-        so_far="" if written.status != RUNNING else " so far:\nthese are the weights after step"
+        front_matter=front_matter.to_yaml(),
+        title=request.source,
+        config=config,
+        meta=meta,
+        address=request.repository or HERE,
+        num_parameters=target.model.num_parameters(),
+        start=f"the weights of {code(str(start))}" if start else "scratch",
+        dataset=code(dataset),
+        so_far=""
+        if written.status != RUNNING
+        else " so far:\nthese are the weights after step"
         f" {meta.global_step + 1:,}; training goes on",
-        tokenizer=TOKENIZER_FILE if target.tokenizer_path else (
-            target.tokenizer_name or "unknown tokenizer"),
+        tokenizer=TOKENIZER_FILE
+        if target.tokenizer_path
+        else (target.tokenizer_name or "unknown tokenizer"),
         head="tied to the token embedding" if config.tie_weights else "separate",
         biases="yes" if config.qkv_bias else "no (stored as zeros)",
-        results=_rows({f"{one.metric_name}, {one.dataset_name}": f"{one.metric_value:.6f}"
-                       for one in found}),
+        results=_rows(
+            {f"{one.metric_name}, {one.dataset_name}": f"{one.metric_value:.6f}" for one in found}
+        ),
         prompt="def " if is_bytes else "Every effort moves you",
         notes="Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n" * is_bytes,
         step=f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
         train_loss="-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
-        hours=sum(meta.seconds.values()) / 3600, training=_rows(_training(meta, written) | changes),
+        hours=sum(meta.seconds.values()) / 3600,
+        training=_rows(_training(meta, written) | changes),
         settings=json.dumps(_changed(meta.model, settings), indent=2),
-        more="".join(f"\n\n{part}" for part in [*charts, *[GGUF] * request.with_gguf]))
+        more="".join(f"\n\n{part}" for part in [*charts, *[GGUF] * request.with_gguf]),
+    )
 
 
 def changed_card(path: Path, request: Request) -> str:
@@ -117,8 +147,9 @@ def changed_card(path: Path, request: Request) -> str:
     try:
         card = ModelCard(read_regular_file(path))
     except Exception as error:  # the YAML library has errors of its own
-        raise UserError(f"{path}: not a model card ({first_line(error)}); export the model"
-                        " again") from None
+        raise UserError(
+            f"{path}: not a model card ({first_line(error)}); export the model again"
+        ) from None
     card.data["license"] = request.licence or card.data.get("license")
     card.data["language"] = list(request.languages) or card.data.get("language")
     before, _, own = card.text.partition(GGUF)  # somebody may have written something below
@@ -162,7 +193,10 @@ def measurements(target: LoadedModel, dataset: str) -> list[EvalResult]:
     found: dict[tuple[str, str], tuple[Any, str, float]] = {}  # split, metric, value
     if target.run.config.validates and checkpoint.loss is not None:
         found[dataset, "validation loss during training (nats per token)"] = (
-            "validation", "loss", checkpoint.loss)
+            "validation",
+            "loss",
+            checkpoint.loss,
+        )
     for record in read_metrics(target.run.evaluations_path):
         is_task = "benchmark" in record
         split = record.get("split", None if is_task else "validation")
@@ -172,11 +206,19 @@ def measurements(target: LoadedModel, dataset: str) -> list[EvalResult]:
         for metric, name in MEASURED.items():
             if (value := number(record.get(metric))) is not None:
                 found[where, name + _of_what(record)] = split, metric, value
-    return [EvalResult(task_type="text-generation", task_name="Language modelling",
-                       dataset_type=where, dataset_name=where, metric_type=metric,
-                       dataset_split=None if split is None else one_line(str(split)),
-                       metric_name=name, metric_value=value)
-            for (where, name), (split, metric, value) in found.items()]
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Language modelling",
+            dataset_type=where,
+            dataset_name=where,
+            metric_type=metric,
+            dataset_split=None if split is None else one_line(str(split)),
+            metric_name=name,
+            metric_value=value,
+        )
+        for (where, name), (split, metric, value) in found.items()
+    ]
 
 
 def _of_what(record: Record) -> str:
@@ -196,15 +238,25 @@ def _training(meta: CheckpointMeta, written: RunFiles) -> dict[str, str]:
         facts["US$"] = dollars(sum(meta.usd.values()))
     if epoch_tokens := number(batch.get("epoch_tokens")):
         facts["passes over the dataset"] = f"{meta.tokens / epoch_tokens:.2f}"
-    sizes = [number(batch.get(key)) for key in (
-        "microbatch_size", "gradient_accumulation_steps", "world_size", "context_length")]
+    sizes = [
+        number(batch.get(key))
+        for key in (
+            "microbatch_size",
+            "gradient_accumulation_steps",
+            "world_size",
+            "context_length",
+        )
+    ]
     if all(sizes):
         text = "{:.0f} x {:.0f} x {:.0f} sequences of {:,.0f} tokens"
         facts["global batch"] = text.format(*sizes)
     if machine:
         processes = int(number(machine.get("processes")) or 1)
-        each = (counted(processes, "process on", "processes on")
-                if machine.get("device_type") == "cpu" else f"{processes} x")
+        each = (
+            counted(processes, "process on", "processes on")
+            if machine.get("device_type") == "cpu"
+            else f"{processes} x"
+        )
         facts["hardware"] = f"{each} {machine.get('device')}"
         facts["precision"] = str(machine.get("precision"))
         facts["software"] = f"PyTorch {machine.get('torch')}, Python {machine.get('python')}"
@@ -217,12 +269,16 @@ def _changed(model: ModelConfig, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of model and training that differ from their defaults."""
     # With Muon also those whose default depends on the width: a card is read without this code.
     always = {*MUON_DEFAULTS, "init"} if settings.get("optimizer") == "muon" else set()
-    return {key: values[key]
-            for config, values in ((ModelConfig, model.model_dump()), (TrainConfig, settings))
-            for key, field in config.model_fields.items() if key in values and (
-                field.is_required() or key in always or values[key] != field.get_default())}
+    return {
+        key: values[key]
+        for config, values in ((ModelConfig, model.model_dump()), (TrainConfig, settings))
+        for key, field in config.model_fields.items()
+        if key in values
+        and (field.is_required() or key in always or values[key] != field.get_default())
+    }
 
 
 def _rows(facts: dict[str, str]) -> str:
-    return "".join("\n| {} | {} |".format(*(escaped(one_line(text)) for text in row))
-                   for row in facts.items())
+    return "".join(
+        "\n| {} | {} |".format(*(escaped(one_line(text)) for text in row)) for row in facts.items()
+    )

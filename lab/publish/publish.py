@@ -11,24 +11,51 @@ from basics.errors import visible
 @click.command()
 @click.argument("source")
 @click.argument("repository", required=False)
-@click.option("--output", "output_dir", type=PLACE, metavar="DIR",
-              help="Write the model to this directory.  [default: runs/<run>/export; SOURCE itself"
-                   " if it is an exported or tuned model]")
-@click.option("--checkpoint", default="best", show_default=True,
-              help="latest, best or the name of a checkpoint directory; the run may be training.")
-@click.option("--public", "is_public", is_flag=True,
-              help="Make a new repository public instead of private.")
-@click.option("--dry-run", "is_dry_run", is_flag=True,
-              help="Write the directory and list the files, but upload nothing.")
-@click.option("--gguf", "with_gguf", is_flag=True,
-              help="Write GGUF files for llama.cpp too: 16-bit floats and 8-bit integers. Needs the"
-                   " extra gguf: uv run --extra gguf lab publish ...")
-@click.option("--license", "licence", metavar="NAME",
-              help="For the model card, such as apache-2.0.  [default: that of the dataset's card,"
-                   " or of FineWeb, if trained from scratch]")
-@click.option("--language", "languages", multiple=True, metavar="CODE",
-              help="For the model card, such as en; may be repeated.  [default: as the"
-                   " dataset's card says, or en of FineWeb]")
+@click.option(
+    "--output",
+    "output_dir",
+    type=PLACE,
+    metavar="DIR",
+    help="Write the model to this directory.  [default: runs/<run>/export; SOURCE itself"
+    " if it is an exported or tuned model]",
+)
+@click.option(
+    "--checkpoint",
+    default="best",
+    show_default=True,
+    help="latest, best or the name of a checkpoint directory; the run may be training.",
+)
+@click.option(
+    "--public", "is_public", is_flag=True, help="Make a new repository public instead of private."
+)
+@click.option(
+    "--dry-run",
+    "is_dry_run",
+    is_flag=True,
+    help="Write the directory and list the files, but upload nothing.",
+)
+@click.option(
+    "--gguf",
+    "with_gguf",
+    is_flag=True,
+    help="Write GGUF files for llama.cpp too: 16-bit floats and 8-bit integers. Needs the"
+    " extra gguf: uv run --extra gguf lab publish ...",
+)
+@click.option(
+    "--license",
+    "licence",
+    metavar="NAME",
+    help="For the model card, such as apache-2.0.  [default: that of the dataset's card,"
+    " or of FineWeb, if trained from scratch]",
+)
+@click.option(
+    "--language",
+    "languages",
+    multiple=True,
+    metavar="CODE",
+    help="For the model card, such as en; may be repeated.  [default: as the"
+    " dataset's card says, or en of FineWeb]",
+)
 @RUNS_DIR
 @DATASETS_DIR
 def command(**options: Any) -> None:
@@ -52,7 +79,11 @@ def command(**options: Any) -> None:
         click.echo(visible(f"written to {upload.folder}"))
     elif request.is_dry_run:
         kind = "public" if request.is_public else "private"
-        click.echo(visible(f"dry run, nothing uploaded: would upload to the {kind} {upload.kind}"
-                           f" repository {request.repository} on the Hugging Face hub"))
+        click.echo(
+            visible(
+                f"dry run, nothing uploaded: would upload to the {kind} {upload.kind}"
+                f" repository {request.repository} on the Hugging Face hub"
+            )
+        )
     else:
         send(upload, request.repository, is_public=request.is_public)

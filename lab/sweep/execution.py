@@ -41,8 +41,11 @@ class Outcome:
         has_no_loss = state == FINISHED and result.figures["validation_loss"] is None
         if has_no_loss or exit_status == NON_FINITE or NOT_FINITE in result.reason:
             state = DIVERGED
-        elif exit_status and state not in (FINISHED, "stopped") and (
-                exit_status - 128 not in STOP_SIGNALS):
+        elif (
+            exit_status
+            and state not in (FINISHED, "stopped")
+            and (exit_status - 128 not in STOP_SIGNALS)
+        ):
             state = f"failed (status {exit_status})"
         return cls(run, result, state)
 
@@ -61,8 +64,12 @@ def start(command: list[str]) -> subprocess.Popen:
 
     Its process group is its own: Ctrl-C in a terminal reaches it once, through this process.
     """
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0,
-                            preexec_fn=partial(end_with_parent, os.getpid()))
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        process_group=0,
+        preexec_fn=partial(end_with_parent, os.getpid()),
+    )
 
 
 @dataclass
@@ -82,6 +89,7 @@ class Execution:
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Pass signals to stop on to the run that is being trained; it saves and ends."""
+
         def stop(number: int, _: object) -> None:
             self.exit_status, self.stop_reason = 128 + number, STOP_SIGNALS[number]
             if self._process:
@@ -133,27 +141,42 @@ class Execution:
         if self.budget_usd is not None:
             usd = self.budget_usd - sum(one["usd"] or 0.0 for one in figures)
             left = min(left, usd / self.usd_per_hour * 3600)
-        finished = [one for one in self.outcomes.values() if one.state == FINISHED
-                    and one.figures["seconds"] and one.figures["tokens"]]
+        finished = [
+            one
+            for one in self.outcomes.values()
+            if one.state == FINISHED and one.figures["seconds"] and one.figures["tokens"]
+        ]
         if alike := [one for one in finished if one.run.changes == run.changes] or finished:
-            seconds, tokens = (statistics.fmean(one.figures[key] for one in alike)
-                               for key in ("seconds", "tokens"))
+            seconds, tokens = (
+                statistics.fmean(one.figures[key] for one in alike) for key in ("seconds", "tokens")
+            )
             wanted = tokens if run.config.min_train_tokens == -1 else run.config.min_train_tokens
             done = self.outcomes[run.run_dir].figures["tokens"] or 0.0
             needed = seconds / tokens * max(0.0, wanted - done)
         if left <= 0:
             self.stop_reason = f"budget: it was spent before {run.label}"
         elif needed > left:
-            self.stop_reason = (f"budget: {run.label} would take about {needed / 3600:.3g} hours,"
-                                f" {left / 3600:.3g} are left")
+            self.stop_reason = (
+                f"budget: {run.label} would take about {needed / 3600:.3g} hours,"
+                f" {left / 3600:.3g} are left"
+            )
         return left
 
     def _launch(self, run: PlannedRun, seconds_left: float) -> int:
         """Train or resume one run; return its exit status, 128 + n if signal n ended it."""
-        command = [sys.executable, str(SCRIPT), run.run_dir.name,
-                   "--runs-dir", str(run.run_dir.parent), "--datasets-dir", str(self.datasets_dir)]
-        for name, value in (("--nproc-per-node", self.nproc_per_node),
-                            ("--usd-per-hour", self.usd_per_hour)):
+        command = [
+            sys.executable,
+            str(SCRIPT),
+            run.run_dir.name,
+            "--runs-dir",
+            str(run.run_dir.parent),
+            "--datasets-dir",
+            str(self.datasets_dir),
+        ]
+        for name, value in (
+            ("--nproc-per-node", self.nproc_per_node),
+            ("--usd-per-hour", self.usd_per_hour),
+        ):
             command += [] if value is None else [name, str(value)]
         self._process = start(command)
         if self.stop_reason:  # a signal came before there was a process to pass it on to

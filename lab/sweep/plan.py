@@ -37,9 +37,11 @@ def parse_change(text: str) -> Changes:
     for part in re.split(r",(?=[A-Za-z_]\w*=)", text):  # a comma before another KEY=
         key, _, value = part.partition("=")
         if not key or not value or key in changes:
-            raise UserError(f"--change {text[:80]}: wanted KEY=VALUE or KEY=VALUE,KEY=VALUE, as"
-                            " drop_rate=0.1,weight_decay=0, each key once (--range takes several"
-                            " values)")
+            raise UserError(
+                f"--change {text[:80]}: wanted KEY=VALUE or KEY=VALUE,KEY=VALUE, as"
+                " drop_rate=0.1,weight_decay=0, each key once (--range takes several"
+                " values)"
+            )
         changes[key] = _parse_value(value)
     return changes
 
@@ -51,8 +53,9 @@ def parse_range(text: str) -> list[Changes]:
     if not isinstance(values, list):  # not JSON: names
         values = [_parse_value(value) for value in listed.split(",")]
     if not key or len(values) < 2 or "" in values:
-        raise UserError(f"--range {text[:80]}: wanted KEY=VALUE,VALUE,..., as"
-                        " learning_rate=0.001,0.002,0.004")
+        raise UserError(
+            f"--range {text[:80]}: wanted KEY=VALUE,VALUE,..., as learning_rate=0.001,0.002,0.004"
+        )
     return [{key: value} for value in values]
 
 
@@ -65,10 +68,17 @@ def _parse_value(text: str) -> Any:
 
 
 def label(changes: Changes) -> str:
-    texts = {key: value if isinstance(value, str) else json.dumps(value)
-             for key, value in changes.items()}
-    return ",".join(f"{key}={text[:LONGEST_VALUE]}{'...' * (len(text) > LONGEST_VALUE)}"
-                    for key, text in texts.items()) or "baseline"
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in changes.items()
+    }
+    return (
+        ",".join(
+            f"{key}={text[:LONGEST_VALUE]}{'...' * (len(text) > LONGEST_VALUE)}"
+            for key, text in texts.items()
+        )
+        or "baseline"
+    )
 
 
 def _with_values(config: Config, changes: Changes) -> Config:
@@ -76,8 +86,12 @@ def _with_values(config: Config, changes: Changes) -> Config:
     values = config.model_dump(exclude_unset=True) | changes
     try:
         return type(config).model_validate(
-            {key: value for key, value in values.items()
-             if value is not None and key in type(config).model_fields})
+            {
+                key: value
+                for key, value in values.items()
+                if value is not None and key in type(config).model_fields
+            }
+        )
     except ValidationError as error:
         raise UserError(f"--change {label(changes)}: {describe(error)}") from None
 
@@ -90,26 +104,34 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
     known = [*ModelConfig.model_fields, *TrainConfig.model_fields]
     for key in changes:
         if key not in known:
-            wrong = (f'the key "{key}" has gone: {GONE_KEYS[key]}' if key in GONE_KEYS else
-                     unknown_key(key, known))
+            wrong = (
+                f'the key "{key}" has gone: {GONE_KEYS[key]}'
+                if key in GONE_KEYS
+                else unknown_key(key, known)
+            )
             raise UserError(f"--change {label(changes)}: {wrong}")
     model, config = _with_values(base.model, changes), _with_values(base.config, changes)
     if "sample_prompts" not in changes:  # nobody reads the samples of all variants
         config = config.model_copy(update={"sample_prompts": ()})
     if not config.validates:
-        raise UserError(f"{label(changes)}: a sweep compares validation losses; set"
-                        f" validation_interval with validation_sequences in {base.train_path}")
+        raise UserError(
+            f"{label(changes)}: a sweep compares validation losses; set"
+            f" validation_interval with validation_sequences in {base.train_path}"
+        )
     for key, option in (("max_hours", "--budget-hours"), ("max_cost_usd", "--budget-usd")):
         if getattr(config, key) is not None:
-            raise UserError(f"{label(changes)}: {key} would stop runs before their end; drop it"
-                            f" from {base.train_path}, and pass {option} for the whole sweep")
+            raise UserError(
+                f"{label(changes)}: {key} would stop runs before their end; drop it"
+                f" from {base.train_path}, and pass {option} for the whole sweep"
+            )
     # The runs of a sweep are in another directory, where the name of a run would not be found.
     name, runs_dir = config.init_from, base.run_dir.parent
     if name is not None and RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir():
         path = (runs_dir / name / "checkpoints/best").absolute()
         if not path.exists():
-            raise UserError(f"{base.train_path}: init_from: {path}: no checkpoint yet; train"
-                            f" {name} first")
+            raise UserError(
+                f"{base.train_path}: init_from: {path}: no checkpoint yet; train {name} first"
+            )
         config = config.model_copy(update={"init_from": str(path)})
     return with_defaults(model, config)
 
@@ -161,10 +183,16 @@ class Sweep:
     def runs(self) -> list[PlannedRun]:
         """All runs, one seed after the other: a sweep that is stopped has comparable runs."""
         first = self.base.config.random_seed
-        return [PlannedRun(changes, seed, self.sweep_dir / f"{name}-seed-{seed}",
-                           *changed(self.base, changes | {SEED: seed}))
-                for seed in range(first, first + self.num_seeds)
-                for name, changes in zip(self.names, self.variants, strict=True)]
+        return [
+            PlannedRun(
+                changes,
+                seed,
+                self.sweep_dir / f"{name}-seed-{seed}",
+                *changed(self.base, changes | {SEED: seed}),
+            )
+            for seed in range(first, first + self.num_seeds)
+            for name, changes in zip(self.names, self.variants, strict=True)
+        ]
 
     def add(self, changes: Changes) -> None:
         """Add a variant, unless there is such a one. Raises: UserError: it is refused."""
@@ -186,7 +214,8 @@ class Sweep:
             missing |= {path: config for path, config in files.items() if not path.exists()}
             there = with_defaults(
                 run.model if model_path in missing else load_config(model_path, ModelConfig),
-                run.config if train_path in missing else load_config(train_path, TrainConfig))
+                run.config if train_path in missing else load_config(train_path, TrainConfig),
+            )
             for old, new in zip(there, files.values(), strict=True):
                 for key in type(new).model_fields:
                     # Earlier sweeps had the prompts of their base.
@@ -194,11 +223,13 @@ class Sweep:
                         raise UserError(
                             f"{run.run_dir}: {key} is {getattr(old, key)}, but would be"
                             f" {getattr(new, key)} now: {self.base.run_dir} or this directory was"
-                            " edited since; undo that, or set another --name")
+                            " edited since; undo that, or set another --name"
+                        )
         plan = Plan(base=self.base.name, num_seeds=self.num_seeds, changes=self.variants[1:])
         with writing_to(self.sweep_dir):
-            write_atomically(self.sweep_dir / PLAN_NAME,
-                             to_json(plan.model_dump(), indent=4) + "\n")
+            write_atomically(
+                self.sweep_dir / PLAN_NAME, to_json(plan.model_dump(), indent=4) + "\n"
+            )
             for path, config in missing.items():
                 path.parent.mkdir(exist_ok=True)
                 text = to_json(config.model_dump(exclude_unset=True), indent=4)
@@ -206,8 +237,9 @@ class Sweep:
 
 
 @contextmanager
-def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes],
-               num_seeds: int) -> Iterator[Sweep]:
+def open_sweep(
+    base: Run, sweep_dir: Path, changes: list[Changes], num_seeds: int
+) -> Iterator[Sweep]:
     """Lock a sweep's directory; yield its earlier plan, with these variants and seeds, written.
 
     Raises: UserError: something is wrong with the changes, the plan or the directory.
@@ -218,10 +250,15 @@ def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes],
         if SEED in change:
             raise UserError(f"{SEED} is the same for all variants; use --seeds N")
     if not changes and num_seeds == 1 and not path.exists():
-        raise UserError(f"{sweep_dir}: no such sweep yet; name at least one --change or --range, or"
-                        " several --seeds")
-    with locked(sweep_dir, busy=f"{sweep_dir}: another sweep runs in this directory; wait for its"
-                                " end, or set another --name"):
+        raise UserError(
+            f"{sweep_dir}: no such sweep yet; name at least one --change or --range, or"
+            " several --seeds"
+        )
+    with locked(
+        sweep_dir,
+        busy=f"{sweep_dir}: another sweep runs in this directory; wait for its"
+        " end, or set another --name",
+    ):
         sweep = Sweep(base, sweep_dir, num_seeds)
         if path.exists():
             try:
@@ -229,8 +266,9 @@ def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes],
             except ValidationError as error:
                 raise UserError(f"{path}: {describe(error)}") from None
             if plan.base != base.name:
-                raise UserError(f"{path}: is a sweep of {plan.base}, not of {base.name}; set"
-                                " another --name")
+                raise UserError(
+                    f"{path}: is a sweep of {plan.base}, not of {base.name}; set another --name"
+                )
             sweep.num_seeds = max(num_seeds, plan.num_seeds)
             sweep.variants += plan.changes
         for change in changes:

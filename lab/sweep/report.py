@@ -25,10 +25,12 @@ from reporting.summary import duration
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = [Column("change", "left", 28),
-           *map(Column, ("seeds", "loss", "difference", "95% interval")),
-           Column("against noise", "left"),
-           *map(Column, ("tokens to\nbaseline's loss", "seconds", "US$"))]
+COLUMNS = [
+    Column("change", "left", 28),
+    *map(Column, ("seeds", "loss", "difference", "95% interval")),
+    Column("against noise", "left"),
+    *map(Column, ("tokens to\nbaseline's loss", "seconds", "US$")),
+]
 NEEDED_FOR_FIT = 3  # different values
 ROUND_DIFFERENCE = 0.01  # nats; the number of seeds that it needs is always named
 LONGEST_LABEL = 40  # characters, in a chart
@@ -59,9 +61,12 @@ class Entry:
     def unfinished(self) -> str:
         """The states of the seeds that have not finished; empty if all have."""
         states = [found.state for found in self.outcomes if found.loss is None]
-        return ", ".join(state if len(self.outcomes) == 1 else
-                         f"{states.count(state)} of {len(self.outcomes)} {state}"
-                         for state in dict.fromkeys(states))
+        return ", ".join(
+            state
+            if len(self.outcomes) == 1
+            else f"{states.count(state)} of {len(self.outcomes)} {state}"
+            for state in dict.fromkeys(states)
+        )
 
     @property
     def verdict(self) -> str:
@@ -76,19 +81,32 @@ class Entry:
 
 def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
     """Return the variants with what their runs have come to; the baseline first."""
-    groups = [[found for found in outcomes.values() if found.run.changes == changes]
-              for changes in sweep.variants]
+    groups = [
+        [found for found in outcomes.values() if found.run.changes == changes]
+        for changes in sweep.variants
+    ]
     entries = []
     for name, changes, group in zip(sweep.names, sweep.variants, groups, strict=True):
-        pairs = [(own, base) for own, base in zip(group, groups[0], strict=True)
-                 if own.loss is not None and base.loss is not None]
-        is_comparable = all(own.result.validation_slice == base.result.validation_slice
-                            for own, base in pairs)
+        pairs = [
+            (own, base)
+            for own, base in zip(group, groups[0], strict=True)
+            if own.loss is not None and base.loss is not None
+        ]
+        is_comparable = all(
+            own.result.validation_slice == base.result.validation_slice for own, base in pairs
+        )
         difference = Difference.of([own.loss - base.loss for own, base in pairs])
         reached = mean_reached((own.result.records, base.loss) for own, base in pairs)
-        entries.append(Entry(name, changes, group, is_comparable,
-                             difference if changes and is_comparable else None,
-                             reached if is_comparable else None))
+        entries.append(
+            Entry(
+                name,
+                changes,
+                group,
+                is_comparable,
+                difference if changes and is_comparable else None,
+                reached if is_comparable else None,
+            )
+        )
     return entries
 
 
@@ -98,8 +116,10 @@ def add_stack(sweep: Sweep, entries: list[Entry]) -> str:
     An improvement is better outside the noise; with one seed, lower at all. The largest one comes
     first; a later one that sets a key to another value is left out.
     """
-    better = sorted((entry for entry in entries if entry.verdict in ("better", LOWER)
-                     and not entry.unfinished), key=lambda entry: entry.difference.mean)
+    better = sorted(
+        (entry for entry in entries if entry.verdict in ("better", LOWER) and not entry.unfinished),
+        key=lambda entry: entry.difference.mean,
+    )
     together: Changes = {}
     for entry in better:
         if all(together.get(key, value) == value for key, value in entry.changes.items()):
@@ -112,7 +132,9 @@ def add_stack(sweep: Sweep, entries: list[Entry]) -> str:
         return f"stack: {label(together)} cannot be trained: {error}"
     return f"stack: {label(together)}" + (
         "; with one seed the noise is not known: all changes with a lower loss are taken"
-        if better[0].verdict == LOWER else "")
+        if better[0].verdict == LOWER
+        else ""
+    )
 
 
 def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float]]:
@@ -133,8 +155,9 @@ def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float
         if len(losses) > 1:
             if number(own[key]) is not None:
                 losses.setdefault(own[key], []).extend(entries[0].losses)
-            ranges[key] = {value: statistics.fmean(losses[value]) for value in sorted(losses)
-                           if losses[value]}
+            ranges[key] = {
+                value: statistics.fmean(losses[value]) for value in sorted(losses) if losses[value]
+            }
     return ranges
 
 
@@ -149,31 +172,49 @@ def _range_note(key: str, points: dict[float, float]) -> str:
         return f"{key}: no curve is fitted; it needs the losses of 3 values above 0"
     _, lowest = charts.fit_log_quadratic(list(points), list(points.values()))
     if lowest is None:
-        return (f"{key}: the fitted curve has no minimum between {min(points):g} and"
-                f" {max(points):g}; try values beyond the best one")
-    return (f"{key}: lowest loss {lowest[1]:.4f} at {lowest[0]:.4g}, by a quadratic in log2({key})"
-            f" through {len(points)} values")
+        return (
+            f"{key}: the fitted curve has no minimum between {min(points):g} and"
+            f" {max(points):g}; try values beyond the best one"
+        )
+    return (
+        f"{key}: lowest loss {lowest[1]:.4f} at {lowest[0]:.4g}, by a quadratic in log2({key})"
+        f" through {len(points)} values"
+    )
 
 
 def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
     """Return the result as a table with its notes."""
+
     def text(value: float | None, form: str) -> str:
         return UNKNOWN if value is None else format(value, form)
 
     rows = []
     for entry in entries:
         found, usd = entry.difference, entry.mean("usd")
-        states = [entry.verdict, "" if entry.is_comparable else "other validation tokens",
-                  entry.unfinished]
-        rows.append([
-            label(entry.changes), f"{len(entry.losses)}/{len(entry.outcomes)}",
-            text(statistics.fmean(entry.losses) if entry.losses else None, ".4f"),
-            text(found.mean if found else None, "+.4f"),
-            "{:+.4f} to {:+.4f}".format(*found.interval) if found and found.interval else UNKNOWN,
-            "; ".join(filter(None, states)) or UNKNOWN,
-            short_count(entry.reached.tokens) if entry.reached else
-            "not reached" if found else UNKNOWN,
-            text(entry.mean("seconds"), ",.0f"), UNKNOWN if usd is None else dollars(usd)])
+        states = [
+            entry.verdict,
+            "" if entry.is_comparable else "other validation tokens",
+            entry.unfinished,
+        ]
+        rows.append(
+            [
+                label(entry.changes),
+                f"{len(entry.losses)}/{len(entry.outcomes)}",
+                text(statistics.fmean(entry.losses) if entry.losses else None, ".4f"),
+                text(found.mean if found else None, "+.4f"),
+                "{:+.4f} to {:+.4f}".format(*found.interval)
+                if found and found.interval
+                else UNKNOWN,
+                "; ".join(filter(None, states)) or UNKNOWN,
+                short_count(entry.reached.tokens)
+                if entry.reached
+                else "not reached"
+                if found
+                else UNKNOWN,
+                text(entry.mean("seconds"), ",.0f"),
+                UNKNOWN if usd is None else dollars(usd),
+            ]
+        )
     return Table(COLUMNS, rows, notes_of(sweep, entries))
 
 
@@ -187,62 +228,92 @@ def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
         *noise_notes([entry.difference for entry in entries if entry.difference]),
         *(_range_note(*found) for found in ranges_of(sweep, entries).items()),
         f"all runs: {duration(sum(one['seconds'] or 0.0 for one in figures))}"
-        + (f", US${dollars(usd)}" if usd else "")]
+        + (f", US${dollars(usd)}" if usd else ""),
+    ]
 
 
 def noise_notes(differences: list[Difference]) -> list[str]:
     """Tell the noise over all variants, and how many seeds the smallest difference needs."""
     known = [one for one in differences if one.deviation is not None]
     if not known:
-        return ["noise: not known with one finished seed of each variant; measure it with --seeds 3"
-                " or more"]
+        return [
+            "noise: not known with one finished seed of each variant; measure it with --seeds 3"
+            " or more"
+        ]
     deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in known)
-    needed = (f"{seeds_needed(ROUND_DIFFERENCE, deviation):,} for a difference of"
-              f" {ROUND_DIFFERENCE:g}, by the noise over all variants")
+    needed = (
+        f"{seeds_needed(ROUND_DIFFERENCE, deviation):,} for a difference of"
+        f" {ROUND_DIFFERENCE:g}, by the noise over all variants"
+    )
     smallest = min(known, key=lambda one: abs(one.mean) or math.inf)
     if smallest.mean:  # by its own noise: one noisy variant would ask thousands of a quiet one
-        needed += (f"; {seeds_needed(smallest.mean, smallest.deviation):,} for the smallest one,"
-                   f" {abs(smallest.mean):.2g}, by its own")
-    return ["noise: the standard deviation of a difference with one seed is"
-            f" {deviation:.4f} over all variants ({counted(freedom, 'degree')} of freedom);"
-            " inside: the 95% interval, from the variant's own seeds, contains 0",
-            f"seeds needed (80% power, 5% level): {needed}"]
+        needed += (
+            f"; {seeds_needed(smallest.mean, smallest.deviation):,} for the smallest one,"
+            f" {abs(smallest.mean):.2g}, by its own"
+        )
+    return [
+        "noise: the standard deviation of a difference with one seed is"
+        f" {deviation:.4f} over all variants ({counted(freedom, 'degree')} of freedom);"
+        " inside: the 95% interval, from the variant's own seeds, contains 0",
+        f"seeds needed (80% power, 5% level): {needed}",
+    ]
 
 
 def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[str, Any]:
     """Return the result of a sweep as a JSON document; None for what is not known."""
-    return {"schema": "sweep/1", "sweep": str(sweep.sweep_dir), "base": sweep.base.name,
-            "stop_reason": stop_reason or None,
-            "variants": [{
-                "name": entry.name, "changes": entry.changes,
-                "runs": [{"run": str(found.run.run_dir), "state": found.state, "loss": found.loss}
-                         for found in entry.outcomes],
+    return {
+        "schema": "sweep/1",
+        "sweep": str(sweep.sweep_dir),
+        "base": sweep.base.name,
+        "stop_reason": stop_reason or None,
+        "variants": [
+            {
+                "name": entry.name,
+                "changes": entry.changes,
+                "runs": [
+                    {"run": str(found.run.run_dir), "state": found.state, "loss": found.loss}
+                    for found in entry.outcomes
+                ],
                 "loss": statistics.fmean(entry.losses) if entry.losses else None,
                 "difference": entry.difference and entry.difference.mean,
                 "interval": entry.difference and entry.difference.interval,
                 "against_noise": entry.verdict or None,
                 "tokens_to_baselines_loss": entry.reached and entry.reached.tokens,
-                "seconds": entry.mean("seconds"), "usd": entry.mean("usd"),
-            } for entry in entries],
-            "notes": notes_of(sweep, entries)}
+                "seconds": entry.mean("seconds"),
+                "usd": entry.mean("usd"),
+            }
+            for entry in entries
+        ],
+        "notes": notes_of(sweep, entries),
+    }
 
 
 def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
     """Draw the charts of a comparison, and those of a sweep, anew. Raises: OSError."""
     for path in sweep.sweep_dir.glob("*.png"):
         path.unlink()
-    results = [found.result for entry in entries for found in entry.outcomes
-               if found.result.records]
+    results = [
+        found.result for entry in entries for found in entry.outcomes if found.result.records
+    ]
     written, _ = charts.draw_comparison(compare(results).rows, sweep.sweep_dir)
     if compared := [entry for entry in entries if entry.difference]:
-        written.append(draw_by_hand(sweep.sweep_dir / "differences.png",
-                                    partial(_plot_differences, compared)))
+        written.append(
+            draw_by_hand(sweep.sweep_dir / "differences.png", partial(_plot_differences, compared))
+        )
     for key, points in ranges_of(sweep, entries).items():
         if len(points) > 1:
             group = {"mean over seeds": dict.fromkeys(points.items())}
-            written.append(draw_by_hand(sweep.sweep_dir / f"range-{key}.png", partial(
-                charts.plot_points, group, charts.plot_fit if has_fit(points) else lambda *_: None,
-                (key, "final validation loss (nats per token)"))))
+            written.append(
+                draw_by_hand(
+                    sweep.sweep_dir / f"range-{key}.png",
+                    partial(
+                        charts.plot_points,
+                        group,
+                        charts.plot_fit if has_fit(points) else lambda *_: None,
+                        (key, "final validation loss (nats per token)"),
+                    ),
+                )
+            )
     return written
 
 
@@ -255,9 +326,12 @@ def _plot_differences(entries: list[Entry], figure: Figure) -> None:
         if found.interval is not None:
             axes.plot(found.interval, [position] * 2, color=color, linewidth=2.5, path_effects=[])
         axes.plot(found.mean, position, color=color, marker="o", markersize=8)
-    axes.set_yticks(range(len(entries)), [
-        charts.without_formulas(label(entry.changes)[:LONGEST_LABEL]) for entry in entries])
+    axes.set_yticks(
+        range(len(entries)),
+        [charts.without_formulas(label(entry.changes)[:LONGEST_LABEL]) for entry in entries],
+    )
     axes.set_ylim(len(entries) - 0.5, -0.5)  # the first one at the top
     axes.margins(x=0.08)
-    figure.supxlabel("loss minus baseline's (nats per token), 95% interval; left is better",
-                     fontsize="medium")
+    figure.supxlabel(
+        "loss minus baseline's (nats per token), 95% interval; left is better", fontsize="medium"
+    )

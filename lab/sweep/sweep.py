@@ -13,31 +13,71 @@ from basics.files import write_atomically
 
 @click.command()
 @click.argument("base")
-@click.option("--change", "changes", multiple=True, metavar="KEY=VALUE[,KEY=VALUE...]",
-              help="One variant: keys of model.json or train.json. null takes a key out.")
-@click.option("--range", "ranges", multiple=True, metavar="KEY=VALUE,VALUE...",
-              help="One variant for each value of a key. A curve is fitted to 3 values or more,"
-                   " the baseline's included.")
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="N",
-              help="Train each variant with N seeds: the base's random_seed and the next ones.")
-@click.option("--stack", is_flag=True,
-              help="Then train all changes together that were better than the baseline.")
+@click.option(
+    "--change",
+    "changes",
+    multiple=True,
+    metavar="KEY=VALUE[,KEY=VALUE...]",
+    help="One variant: keys of model.json or train.json. null takes a key out.",
+)
+@click.option(
+    "--range",
+    "ranges",
+    multiple=True,
+    metavar="KEY=VALUE,VALUE...",
+    help="One variant for each value of a key. A curve is fitted to 3 values or more,"
+    " the baseline's included.",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(1, 1000),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Train each variant with N seeds: the base's random_seed and the next ones.",
+)
+@click.option(
+    "--stack",
+    is_flag=True,
+    help="Then train all changes together that were better than the baseline.",
+)
 @click.option("--name", help="Directory in --sweeps-dir.  [default: BASE]")
-@click.option("--budget-hours", type=ABOVE_0, metavar="HOURS",
-              help="Stop before all runs of the sweep together take longer.")
-@click.option("--budget-usd", type=ABOVE_0, metavar="USD",
-              help="Stop before all runs of the sweep together cost more.")
-@click.option("--usd-per-hour", type=USD_PER_HOUR, metavar="USD",
-              help="Price of the machine; overrides usd_per_hour of the runs.")
-@click.option("--nproc-per-node", type=click.IntRange(min=1), metavar="N",
-              help="Number of processes of each run.  [default: one per GPU]")
+@click.option(
+    "--budget-hours",
+    type=ABOVE_0,
+    metavar="HOURS",
+    help="Stop before all runs of the sweep together take longer.",
+)
+@click.option(
+    "--budget-usd",
+    type=ABOVE_0,
+    metavar="USD",
+    help="Stop before all runs of the sweep together cost more.",
+)
+@click.option(
+    "--usd-per-hour",
+    type=USD_PER_HOUR,
+    metavar="USD",
+    help="Price of the machine; overrides usd_per_hour of the runs.",
+)
+@click.option(
+    "--nproc-per-node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of processes of each run.  [default: one per GPU]",
+)
 @RUNS_DIR
-@click.option("--sweeps-dir", type=click.Path(path_type=Path), default=Path("sweeps"),
-              show_default=True)
+@click.option(
+    "--sweeps-dir", type=click.Path(path_type=Path), default=Path("sweeps"), show_default=True
+)
 @DATASETS_DIR
 @click.option("--charts", is_flag=True, help="Draw charts into the directory of the sweep.")
-@click.option("--json", "as_json", is_flag=True,
-              help="Print one JSON document on standard output, and all else on standard error.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON document on standard output, and all else on standard error.",
+)
 def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **options: Any) -> None:
     """Train BASE and changes to it, one after the other, and compare them in one table.
 
@@ -53,18 +93,27 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
     loaded = load_run(options["runs_dir"], base)
     name, sweeps_dir = options["name"] or base, options["sweeps_dir"]
     if not RUN_NAME.fullmatch(name):
-        raise UserError(f"--name {name[:60]!r} is not a plain name; wanted a directory inside"
-                        f" {sweeps_dir}, of letters, digits, '.', '_' and '-', at most 128")
+        raise UserError(
+            f"--name {name[:60]!r} is not a plain name; wanted a directory inside"
+            f" {sweeps_dir}, of letters, digits, '.', '_' and '-', at most 128"
+        )
     execution = Execution(
-        options["datasets_dir"], options["nproc_per_node"],
-        options["usd_per_hour"] or loaded.config.usd_per_hour, options["budget_hours"],
-        options["budget_usd"])
+        options["datasets_dir"],
+        options["nproc_per_node"],
+        options["usd_per_hour"] or loaded.config.usd_per_hour,
+        options["budget_hours"],
+        options["budget_usd"],
+    )
     if execution.budget_usd is not None and execution.usd_per_hour is None:
-        raise UserError("--budget-usd needs the machine's price: pass --usd-per-hour, or set"
-                        " usd_per_hour in BASE's train.json")
-    with (stdout_to_stderr(options["as_json"]),
-          open_sweep(loaded, sweeps_dir / name, wanted, options["seeds"]) as sweep,
-          execution.handling_signals()):
+        raise UserError(
+            "--budget-usd needs the machine's price: pass --usd-per-hour, or set"
+            " usd_per_hour in BASE's train.json"
+        )
+    with (
+        stdout_to_stderr(options["as_json"]),
+        open_sweep(loaded, sweeps_dir / name, wanted, options["seeds"]) as sweep,
+        execution.handling_signals(),
+    ):
         execution.train(sweep)
         if options["stack"] and not execution.stop_reason:
             click.echo(visible(add_stack(sweep, entries_of(sweep, execution.outcomes))))
@@ -79,8 +128,12 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
             write_atomically(path, "\n".join([table.markdown(), *[""] * bool(drawn), *images, ""]))
         click.echo(visible("\n".join(f"written: {file}" for file in [path, *drawn])), err=True)
         if execution.stop_reason:
-            click.echo(visible(f"sweep stopped: {execution.stop_reason}; the same command, or"
-                               " one with a larger budget, continues it"))
+            click.echo(
+                visible(
+                    f"sweep stopped: {execution.stop_reason}; the same command, or"
+                    " one with a larger budget, continues it"
+                )
+            )
     if options["as_json"]:
         print_json(document_of(sweep, entries, execution.stop_reason))
     sys.exit(execution.exit_status)

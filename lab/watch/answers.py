@@ -15,8 +15,11 @@ from reporting.metrics_file import LARGEST, METRICS, THROTTLING, is_step, valid_
 
 AXES = {"steps": "global_step", "tokens": "tokens", "time": "seconds", "dollars": "usd"}
 # What can be drawn: of each metric of these kinds a number, or one for each GPU.
-DRAWN = [key for key, name in METRICS.items()
-         if name.startswith(("train/", "validation/", "machine/")) and key != THROTTLING]
+DRAWN = [
+    key
+    for key, name in METRICS.items()
+    if name.startswith(("train/", "validation/", "machine/")) and key != THROTTLING
+]
 BY_GPU = [key for key in DRAWN if "{gpu}" in METRICS[key]]
 NUMBERS = [*AXES.values(), *(key for key in DRAWN if key not in BY_GPU)]
 SLOWED_DOWN = "gpus_slowed_down"
@@ -45,11 +48,15 @@ class Watched:
             launched = launched_runs(self.runs_dir)
         for name in launched:
             if not self.names or name in self.names:
-                metrics, samples, summary = (version_of(self.runs_dir / name / file) for file in (
-                    "metrics.jsonl", "samples.jsonl", "summary.json"))
+                metrics, samples, summary = (
+                    version_of(self.runs_dir / name / file)
+                    for file in ("metrics.jsonl", "samples.jsonl", "summary.json")
+                )
                 changed = max((one[2] for one in (metrics, samples, summary) if one), default=0)
-                found.append(asdict(read_state(self.runs_dir, name)) | {
-                    "changed": changed / 1e9, "version": str((metrics, samples))})
+                found.append(
+                    asdict(read_state(self.runs_dir, name))
+                    | {"changed": changed / 1e9, "version": str((metrics, samples))}
+                )
         return {"runs": sorted(found, key=lambda run: (run["status"] != RUNNING, run["name"]))}
 
     def has(self, name: str) -> bool:
@@ -95,12 +102,14 @@ class Columns:
 
             def rising(key: str) -> np.ndarray:
                 before = self._columns[key][-1:]
-                return np.fmax.accumulate(np.concatenate([before, new[key]]))[len(before):]
+                return np.fmax.accumulate(np.concatenate([before, new[key]]))[len(before) :]
 
             is_next = new["global_step"] >= rising("global_step")
             new |= {key: rising(key) for key in AXES.values()}
-            self._columns = {key: np.concatenate([values, new[key][is_next]])
-                             for key, values in self._columns.items()}
+            self._columns = {
+                key: np.concatenate([values, new[key][is_next]])
+                for key, values in self._columns.items()
+            }
             self._offset += len(content)
         return self._columns
 
@@ -108,8 +117,10 @@ class Columns:
 def _parsed(content: bytes) -> Arrays:
     table = _table(content)
     columns = {key: table[key].to_numpy().astype(np.float64) for key in NUMBERS}
-    columns |= {key: np.full(len(table), np.nan) for key in (SLOWED_DOWN, *(
-        f"{key}{end}" for key in BY_GPU for end in ("", "_min", "_max")))}
+    columns |= {
+        key: np.full(len(table), np.nan)
+        for key in (SLOWED_DOWN, *(f"{key}{end}" for key in BY_GPU for end in ("", "_min", "_max")))
+    }
     for key in (*BY_GPU, THROTTLING):
         lists = table[key].combine_chunks()
         lengths, flat = lists.value_lengths().fill_null(0).to_numpy(), lists.flatten()
@@ -119,7 +130,8 @@ def _parsed(content: bytes) -> Arrays:
         if key == THROTTLING:
             is_slow = {text: bool(slowdowns(text or "")) for text in flat.unique().to_pylist()}
             columns[SLOWED_DOWN][rows] = np.add.reduceat(
-                [float(is_slow[text]) for text in flat.to_pylist()], starts)
+                [float(is_slow[text]) for text in flat.to_pylist()], starts
+            )
         else:
             values = flat.to_numpy(zero_copy_only=False)
             values = np.where((values >= 0) & (values <= LARGEST), values, np.nan)
@@ -137,22 +149,36 @@ def _table(content: bytes) -> Any:
     import pyarrow as pa
     from pyarrow import json as pa_json
 
-    schema = pa.schema({**dict.fromkeys(NUMBERS, pa.float64()), "global_step": pa.int64(),
-                        **dict.fromkeys(BY_GPU, pa.list_(pa.float64())),
-                        THROTTLING: pa.list_(pa.string())})
+    schema = pa.schema(
+        {
+            **dict.fromkeys(NUMBERS, pa.float64()),
+            "global_step": pa.int64(),
+            **dict.fromkeys(BY_GPU, pa.list_(pa.float64())),
+            THROTTLING: pa.list_(pa.string()),
+        }
+    )
     with suppress(pa.ArrowException):
         table = pa_json.read_json(
-            pa.BufferReader(content), pa_json.ReadOptions(block_size=BLOCK_BYTES),
-            pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"))
+            pa.BufferReader(content),
+            pa_json.ReadOptions(block_size=BLOCK_BYTES),
+            pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+        )
         values = [table[key].to_numpy() for key in NUMBERS]
         if not table["global_step"].null_count and not any(
-                ((found < 0) | (found > LARGEST)).any() for found in values):
+            ((found < 0) | (found > LARGEST)).any() for found in values
+        ):
             return table
     return pa.Table.from_pylist(
-        [{**{key: number(record.get(key)) for key in NUMBERS},
-          **{key: [number(one) for one in record.get(key, ())] or None for key in BY_GPU},
-          THROTTLING: record.get(THROTTLING)}
-         for record in valid_records(content.decode(errors="replace"))], schema=schema)
+        [
+            {
+                **{key: number(record.get(key)) for key in NUMBERS},
+                **{key: [number(one) for one in record.get(key, ())] or None for key in BY_GPU},
+                THROTTLING: record.get(THROTTLING),
+            }
+            for record in valid_records(content.decode(errors="replace"))
+        ],
+        schema=schema,
+    )
 
 
 def points_of(columns: Arrays, within: Range | None = None) -> Answer:
@@ -176,35 +202,44 @@ def points_of(columns: Arrays, within: Range | None = None) -> Answer:
         size *= 2
     rows, starts = slice(first, first + num_rows), np.arange(0, num_rows, size)
     ends = first + np.append(starts[1:], num_rows) - 1
-    return {"x": {axis: _short(columns[key][ends] + (axis == "steps"), 10)
-                  for axis, key in AXES.items()},
-            "lines": {key: _line(key, columns, rows, starts)
-                      for key in ("usd", *DRAWN, SLOWED_DOWN)
-                      if not key.endswith(("_min", "_max"))
-                      and not np.isnan(columns[key][rows]).all()},
-            "is_long": size > 1}
+    return {
+        "x": {
+            axis: _short(columns[key][ends] + (axis == "steps"), 10) for axis, key in AXES.items()
+        },
+        "lines": {
+            key: _line(key, columns, rows, starts)
+            for key in ("usd", *DRAWN, SLOWED_DOWN)
+            if not key.endswith(("_min", "_max")) and not np.isnan(columns[key][rows]).all()
+        },
+        "is_long": size > 1,
+    }
 
 
 def _line(key: str, columns: Arrays, rows: slice, starts: np.ndarray) -> Answer:
     """Return the numbers of one line in some rows, a bucket at each of `starts` among them."""
-    values, least, most = (columns.get(f"{key}{end}", columns[key])[rows]
-                           for end in ("", "_min", "_max"))
+    values, least, most = (
+        columns.get(f"{key}{end}", columns[key])[rows] for end in ("", "_min", "_max")
+    )
     low, high = np.fmin.reduceat(least, starts), np.fmax.reduceat(most, starts)
     # Losses are shown with four decimals: if they were rounded before, the last would differ.
     digits = 10 if key.endswith("_loss") else 6
     if key in RISING:
         return {"y": _short(high, digits)}
     line = {"y": _short(_means(values, starts), digits)}
-    return line if np.array_equal(low, high, equal_nan=True) else line | {
-        "low": _short(low, digits), "high": _short(high, digits)}
+    return (
+        line
+        if np.array_equal(low, high, equal_nan=True)
+        else line | {"low": _short(low, digits), "high": _short(high, digits)}
+    )
 
 
 def _means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Return the mean of the numbers in each bucket; NaN if it has none."""
     is_known = np.isfinite(values)
     with np.errstate(invalid="ignore"):  # 0 / 0
-        return (np.add.reduceat(np.where(is_known, values, 0), starts)
-                / np.add.reduceat(is_known.astype(int), starts))
+        return np.add.reduceat(np.where(is_known, values, 0), starts) / np.add.reduceat(
+            is_known.astype(int), starts
+        )
 
 
 def _short(values: np.ndarray, digits: int) -> list[float | None]:

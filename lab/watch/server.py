@@ -18,17 +18,33 @@ from basics.errors import UserError
 from lab.watch.answers import AXES, Answer, Watched
 
 STATIC = Path(__file__).parent / "static"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript",
-         ".svg": "image/svg+xml", ".json": "application/json"}
-FILES = {"/": "page.html"} | {f"/{name}": name for name in (
-    "page.css", "charts.js", "page.js", "uPlot.min.css", "uPlot.iife.min.js", "icon.svg")}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+}
+FILES = {"/": "page.html"} | {
+    f"/{name}": name
+    for name in (
+        "page.css",
+        "charts.js",
+        "page.js",
+        "uPlot.min.css",
+        "uPlot.iife.min.js",
+        "icon.svg",
+    )
+}
 HEADERS = {
-    "Content-Security-Policy":
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src"
-        " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
-        " require-trusted-types-for 'script'; trusted-types 'none'",
-    "X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store"}
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " connect-src 'self'; img-src"
+    " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 # `ssh -L` may use any port; another name would be another site that points to this machine.
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 TOKEN_HEADER = "X-Token"
@@ -60,8 +76,10 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), Handler)
         except OSError as error:
-            raise UserError(f"port {port} of 127.0.0.1 cannot be used ({error.strerror}); choose"
-                            " another one with --port") from None
+            raise UserError(
+                f"port {port} of 127.0.0.1 cannot be used ({error.strerror}); choose"
+                " another one with --port"
+            ) from None
         self.address = f"http://127.0.0.1:{self.server_port}/#token={self.token}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -102,13 +120,15 @@ class Handler(BaseHTTPRequestHandler):
             file = STATIC / FILES[path]
             self._send(HTTPStatus.OK, file.read_bytes(), TYPES[file.suffix])
         elif len(tokens) != 1 or not secrets.compare_digest(
-                tokens[0].encode(errors="replace"), self.server.token.encode()):
+            tokens[0].encode(errors="replace"), self.server.token.encode()
+        ):
             self.send_error(HTTPStatus.FORBIDDEN)
         elif (answer := _answer(self.server.watched, path, query)) is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
-            self._send(HTTPStatus.OK, json.dumps(answer, separators=(",", ":")).encode(),
-                       TYPES[".json"])
+            self._send(
+                HTTPStatus.OK, json.dumps(answer, separators=(",", ":")).encode(), TYPES[".json"]
+            )
 
     def _is_allowed(self, host: str) -> bool:
         return HOST.fullmatch(host) is not None or host.lower() in self.server.allowed_hosts
@@ -145,8 +165,9 @@ def _answer(watched: Watched, path: str, query: str) -> Answer | None:
         if path == "/runs":
             return watched.runs()
         if path == "/run" and watched.has(asked["run"]):
-            within = None if "x" not in asked else (
-                asked["x"], float(asked["from"]), float(asked["to"]))
+            within = (
+                None if "x" not in asked else (asked["x"], float(asked["from"]), float(asked["to"]))
+            )
             return watched.run(asked["run"], within) if not within or within[0] in AXES else None
     return None
 
@@ -159,15 +180,23 @@ def exported_page(watched: Watched) -> str:
         name, tag = found[1] or found[2], "style" if found[1] else "script"
         return f'<{tag} nonce="{nonce}">{(STATIC / name).read_text(encoding="utf-8")}</{tag}>'
 
-    policy = (f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}';"
-              " img-src data:; base-uri 'none'; form-action 'none'")
-    data = json.dumps({"runs": runs, "run": {run["name"]: watched.run(run["name"]) for run in runs},
-                       "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())},
-                      separators=(",", ":")).translate(ESCAPED)
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}';"
+        " img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    data = json.dumps(
+        {
+            "runs": runs,
+            "run": {run["name"]: watched.run(run["name"]) for run in runs},
+            "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        },
+        separators=(",", ":"),
+    ).translate(ESCAPED)
     page = LOADED.sub(content, (STATIC / "page.html").read_text(encoding="utf-8"))
     for place, new in (
-            ('<link rel="icon" href="icon.svg">', '<link rel="icon" href="data:,">'),
-            ("<title>", f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>'),
-            ("</main>", f'</main>\n<script type="application/json" id="data">{data}</script>')):
+        ('<link rel="icon" href="icon.svg">', '<link rel="icon" href="data:,">'),
+        ("<title>", f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>'),
+        ("</main>", f'</main>\n<script type="application/json" id="data">{data}</script>'),
+    ):
         page = page.replace(place, new, 1)
     return page

@@ -34,8 +34,10 @@ def watch_text(watched: Watched) -> None:
         console.print(screen(watched, console.width))
         sys.stdout.flush()
         return
-    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False,
-                                           vertical_overflow="ellipsis") as live:
+    with (
+        suppress(KeyboardInterrupt),
+        Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live,
+    ):
         while True:
             live.update(screen(watched, console.width), refresh=True)
             time.sleep(SECONDS_BETWEEN)
@@ -43,12 +45,16 @@ def watch_text(watched: Watched) -> None:
 
 def screen(watched: Watched, width: int) -> RenderableType:
     """Return a panel for each run that trains or is named, and a table of the rest."""
-    states = sorted((read_state(watched.runs_dir, name)
-                     for name in chosen_runs(watched.runs_dir, watched.names)),
-                    key=lambda state: state.status != RUNNING)
+    states = sorted(
+        (
+            read_state(watched.runs_dir, name)
+            for name in chosen_runs(watched.runs_dir, watched.names)
+        ),
+        key=lambda state: state.status != RUNNING,
+    )
     panels = [state for state in states if state.status == RUNNING or watched.names]
     parts: list[RenderableType] = [_panel(watched, state, width) for state in panels]
-    if rest := states[len(panels):]:
+    if rest := states[len(panels) :]:
         parts.append(Text(table_of(rest).terminal(width), no_wrap=True, overflow="crop"))
     return Group(*parts) if parts else Text("no run has been launched yet")
 
@@ -61,19 +67,27 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
     if state.global_step is not None and state.num_steps:
         rows.add_row("progress", _progress(state, state.global_step + 1))
     room = max(10, min(MAX_SPARKLINE, width - LABEL_WIDTH - 20))
-    for label, key, last in (("loss", "train_loss", state.train_loss),
-                             ("validation", "validation_loss", state.validation_loss)):
+    for label, key, last in (
+        ("loss", "train_loss", state.train_loss),
+        ("validation", "validation_loss", state.validation_loss),
+    ):
         if last is not None:
             values = [y for y in answer["lines"].get(key, {"y": ()})["y"] if y is not None]
             rows.add_row(label, f"{last:.4f}  {sparkline(values, room)}")
     for label, found in {
-            "speed": {"{:,.0f} tokens/s": state.tokens_per_second, ", {:.1%} MFU": state.mfu,
-                      ", {:.1f} GiB": state.memory_gib,
-                      ", {} tokens": state.tokens and short_count(state.tokens)},
-            "spent": {"{}": state.seconds and duration(state.seconds),
-                      ", ${}": state.usd and dollars(state.usd),
-                      " of about ${}": state.usd_at_end and dollars(state.usd_at_end),
-                      " at ${:,.2f}/h": state.usd_per_hour}}.items():
+        "speed": {
+            "{:,.0f} tokens/s": state.tokens_per_second,
+            ", {:.1%} MFU": state.mfu,
+            ", {:.1f} GiB": state.memory_gib,
+            ", {} tokens": state.tokens and short_count(state.tokens),
+        },
+        "spent": {
+            "{}": state.seconds and duration(state.seconds),
+            ", ${}": state.usd and dollars(state.usd),
+            " of about ${}": state.usd_at_end and dollars(state.usd_at_end),
+            " at ${:,.2f}/h": state.usd_per_hour,
+        },
+    }.items():
         if text := "".join(form.format(value) for form, value in found.items() if value):
             rows.add_row(label, text.removeprefix(", "))
     for warning in state.warnings:
@@ -82,11 +96,18 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
         shown = Text(" ".join(visible(sample["prompt"] + sample["text"]).split()))
         shown.truncate(MAX_SAMPLE_LENGTH, overflow="ellipsis")
         rows.add_row(f"step {sample['step']:,}", shown)
-    status = state.status + (f" in {state.phase}" if state.phase else "") + (
-        f" ({state.reason})" if state.reason else "")
-    return Panel(rows, title=Text(state.name, style="bold"), title_align="left",
-                 subtitle=Text(one_line(status), style=STYLES.get(state.status, "yellow")),
-                 subtitle_align="left")
+    status = (
+        state.status
+        + (f" in {state.phase}" if state.phase else "")
+        + (f" ({state.reason})" if state.reason else "")
+    )
+    return Panel(
+        rows,
+        title=Text(state.name, style="bold"),
+        title_align="left",
+        subtitle=Text(one_line(status), style=STYLES.get(state.status, "yellow")),
+        subtitle_align="left",
+    )
 
 
 def _progress(state: RunState, done: int) -> str:
@@ -107,6 +128,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return ""
     parts = np.array_split(np.asarray(values), min(width, len(values)))
     means = np.array([part.mean() for part in parts])
-    low, high = means.min(), means[len(means) // 10:].max()
+    low, high = means.min(), means[len(means) // 10 :].max()
     scaled = (means - low) / (high - low) if high > low else np.zeros(len(means))
     return "".join(BLOCKS[round(level * (len(BLOCKS) - 1))] for level in scaled.clip(0, 1))

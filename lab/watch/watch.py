@@ -13,18 +13,39 @@ from lab.runs import chosen_runs
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True,
-              help="Port of 127.0.0.1; 0 lets the system choose.")
-@click.option("--export", "export_path", metavar="FILE",
-              type=click.Path(dir_okay=False, path_type=Path),
-              help="Write the page as one HTML file as of now, and serve nothing.")
-@click.option("--allow-host", "allowed_hosts", multiple=True, metavar="NAME[:PORT]",
-              help="Answer under this host name too: that of a proxy, as its address shows it.")
-@click.option("--text", "as_text", is_flag=True,
-              help="Show them in this terminal instead; serve nothing.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8765,
+    show_default=True,
+    help="Port of 127.0.0.1; 0 lets the system choose.",
+)
+@click.option(
+    "--export",
+    "export_path",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the page as one HTML file as of now, and serve nothing.",
+)
+@click.option(
+    "--allow-host",
+    "allowed_hosts",
+    multiple=True,
+    metavar="NAME[:PORT]",
+    help="Answer under this host name too: that of a proxy, as its address shows it.",
+)
+@click.option(
+    "--text", "as_text", is_flag=True, help="Show them in this terminal instead; serve nothing."
+)
 @RUNS_DIR
-def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text: bool,
-            allowed_hosts: tuple[str, ...], runs_dir: Path) -> None:
+def command(
+    runs: tuple[str, ...],
+    port: int,
+    export_path: Path | None,
+    as_text: bool,
+    allowed_hosts: tuple[str, ...],
+    runs_dir: Path,
+) -> None:
     """Show RUNs, or all runs that have been launched, on a page that follows them.
 
     The page is served to this machine only. It may be open while they train: it changes nothing.
@@ -44,7 +65,11 @@ def command(runs: tuple[str, ...], port: int, export_path: Path | None, as_text:
         return click.echo(visible(f"written: {export_path}"))
     with Server(watched, port, allowed_hosts) as server:
         number = server.server_port
-        click.echo(visible(f"{runs_dir} at {server.address} (Ctrl-C ends it)\n"
-                           f"from another machine: ssh -N -L {number}:127.0.0.1:{number} HOST"))
+        click.echo(
+            visible(
+                f"{runs_dir} at {server.address} (Ctrl-C ends it)\n"
+                f"from another machine: ssh -N -L {number}:127.0.0.1:{number} HOST"
+            )
+        )
         with suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -15,5 +15,7 @@ def tiny(workplace) -> Workplace:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory):
     """The run directory of a run without faults, on two processes."""
-    return made_once(tmp_path_factory, "undisturbed", lambda root: train_undisturbed(
-        root, SETTINGS)) / "runs/tiny"
+    return (
+        made_once(tmp_path_factory, "undisturbed", lambda root: train_undisturbed(root, SETTINGS))
+        / "runs/tiny"
+    )

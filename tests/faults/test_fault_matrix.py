@@ -22,16 +22,26 @@ from tests.support.runs import (
 from tests.support.workplace import succeeded
 
 SETTINGS = {"hang_timeout_seconds": 8.0, "collective_timeout_seconds": 6.0, "validate_on": "all"}
-FAULTS = {"raise": "raise", "oom": "oom", "kill": "kill", "exit": "exit", "hang": "hang",
-          "full disk": "full", "longer than a collective waits": "slow:seconds=7",
-          "signal": "signal:number=15"}
+FAULTS = {
+    "raise": "raise",
+    "oom": "oom",
+    "kill": "kill",
+    "exit": "exit",
+    "hang": "hang",
+    "full disk": "full",
+    "longer than a collective waits": "slow:seconds=7",
+    "signal": "signal:number=15",
+}
 # The second validation, checkpoint and chart. Only rank 0 saves and charts: while it does so,
 # slowed down, rank 1 fails in the next step, or where it waits for rank 0.
-WHILE_SAVING, WHILE_CHARTING = (f"{place}:slow:rank=0:hit=2:seconds=1" for place in
-                                ("save.optimizer", "chart"))
+WHILE_SAVING, WHILE_CHARTING = (
+    f"{place}:slow:rank=0:hit=2:seconds=1" for place in ("save.optimizer", "chart")
+)
 PLACES = {
-    ("training", 0): "train:{}:rank=0:hit=7", ("training", 1): "train:{}:rank=1:hit=7",
-    ("validation", 0): "validate:{}:rank=0:hit=3", ("validation", 1): "validate:{}:rank=1:hit=2",
+    ("training", 0): "train:{}:rank=0:hit=7",
+    ("training", 1): "train:{}:rank=1:hit=7",
+    ("validation", 0): "validate:{}:rank=0:hit=3",
+    ("validation", 1): "validate:{}:rank=1:hit=2",
     ("saving", 0): "save.optimizer:{}:rank=0:hit=2",
     ("saving", 1): WHILE_SAVING + ";train:{}:rank=1:hit=11",
     ("charting", 0): "chart:{}:rank=0:hit=2",
@@ -41,17 +51,30 @@ CELLS = list(product(FAULTS, PLACES))
 # The exit status and a part of the last line for each fault, and the exceptions: a failed save or
 # chart is a warning, and hang detection is suspended while a rank waits for others.
 GONE, SILENT = (1, "killed, or crashed"), (5, " hung ")
-ENDINGS = {"raise": (1, "RuntimeError: failpoint"), "oom": (1, "OutOfMemoryError: failpoint"),
-           "kill": (-9, GONE[1]), "exit": GONE, "hang": SILENT,
-           "full disk": (4, "OSError: [Errno 28] No space left on device"),
-           "longer than a collective waits": SILENT, "signal": (143, "(SIGTERM): ")}
-UNSAVED, UNCHARTED, UNHARMED = ((0, "warning: the checkpoint of step 10 could not be written ("),
-                                (0, "warning: charts are not up to date: "), (0, ""))
+ENDINGS = {
+    "raise": (1, "RuntimeError: failpoint"),
+    "oom": (1, "OutOfMemoryError: failpoint"),
+    "kill": (-9, GONE[1]),
+    "exit": GONE,
+    "hang": SILENT,
+    "full disk": (4, "OSError: [Errno 28] No space left on device"),
+    "longer than a collective waits": SILENT,
+    "signal": (143, "(SIGTERM): "),
+}
+UNSAVED, UNCHARTED, UNHARMED = (
+    (0, "warning: the checkpoint of step 10 could not be written ("),
+    (0, "warning: charts are not up to date: "),
+    (0, ""),
+)
 ELSEWHERE = {
     **dict.fromkeys(product(("raise", "oom", "full disk"), (("saving", 0),)), UNSAVED),
     **dict.fromkeys(product(("raise", "oom", "full disk"), (("charting", 0),)), UNCHARTED),
-    **dict.fromkeys(product(("longer than a collective waits",), (
-        ("saving", 0), ("charting", 0), ("charting", 1))), UNHARMED),
+    **dict.fromkeys(
+        product(
+            ("longer than a collective waits",), (("saving", 0), ("charting", 0), ("charting", 1))
+        ),
+        UNHARMED,
+    ),
     ("hang", ("charting", 1)): (5, "rank 0 and 1 hung "),  # both wait: the cause is not known
 }
 # Seconds from the fault to the end of all processes, checked with --thorough: 10, and a hang its
@@ -68,18 +91,21 @@ def pytest_generate_tests(metafunc):
     if "cell" in metafunc.fixturenames:
         is_whole = metafunc.config.getoption("--thorough")
         cells = CELLS if is_whole else CELLS[:: len(PLACES) + 1]  # the diagonal
-        metafunc.parametrize("cell", cells, ids=[f"{fault}, {phase}, rank {rank}"
-                                                 for fault, (phase, rank) in cells])
+        metafunc.parametrize(
+            "cell", cells, ids=[f"{fault}, {phase}, rank {rank}" for fault, (phase, rank) in cells]
+        )
 
 
-def test_whatever_fails_all_ranks_end_and_the_run_resumes(workplace, undisturbed, cell,
-                                                          pytestconfig):
+def test_whatever_fails_all_ranks_end_and_the_run_resumes(
+    workplace, undisturbed, cell, pytestconfig
+):
     fault, (phase, rank) = cell
     workplace.add_dataset()
     run_dir = workplace.add_run(train=SETTINGS)
     marks = workplace.root / "marks"
-    result = workplace.torchrun(2, "tiny", **{
-        VARIABLE: PLACES[phase, rank].format(FAULTS[fault]), MARKS: str(marks)})
+    result = workplace.torchrun(
+        2, "tiny", **{VARIABLE: PLACES[phase, rank].format(FAULTS[fault]), MARKS: str(marks)}
+    )
     ended = time.time()
     struck = [line.split() for line in marks.read_text().splitlines()]  # what the failpoints wrote
     kind = FAULTS[fault].partition(":")[0]
@@ -93,8 +119,14 @@ def test_whatever_fails_all_ranks_end_and_the_run_resumes(workplace, undisturbed
         assert ended - began < limit
     summary_is_stale = rank == 0 and fault in ("kill", "exit")  # rank 0 writes the summary
     assert summary_of(run_dir)["status"] == (
-        "running" if summary_is_stale else "stopped" if fault == "signal" else
-        "failed" if status else "finished")
+        "running"
+        if summary_is_stale
+        else "stopped"
+        if fault == "signal"
+        else "failed"
+        if status
+        else "finished"
+    )
     succeeded(workplace.torchrun(2, "tiny"))
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert validations_of(run_dir) == validations_of(undisturbed)

@@ -63,13 +63,39 @@ PLACES = [("train", 0, 7), ("train", 1, 7), ("validate", 0, 5)]
 
 
 # After step 10, and after the last one, where the run is trained to its end but has not got there.
-@pytest.mark.parametrize(("place", "hit"), thorough_but(
-    [("save.optimizer", 2), ("save.manifest", 2), ("save.links", 2), ("validate", 2),
-     ("save.validation", 2), ("chart", 2), ("save.validation", 3)],
-    [*((place, 2) for place in (
-        "save.snapshot", "save.meta", "save.weights", "save.optimizer", "save.manifest",
-        "save.links", "validate", "save.validation", "chart")),
-     ("save.manifest", 3), ("save.validation", 3), ("chart", 3)]))
+@pytest.mark.parametrize(
+    ("place", "hit"),
+    thorough_but(
+        [
+            ("save.optimizer", 2),
+            ("save.manifest", 2),
+            ("save.links", 2),
+            ("validate", 2),
+            ("save.validation", 2),
+            ("chart", 2),
+            ("save.validation", 3),
+        ],
+        [
+            *(
+                (place, 2)
+                for place in (
+                    "save.snapshot",
+                    "save.meta",
+                    "save.weights",
+                    "save.optimizer",
+                    "save.manifest",
+                    "save.links",
+                    "validate",
+                    "save.validation",
+                    "chart",
+                )
+            ),
+            ("save.manifest", 3),
+            ("save.validation", 3),
+            ("chart", 3),
+        ],
+    ),
+)
 def test_killed_anywhere_between_two_steps(workplace, run_dir, undisturbed, place, hit):
     assert with_fault(workplace, f"{place}:kill:rank=0:hit={hit}").returncode != 0
     assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
@@ -95,21 +121,28 @@ def test_a_kill_during_a_validation_costs_no_step(workplace, undisturbed):
     assert validations_of(run_dir) == validations_of(undisturbed)
 
 
-@pytest.mark.parametrize("place", thorough_but(
-    ["save.weights", "save.manifest"],
-    ["save.meta", "save.weights", "save.optimizer", "save.manifest"]))
+@pytest.mark.parametrize(
+    "place",
+    thorough_but(
+        ["save.weights", "save.manifest"],
+        ["save.meta", "save.weights", "save.optimizer", "save.manifest"],
+    ),
+)
 def test_a_full_disk_costs_one_checkpoint(workplace, run_dir, undisturbed, place):
     # The validation that follows tries again.
     result = succeeded(with_fault(workplace, f"{place}:full:hit=2;{place}:full:rank=0:hit=2"))
-    assert ("warning: the checkpoint of step 10 could not be written (No space left on device;"
-            " make room) in ") in result.stdout
+    assert (
+        "warning: the checkpoint of step 10 could not be written (No space left on device;"
+        " make room) in "
+    ) in result.stdout
     steps = {path.name.split("-")[-1] for path in (run_dir / "checkpoints").iterdir()}
     assert {step for step in steps if step.isdigit()} == {"4", "11"}
     assert weights_of(run_dir) == weights_of(undisturbed)
 
 
-def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(workplace, run_dir,
-                                                                      undisturbed):
+def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(
+    workplace, run_dir, undisturbed
+):
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "save.meta:full"})
     assert result.returncode == 4
@@ -119,13 +152,24 @@ def test_a_disk_that_stays_full_is_status_4_and_nothing_whole_is_lost(workplace,
     assert_resumes_to_the_same_result(workplace, run_dir, undisturbed)
 
 
-@pytest.mark.parametrize(("number", "name", "place", "rank", "hit"), thorough_but(
-    [(15, "SIGTERM", "train", 0, 7), (2, "SIGINT", "validate", 0, 5),
-     (10, "SIGUSR1", "train", 1, 7)],
-    [(*asked, *place) for asked in ((15, "SIGTERM"), (2, "SIGINT"), (10, "SIGUSR1"), (1, "SIGHUP"))
-     for place in PLACES]))
-def test_a_signal_to_one_process_stops_all_with_a_checkpoint(workplace, run_dir, undisturbed,
-                                                             number, name, rank, place, hit):
+@pytest.mark.parametrize(
+    ("number", "name", "place", "rank", "hit"),
+    thorough_but(
+        [
+            (15, "SIGTERM", "train", 0, 7),
+            (2, "SIGINT", "validate", 0, 5),
+            (10, "SIGUSR1", "train", 1, 7),
+        ],
+        [
+            (*asked, *place)
+            for asked in ((15, "SIGTERM"), (2, "SIGINT"), (10, "SIGUSR1"), (1, "SIGHUP"))
+            for place in PLACES
+        ],
+    ),
+)
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(
+    workplace, run_dir, undisturbed, number, name, rank, place, hit
+):
     fault = f"{place}:signal:rank={rank}:hit={hit}:number={number};train:slow:seconds=0.05"
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: fault})
     assert result.returncode == 128 + number, result.stderr
@@ -134,21 +178,31 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(workplace, run_dir,
     assert "sample:" not in result.stdout  # the time until the machine is gone is short
     stopped_after = summary["global_step"]  # slowed down, for the time until all have heard of it
     assert {"train": 6, "validate": 9}[place] <= stopped_after < 11
-    assert_resumes_to_the_same_result(workplace, run_dir, undisturbed,
-                                     stopped_between=stopped_after != 9)
+    assert_resumes_to_the_same_result(
+        workplace, run_dir, undisturbed, stopped_between=stopped_after != 9
+    )
     steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if "train_loss" in r]
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.parametrize(("place", "trains"), [("worker", False), ("compile", False),
-                                               ("train", True)])
+@pytest.mark.parametrize(
+    ("place", "trains"), [("worker", False), ("compile", False), ("train", True)]
+)
 def test_a_signal_to_one_process_ends_a_torchrun_that_restarts_failed_ones(
-        workplace, run_dir, undisturbed, tmp_path, place, trains):
+    workplace, run_dir, undisturbed, tmp_path, place, trains
+):
     """Before the watchdog, before the first step, and in a step."""
     process, _ = start_forked(
-        "ddp_train.py", workplace.arguments("tiny"), num_processes=2, folder=tmp_path,
-        max_restarts=2, environment={MARKS: str(tmp_path / "marks"), VARIABLE:
-                                     f"{place}:signal:number=15:rank=1:hit=1;train:slow:seconds=0.05"})
+        "ddp_train.py",
+        workplace.arguments("tiny"),
+        num_processes=2,
+        folder=tmp_path,
+        max_restarts=2,
+        environment={
+            MARKS: str(tmp_path / "marks"),
+            VARIABLE: f"{place}:signal:number=15:rank=1:hit=1;train:slow:seconds=0.05",
+        },
+    )
     process.join(timeout=60)
     assert process.exitcode == 1
     signals = [line for line in (tmp_path / "marks").read_text().splitlines() if "signal" in line]
@@ -160,17 +214,27 @@ def test_a_signal_to_one_process_ends_a_torchrun_that_restarts_failed_ones(
         assert not (run_dir / "checkpoints/latest").exists()
 
 
-@pytest.mark.parametrize("num_processes", thorough_but(  # it starts torchrun itself, or under one
-    [None], [None, 2]))
-def test_a_closed_terminal_stops_a_run_with_a_checkpoint(workplace, run_dir, undisturbed, tmp_path,
-                                                         num_processes):
+@pytest.mark.parametrize(
+    "num_processes",
+    thorough_but(  # it starts torchrun itself, or under one
+        [None], [None, 2]
+    ),
+)
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint(
+    workplace, run_dir, undisturbed, tmp_path, num_processes
+):
     terminal, its_end = os.openpty()
     termios.tcsetwinsize(its_end, (24, 80))  # so that there are bars
     for name in ("stdout", "stderr"):
         (tmp_path / name).symlink_to(os.ttyname(its_end))
     arguments = workplace.arguments("tiny", *([] if num_processes else ["--nproc-per-node", "2"]))
-    process, _ = start_forked("ddp_train.py", arguments, num_processes=num_processes,
-                              environment={VARIABLE: "train:slow:seconds=0.2"}, folder=tmp_path)
+    process, _ = start_forked(
+        "ddp_train.py",
+        arguments,
+        num_processes=num_processes,
+        environment={VARIABLE: "train:slow:seconds=0.2"},
+        folder=tmp_path,
+    )
     wait_for(run_dir / "checkpoints/latest")
     for descriptor in (its_end, terminal):
         os.close(descriptor)  # SIGHUP; what is written from now on fails
@@ -228,8 +292,11 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(workplace):
     assert "the gradients of 5 steps in a row, up to step 10, were not finite; resume from" in line
     assert result.stderr.count("Error: ") == 1 and "Traceback" not in result.stderr
     assert (run_dir / "checkpoints/best").readlink() == best
-    assert summary_of(run_dir)["status"] == "failed" and "Infinity" not in (
-        run_dir / "metrics.jsonl").read_text() + (run_dir / "summary.json").read_text()
+    assert (
+        summary_of(run_dir)["status"] == "failed"
+        and "Infinity"
+        not in (run_dir / "metrics.jsonl").read_text() + (run_dir / "summary.json").read_text()
+    )
 
 
 def test_a_run_that_ends_with_a_validation_that_is_not_finite_has_failed(workplace):
@@ -248,13 +315,20 @@ def test_a_second_launch_is_refused_and_names_the_first(workplace, run_dir):
     """While it is slow, but not to be taken for hung; what only reads takes no lock."""
     train_path = run_dir / "train.json"
     train_path.write_text(train_path.read_text().replace(": 4.0", ": 600.0"))
-    first, _ = start_forked("ddp_train.py", workplace.arguments("tiny"), num_processes=2,
-                            environment={VARIABLE: "train:slow:rank=0:hit=4:seconds=60"})
+    first, _ = start_forked(
+        "ddp_train.py",
+        workplace.arguments("tiny"),
+        num_processes=2,
+        environment={VARIABLE: "train:slow:rank=0:hit=4:seconds=60"},
+    )
     wait_for(run_dir / "heartbeat.json")
     pid = json.loads((run_dir / "heartbeat.json").read_text())["pid"]
     second = subprocess.run(
         [sys.executable, str(PROJECT_DIR / "ddp_train.py"), *workplace.arguments("tiny")],
-        capture_output=True, text=True, timeout=60)
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert second.returncode == 2 and second.stderr.count("\n") == 1
     assert f"another launch is training this run: process {pid} on " in second.stderr
     first.kill()  # torchrun: its processes must not live on
@@ -289,29 +363,41 @@ def test_torchrun_restarts_a_killed_rank(workplace, undisturbed, rank, num_resta
 def restarted(workplace, fault, *arguments):
     """Train a run whose processes torchrun starts again after a fault."""
     with tempfile.TemporaryDirectory() as folder:
-        return succeeded(ended(*start_forked(
-            "ddp_train.py", workplace.arguments(*arguments), num_processes=2,
-            folder=Path(folder), max_restarts=2, environment={VARIABLE: fault})))
+        return succeeded(
+            ended(
+                *start_forked(
+                    "ddp_train.py",
+                    workplace.arguments(*arguments),
+                    num_processes=2,
+                    folder=Path(folder),
+                    max_restarts=2,
+                    environment={VARIABLE: fault},
+                )
+            )
+        )
 
 
 @pytest.mark.parametrize("beginning", ["--fresh", "a named checkpoint"])
-def test_a_restart_resumes_even_if_the_launch_had_fresh_or_a_checkpoint(workplace, run_dir,
-                                                                        undisturbed, beginning):
+def test_a_restart_resumes_even_if_the_launch_had_fresh_or_a_checkpoint(
+    workplace, run_dir, undisturbed, beginning
+):
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
     first = (run_dir / "checkpoints/latest").readlink().name
     succeeded(workplace.torchrun(2, "tiny"))
     argument = beginning if beginning == "--fresh" else first
     # As soon as the first checkpoint of this launch is whole, and again before its first step.
-    result = restarted(workplace, "save.links:kill:hit=2:attempt=0;compile:kill:attempt=1",
-                       "tiny", argument)
+    result = restarted(
+        workplace, "save.links:kill:hit=2:attempt=0;compile:kill:attempt=1", "tiny", argument
+    )
     resumed_from = re.findall("resuming from .*-([0-9]+)", result.stdout)
     assert resumed_from == {"--fresh": ["4", "4"], first: ["4", "9", "9"]}[argument]
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert len(list((run_dir / "set-aside").iterdir())) == 1
 
 
-def test_torchrun_restarts_a_rank_that_is_killed_before_the_watchdog_begins(workplace, run_dir,
-                                                                            undisturbed):
+def test_torchrun_restarts_a_rank_that_is_killed_before_the_watchdog_begins(
+    workplace, run_dir, undisturbed
+):
     """Torchrun ends the other with SIGTERM, which is no request to stop."""
     restarted(workplace, "worker:kill:rank=0:attempt=0", "tiny")
     assert weights_of(run_dir) == weights_of(undisturbed)
@@ -328,8 +414,9 @@ def test_max_steps_counts_over_a_restart(workplace, run_dir, undisturbed):
 
 
 def test_a_crash_has_the_status_of_its_signal(workplace, run_dir):
-    result = workplace.ddp_train("tiny", "--nproc-per-node", "2",
-                                 **{VARIABLE: "train:signal:number=4:rank=1:hit=7"})
+    result = workplace.ddp_train(
+        "tiny", "--nproc-per-node", "2", **{VARIABLE: "train:signal:number=4:rank=1:hit=7"}
+    )
     assert result.returncode == 128 + 4  # SIGILL; 4 alone is a full disk
     assert last_line_of_ours(result).startswith("Error: rank 1 is gone in training at step 7")
 
@@ -344,8 +431,9 @@ def test_a_tracker_that_hangs_changes_nothing(workplace, undisturbed):
     package = workplace.root / "stand-in" / "trackio"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("import time; time.sleep(3600)")
-    result = succeeded(workplace.torchrun(2, "tiny", PYTHONPATH=str(package.parent),
-                                          **with_deadlines(tracker=1)))
+    result = succeeded(
+        workplace.torchrun(2, "tiny", PYTHONPATH=str(package.parent), **with_deadlines(tracker=1))
+    )
     (said,) = re.findall("warning: tracker trackio: (.*)", result.stdout)
     assert said.startswith("it was ended after 1 s; `lab export-metrics tiny --to trackio`")
     assert weights_of(run_dir) == weights_of(undisturbed)
@@ -362,11 +450,13 @@ def test_a_run_that_is_killed_goes_on_in_the_same_tracked_run(workplace, undistu
     assert weights_of(run_dir) == weights_of(undisturbed)
     records = read_lines(run_dir / "metrics.jsonl")
     assert TrackedRun.load(run_dir) == tracked.model_copy(
-        update={"sent": {"tensorboard": len(records)}})
+        update={"sent": {"tensorboard": len(records)}}
+    )
     values = in_tensorboard(run_dir / "tensorboard" / tracked.id)
     for key in ("train_loss", "validation_loss", "head_grad_norm", "tokens_per_second"):
         assert [step for step, _ in values[METRICS[key]]] == [
-            record["global_step"] + 1 for record in records if record.get(key) is not None], key
+            record["global_step"] + 1 for record in records if record.get(key) is not None
+        ], key
     assert values["final/steps"][-1] == (12, 12.0)
     keys = {key for record in records for key in record} - {"global_step"}
     assert keys <= METRICS.keys()  # all that a run records is shown

@@ -54,25 +54,36 @@ def tokens_header(**changes):
 TRAIN = json.dumps(TINY_TRAIN).encode()
 
 CONFIG_CONTENTS = {
-    "empty": b"", "no object": b"[]", "cut short": TRAIN[:-5], "binary": bytes(range(256)),
-    "infinity": TRAIN[:-1] + b', "x": -Infinity}', "a key twice": TRAIN[:-1] + b', "dataset": "x"}',
+    "empty": b"",
+    "no object": b"[]",
+    "cut short": TRAIN[:-5],
+    "binary": bytes(range(256)),
+    "infinity": TRAIN[:-1] + b', "x": -Infinity}',
+    "a key twice": TRAIN[:-1] + b', "dataset": "x"}',
     "deep": b'{"a":' * 10**5,
-    "large": b"[" + b"0," * 10**6 + b"0]", "control characters": b'{"\\u001b[31m\\n": 1}',
+    "large": b"[" + b"0," * 10**6 + b"0]",
+    "control characters": b'{"\\u001b[31m\\n": 1}',
     "a huge exponent": TRAIN.replace(b"0.01", b"1e999"),
 }
 TOKEN_FILES = {
-    "empty": b"", "cut short": tokens_header()[:-9],
+    "empty": b"",
+    "cut short": tokens_header()[:-9],
     "a header longer than the file": struct.pack("<Q", 10**6) + b"{}",
-    "a header of 2**63": struct.pack("<Q", 2**63) + b"{}", "no JSON": header(b"rubbish!"),
+    "a header of 2**63": struct.pack("<Q", 2**63) + b"{}",
+    "no JSON": header(b"rubbish!"),
     "deep": header(b'{"a":' * 10**5),
-    "no tensors": header(b"{}      "), "int32": tokens_header(dtype="I32", shape=[2000]),
+    "no tensors": header(b"{}      "),
+    "int32": tokens_header(dtype="I32", shape=[2000]),
     "no dtype": tokens_header(dtype="U17"),
-    "2-D": tokens_header(shape=[2, 2000]), "0-D": tokens_header(shape=[], data_offsets=[0, 2]),
-    "a negative shape": tokens_header(shape=[-4000]), "a huge shape": tokens_header(shape=[2**62]),
+    "2-D": tokens_header(shape=[2, 2000]),
+    "0-D": tokens_header(shape=[], data_offsets=[0, 2]),
+    "a negative shape": tokens_header(shape=[-4000]),
+    "a huge shape": tokens_header(shape=[2**62]),
     "offsets past the end": tokens_header(data_offsets=[0, 10**9]),
     "offsets backwards": tokens_header(data_offsets=[8000, 0]),
     "another name": tokens_header().replace(b"tokens", b"tokenz"),
-    "a pickle": pickle.dumps(RunsCode()), "a page": b"<!DOCTYPE html><html>404</html>",
+    "a pickle": pickle.dumps(RunsCode()),
+    "a page": b"<!DOCTYPE html><html>404</html>",
     "an LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
     "a control character": tokens_header().replace(b"tokens", b"tok\\u001b[31mens"),
 }
@@ -87,6 +98,7 @@ def tensors(change):
         found = safetensors.numpy.load_file(path)
         change(found)
         safetensors.numpy.save_file(found, path)
+
     return make
 
 
@@ -98,8 +110,10 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a pickle of code": ("optimizer.safetensors", write_pickle),
     "an archive of code": ("optimizer.safetensors", lambda p: torch.save(RunsCode(), p)),
     "a third moment": ("optimizer.safetensors", tensors(lambda t: t.update(x=np.zeros(3)))),
-    "weights of complex numbers": ("model.safetensors", tensors(lambda w: w.update(
-        {"final_norm.weight": w["final_norm.weight"].astype("c8")}))),
+    "weights of complex numbers": (
+        "model.safetensors",
+        tensors(lambda w: w.update({"final_norm.weight": w["final_norm.weight"].astype("c8")})),
+    ),
     "seconds beyond all numbers": ("meta.json", meta(seconds={"training": 1e308})),
     "seconds below 0": ("meta.json", meta(seconds={"training": -1e9})),
     "a step of 10**30": ("meta.json", meta(global_step=10**30)),
@@ -108,8 +122,16 @@ CHECKPOINT_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a large meta": ("meta.json", lambda p: p.write_bytes(b" " * 2**21 + b"{}")),
     "a meta with NaN": ("meta.json", lambda p: p.write_text('{"global_step": NaN}')),
 }
-CHECKPOINT_NAMES = ["../..", "/etc", "latest/..", "x" * 3000, "\x1b[31m", "tiny\nError: no",
-                    "20260101Z000000-iteration-9", "best "]
+CHECKPOINT_NAMES = [
+    "../..",
+    "/etc",
+    "latest/..",
+    "x" * 3000,
+    "\x1b[31m",
+    "tiny\nError: no",
+    "20260101Z000000-iteration-9",
+    "best ",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +162,13 @@ def test_an_invalid_token_file_is_refused(tiny):
         assert "train.safetensors" in refused(tiny, "tiny"), case
 
 
-@pytest.mark.parametrize(("split", "position", "where"), [
-    ("train", 170, "rank 1 failed in waiting at step 2"),
-    ("validation", 40, "rank 0 failed in validation at step 5")])
+@pytest.mark.parametrize(
+    ("split", "position", "where"),
+    [
+        ("train", 170, "rank 1 failed in waiting at step 2"),
+        ("validation", 40, "rank 0 failed in validation at step 5"),
+    ],
+)
 def test_an_id_outside_the_vocabulary_ends_all_processes(tiny, split, position, where):
     tokens = np.zeros(4000, dtype=np.uint16)
     tokens[position] = 257  # the first one outside
@@ -159,8 +185,9 @@ def test_an_unknown_run_or_checkpoint_is_refused(tiny):
     assert "no checkpoint yet" in refused(tiny, "tiny", "best")
     for name in CHECKPOINT_NAMES:
         line = refused(tiny, "tiny", name)  # with a slash it would be the directory of the datasets
-        assert re.search("is neither a directory of datasets|is a second|: no checkpoint '2026",
-                         line)
+        assert re.search(
+            "is neither a directory of datasets|is a second|: no checkpoint '2026", line
+        )
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +236,11 @@ def test_a_run_resumes_with_damaged_records(resumable):
 
 
 def test_no_file_of_the_project_unpickles_code():
-    paths = [path for path in PROJECT_DIR.glob("**/*.py")
-             if path.relative_to(PROJECT_DIR).parts[0] not in (".venv", "tests")]
+    paths = [
+        path
+        for path in PROJECT_DIR.glob("**/*.py")
+        if path.relative_to(PROJECT_DIR).parts[0] not in (".venv", "tests")
+    ]
     assert PROJECT_DIR / "checkpointing.py" in paths
     for path in paths:
         text = path.read_text()
@@ -219,12 +249,27 @@ def test_no_file_of_the_project_unpickles_code():
 
 
 NO_RECORDS = [
-    b"", b"7", b"[]", b"NaN", b"\xff\xfe", b'{"a":' * 10**5, b'{"global_step": 1e99}',
-    b'{"global_step": true}', b'{"global_step": 1' + b"0" * 30 + b"}",
-    *(b'{"global_step": 0, ' + part + b"}" for part in (
-        b'"seconds": 1e999', b'"usd": 1e999', b'"seconds": 1' + b"0" * 400,
-        b'"skipped_steps": "y"', b'"train_loss": "x"', b'"train_loss": [1]',
-        b'"train_loss": 1e999')),
+    b"",
+    b"7",
+    b"[]",
+    b"NaN",
+    b"\xff\xfe",
+    b'{"a":' * 10**5,
+    b'{"global_step": 1e99}',
+    b'{"global_step": true}',
+    b'{"global_step": 1' + b"0" * 30 + b"}",
+    *(
+        b'{"global_step": 0, ' + part + b"}"
+        for part in (
+            b'"seconds": 1e999',
+            b'"usd": 1e999',
+            b'"seconds": 1' + b"0" * 400,
+            b'"skipped_steps": "y"',
+            b'"train_loss": "x"',
+            b'"train_loss": [1]',
+            b'"train_loss": 1e999',
+        )
+    ),
     b'{"global_step": -3, "train_loss": 2.0}',
 ]
 
@@ -260,7 +305,8 @@ def test_a_read_only_directory_is_refused(tiny):
         with read_only(place):
             assert refused(tiny, "tiny").endswith(
                 f"/{place.name}: cannot be written to ({reason}); a run writes its"
-                " checkpoints and charts there\n")
+                " checkpoints and charts there\n"
+            )
 
 
 def test_checkpoints_in_no_directory_are_refused(tiny):
@@ -276,12 +322,16 @@ def test_the_process_that_starts_torchrun_holds_the_lock_while_it_prepares(tiny,
     """Without torchrun the first process downloads the data: a second one must not do it too."""
     monkeypatch.setenv(DEADLINES, '{"orphans": 0.2}')  # which it might be
     marks = tiny.root / "marks"
-    first, _ = start_forked("ddp_train.py", tiny.arguments("tiny", "--nproc-per-node", "1"),
-                            environment={VARIABLE: "prepare:hang", MARKS: str(marks)})
+    first, _ = start_forked(
+        "ddp_train.py",
+        tiny.arguments("tiny", "--nproc-per-node", "1"),
+        environment={VARIABLE: "prepare:hang", MARKS: str(marks)},
+    )
     try:
         wait_for(marks)  # it prepares
         assert "another launch is training this run (without a heartbeat: it begins or ends); " in (
-            refused(tiny, "tiny"))
+            refused(tiny, "tiny")
+        )
     finally:
         first.kill()
         first.join()

@@ -56,13 +56,27 @@ class Cluster:
         for name, datasets_dir in zip(NODES, self.datasets_dirs, strict=True):
             folder = self.runs.root / f"output-{name}-{time.monotonic_ns()}"
             folder.mkdir()
-            self.started.append(start_forked(
-                "ddp_train.py", [run, "--runs-dir", str(self.runs.runs_dir),
-                                 "--datasets-dir", str(datasets_dir)],
-                num_processes=1, environment=environment, folder=folder,
-                min_nodes=2, max_nodes=2, run_id="cluster", rdzv_endpoint=f"127.0.0.1:{port}",
-                rdzv_configs={"is_host": int(name == NODES[0])},  # else whichever is faster
-                max_restarts=max_restarts))
+            self.started.append(
+                start_forked(
+                    "ddp_train.py",
+                    [
+                        run,
+                        "--runs-dir",
+                        str(self.runs.runs_dir),
+                        "--datasets-dir",
+                        str(datasets_dir),
+                    ],
+                    num_processes=1,
+                    environment=environment,
+                    folder=folder,
+                    min_nodes=2,
+                    max_nodes=2,
+                    run_id="cluster",
+                    rdzv_endpoint=f"127.0.0.1:{port}",
+                    rdzv_configs={"is_host": int(name == NODES[0])},  # else whichever is faster
+                    max_restarts=max_restarts,
+                )
+            )
 
     def end(self):
         return [ended(*started) for started in self.started]
@@ -155,8 +169,10 @@ def test_a_signal_to_one_node_stops_both_with_a_checkpoint(cluster, undisturbed,
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_node_that_ends_while_the_run_is_prepared_ends_the_other(cluster, number):
     marks = cluster.runs.root / "marks"
-    cluster.start(environment={VARIABLE: "prepare:slow:rank=1:seconds=300", MARKS: str(marks)}
-                  | with_deadlines(heartbeat=1, lost=8))
+    cluster.start(
+        environment={VARIABLE: "prepare:slow:rank=1:seconds=300", MARKS: str(marks)}
+        | with_deadlines(heartbeat=1, lost=8)
+    )
     slow = struck_by(marks)
     node = next(node for node in (0, 1) if slow in cluster.pids(node))
     os.kill(cluster.pids(node)[number == signal.SIGKILL], number)  # torchrun, or its process
@@ -167,16 +183,18 @@ def test_a_node_that_ends_while_the_run_is_prepared_ends_the_other(cluster, numb
     assert not (cluster.runs.runs_dir / "tiny/checkpoints").exists()
 
 
-def test_both_nodes_restart_when_a_process_of_one_was_killed(tmp_path, undisturbed, num_restarts,
-                                                             rank):
+def test_both_nodes_restart_when_a_process_of_one_was_killed(
+    tmp_path, undisturbed, num_restarts, rank
+):
     for number in range(num_restarts):
         cluster = Cluster(tmp_path / str(number))
         cluster.add_dataset()
         cluster.runs.add_run()
         # Each agent counts the restarts for itself: the second may see this one as its first.
         # The save after step 10 has waited until the one before is whole.
-        results = cluster.train(max_restarts=3, environment={
-            VARIABLE: f"train:kill:rank={rank}:hit=11:attempt=0"})
+        results = cluster.train(
+            max_restarts=3, environment={VARIABLE: f"train:kill:rank={rank}:hit=11:attempt=0"}
+        )
         for result in results:
             succeeded(result)
         assert "resuming from " in results[0].stdout + results[1].stdout
@@ -194,8 +212,19 @@ def namespaces():
         for name in names:
             if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
                 pytest.skip("this system lets us create no network namespaces")
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "cable", "netns",
-           names[1])
+        ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "cable",
+            "netns",
+            names[1],
+        )
         for number, name in enumerate(names, start=1):
             ip("-n", name, "address", "add", f"10.83.0.{number}/24", "dev", "cable")
             for device in ("lo", "cable"):
@@ -211,23 +240,49 @@ def ip(*arguments):
 
 
 @pytest.mark.thorough
-def test_two_machines_that_lose_their_connection_end_and_resume_later(namespaces, tmp_path,
-                                                                      undisturbed):
+def test_two_machines_that_lose_their_connection_end_and_resume_later(
+    namespaces, tmp_path, undisturbed
+):
     cluster = Cluster(tmp_path)
     cluster.add_dataset()
     settings = {"hang_timeout_seconds": 5.0, "collective_timeout_seconds": 30.0}
     cluster.runs.add_run(train=settings)
-    agents = [subprocess.Popen(
-        ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-         "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.83.0.1:29400",
-         "--rdzv-id=tiny", f"--rdzv-conf=is_host={int(number == 1)}",
-         f"--log-dir={os.devnull}", "--local-addr",
-         f"10.83.0.{number}", "ddp_train.py", "tiny",
-         "--runs-dir", str(cluster.runs.runs_dir), "--datasets-dir", str(datasets_dir)],
-        env=os.environ | SLOWLY | with_deadlines(heartbeat=1, store=5), cwd=PROJECT_DIR,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    agents = [
+        subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=2",
+                "--nproc_per_node=1",
+                "--rdzv-backend=c10d",
+                "--rdzv-endpoint=10.83.0.1:29400",
+                "--rdzv-id=tiny",
+                f"--rdzv-conf=is_host={int(number == 1)}",
+                f"--log-dir={os.devnull}",
+                "--local-addr",
+                f"10.83.0.{number}",
+                "ddp_train.py",
+                "tiny",
+                "--runs-dir",
+                str(cluster.runs.runs_dir),
+                "--datasets-dir",
+                str(datasets_dir),
+            ],
+            env=os.environ | SLOWLY | with_deadlines(heartbeat=1, store=5),
+            cwd=PROJECT_DIR,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for number, (name, datasets_dir) in enumerate(
-            zip(namespaces, cluster.datasets_dirs, strict=True), start=1)]
+            zip(namespaces, cluster.datasets_dirs, strict=True), start=1
+        )
+    ]
     wait_for(cluster.runs.runs_dir / "tiny/checkpoints/latest")
     workers = [pid for agent in agents for pid in children_of(agent.pid)]
     assert len(workers) == 2
@@ -235,12 +290,14 @@ def test_two_machines_that_lose_their_connection_end_and_resume_later(namespaces
     wait_until_gone(workers)  # neither waits forever
     for agent in agents:
         agent.kill()  # torchrun itself waits for minutes
-    lines = [[line for line in agent.communicate()[1].splitlines() if line.startswith("Error: ")]
-             for agent in agents]
+    lines = [
+        [line for line in agent.communicate()[1].splitlines() if line.startswith("Error: ")]
+        for agent in agents
+    ]
     assert [len(found) for found in lines] == [1, 1], lines
     # Whether a machine is gone or all ranks hang is not known, if both times are over at once.
     event = r"Error: rank (0|1|0 and 1) (is lost|lost the others|hung) in .* at step "
-    assert all(re.match(event, line) for line, in lines), lines
+    assert all(re.match(event, line) for (line,) in lines), lines
     for result in cluster.train():
         succeeded(result)
     assert_is_complete(cluster, undisturbed)

@@ -105,8 +105,7 @@ def after_power_loss(operations, root, rng):
             target.mkdir(parents=True, exist_ok=True)
         elif kind == "write" and not gone and target.parent.is_dir():
             is_safe = flushed.get(place, -1) > at
-            content = value if is_safe else rng.choice(
-                [value, b"", value[: len(value) // 2]])
+            content = value if is_safe else rng.choice([value, b"", value[: len(value) // 2]])
             target.write_bytes(content)
         elif kind == "link" and not gone:
             target.unlink(missing_ok=True)
@@ -115,8 +114,9 @@ def after_power_loss(operations, root, rng):
             target.replace(root / value)
 
 
-def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(tmp_path,
-                                                                              monkeypatch):
+def test_after_a_power_loss_the_newest_whole_checkpoint_is_one_that_was_saved(
+    tmp_path, monkeypatch
+):
     checkpoints_dir = tmp_path / "real" / "checkpoints"
     checkpoints_dir.parent.mkdir()
     recorder = Recorder(checkpoints_dir.parent)
@@ -157,11 +157,18 @@ def test_after_a_power_loss_a_run_has_the_old_records_or_the_new_ones(tmp_path, 
     monkeypatch.undo()
     kept = (run_dir / "metrics.jsonl").read_text()
     partial = ".metrics.jsonl.partial"  # its descriptor is not watched, only what comes after
-    first = [("make", ".", None), ("write", "metrics.jsonl", lines.encode()),
-             ("flush", "metrics.jsonl", None), ("flush", ".", None),
-             ("write", partial, kept.encode())]
-    assert recorder.operations == [("flush", partial, None), ("move", partial, "metrics.jsonl"),
-                                   ("flush", ".", None)]
+    first = [
+        ("make", ".", None),
+        ("write", "metrics.jsonl", lines.encode()),
+        ("flush", "metrics.jsonl", None),
+        ("flush", ".", None),
+        ("write", partial, kept.encode()),
+    ]
+    assert recorder.operations == [
+        ("flush", partial, None),
+        ("move", partial, "metrics.jsonl"),
+        ("flush", ".", None),
+    ]
     operations, rng = first + recorder.operations, random.Random(0)
     for number in range(len(first), len(operations) + 1):
         for attempt in range(12):
@@ -183,11 +190,23 @@ def test_metrics_are_durable_before_the_checkpoint(tmp_path, monkeypatch):
     assert ("flush", ".", None) in recorder.operations  # `checkpoints` has been made there
 
 
-@pytest.mark.parametrize("fault", thorough_but(
-    ["save.manifest:kill:rank=0:hit=1"],
-    [f"{place}:kill:rank=0:hit={hit}" for place, hit in (
-        ("save.manifest", 1), ("save.remove", 1), ("save.validation", 2), ("save.links", 2),
-        ("save.prune", 1), ("record", 1))]))
+@pytest.mark.parametrize(
+    "fault",
+    thorough_but(
+        ["save.manifest:kill:rank=0:hit=1"],
+        [
+            f"{place}:kill:rank=0:hit={hit}"
+            for place, hit in (
+                ("save.manifest", 1),
+                ("save.remove", 1),
+                ("save.validation", 2),
+                ("save.links", 2),
+                ("save.prune", 1),
+                ("record", 1),
+            )
+        ],
+    ),
+)
 def test_a_run_without_links_locks_or_fsync_that_is_killed_resumes(workplace, undisturbed, fault):
     workplace.add_dataset()
     run_dir = workplace.add_run(train=SETTINGS | {"keep_checkpoints": 1})

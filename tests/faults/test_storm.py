@@ -85,8 +85,12 @@ def assert_is_as_undisturbed(run_dir, undisturbed):
 
 def kill_once(workplace, name):
     """Start a run and kill a random part of it; return False if the run finished first."""
-    process, _ = start_forked("ddp_train.py", workplace.arguments(name), num_processes=2,
-                              environment={VARIABLE: "train:slow:seconds=0.05"})
+    process, _ = start_forked(
+        "ddp_train.py",
+        workplace.arguments(name),
+        num_processes=2,
+        environment={VARIABLE: "train:slow:seconds=0.05"},
+    )
     process.join(timeout=random.uniform(0.1, LONGEST))
     # A finished process waits inside PyTorch, which hangs if a process dies there: do not kill it.
     if read_summary(load_run(workplace.runs_dir, name)).get("status") == FINISHED:
@@ -95,8 +99,13 @@ def kill_once(workplace, name):
         return process.exitcode != 0
     workers = children_of(process.pid)
     victim = random.choice(VICTIMS)
-    chosen = {"rank 0": workers[:1], "rank 1": workers[1:], "both": workers,
-              "torchrun": [process.pid], "all": [process.pid, *workers]}[victim]
+    chosen = {
+        "rank 0": workers[:1],
+        "rank 1": workers[1:],
+        "both": workers,
+        "torchrun": [process.pid],
+        "all": [process.pid, *workers],
+    }[victim]
     for pid in chosen or [process.pid]:
         os.kill(pid, signal.SIGKILL)
     process.join(timeout=60)
@@ -118,7 +127,8 @@ def test_a_command_typed_again_after_a_kill_is_not_refused(workplace, pytestconf
         while len(killed) < num_relaunches:
             run_dir = workplace.add_run(name := next(names), train=STORM)
             while len(killed) < num_relaunches and (
-                    phase := kill_soon(workplace, name, len(killed), log)):
+                phase := kill_soon(workplace, name, len(killed), log)
+            ):
                 killed.append(phase)
                 time.sleep(0.5)
             process = launch(workplace, name, log)
@@ -126,15 +136,21 @@ def test_a_command_typed_again_after_a_kill_is_not_refused(workplace, pytestconf
             assert_is_as_undisturbed(run_dir, undisturbed)
         said = Path(log.name).read_text()
     assert "another launch is training" not in said  # what a refused launch says
-    print(f"\n{len(killed)} kills {dict(Counter(killed))}, {name}: 0 refused, 0 differing;"
-          f" {said.count('waiting for another launch to end')} launches waited for orphans")
+    print(
+        f"\n{len(killed)} kills {dict(Counter(killed))}, {name}: 0 refused, 0 differing;"
+        f" {said.count('waiting for another launch to end')} launches waited for orphans"
+    )
 
 
 def launch(workplace, name, log):
     return subprocess.Popen(
         [sys.executable, "ddp_train.py", *workplace.arguments(name, "--nproc-per-node", "2")],
-        cwd=PROJECT_DIR, env=os.environ | {VARIABLE: "train:slow:seconds=0.05"},
-        stdout=log, stderr=log, start_new_session=True)
+        cwd=PROJECT_DIR,
+        env=os.environ | {VARIABLE: "train:slow:seconds=0.05"},
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
 
 
 def kill_soon(workplace, name, number, log):
@@ -202,8 +218,13 @@ def test_the_checkpoint_of_a_stop_signal_is_copied(workplace):
     run_dir, copies = workplace.add_run(train=SETTINGS), workplace.root / "copies"
     copies.mkdir()
     result = workplace.torchrun(
-        2, "tiny", "--after-checkpoint", RSYNC % copies, **with_deadlines(last_write=60, stop=90),
-        **{VARIABLE: "train:signal:number=15:rank=0:hit=7"})
+        2,
+        "tiny",
+        "--after-checkpoint",
+        RSYNC % copies,
+        **with_deadlines(last_write=60, stop=90),
+        **{VARIABLE: "train:signal:number=15:rank=0:hit=7"},
+    )
     assert result.returncode == 1  # torchrun's
     assert "warning: --after" not in result.stdout
     assert newest_in(copies) == 6 and weights_of(copies / "tiny") == weights_of(run_dir)
@@ -225,8 +246,12 @@ def new_machine(root, copies):
 def train_until_copied(machine, copies, *, after):
     """Train until the copy has a newer checkpoint; kill everything. Return what was printed."""
     process, (stdout, _) = start_forked(
-        "ddp_train.py", machine.arguments("tiny", "--after-checkpoint", RSYNC % copies),
-        num_processes=2, environment={VARIABLE: SLOW}, folder=machine.root)
+        "ddp_train.py",
+        machine.arguments("tiny", "--after-checkpoint", RSYNC % copies),
+        num_processes=2,
+        environment={VARIABLE: SLOW},
+        folder=machine.root,
+    )
     until = time.monotonic() + 200
     while newest_in(copies) <= after:
         assert process.is_alive() and time.monotonic() < until, stdout.read_text()
@@ -247,18 +272,24 @@ def newest_in(copies):
 
 
 WARM_UP_STEPS = 1000  # the allocator still grows by a few MiB in the first steps
-EVENTFUL = {"validation_interval": 50, "keep_checkpoints": 2,
-            "activation_checkpointing": True}  # leaves cycles, which each report has to collect
+EVENTFUL = {
+    "validation_interval": 50,
+    "keep_checkpoints": 2,
+    "activation_checkpointing": True,
+}  # leaves cycles, which each report has to collect
 MIB = 2**20
 
 
 def held_by(pid):
     """Return what a process holds now."""
-    status = dict(line.split(":", 1)
-                  for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return {"private bytes": int(status["RssAnon"].split()[0]) * 1024,
-            "threads": int(status["Threads"]),
-            "files": len(list(Path(f"/proc/{pid}/fd").iterdir()))}
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return {
+        "private bytes": int(status["RssAnon"].split()[0]) * 1024,
+        "threads": int(status["Threads"]),
+        "files": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+    }
 
 
 @pytest.mark.thorough
@@ -268,12 +299,14 @@ def test_steps_leak_no_memory_files_or_threads(workplace, tmp_path):
     workplace.add_dataset(num_tokens=num_steps * 128 + 1000)
     run_dir = workplace.add_run(train=EVENTFUL | {"min_train_tokens": num_steps * 128})
     metrics_path = run_dir / "metrics.jsonl"
-    process, outputs = start_forked("ddp_train.py", workplace.arguments("tiny"), num_processes=2,
-                                    folder=tmp_path)
+    process, outputs = start_forked(
+        "ddp_train.py", workplace.arguments("tiny"), num_processes=2, folder=tmp_path
+    )
     samples: dict[int, list[dict[str, int]]] = {}  # by process
     while process.is_alive():
-        reported = metrics_path.read_text().count('"train_loss"') * 10 if (
-            metrics_path.exists()) else 0
+        reported = (
+            metrics_path.read_text().count('"train_loss"') * 10 if (metrics_path.exists()) else 0
+        )
         workers = children_of(process.pid)
         if WARM_UP_STEPS <= reported <= num_steps - 50 and len(workers) == 2:
             for pid in workers:
@@ -286,8 +319,10 @@ def test_steps_leak_no_memory_files_or_threads(workplace, tmp_path):
         early, late = taken[:third], taken[-third:]
         assert third >= 10 and late[0]["step"] > early[-1]["step"]
         grown = max(s["private bytes"] for s in late) - max(s["private bytes"] for s in early)
-        print(f"\n{grown / MIB:+.2f} MiB between the first and the last third of steps"
-              f" {taken[0]['step']} to {taken[-1]['step']}")
+        print(
+            f"\n{grown / MIB:+.2f} MiB between the first and the last third of steps"
+            f" {taken[0]['step']} to {taken[-1]['step']}"
+        )
         assert grown < 1 * MIB
         for name in ("threads", "files"):  # compare minima: some are short-lived
             assert min(s[name] for s in late) <= min(s[name] for s in early)

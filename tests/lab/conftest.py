@@ -11,8 +11,13 @@ from tests.support.workplace import Workplace, train_tiny
 
 @pytest.fixture(scope="session")
 def trained_once(tmp_path_factory):
-    return Workplace(made_once(tmp_path_factory, "trained", lambda root: train_tiny(
-        root, validation_batches=15, usd_per_hour=36.0)))
+    return Workplace(
+        made_once(
+            tmp_path_factory,
+            "trained",
+            lambda root: train_tiny(root, validation_batches=15, usd_per_hour=36.0),
+        )
+    )
 
 
 @pytest.fixture

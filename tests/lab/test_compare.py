@@ -42,18 +42,35 @@ class Runs:
         world_size = 2
         batch = config["microbatch_size"] * config["gradient_accumulation_steps"] * world_size
         tokens = batch * 16 * 12
-        (run_dir / "summary.json").write_text(json.dumps({
-            "run": name, "status": "finished", "reason": None, "global_step": 11, "num_steps": 12,
-            "tokens": tokens, "train_loss": train_loss, "validation_loss": validation_loss,
-            "seconds": {"training": 90.0, "validation": 10.0},
-            "usd": {"training": 0.9, "validation": 0.1, "total": 1.0}, "tokens_per_second": 17.0,
-            "machine": {"device": "AMD EPYC", "precision": "fp32", "processes": 2},
-            "batch": {"microbatch_size": config["microbatch_size"],
-                      "gradient_accumulation_steps": config["gradient_accumulation_steps"],
-                      "world_size": world_size, "context_length": 16, "num_steps": 12},
-            "model": TINY_MODEL | (model or {}), "train": config,
-            "best": {"checkpoint": "best-iteration-9", "global_step": 9, "loss": 3.0},
-        } | (summary or {})))
+        (run_dir / "summary.json").write_text(
+            json.dumps(
+                {
+                    "run": name,
+                    "status": "finished",
+                    "reason": None,
+                    "global_step": 11,
+                    "num_steps": 12,
+                    "tokens": tokens,
+                    "train_loss": train_loss,
+                    "validation_loss": validation_loss,
+                    "seconds": {"training": 90.0, "validation": 10.0},
+                    "usd": {"training": 0.9, "validation": 0.1, "total": 1.0},
+                    "tokens_per_second": 17.0,
+                    "machine": {"device": "AMD EPYC", "precision": "fp32", "processes": 2},
+                    "batch": {
+                        "microbatch_size": config["microbatch_size"],
+                        "gradient_accumulation_steps": config["gradient_accumulation_steps"],
+                        "world_size": world_size,
+                        "context_length": 16,
+                        "num_steps": 12,
+                    },
+                    "model": TINY_MODEL | (model or {}),
+                    "train": config,
+                    "best": {"checkpoint": "best-iteration-9", "global_step": 9, "loss": 3.0},
+                }
+                | (summary or {})
+            )
+        )
         self.record(name, tokens=tokens, usd=1.0)
         if test_loss is not None:
             self.evaluate(name, test_loss)
@@ -63,8 +80,11 @@ class Runs:
         """Write the metrics of 12 steps, with validations after steps 6 and 12."""
         lines = []
         for step in range(12):
-            record = {"global_step": step, "tokens": tokens * (step + 1) // 12,
-                      "seconds": 100 / 12 * (step + 1)}
+            record = {
+                "global_step": step,
+                "tokens": tokens * (step + 1) // 12,
+                "seconds": 100 / 12 * (step + 1),
+            }
             record |= {} if usd is None else {"usd": usd * (step + 1) / 12}
             lines.append(record | {"train_loss": 5 - step / 10, "tokens_per_second": 10 + step})
             if step % 6 == 5:
@@ -79,16 +99,36 @@ class Runs:
     def add_batches(self):
         """Add runs with three batches: losses of a parabola, memory of a line."""
         for size in (1, 2, 4):
-            self.add(f"batch-{size}", train={"microbatch_size": size},
-                     losses=(3.0, 3 + 0.1 * np.log(size) ** 2, None),
-                     summary={"machine": {"device": "AMD EPYC", "precision": "fp32",
-                                          "processes": 2, "peak_memory_gib": 1.0 + size}})
+            self.add(
+                f"batch-{size}",
+                train={"microbatch_size": size},
+                losses=(3.0, 3 + 0.1 * np.log(size) ** 2, None),
+                summary={
+                    "machine": {
+                        "device": "AMD EPYC",
+                        "precision": "fp32",
+                        "processes": 2,
+                        "peak_memory_gib": 1.0 + size,
+                    }
+                },
+            )
 
     def evaluate(self, name, loss, **where):
         with (self.dir / name / "evaluations.jsonl").open("a") as file:
-            file.write(json.dumps({"target": name, "checkpoint": "best-iteration-9",
-                                   "global_step": 9, "loss": loss, "perplexity": 1.0}
-                                  | SLICE | where) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "target": name,
+                        "checkpoint": "best-iteration-9",
+                        "global_step": 9,
+                        "loss": loss,
+                        "perplexity": 1.0,
+                    }
+                    | SLICE
+                    | where
+                )
+                + "\n"
+            )
 
     def compare(self, *names, published=False):
         return compare(find_results(self.dir, names) + (read_published() if published else []))
@@ -118,59 +158,114 @@ def row_of(comparison, name):
 
 def cells_of(comparison, name):
     """Return one row of the Markdown table, by column head."""
-    lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-             for line in table_of(comparison).markdown().splitlines()
-             if line.startswith("|")]
+    lines = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in table_of(comparison).markdown().splitlines()
+        if line.startswith("|")
+    ]
     return next(dict(zip(lines[0], line, strict=True)) for line in lines if name in line[0])
 
 
 def test_csv_row_has_all_figures_of_a_run(runs):
     runs.add("one", losses=(3.25, 3.125, 3.0625))
     row = runs.csv()["one"]
-    assert {key: float(row[key]) for key in row if key not in (
-        "run", "status", "differs", "model", "machine", "sorted_by", "is_within_spread",
-        "test_slice") and row[key]} == pytest.approx({
-        "num_seeds": 1, "global_batch_size": 8, "microbatch_size": 2, "tokens": 1536, "steps": 12,
-        "train_loss": 3.25, "validation_loss": 3.125, "test_loss": 3.0625, "seconds": 100,
-        "seconds_without_validation": 90, "tokens_per_second": 17, "usd_per_hour": 36, "usd": 1,
-        "usd_without_validation": 0.9, "usd_per_megatoken": 1 / 0.001536})
+    assert {
+        key: float(row[key])
+        for key in row
+        if key
+        not in (
+            "run",
+            "status",
+            "differs",
+            "model",
+            "machine",
+            "sorted_by",
+            "is_within_spread",
+            "test_slice",
+        )
+        and row[key]
+    } == pytest.approx(
+        {
+            "num_seeds": 1,
+            "global_batch_size": 8,
+            "microbatch_size": 2,
+            "tokens": 1536,
+            "steps": 12,
+            "train_loss": 3.25,
+            "validation_loss": 3.125,
+            "test_loss": 3.0625,
+            "seconds": 100,
+            "seconds_without_validation": 90,
+            "tokens_per_second": 17,
+            "usd_per_hour": 36,
+            "usd": 1,
+            "usd_without_validation": 0.9,
+            "usd_per_megatoken": 1 / 0.001536,
+        }
+    )
     assert row["status"] == "finished" and row["ift_score"] == row["num_gpus"] == ""
     assert row["machine"] == "AMD EPYC"
     assert row["test_slice"] == "tiny/validation, 400 tokens from token 0"
 
 
 def test_the_score_of_a_judge_stands_beside_the_losses(runs):
-    for name, lines in {"judged": [{"score": 1.0}, {"score": 21.5, "score_interval": [18, 25]}],
-                        "once": [{"score": 0, "score_interval": None}], "never": [],
-                        "damaged": [{"score": "x"}, {"score": 1e99}]}.items():
+    for name, lines in {
+        "judged": [{"score": 1.0}, {"score": 21.5, "score_interval": [18, 25]}],
+        "once": [{"score": 0, "score_interval": None}],
+        "never": [],
+        "damaged": [{"score": "x"}, {"score": 1e99}],
+    }.items():
         with (runs.add(name) / "evaluations.jsonl").open("a") as file:
-            file.writelines(json.dumps({"judge": "J", "time": "2026-11-23T10:00:00+00:00"} | line)
-                            + "\n" for line in lines)
+            file.writelines(
+                json.dumps({"judge": "J", "time": "2026-11-23T10:00:00+00:00"} | line) + "\n"
+                for line in lines
+            )
     comparison = runs.compare(published=True)
-    shown = {name: cells_of(comparison, name)["IFT"]
-             for name in ("judged", "once", "never", "damaged", "8x A100 40 GiB*")}
-    assert shown == {"judged": "21.50 (18.00 to 25.00)", "once": "0.00", "never": "-",
-                     "damaged": "-", "8x A100 40 GiB*": "17.09"}
+    shown = {
+        name: cells_of(comparison, name)["IFT"]
+        for name in ("judged", "once", "never", "damaged", "8x A100 40 GiB*")
+    }
+    assert shown == {
+        "judged": "21.50 (18.00 to 25.00)",
+        "once": "0.00",
+        "never": "-",
+        "damaged": "-",
+        "8x A100 40 GiB*": "17.09",
+    }
     (note,) = [note for note in comparison.notes if note.startswith("IFT")]
     assert "no published ones; judged by J on 2026-11-23; once by J on 2026-11-23" in note
     row = runs.csv()["judged"]
     assert [row[f"ift_{key}"] for key in ("score", "judge", "low", "high")] == [
-        "21.5", "J on 2026-11-23", "18", "25"]
+        "21.5",
+        "J on 2026-11-23",
+        "18",
+        "25",
+    ]
 
 
 def test_differences_are_shown_relative_to_most_runs(runs):
     for name in ("base", "same", "wide", "clipped"):
-        runs.add(name, train={"clipping_max_norm": 3.5 if name == "clipped" else None},
-                 model={"emb_dim": 32 if name == "wide" else 16},
-                 summary={"code": "4d5e6f" if name == "clipped" else "1a2b3c"})
+        runs.add(
+            name,
+            train={"clipping_max_norm": 3.5 if name == "clipped" else None},
+            model={"emb_dim": 32 if name == "wide" else 16},
+            summary={"code": "4d5e6f" if name == "clipped" else "1a2b3c"},
+        )
     comparison = runs.compare()
     assert {row.name: row.values["differs"] for row in comparison.rows} == {
-        "base": "", "same": "", "wide": "emb_dim=32",
-        "clipped": "clipping_max_norm=3.5 code=4d5e6f"}
-    assert ("settings, unless a row shows another value: emb_dim=16 clipping_max_norm=none"
-            " code=1a2b3c" in comparison.notes)
+        "base": "",
+        "same": "",
+        "wide": "emb_dim=32",
+        "clipped": "clipping_max_norm=3.5 code=4d5e6f",
+    }
+    assert (
+        "settings, unless a row shows another value: emb_dim=16 clipping_max_norm=none"
+        " code=1a2b3c" in comparison.notes
+    )
     assert {row.name: row.values["differs"] for row in runs.compare("base", "wide").rows} == {
-        "base": "emb_dim=16", "wide": "emb_dim=32"}
+        "base": "emb_dim=16",
+        "wide": "emb_dim=32",
+    }
     assert cells_of(runs.compare("base"), "base").get("differences") is None
 
 
@@ -182,12 +277,15 @@ def test_settings_come_from_the_json_files_if_there_is_no_summary(runs):
     assert row_of(runs.compare(), "a").name == "a (no summary)"
 
 
-@pytest.mark.parametrize(("a", "b", "order", "note"), [
-    ((3.0, 3.0, 3.2), (4.0, 4.0, 3.1), ["b", "a"], "sorted by test loss"),
-    ((3.0, 3.3, None), (4.0, 3.1, 3.0), ["b", "a"], "sorted by validation loss"),
-    ((3.0, 3.3, 3.0), (2.0, None, None), ["b", "a"], "sorted by training loss"),
-    ((3.0, 3.3, 3.1), (None, None, None), ["a", "b"], "sorted by test loss"),
-])
+@pytest.mark.parametrize(
+    ("a", "b", "order", "note"),
+    [
+        ((3.0, 3.0, 3.2), (4.0, 4.0, 3.1), ["b", "a"], "sorted by test loss"),
+        ((3.0, 3.3, None), (4.0, 3.1, 3.0), ["b", "a"], "sorted by validation loss"),
+        ((3.0, 3.3, 3.0), (2.0, None, None), ["b", "a"], "sorted by training loss"),
+        ((3.0, 3.3, 3.1), (None, None, None), ["a", "b"], "sorted by test loss"),
+    ],
+)
 def test_rows_are_sorted_by_the_loss_that_all_rows_have(runs, a, b, order, note):
     runs.add("a", losses=a)
     runs.add("b", losses=b)
@@ -214,22 +312,27 @@ def test_test_losses_on_other_tokens_are_marked_and_not_sorted_by(runs):
     assert names_of(comparison) == ["c", "b", "a"]  # by validation
     assert cells_of(comparison, "b")["test loss"] == "2.0000 †"
     assert cells_of(comparison, "a")["test loss"] == "3.0000"
-    assert ("† not comparable: test loss on tiny/validation, 400 tokens from token 100"
-            in comparison.notes)
+    assert (
+        "† not comparable: test loss on tiny/validation, 400 tokens from token 100"
+        in comparison.notes
+    )
 
 
 LAST = {"checkpoint": "last-iteration-11", "global_step": 11}
 EARLY = {"checkpoint": "early-iteration-4", "global_step": 4}
 
 
-@pytest.mark.parametrize(("summary", "measured", "loss"), [
-    ({}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 3.5),
-    ({}, [(3.5, {}), (4.0, LAST), (3.6, {})], 3.6),
-    ({}, [(3.5, {}), (2.0, {"split": "train"})], 3.5),
-    ({}, [(5.0, EARLY)], None),
-    ({"best": None}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 4.0),
-    ({"best": "?", "global_step": None}, [(3.5, {}), (5.0, EARLY)], 3.5),
-])
+@pytest.mark.parametrize(
+    ("summary", "measured", "loss"),
+    [
+        ({}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 3.5),
+        ({}, [(3.5, {}), (4.0, LAST), (3.6, {})], 3.6),
+        ({}, [(3.5, {}), (2.0, {"split": "train"})], 3.5),
+        ({}, [(5.0, EARLY)], None),
+        ({"best": None}, [(3.5, {}), (4.0, LAST), (5.0, EARLY)], 4.0),
+        ({"best": "?", "global_step": None}, [(3.5, {}), (5.0, EARLY)], 3.5),
+    ],
+)
 def test_test_loss_is_that_of_the_best_checkpoint_else_of_the_last(runs, summary, measured, loss):
     runs.add("a", losses=(3.0, 3.0, None), summary=summary)
     for found, where in measured:
@@ -246,13 +349,18 @@ def test_test_loss_is_on_the_slice_that_most_rows_have(runs):
     runs.evaluate("b", 2.5, num_tokens=4000)
     assert runs.csv("b")["b"]["test_loss"] == "2.5"
     assert {name: (row["test_loss"], row["test_slice"]) for name, row in runs.csv().items()} == {
-        name: ("3.5", "tiny/validation, 400 tokens from token 0") for name in "ab"}
+        name: ("3.5", "tiny/validation, 400 tokens from token 0") for name in "ab"
+    }
 
 
 def test_runs_that_differ_only_in_their_seed_are_one_row(runs):
     for seed, loss in ((1, 3.0), (2, 3.1), (3, 3.2)):
-        runs.add(f"seed-{seed}", losses=(loss + 1, loss, None), train={"random_seed": seed},
-                 summary={"usd": {"validation": 0.0, "total": float(seed)}})
+        runs.add(
+            f"seed-{seed}",
+            losses=(loss + 1, loss, None),
+            train={"random_seed": seed},
+            summary={"usd": {"validation": 0.0, "total": float(seed)}},
+        )
     runs.add("wide", model={"emb_dim": 32}, losses=(9.0, 9.0, None))
     comparison = runs.compare()
     assert names_of(comparison) == ["seed-1, seed-2, seed-3", "wide"]
@@ -265,14 +373,17 @@ def test_runs_that_differ_only_in_their_seed_are_one_row(runs):
     assert "random_seed=1,2,3" in row["differs"]
 
 
-@pytest.mark.parametrize(("train", "summary"), [
-    ({"random_seed": 1}, {}),  # an identical run is not another sample
-    ({"random_seed": 2, "weight_decay": 0.5}, {}),
-    ({"random_seed": 2}, {"status": "stopped"}),
-    ({"random_seed": 2}, {"global_step": 5}),
-    ({"random_seed": 2}, {"machine": {"device": "H100"}}),
-    ({"random_seed": 2}, {"tokens": 3072}),  # a larger batch
-])
+@pytest.mark.parametrize(
+    ("train", "summary"),
+    [
+        ({"random_seed": 1}, {}),  # an identical run is not another sample
+        ({"random_seed": 2, "weight_decay": 0.5}, {}),
+        ({"random_seed": 2}, {"status": "stopped"}),
+        ({"random_seed": 2}, {"global_step": 5}),
+        ({"random_seed": 2}, {"machine": {"device": "H100"}}),
+        ({"random_seed": 2}, {"tokens": 3072}),  # a larger batch
+    ],
+)
 def test_runs_that_differ_in_more_than_their_seed_are_separate_rows(runs, train, summary):
     runs.add("a", train={"random_seed": 1})
     runs.add("b", train=train, summary=summary)
@@ -295,14 +406,23 @@ def test_difference_within_the_seed_spread_is_marked(runs, loss, is_within):
 def test_running_run_shows_its_figures_so_far(runs):
     run_dir = runs.add("busy")
     runs.record("busy", usd=2.0)
-    (run_dir / "summary.json").write_text(json.dumps(
-        {"run": "busy", "status": "running", "seconds": {"training": 1.0}, "usd": None}))
+    (run_dir / "summary.json").write_text(
+        json.dumps({"run": "busy", "status": "running", "seconds": {"training": 1.0}, "usd": None})
+    )
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"global_step": 12, "tok')
-    expected = {"steps": 12, "tokens": 1536, "global_batch_size": 8, "train_loss": 3.9,
-                "validation_loss": 4.5 - 0.6, "seconds": 100, "usd": 2,
-                "seconds_without_validation": 90, "usd_without_validation": 1.8,
-                "tokens_per_second": 21}
+    expected = {
+        "steps": 12,
+        "tokens": 1536,
+        "global_batch_size": 8,
+        "train_loss": 3.9,
+        "validation_loss": 4.5 - 0.6,
+        "seconds": 100,
+        "usd": 2,
+        "seconds_without_validation": 90,
+        "usd_without_validation": 1.8,
+        "tokens_per_second": 21,
+    }
     row = row_of(runs.compare(), "busy (running)")
     assert {key: row.values[key] for key in expected} == pytest.approx(expected)
 
@@ -329,10 +449,19 @@ def test_published_rows_are_marked_and_have_their_figures(runs):
     comparison, rows = runs.compare(published=True), runs.csv("--published")
     published = {name: row for name, row in rows.items() if row["status"] == "published"}
     assert len(published) == len(comparison.rows) - 1 == 14
-    known = {"model": "GPT-2 small, untied (163M)", "global_batch_size": "104",
-             "microbatch_size": "13", "tokens": "3260190720", "ift_score": "17.09",
-             "seconds": "13904", "seconds_without_validation": "12404", "test_loss": "3.674",
-             "tokens_per_second": "254000", "machine": "A100 40 GiB", "num_gpus": "8"}
+    known = {
+        "model": "GPT-2 small, untied (163M)",
+        "global_batch_size": "104",
+        "microbatch_size": "13",
+        "tokens": "3260190720",
+        "ift_score": "17.09",
+        "seconds": "13904",
+        "seconds_without_validation": "12404",
+        "test_loss": "3.674",
+        "tokens_per_second": "254000",
+        "machine": "A100 40 GiB",
+        "num_gpus": "8",
+    }
     assert known.items() <= published["8x A100 40 GiB"].items()
     for name, usd in (("8x A100 40 GiB", 35.56), ("8x B200 160 GiB", 39.14)):  # as published
         assert float(published[name]["usd_without_validation"]) == pytest.approx(usd, abs=0.005)
@@ -368,19 +497,29 @@ def test_runs_are_priced_afterwards(runs):
     runs.add("other", losses=(3.0, 4.1, None))
     prices = ["--usd-per-hour", "priced=72", "--usd-per-hour", "other=0.9"]
     rows = runs.csv("--to-loss-of", "other", *prices)
-    assert [float(rows["priced"][key]) for key in (
-        "usd_per_hour", "usd", "usd_without_validation", "num_gpus")] == [72, 2, 1.8, 8]
+    assert [
+        float(rows["priced"][key])
+        for key in ("usd_per_hour", "usd", "usd_without_validation", "num_gpus")
+    ] == [72, 2, 1.8, 8]
     assert float(rows["priced"]["usd_to_loss"]) == pytest.approx(2 * 10 / 12)
     assert float(rows["other"]["usd"]) == pytest.approx(0.025)
 
 
 def test_a_search_for_the_microbatch_is_a_line_of_its_own_over_memory(runs):
     runs.add("small")
-    (runs.dir / "small/microbatch-search.json").write_text(json.dumps({"trials": [
-        {"microbatch_size": 1, "fits": True, "demand_gib": 2.5},
-        {"microbatch_size": 5, "fits": True, "demand_gib": 4.5},
-        {"microbatch_size": 9, "fits": False, "demand_gib": None},
-        {"microbatch_size": "x", "fits": True}, 7]}))
+    (runs.dir / "small/microbatch-search.json").write_text(
+        json.dumps(
+            {
+                "trials": [
+                    {"microbatch_size": 1, "fits": True, "demand_gib": 2.5},
+                    {"microbatch_size": 5, "fits": True, "demand_gib": 4.5},
+                    {"microbatch_size": 9, "fits": False, "demand_gib": None},
+                    {"microbatch_size": "x", "fits": True},
+                    7,
+                ]
+            }
+        )
+    )
     (search,) = memory_points(runs.compare().rows).values()
     assert set(search) == {(1, 2.5), (5, 4.5)}
 
@@ -391,17 +530,31 @@ def test_runs_with_equal_settings_form_one_curve_and_others_none(runs):
     runs.add("clipped", train={"clipping_max_norm": 9.0})
     runs.add("elsewhere", train={"start_val_token": 7})  # validates on other tokens
     runs.add("stopped", train={"microbatch_size": 8}, summary={"status": "stopped"})
-    for name, size, gib, precision in (("low-1", 1, 3.0, "bf16"), ("low-2", 2, 4.0, "bf16"),
-                                       ("half", 8, 90.0, "fp16")):
-        runs.add(name, train={"microbatch_size": size, "weight_decay": 0.5}, summary={
-            "machine": {"device": "H100", "precision": precision, "processes": 2,
-                        "peak_memory_gib": gib}})
+    for name, size, gib, precision in (
+        ("low-1", 1, 3.0, "bf16"),
+        ("low-2", 2, 4.0, "bf16"),
+        ("half", 8, 90.0, "fp16"),
+    ):
+        runs.add(
+            name,
+            train={"microbatch_size": size, "weight_decay": 0.5},
+            summary={
+                "machine": {
+                    "device": "H100",
+                    "precision": precision,
+                    "processes": 2,
+                    "peak_memory_gib": gib,
+                }
+            },
+        )
     rows = runs.compare().rows
     curve, low = loss_points(rows, "validation_loss").values()
     assert {row.name for row in curve.values()} == {"batch-1", "batch-2", "batch-4"}
     assert sorted(x for x, _ in low) == [4, 8, 32]
-    assert "minimum of the fit: 3.0000 at 4" in line_of(
-        figure_of(curve, plot_fit), "minimum").get_label()
+    assert (
+        "minimum of the fit: 3.0000 at 4"
+        in line_of(figure_of(curve, plot_fit), "minimum").get_label()
+    )
     large, small = memory_points(rows).values()
     assert set(large) == {(1, 2.0), (2, 3.0), (4, 5.0)} and set(small) == {(1, 3.0), (2, 4.0)}
     figure = Figure()
@@ -428,11 +581,22 @@ def test_texts_are_escaped_in_markdown_html_and_csv(runs):
 
 def test_terminal_table_fits_and_names_its_hidden_columns(runs):
     for seed in (1, 2, 3):
-        runs.add(f"a-rather-long-name-of-a-run-{seed}", train={"random_seed": seed},
-                 losses=(3.0, 3.0, 3.0 + seed / 100))
-    runs.add("other", losses=(3.0, 3.0, 3.0),
-             train={"clipping_max_norm": None, "schedule_learning_rate": True,
-                    "warmup_period_percent": 5, "weight_decay": 0.01, "learning_rate": 0.0014})
+        runs.add(
+            f"a-rather-long-name-of-a-run-{seed}",
+            train={"random_seed": seed},
+            losses=(3.0, 3.0, 3.0 + seed / 100),
+        )
+    runs.add(
+        "other",
+        losses=(3.0, 3.0, 3.0),
+        train={
+            "clipping_max_norm": None,
+            "schedule_learning_rate": True,
+            "warmup_period_percent": 5,
+            "weight_decay": 0.01,
+            "learning_rate": 0.0014,
+        },
+    )
     table, notes = table_of(runs.compare(published=True)).terminal(100).split("\n\n")
     assert max(map(cell_len, table.splitlines())) <= 100
     assert "hidden columns: model, machine, microbatch_size" in notes
@@ -461,23 +625,29 @@ def test_missing_charts_are_reported_and_old_charts_are_deleted(runs, tmp_path):
         (charts / name).write_text("old")
     result = runs.run("--csv", "--charts", str(charts))
     assert [line.split(": ")[:2] for line in result.stderr.splitlines()] == [
-        ["not drawn", name] for name in CHARTS]
+        ["not drawn", name] for name in CHARTS
+    ]
     assert not list(charts.iterdir())
 
 
 def validations(*losses):
     """Return records of validations after 100, 200, ... tokens; each 100 tokens cost a dollar."""
-    return [{"global_step": i, "tokens": 100 * (i + 1), "validation_loss": loss, "usd": i + 1.0}
-            for i, loss in enumerate(losses)]
+    return [
+        {"global_step": i, "tokens": 100 * (i + 1), "validation_loss": loss, "usd": i + 1.0}
+        for i, loss in enumerate(losses)
+    ]
 
 
-@pytest.mark.parametrize(("losses", "target", "expected"), [
-    ((5.0, 4.0, 3.0), 3.5, Reached(250, 2.5)),
-    ((5.0, 4.0, 3.0), 2.9, None),
-    ((5.0, 4.0, 3.0), 6.0, Reached(100, 1.0)),  # nothing is known before the first validation
-    ((5.0, 3.0, 4.0, 3.0), 3.5, Reached(175, 1.75)),  # the first time counts
-    ((5.0, None, 3.0), 4.0, Reached(200, 2.0)),
-])
+@pytest.mark.parametrize(
+    ("losses", "target", "expected"),
+    [
+        ((5.0, 4.0, 3.0), 3.5, Reached(250, 2.5)),
+        ((5.0, 4.0, 3.0), 2.9, None),
+        ((5.0, 4.0, 3.0), 6.0, Reached(100, 1.0)),  # nothing is known before the first validation
+        ((5.0, 3.0, 4.0, 3.0), 3.5, Reached(175, 1.75)),  # the first time counts
+        ((5.0, None, 3.0), 4.0, Reached(200, 2.0)),
+    ],
+)
 def test_tokens_to_a_loss_are_interpolated_between_validations(losses, target, expected):
     assert first_reaching(validations(*losses), target) == expected
 
@@ -485,7 +655,8 @@ def test_tokens_to_a_loss_are_interpolated_between_validations(losses, target, e
 def record_losses(runs, name, *losses, **train):
     runs.add(name, losses=(3.0, losses[-1], None), train=train)
     (runs.dir / name / "metrics.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in validations(*losses)))
+        "".join(json.dumps(record) + "\n" for record in validations(*losses))
+    )
 
 
 def reached_of(row):
@@ -499,12 +670,17 @@ def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(runs, monkeyp
     record_losses(runs, "other", 5.0, 3.5, start_val_token=7)  # on other tokens: not compared
     comparison = runs.compare()
     assert comparison.reference.name == "slow" and {
-        row.name: reached_of(row) for row in comparison.rows} == {
-        "fast": (200, 2.0), "other": (None, None), "slow": (1536, 1.0)}  # its own: all of it
-    lines = [line for line in succeeded(runs.run()).stdout.splitlines()
-             if line.startswith(("fast", "slow"))]
-    assert [re.split(r"\s{2,}", line)[-1] for line in lines] == ["200, 13%, $2.00",
-                                                                 "1.54k, 100%, $1.00"]
+        row.name: reached_of(row) for row in comparison.rows
+    } == {"fast": (200, 2.0), "other": (None, None), "slow": (1536, 1.0)}  # its own: all of it
+    lines = [
+        line
+        for line in succeeded(runs.run()).stdout.splitlines()
+        if line.startswith(("fast", "slow"))
+    ]
+    assert [re.split(r"\s{2,}", line)[-1] for line in lines] == [
+        "200, 13%, $2.00",
+        "1.54k, 100%, $1.00",
+    ]
     rows = runs.csv("--to-loss-of", "fast")
     assert rows["slow"]["tokens_to_loss"] == rows["slow"]["usd_to_loss"] == ""
     assert (rows["fast"]["tokens_to_loss"], rows["fast"]["usd_to_loss"]) == ("1536", "1")
@@ -514,25 +690,40 @@ def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(runs, monkeyp
 def test_tokens_to_a_loss_are_a_mean_over_seeds_each_with_its_own_loss(runs):
     for seed, shift in ((42, 0.0), (43, 1.0)):
         record_losses(runs, f"base-{seed}", 5.0 + shift, 3.0 + shift, random_seed=seed)
-        record_losses(runs, f"fast-{seed}", 4.0 + shift, 2.0 + shift, random_seed=seed,
-                      learning_rate=0.02)
+        record_losses(
+            runs, f"fast-{seed}", 4.0 + shift, 2.0 + shift, random_seed=seed, learning_rate=0.02
+        )
     record_losses(runs, "third", 4.0, 3.0, random_seed=44, learning_rate=0.03)
     comparison = compare(find_results(runs.dir, ()), "base-42")
     assert {row.name: reached_of(row) for row in comparison.rows} == {
-        "base-42, base-43": (1536, 1.0), "fast-42, fast-43": (150, 1.5),
-        "third": (150, 1.5)}  # the mean, 3.5: the reference has no such seed
+        "base-42, base-43": (1536, 1.0),
+        "fast-42, fast-43": (150, 1.5),
+        "third": (150, 1.5),
+    }  # the mean, 3.5: the reference has no such seed
 
 
 def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs):
-    for name, loss, bits in (("long", 3.0, 0.9), ("short", 1.2, 1.2 / math.log(2)),
-                             ("unknown", 1.0, None)):
-        runs.add(name, losses=(3.0, loss, None), train={"dataset": name}, summary={} if bits is None
-                 else {"validation_bits_per_byte": bits, "tokenizer": f"that of {name}"})
+    for name, loss, bits in (
+        ("long", 3.0, 0.9),
+        ("short", 1.2, 1.2 / math.log(2)),
+        ("unknown", 1.0, None),
+    ):
+        runs.add(
+            name,
+            losses=(3.0, loss, None),
+            train={"dataset": name},
+            summary={}
+            if bits is None
+            else {"validation_bits_per_byte": bits, "tokenizer": f"that of {name}"},
+        )
     comparison = runs.compare()
     assert names_of(comparison) == ["long", "short", "unknown"]
     assert comparison.sorted_by == "validation_bits_per_byte"
-    for part in ("sorted by bits per byte", "tokenizers differ (1.00 to 4.81 bytes per token)",
-                 "not of the same text"):
+    for part in (
+        "sorted by bits per byte",
+        "tokenizers differ (1.00 to 4.81 bytes per token)",
+        "not of the same text",
+    ):
         assert part in comparison.notes[0]
     table = table_of(comparison).terminal(100)
     assert "val. bits" in table and "0.9000" in table and "1.7312" in table
@@ -562,12 +753,16 @@ def figures(monkeypatch):
     return found
 
 
-def test_losses_over_the_batch_of_different_tokenizers_are_in_bits_per_byte(runs, figures,
-                                                                            tmp_path):
+def test_losses_over_the_batch_of_different_tokenizers_are_in_bits_per_byte(
+    runs, figures, tmp_path
+):
     for tokenizer, size in itertools.product("ab", (1, 2, 4)):
-        runs.add(f"{tokenizer}-{size}", train={"microbatch_size": size, "dataset": tokenizer},
-                 losses=(3.0, 2.0 + size, None), summary={
-                     "tokenizer": tokenizer, "validation_bits_per_byte": 1.0 + size})
+        runs.add(
+            f"{tokenizer}-{size}",
+            train={"microbatch_size": size, "dataset": tokenizer},
+            losses=(3.0, 2.0 + size, None),
+            summary={"tokenizer": tokenizer, "validation_bits_per_byte": 1.0 + size},
+        )
     _, missing = comparison_charts.draw_comparison(runs.compare().rows, tmp_path)
     axes = figures["loss-over-batch.png"].axes[0]
     assert axes.get_ylabel() == "validation loss (bits per byte)"
@@ -580,19 +775,29 @@ def test_curves_of_different_tokenizers_are_in_bits_per_byte(runs, figures, tmp_
     for name, length in lengths.items():
         runs.add(name, train={"dataset": name}, summary={"tokenizer": f"that of {name}"})
         if length is not None:
-            runs.append(name, {"global_step": 11, "tokens": 1536, "seconds": 100.0, "usd": 1.0,
-                               "validation_loss": 2.0, "validation_bits_per_byte":
-                                   2.0 / math.log(2) / length})
+            runs.append(
+                name,
+                {
+                    "global_step": 11,
+                    "tokens": 1536,
+                    "seconds": 100.0,
+                    "usd": 1.0,
+                    "validation_loss": 2.0,
+                    "validation_bits_per_byte": 2.0 / math.log(2) / length,
+                },
+            )
     _, missing = comparison_charts.draw_comparison(runs.compare().rows, tmp_path)
     assert [line for line in missing if "curves" in line] == [
         "not drawn in loss-curves.png: unknown: the tokenizers of these runs differ, and its bits"
-        " per byte are not known"]
+        " per byte are not known"
+    ]
     axes = figures["loss-curves.png"].axes[0]
     assert axes.get_ylabel() == "loss (bits per byte)"
     ends = sorted(line.get_ydata()[-1] for line in axes.lines if len(line.get_ydata()) > 2)
     last = 5 - 11 / 10  # the training loss of both, in nats per token
     assert {round(end, 6) for end in ends} >= {
-        round(last / math.log(2) / length, 6) for length in (4.0, 1.0)}
+        round(last / math.log(2) / length, 6) for length in (4.0, 1.0)
+    }
     runs.dir.joinpath("unknown/summary.json").unlink()
     comparison_charts.draw_comparison(runs.compare("long").rows, tmp_path)
     assert figures["loss-curves.png"].axes[0].get_ylabel() == "loss (nats per token)"
@@ -606,25 +811,41 @@ def test_the_comparison_is_a_json_document_with_the_columns_of_csv(runs):
     assert list(first) == list(runs.csv("--published")["a"]) == list(json.loads(printed)["rows"][0])
     row = document.rows[0]
     assert (row.run, row.validation_loss, row.test_loss, row.is_within_spread) == (
-        "a", 3.0, None, False)
+        "a",
+        3.0,
+        None,
+        False,
+    )
     assert first["validation_loss"] == "3" and first["test_loss"] == "" and document.notes
     assert first["is_within_spread"] == "false"
 
 
-@pytest.mark.parametrize(("seconds", "priced", "labels"), [
-    (600.0, True, ["global step", "tokens", "minutes", "US$"]),
-    (9000.0, True, ["global step", "tokens", "hours", "US$"]),
-    (600.0, False, ["global step", "tokens", "minutes"])])
+@pytest.mark.parametrize(
+    ("seconds", "priced", "labels"),
+    [
+        (600.0, True, ["global step", "tokens", "minutes", "US$"]),
+        (9000.0, True, ["global step", "tokens", "hours", "US$"]),
+        (600.0, False, ["global step", "tokens", "minutes"]),
+    ],
+)
 def test_curves_have_a_panel_for_each_recorded_axis_with_its_numbers(runs, seconds, priced, labels):
     runs.add("a")
     path = runs.dir / "a/metrics.jsonl"
-    lines = [{"global_step": step, "tokens": 100 * step, "train_loss": 5 - step / 10,
-              "seconds": seconds * step / 9} | ({"usd": step / 9} if priced else {})
-             for step in range(10)]
+    lines = [
+        {
+            "global_step": step,
+            "tokens": 100 * step,
+            "train_loss": 5 - step / 10,
+            "seconds": seconds * step / 9,
+        }
+        | ({"usd": step / 9} if priced else {})
+        for step in range(10)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     figure = Figure()
-    comparison_charts._plot_curves(compare(find_results(runs.dir, ["a"])).rows, "nats per token",
-                                   figure, in_bits=False)
+    comparison_charts._plot_curves(
+        compare(find_results(runs.dir, ["a"])).rows, "nats per token", figure, in_bits=False
+    )
     figure.draw_without_rendering()
     assert [axes.get_xlabel() for axes in figure.axes] == labels
     for axes in figure.axes:

@@ -53,8 +53,10 @@ def test_temperature_zero_picks_the_most_likely_token():
     for token in ids:
         assert token == model(torch.tensor([context]))[0, -1].argmax().item()
         context.append(token)
-    for same in (SamplingOptions(5, temperature=0.5, top_k=1),
-                 SamplingOptions(5, temperature=1e-30, top_k=0)):  # tiny: it cannot overflow
+    for same in (
+        SamplingOptions(5, temperature=0.5, top_k=1),
+        SamplingOptions(5, temperature=1e-30, top_k=0),
+    ):  # tiny: it cannot overflow
         assert ids == generate_tokens(model, [5], same)
 
 
@@ -64,7 +66,7 @@ def uncached(model, prompt, count, *, seed):
     context, drawn = prompt[-longest:], []
     for _ in range(count):
         if len(context) > longest:
-            context = context[-(longest // 2 + 1):]
+            context = context[-(longest // 2 + 1) :]
         logits = model(torch.tensor([context]))[0, -1].float()
         smallest = logits.topk(40).values[-1]
         probabilities = (logits.masked_fill(logits < smallest, float("-inf")) / 0.8).softmax(dim=-1)
@@ -74,10 +76,19 @@ def uncached(model, prompt, count, *, seed):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("changes", "length"), [  # of the prompt, in a context of 16
-    ({}, 1), ({}, 16), ({}, 40), ({"tie_weights": True, "qkv_bias": True}, 4),
-    ({"context_length": 5}, 1), ({"context_length": 5}, 40), ({"context_length": 1}, 4),
-], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [  # of the prompt, in a context of 16
+        ({}, 1),
+        ({}, 16),
+        ({}, 40),
+        ({"tie_weights": True, "qkv_bias": True}, 4),
+        ({"context_length": 5}, 1),
+        ({"context_length": 5}, 40),
+        ({"context_length": 1}, 4),
+    ],
+    ids=str,
+)
 def test_the_cache_changes_no_token(changes, length):
     model = tiny_model(**changes).eval()
     prompt = [i * 7 % 257 for i in range(length)]
@@ -87,8 +98,9 @@ def test_the_cache_changes_no_token(changes, length):
 
 def test_each_token_is_computed_once():
     model, lengths = tiny_model(context_length=64), []
-    model.blocks[0].mlp.register_forward_pre_hook(lambda _, inputs: lengths.append(
-        inputs[0].shape[1]))
+    model.blocks[0].mlp.register_forward_pre_hook(
+        lambda _, inputs: lengths.append(inputs[0].shape[1])
+    )
     generate_tokens(model, [1, 2, 3], SamplingOptions(max_new_tokens=30))
     assert lengths == [3] + [1] * 29
 
@@ -100,24 +112,30 @@ def test_a_sample_ends_at_its_stop_token():
     assert list(stream_tokens(model, [5, 6], options, free[4])) == free[:4]
 
 
-@pytest.mark.parametrize(("pieces", "stops", "wanted"), [
-    ([b"abc", b"def"], (), ["abc", "def", ""]),
-    ([b"ab", b"c", b"d"], ("bc",), ["a", ""]),
-    ([b"ab", b"x", b"d"], ("bc",), ["a", "bx", "d", ""]),
-    ([b"ab"], ("bc",), ["a", "b"]),  # the stop string never completes
-    ([b"aab", b"c"], ("abc", "zz"), ["a", ""]),
-    ([b"one\n", b"\ntwo"], ("\n\n",), ["one", ""]),
-    ([b"xbcya"], ("ya", "bc"), ["x"]),  # the first of two
-    ([b"\xc3", b"\xa9t", b"\xc3"], (), ["", "ét", "", "\ufffd"]),
-    ([b"a"], ("",), ["a", ""]),
-])
+@pytest.mark.parametrize(
+    ("pieces", "stops", "wanted"),
+    [
+        ([b"abc", b"def"], (), ["abc", "def", ""]),
+        ([b"ab", b"c", b"d"], ("bc",), ["a", ""]),
+        ([b"ab", b"x", b"d"], ("bc",), ["a", "bx", "d", ""]),
+        ([b"ab"], ("bc",), ["a", "b"]),  # the stop string never completes
+        ([b"aab", b"c"], ("abc", "zz"), ["a", ""]),
+        ([b"one\n", b"\ntwo"], ("\n\n",), ["one", ""]),
+        ([b"xbcya"], ("ya", "bc"), ["x"]),  # the first of two
+        ([b"\xc3", b"\xa9t", b"\xc3"], (), ["", "ét", "", "\ufffd"]),
+        ([b"a"], ("",), ["a", ""]),
+    ],
+)
 def test_text_is_shown_once_it_cannot_be_a_stop_string(pieces, stops, wanted):
     assert list(decoded(pieces, stops)) == wanted
 
 
 def test_ids_beyond_the_tokenizers_add_no_text():
-    model, options, tokenizer = tiny_model(vocab_size=300), SamplingOptions(
-        60, 5.0, 0), load_tokenizer("bytes")
+    model, options, tokenizer = (
+        tiny_model(vocab_size=300),
+        SamplingOptions(60, 5.0, 0),
+        load_tokenizer("bytes"),
+    )
     drawn = list(stream_tokens(model, [*b"a"], options, tokenizer.eot_token))
     assert max(drawn) > 256
     text = "".join(stream_text(model, tokenizer, "a", options))
@@ -173,8 +191,9 @@ def test_a_damaged_file_is_left_out_with_a_warning(tmp_path):
 def test_only_so_much_text_is_read(tmp_path):
     write_parquet(tmp_path / "source", ["abcabc " * 100_000, "abcabc " * 100_000, "z" * 500_000])
     output = tmp_path / "a"
-    result = succeeded(lab_tokenizer(tmp_path / "source", output, "--vocab-size", "260",
-                                     "--max-megabytes", "1"))
+    result = succeeded(
+        lab_tokenizer(tmp_path / "source", output, "--vocab-size", "260", "--max-megabytes", "1")
+    )
     num_bytes = int(result.stdout.split("from ")[1].split(" ")[0].replace(",", ""))
     assert 10**6 <= num_bytes < 10**6 + 2**19  # it ends with a piece of a document
     assert b'"zz"' not in (output / "tokenizer.json").read_bytes()
@@ -185,11 +204,13 @@ def test_a_user_error_is_one_line_and_writes_nothing(tmp_path):
     for size in ("256", "65537", "-1"):
         result = lab_tokenizer(source, output, "--vocab-size", size)
         assert result.exit_code == 2 and f"{size} is not in the range 257<=x<=65536" in (
-            result.stderr)
+            result.stderr
+        )
     line = error_line(lab_tokenizer(source, output, "--vocab-size", "4096"))
     assert "bytes of text give " in line and "entries, not 4,096; give more text, or a" in line
     assert "no such file or directory" in error_line(
-        lab_tokenizer(tmp_path / "nix", output, "--vocab-size", "300"))
+        lab_tokenizer(tmp_path / "nix", output, "--vocab-size", "300")
+    )
     assert "is not empty" in error_line(lab_tokenizer(source, source, "--vocab-size", "300"))
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
@@ -200,12 +221,22 @@ def test_text_for_a_tokenizer_is_read_and_warned_of_as_for_a_dataset(tmp_path):
     warned = succeeded(lab_tokenizer(source, tmp_path / "1", *arguments)).stderr
     assert "warning: there is </s> in the text" in warned and warned.count("\n") == 2
     assert "1 document with bytes that are not UTF-8: 100 characters became U+FFFD" in warned
-    result = succeeded(lab_tokenizer(source, tmp_path / "2", *arguments, "--encoding", "latin-1",
-                                     "--document-separator", "</s>"))
+    result = succeeded(
+        lab_tokenizer(
+            source,
+            tmp_path / "2",
+            *arguments,
+            "--encoding",
+            "latin-1",
+            "--document-separator",
+            "</s>",
+        )
+    )
     assert result.stderr == "" and "649 bytes of text" in result.stdout
     write_parquet(tmp_path / "rows", ["a", "b"])
-    line = error_line(lab_tokenizer(tmp_path / "rows", tmp_path / "3", *arguments,
-                                    "--text-column", "body"))
+    line = error_line(
+        lab_tokenizer(tmp_path / "rows", tmp_path / "3", *arguments, "--text-column", "body")
+    )
     assert "000.parquet: has no column 'body'; name one of its columns" in line
 
 
@@ -218,13 +249,25 @@ def train_both(root):
         text = " ".join(WORDS[(number + i * i) % len(WORDS)] for i in range(60))
         (documents / f"{number:03}.txt").write_text(text)
     succeeded(lab_tokenizer(documents, workplace.root / "own", "--vocab-size", "300"))
-    for name, tokenizer, size in (("own", str(workplace.root / "own"), 304),
-                                  ("bytes", "bytes", 257)):
-        prepare_dataset(find_documents(documents), workplace.datasets_dir / name,
-                        PrepareOptions(tokenizer=tokenizer, validation_fraction=0.1))
-        workplace.add_run(name, model={"vocab_size": size}, train={
-            "dataset": name, "min_train_tokens": 20 * 64, "validation_interval": 10,
-            "sample_prompts": ["the naïve"] if name == "own" else None})
+    for name, tokenizer, size in (
+        ("own", str(workplace.root / "own"), 304),
+        ("bytes", "bytes", 257),
+    ):
+        prepare_dataset(
+            find_documents(documents),
+            workplace.datasets_dir / name,
+            PrepareOptions(tokenizer=tokenizer, validation_fraction=0.1),
+        )
+        workplace.add_run(
+            name,
+            model={"vocab_size": size},
+            train={
+                "dataset": name,
+                "min_train_tokens": 20 * 64,
+                "validation_interval": 10,
+                "sample_prompts": ["the naïve"] if name == "own" else None,
+            },
+        )
         process_succeeded(workplace.torchrun(1, name))
 
 
@@ -283,12 +326,14 @@ def test_bits_per_byte_compare_runs_with_different_tokenizers(both):
     models = checked(result.stdout).models
     bits = [model.loss.bits_per_byte for model in models]
     assert bits == sorted(bits) and {model.name for model in models} == {"own", "bytes"}
-    text_bytes = sum(path.stat().st_size
-                     for path in sorted((both.root / "documents").iterdir())[-10:])
+    text_bytes = sum(
+        path.stat().st_size for path in sorted((both.root / "documents").iterdir())[-10:]
+    )
     for name in ("own", "bytes"):  # the first token is not predicted
         record = read_lines(both.runs_dir / name / "evaluations.jsonl")[-1]
         assert record["bits_per_byte"] == pytest.approx(
-            record["loss"] * record["num_tokens"] / math.log(2) / text_bytes, rel=1e-3)
+            record["loss"] * record["num_tokens"] / math.log(2) / text_bytes, rel=1e-3
+        )
     table = succeeded(run_lab(*compare)).stdout
     assert "sorted by bits per byte of the test loss" in table
     assert "losses (nats per token) do not compare" in table and "not of the same text" not in table
@@ -296,17 +341,23 @@ def test_bits_per_byte_compare_runs_with_different_tokenizers(both):
 
 def test_text_of_another_tokenizer_or_other_text_is_not_measured(both):
     assert "validation.safetensors: the tokenizer is bytes, but that of own is sha256:" in (
-        error_line(run_lab(*both.arguments("evaluate", "own", "--dataset", "bytes"))))
+        error_line(run_lab(*both.arguments("evaluate", "own", "--dataset", "bytes")))
+    )
     assert "--start-token and --tokens would choose different text" in error_line(
-        run_lab(*both.arguments("evaluate", "own", "bytes", "--tokens", "100")))
+        run_lab(*both.arguments("evaluate", "own", "bytes", "--tokens", "100"))
+    )
     documents = both.root / "documents"
     changed = documents / "099.txt"
     changed.write_text(changed.read_text() + "!")  # the number of documents stays the same
     shutil.rmtree(both.datasets_dir / "bytes")
-    prepare_dataset(find_documents(documents), both.datasets_dir / "bytes",
-                    PrepareOptions(tokenizer="bytes", validation_fraction=0.1))
+    prepare_dataset(
+        find_documents(documents),
+        both.datasets_dir / "bytes",
+        PrepareOptions(tokenizer="bytes", validation_fraction=0.1),
+    )
     assert "the targets were trained on different ones: own and bytes" in error_line(
-        run_lab(*both.arguments("evaluate", "own", "bytes")))
+        run_lab(*both.arguments("evaluate", "own", "bytes"))
+    )
 
 
 def test_a_changed_tokenizer_is_refused_by_the_trainer_and_damages_a_checkpoint(both):
@@ -320,11 +371,17 @@ def test_a_changed_tokenizer_is_refused_by_the_trainer_and_damages_a_checkpoint(
     for copy in (both.runs_dir / "own/checkpoints").glob("*/tokenizer.json"):
         copy.write_text(copy.read_text().replace("true", "True", 1))
     assert "tokenizer.json has changed since it was written" in error_line(
-        run_lab(*both.arguments("evaluate", "own")))
+        run_lab(*both.arguments("evaluate", "own"))
+    )
 
 
-@pytest.mark.parametrize(("argument", "wanted"), [
-    (b"na\xc3\xafve".decode("ascii", "surrogateescape"), "naïve"), ("naïve", "naïve"),
-    (b"na\xefve".decode("utf-8", "surrogateescape"), "na\udcefve")])
+@pytest.mark.parametrize(
+    ("argument", "wanted"),
+    [
+        (b"na\xc3\xafve".decode("ascii", "surrogateescape"), "naïve"),
+        ("naïve", "naïve"),
+        (b"na\xefve".decode("utf-8", "surrogateescape"), "na\udcefve"),
+    ],
+)
 def test_a_prompt_is_utf_8_in_every_locale(argument, wanted):
     assert as_utf8(argument) == wanted

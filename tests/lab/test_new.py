@@ -28,8 +28,11 @@ def settings_of(run_dir):
 
 def shape(line):
     """Return a line without its numbers, its spaces, and the words that go with one and many."""
-    return re.sub(r"\W+", " ", re.sub(r"\b(documents?|[KMG]iB|k)\b", "",
-                                      re.sub(r"[\d.,:Zk]*\d[\d.,:Zk]*", "#", line))).strip()
+    return re.sub(
+        r"\W+",
+        " ",
+        re.sub(r"\b(documents?|[KMG]iB|k)\b", "", re.sub(r"[\d.,:Zk]*\d[\d.,:Zk]*", "#", line)),
+    ).strip()
 
 
 def test_the_commands_of_the_page_give_what_it_shows(workplace, monkeypatch):
@@ -45,8 +48,10 @@ def test_the_commands_of_the_page_give_what_it_shows(workplace, monkeypatch):
     run_of = {
         "lab": lambda *arguments: succeeded(run_lab(*arguments)).output,
         "prepare_dataset.py": lambda *arguments: process_succeeded(prepare(*arguments)).stdout,
-        "ddp_train.py": lambda *arguments: process_succeeded(
-            workplace.torchrun(1, *arguments)).stdout}
+        "ddp_train.py": lambda *arguments: (
+            process_succeeded(workplace.torchrun(1, *arguments)).stdout
+        ),
+    }
     blocks = re.findall(r"```sh\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 8
     for commands, shown in blocks:
@@ -59,8 +64,12 @@ def test_the_commands_of_the_page_give_what_it_shows(workplace, monkeypatch):
         found = [*map(shape, printed.splitlines())]
         for line in shown.splitlines():
             begin, _, rest = line.partition("...")
-            assert any(one.startswith(shape(begin)) if not rest and line.endswith("...")
-                       else one == shape(line) for one in found), (line, printed)
+            assert any(
+                one.startswith(shape(begin))
+                if not rest and line.endswith("...")
+                else one == shape(line)
+                for one in found
+            ), (line, printed)
     assert (workplace.root / "mine-gpt2/model.safetensors").is_file()
     assert not (workplace.runs_dir / "mine-2/checkpoints").exists()
 
@@ -74,19 +83,26 @@ def test_a_run_for_a_dataset_can_be_trained_at_once(workplace):
     assert "start_val_token" not in train and train["learning_rate"] == TINY_TRAIN["learning_rate"]
     assert f"vocab_size {model['vocab_size']:,}: the entries of the dataset's tokenizer" in output
     assert sorted(path.name for path in (workplace.runs_dir / "mine").iterdir()) == [
-        "model.json", "train.json"]
+        "model.json",
+        "train.json",
+    ]
     process_succeeded(workplace.torchrun(1, "mine"))
 
 
-@pytest.mark.parametrize(("num_tokens", "wanted", "steps", "repeats"), [
-    (100_000, 320, 5, False),  # as long as the other run
-    (1000, 64_000, 62, True),  # four passes
-    (100_000, -1, 1562, False),  # all
-    (65, 64_000, 4, True)])
+@pytest.mark.parametrize(
+    ("num_tokens", "wanted", "steps", "repeats"),
+    [
+        (100_000, 320, 5, False),  # as long as the other run
+        (1000, 64_000, 62, True),  # four passes
+        (100_000, -1, 1562, False),  # all
+        (65, 64_000, 4, True),
+    ],
+)
 def test_the_length_fits_the_dataset(workplace, num_tokens, wanted, steps, repeats):
     workplace.add_dataset(num_tokens=num_tokens)
-    workplace.add_run(train={"min_train_tokens": wanted, "microbatch_size": None,
-                             "minibatch_size": 2})  # the original's name
+    workplace.add_run(
+        train={"min_train_tokens": wanted, "microbatch_size": None, "minibatch_size": 2}
+    )  # the original's name
     output = succeeded(new(workplace, "mine", "--dataset", "tiny", "--like", "tiny")).output
     _, train = settings_of(workplace.runs_dir / "mine")
     assert train["min_train_tokens"] == 64 * steps and train.get("repeat_data", False) == repeats
@@ -127,10 +143,11 @@ def test_what_cannot_be_made_is_one_line_and_nothing_is_written(workplace):
     workplace.add_run()
     before = workplace.files()
     for arguments, line in (
-            (("tiny", "--dataset", "tiny"), "runs/tiny: is there already; choose another name"),
-            (("a b", "--dataset", "tiny"), "run 'a b' is not a plain name"),
-            (("new", "--dataset", "none"), "datasets/none: no dataset there; make it with"),
-            (("new", "--dataset", "tiny", "--like", "none"), "--like none: no such run; there"),
-            (("new", "--dataset", "tiny", "--like", ".."), "--like ..: no such run")):
+        (("tiny", "--dataset", "tiny"), "runs/tiny: is there already; choose another name"),
+        (("a b", "--dataset", "tiny"), "run 'a b' is not a plain name"),
+        (("new", "--dataset", "none"), "datasets/none: no dataset there; make it with"),
+        (("new", "--dataset", "tiny", "--like", "none"), "--like none: no such run; there"),
+        (("new", "--dataset", "tiny", "--like", ".."), "--like ..: no such run"),
+    ):
         assert line in error_line(new(workplace, *arguments))
     assert workplace.files() == before

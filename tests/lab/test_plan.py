@@ -39,17 +39,25 @@ from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, forked
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.batch_plan import BatchPlan, plan_batches
 
-BIG = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12, "n_layers": 12,
-       "drop_rate": 0.0}  # GPT-2 small
+BIG = {
+    "vocab_size": 50257,
+    "context_length": 1024,
+    "emb_dim": 768,
+    "n_heads": 12,
+    "n_layers": 12,
+    "drop_rate": 0.0,
+}  # GPT-2 small
 BILLION = {"min_train_tokens": 10**9, "precision": "bf16"}
-WITHOUT_VALIDATION = BILLION | {"validation_interval": None, "validation_batches": None,
-                                "checkpoint_interval": 100}
+WITHOUT_VALIDATION = BILLION | {
+    "validation_interval": None,
+    "validation_batches": None,
+    "checkpoint_interval": 100,
+}
 BY_BATCH = BILLION | {"gradient_accumulation_steps": None}
 
 
 def plan(*arguments, runs_dir=PROJECT_DIR / "runs"):
-    return succeeded(run_lab("plan", *arguments, "--runs-dir", str(runs_dir),
-                             COLUMNS="200")).output
+    return succeeded(run_lab("plan", *arguments, "--runs-dir", str(runs_dir), COLUMNS="200")).output
 
 
 def rows_of(output):
@@ -60,18 +68,25 @@ def rows_of(output):
 
 def estimated(workplace, machine, **train):
     """Estimate a run of GPT-2 small that is made for it."""
-    run_dir = workplace.add_run(f"run-{len(list(workplace.root.glob('runs/*')))}", model=BIG,
-                                train=BILLION | train)
-    return estimate_from(load_run(workplace.runs_dir, run_dir.name), Machine.parse(machine),
-                         tokens=None, measured={})
+    run_dir = workplace.add_run(
+        f"run-{len(list(workplace.root.glob('runs/*')))}", model=BIG, train=BILLION | train
+    )
+    return estimate_from(
+        load_run(workplace.runs_dir, run_dir.name), Machine.parse(machine), tokens=None, measured={}
+    )
 
 
 def test_original_run_has_its_published_figures():
     output = plan("8xa100m40")
     assert "GPT-2 small, untied (163M), 163,009,536 parameters; 3,260,190,720 tokens\n" in output
     assert "\n20.0 tokens per parameter" in output
-    for part in ("854.4 MFLOP per token", "disk: 1.96 GB a checkpoint", "6.52 GB or more for the",
-                 "rank 0 pins about 2.00 GiB", "652 MB of gradients a step"):
+    for part in (
+        "854.4 MFLOP per token",
+        "disk: 1.96 GB a checkpoint",
+        "6.52 GB or more for the",
+        "rank 0 pins about 2.00 GiB",
+        "652 MB of gradients a step",
+    ):
         assert part in output
     row = next(row for row in rows_of(output) if row[0] == "8x A100-40")
     assert row[4:7] == ["104", "30,614", "50 (97.8 GB)"]  # global batch, steps, checkpoints
@@ -89,8 +104,7 @@ def test_the_figures_of_the_notes_are_those_of_their_page(workplace):
     model = json.loads((PROJECT_DIR / "runs/original/model.json").read_text())
     run_dir = workplace.add_run()
     (run_dir / "model.json").write_text(json.dumps(model))
-    (run_dir / "train.json").write_text(json.dumps(train | {"attention": "math",
-                                                            "compile": False}))
+    (run_dir / "train.json").write_text(json.dumps(train | {"attention": "math", "compile": False}))
     output = plan("tiny", runs_dir=workplace.runs_dir)
     by_card = dict(re.findall(r"^(\d+ GiB) +\d+ +(\d+)$", output, re.MULTILINE))
     rows = compare(read_published()).rows
@@ -98,29 +112,38 @@ def test_the_figures_of_the_notes_are_those_of_their_page(workplace):
     (memory,) = memory_points(rows).values()
     slope, fixed = np.polyfit(*zip(*memory, strict=True), 1)
     _, (batch, _) = fit_log_quadratic(*zip(*losses, strict=True))
-    cost = next(row.values["usd_without_validation"] for row in rows
-                if row.results[0].name == "8x A100 40 GiB")
+    cost = next(
+        row.values["usd_without_validation"]
+        for row in rows
+        if row.results[0].name == "8x A100 40 GiB"
+    )
     with torch.device("meta"):
         network = GPTModel(ModelConfig(**model))
         openais = GPTModel(ModelConfig(**model | {"qkv_bias": True, "tie_weights": True}))
     decayed = TrainConfig(**train | {"decay_norms_and_biases": False})
-    counted, plain = (re.findall(r"on (\d+) tensors", decay_line(each, decayed))
-                      for each in (openais, network))
+    counted, plain = (
+        re.findall(r"on (\d+) tensors", decay_line(each, decayed)) for each in (openais, network)
+    )
     text = (PROJECT_DIR / "docs/lab-notes.md").read_text()
     page = dict(re.findall(r"^\| (.+) \| .+ \| (.+) \|$", text, re.MULTILINE))
     assert page == {
-        "figure": "here", "parameters of the model": f"{network.num_parameters():,}",
+        "figure": "here",
+        "parameters of the model": f"{network.num_parameters():,}",
         "tokens for 20 a parameter": f"{20 * network.num_parameters():,}",
-        **{f"largest microbatch in {card}": by_card[card]
-           for card in ("24 GiB", "40 GiB", "80 GiB")},
+        **{
+            f"largest microbatch in {card}": by_card[card]
+            for card in ("24 GiB", "40 GiB", "80 GiB")
+        },
         "largest microbatch in 160 GiB (8x B200)": next(
-            row[3] for row in rows_of(output) if row[0] == "8x B200"),
+            row[3] for row in rows_of(output) if row[0] == "8x B200"
+        ),
         "memory of a microbatch, fixed part (GiB)": f"{fixed:.2f}",
         "memory of a microbatch, per sequence (GiB)": f"{slope:.3f}",
         "global batch at the minimum of the loss": f"{batch:.2f}",
         "US$ of the train on 8x A100 40 GiB, without validation": f"{cost:.2f}",
         "tensors with weight decay, GPT-2 small as OpenAI has it": counted[0],
-        "tensors without weight decay, the same model": counted[1]}
+        "tensors without weight decay, the same model": counted[1],
+    }
     assert f"neither: {' and '.join(plain)}." in text
 
 
@@ -131,28 +154,41 @@ def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace):
     saving = found["checkpoints"] * 12 * 163_009_536 / 100e6
     assert found["checkpoints"] == -(-found["steps"] // run.config.checkpoint_interval)
     hours = found["hours"]
-    assert list(hours.values()) == pytest.approx((
-        flops / (2 * 989e12 * 0.41) / 3600,
-        flops / (2 * 989e12 * 0.39) / 3600,
-        (flops / (2 * 989e12 * 0.053) + saving) / 3600), rel=1e-4)
+    assert list(hours.values()) == pytest.approx(
+        (
+            flops / (2 * 989e12 * 0.41) / 3600,
+            flops / (2 * 989e12 * 0.39) / 3600,
+            (flops / (2 * 989e12 * 0.053) + saving) / 3600,
+        ),
+        rel=1e-4,
+    )
     assert found["usd"] == {name: 10 * each for name, each in hours.items()}
 
 
-@pytest.mark.parametrize(("where", "interval", "waiting"), [
-    ("rank0", 10**6, 1), ("all", 10, 4 / 30), ("rank0", 10, 1)])
+@pytest.mark.parametrize(
+    ("where", "interval", "waiting"), [("rank0", 10**6, 1), ("all", 10, 4 / 30), ("rank0", 10, 1)]
+)
 def test_all_gpus_wait_for_a_validation(workplace, where, interval, waiting):
     """A validation has 30 microbatches of 2 sequences; with "all" rank 0 has 4 of them."""
-    found = estimated(workplace, "x=8xH100@10", validation_interval=interval, validate_on=where,
-                      validation_batches=30)
+    found = estimated(
+        workplace,
+        "x=8xH100@10",
+        validation_interval=interval,
+        validate_on=where,
+        validation_batches=30,
+    )
     count = -(-found["steps"] // interval)
     training = found["steps"] * found["global_batch_size"] * 1024 * 854.44e6 / 8
     alone = 854.44e6 / 3 * 30 * 2 * 1024 * count
     assert found["hours"]["low"] == pytest.approx(
-        (training + alone * waiting) / (989e12 * 0.41) / 3600, rel=1e-3)
+        (training + alone * waiting) / (989e12 * 0.41) / 3600, rel=1e-3
+    )
 
 
-@pytest.mark.parametrize(("budget", "judged"), [
-    (30, "fits"), (20, "probably fits"), (10, "fits if fast"), (9, "too expensive")])
+@pytest.mark.parametrize(
+    ("budget", "judged"),
+    [(30, "fits"), (20, "probably fits"), (10, "fits if fast"), (9, "too expensive")],
+)
 def test_a_budget_is_compared_with_high_expected_and_low(budget, judged):
     assert verdict({"low": 10.0, "expected": 20.0, "high": 30.0}, budget) == judged
 
@@ -165,8 +201,10 @@ def test_global_batch_is_the_same_on_every_machine(workplace):
 
 
 def test_higher_precision_takes_longer(workplace):
-    hours = [estimated(workplace, "x=8xA100-80@10", precision=precision)["hours"]["low"]
-             for precision in ("bf16", "tf32", "fp32")]
+    hours = [
+        estimated(workplace, "x=8xA100-80@10", precision=precision)["hours"]["low"]
+        for precision in ("bf16", "tf32", "fp32")
+    ]
     assert hours == pytest.approx([hours[0], 2 * hours[0], 16 * hours[0]])
 
 
@@ -180,10 +218,13 @@ def test_a_gpu_without_bf16_trains_in_fp16(workplace, gpu):
     assert default_precision(run.config) == "bf16"
 
 
-@pytest.mark.parametrize(("train", "reason"), [
-    ({"microbatch_size": 60}, "does not fit in memory"),
-    ({"gradient_accumulation_steps": None, "global_batch_size": 9}, "batch not divisible"),
-])
+@pytest.mark.parametrize(
+    ("train", "reason"),
+    [
+        ({"microbatch_size": 60}, "does not fit in memory"),
+        ({"gradient_accumulation_steps": None, "global_batch_size": 9}, "batch not divisible"),
+    ],
+)
 def test_machine_that_cannot_train_the_run_shows_the_reason(workplace, train, reason):
     workplace.add_run("large", model=BIG, train={"min_train_tokens": 10**9} | train)
     output = plan("large", runs_dir=workplace.runs_dir)
@@ -191,50 +232,67 @@ def test_machine_that_cannot_train_the_run_shows_the_reason(workplace, train, re
     is_none = reason != "does not fit in memory"
     assert output.endswith("\nno machine in the table can train this run\n") == is_none
     assert is_none or ["8x A100-40", "-", reason] in [
-        [row[0], row[7], row[-1]] for row in rows_of(output)]
+        [row[0], row[7], row[-1]] for row in rows_of(output)
+    ]
 
 
 def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace):
     workplace.add_run(model=BIG, train={"min_train_tokens": -1})
-    assert "min_train_tokens is -1; --tokens goes with -1" in error_line(run_lab(
-        "plan", "tiny", "--runs-dir", str(workplace.runs_dir)))
+    assert "min_train_tokens is -1; --tokens goes with -1" in error_line(
+        run_lab("plan", "tiny", "--runs-dir", str(workplace.runs_dir))
+    )
     assert "1,000,000 tokens" in plan("tiny", "--tokens", "1000000", runs_dir=workplace.runs_dir)
     assert "drop it" in error_line(run_lab("plan", "original", "--tokens", "1000000"))
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("nonsense", "wanted name=COUNTxGPU@USD_PER_HOUR"),
-    ("a=0xH100@3", "wanted name=COUNTxGPU@USD_PER_HOUR"),
-    ("a=2xH100@-3", "wanted name=COUNTxGPU@USD_PER_HOUR"),
-    ("a=2xFoo@3", "'a=2xFoo@3': .* with a GPU that lab plan --help lists"),
-    ("seventeen letters=2xH100@3", "16 characters at most"),
-    ("a=2xH100@0", "wanted name=COUNTxGPU@USD_PER_HOUR"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "wanted name=COUNTxGPU@USD_PER_HOUR"),
+        ("a=0xH100@3", "wanted name=COUNTxGPU@USD_PER_HOUR"),
+        ("a=2xH100@-3", "wanted name=COUNTxGPU@USD_PER_HOUR"),
+        ("a=2xFoo@3", "'a=2xFoo@3': .* with a GPU that lab plan --help lists"),
+        ("seventeen letters=2xH100@3", "16 characters at most"),
+        ("a=2xH100@0", "wanted name=COUNTxGPU@USD_PER_HOUR"),
+    ],
+)
 def test_malformed_machine_is_a_user_error(text, message):
     with pytest.raises(UserError, match=message) as caught:
         Machine.parse(text)
     assert len(f"Error: {caught.value}") <= MAX_LINE_LENGTH  # nothing is cut out of it
 
 
-@pytest.mark.parametrize(("train", "count"), [
-    ({"validation_interval": 5, "checkpoint_interval": None}, 3),  # 5, 10, 12
-    ({"validation_interval": 5, "checkpoint_interval": 4}, 5),  # 4, 5, 8, 10, 12
-    ({"validation_interval": 4, "checkpoint_interval": 6}, 4),  # 4, 6, 8, 12
-    ({"validation_interval": 4}, 3),  # 4, 8, 12
-    ({"validation_interval": 50}, 1),
-])
+@pytest.mark.parametrize(
+    ("train", "count"),
+    [
+        ({"validation_interval": 5, "checkpoint_interval": None}, 3),  # 5, 10, 12
+        ({"validation_interval": 5, "checkpoint_interval": 4}, 5),  # 4, 5, 8, 10, 12
+        ({"validation_interval": 4, "checkpoint_interval": 6}, 4),  # 4, 6, 8, 12
+        ({"validation_interval": 4}, 3),  # 4, 8, 12
+        ({"validation_interval": 50}, 1),
+    ],
+)
 def test_num_checkpoints_counts_each_saved_step_once(workplace, train, count):
     workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
     assert num_checkpoints(run, plan_batches(run, world_size=2, file_tokens=4000)) == count
 
 
-@pytest.mark.parametrize(("keep", "most"), [(None, "21 (41.1 GB)"), (3, "5 (9.78 GB)"),
-                                            (30, "21 (41.1 GB)")])
+@pytest.mark.parametrize(
+    ("keep", "most"), [(None, "21 (41.1 GB)"), (3, "5 (9.78 GB)"), (30, "21 (41.1 GB)")]
+)
 def test_checkpoints_on_disk_are_those_that_are_kept(workplace, keep, most):
-    workplace.add_run(model=BIG, train=WITHOUT_VALIDATION | {
-        "min_train_tokens": 21 * 96 * 1024, "global_batch_size": 96, "keep_checkpoints": keep,
-        "gradient_accumulation_steps": None, "checkpoint_interval": 1})
+    workplace.add_run(
+        model=BIG,
+        train=WITHOUT_VALIDATION
+        | {
+            "min_train_tokens": 21 * 96 * 1024,
+            "global_batch_size": 96,
+            "keep_checkpoints": keep,
+            "gradient_accumulation_steps": None,
+            "checkpoint_interval": 1,
+        },
+    )
     output = plan("tiny", runs_dir=workplace.runs_dir)
     assert all(row[5:7] == ["21", most] for row in rows_of(output))
 
@@ -245,18 +303,28 @@ def test_the_plan_is_a_json_document_with_the_figures_of_the_tables():
     document = checked(run_lab("plan", *arguments, "--json").stdout)
     costs = rows_of(plan(*arguments))
     assert [[row[0], row[9], row[-1]] for row in costs] == [
-        [found.name, f"{found.usd.expected:.2f}", found.budget] for found in document.machines]
+        [found.name, f"{found.usd.expected:.2f}", found.budget] for found in document.machines
+    ]
     usd = [found.usd.expected for found in document.machines]
     assert usd == sorted(usd)
     assert document.parameters == 163_009_536 and document.checkpoint_bytes == 1_956_114_432
     for parts in document.memory_bytes.values():
         assert sum(size for part, size in parts.items() if part != "total") == parts["total"]
     assert {found.name: found.usd_per_hour for found in document.machines} == {
-        "8x A100-40": 10.32, "8x A100-80": 14.32, "8x H100": 23.92, "8x B200": 39.92,
-        "2x H100": 6.38, "mine": 9.5}  # the prices of the original's runs
+        "8x A100-40": 10.32,
+        "8x A100-80": 14.32,
+        "8x H100": 23.92,
+        "8x B200": 39.92,
+        "2x H100": 6.38,
+        "mine": 9.5,
+    }  # the prices of the original's runs
     machine = next(found for found in document.machines if found.name == "8x A100-40")
-    assert (machine.microbatch_size, machine.global_batch_size, machine.steps,
-            machine.checkpoints) == (13, 104, 30_614, 50)
+    assert (
+        machine.microbatch_size,
+        machine.global_batch_size,
+        machine.steps,
+        machine.checkpoints,
+    ) == (13, 104, 30_614, 50)
     assert machine.usd.low < 35.56 < machine.usd.high and machine.budget == "probably fits"
 
 
@@ -276,16 +344,21 @@ CHANGES = {
     "math attention and dropout": ONE_STEP | {"attention": "math", "drop_rate": 0.1},
     "muon": ONE_STEP | {"microbatch_size": 1, "optimizer": "muon"},
 }
-CASES = [([*SHAPES][(i + j) % len(SHAPES)], precision, change)  # each change with two shapes
-         for i, change in enumerate(CHANGES) for j, precision in enumerate(("fp32", "bf16"))]
+CASES = [
+    ([*SHAPES][(i + j) % len(SHAPES)], precision, change)  # each change with two shapes
+    for i, change in enumerate(CHANGES)
+    for j, precision in enumerate(("fp32", "bf16"))
+]
 CPU = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
 def configs(shape, **changes):
     model = {k: v for k, v in changes.items() if k in ModelConfig.model_fields}
     train = {k: v for k, v in changes.items() if k in TrainConfig.model_fields}
-    return (ModelConfig(**{"drop_rate": 0.0, "qkv_bias": False} | shape | model),
-            TrainConfig(**TINY_TRAIN | train))
+    return (
+        ModelConfig(**{"drop_rate": 0.0, "qkv_bias": False} | shape | model),
+        TrainConfig(**TINY_TRAIN | train),
+    )
 
 
 @pytest.mark.parametrize("has", [False, True])
@@ -309,16 +382,27 @@ def test_a_residual_stream_in_bf16_needs_less():
     assert found.total == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize(("shape", "optimizer", "tolerance"), [
-    (MANY_WORDS, {}, 0.04),  # buckets are 5%
-    (WIDE, {"optimizer": "muon"}, 0.1)])
-def test_ddp_buckets_replace_gradients_with_several_processes(shape, optimizer, tolerance,
-                                                              workplace):
-    model, train = configs(shape, precision="bf16", microbatch_size=6,
-                           gradient_accumulation_steps=2, **optimizer)
+@pytest.mark.parametrize(
+    ("shape", "optimizer", "tolerance"),
+    [
+        (MANY_WORDS, {}, 0.04),  # buckets are 5%
+        (WIDE, {"optimizer": "muon"}, 0.1),
+    ],
+)
+def test_ddp_buckets_replace_gradients_with_several_processes(
+    shape, optimizer, tolerance, workplace
+):
+    model, train = configs(
+        shape, precision="bf16", microbatch_size=6, gradient_accumulation_steps=2, **optimizer
+    )
     workplace.add_run(model=model.model_dump(), train=train.model_dump(exclude_none=True))
-    result = process_succeeded(forked("tests/support/torchrun_workers.py",
-                              ["peak-memory", str(workplace.root)], num_processes=2))
+    result = process_succeeded(
+        forked(
+            "tests/support/torchrun_workers.py",
+            ["peak-memory", str(workplace.root)],
+            num_processes=2,
+        )
+    )
     measured = int(result.stdout.split()[-1])
     setting = Setting(model, train, "bf16", num_processes=2, on_gpu=False)
     predicted = peak_memory(setting, 6)
@@ -334,8 +418,9 @@ def test_largest_microbatch_fits_and_the_next_one_does_not(global_batch_size, nu
     setting = Setting(model, train, "bf16", num_processes)
     for memory_gib in (2, 11.6, 39, 180):
         largest = largest_microbatch(setting, memory_gib)
-        assert all(peak_memory(setting, size).total <= memory_gib * 2**30
-                   for size in range(1, largest + 1))
+        assert all(
+            peak_memory(setting, size).total <= memory_gib * 2**30 for size in range(1, largest + 1)
+        )
         if global_batch_size is None:
             assert peak_memory(setting, largest + 1).total > memory_gib * 2**30
 
@@ -345,8 +430,13 @@ def test_largest_microbatch_fits_and_the_next_one_does_not(global_batch_size, nu
 @pytest.mark.parametrize("microbatch_size", [1, 8, 24])
 @pytest.mark.parametrize("drop_rate", [0.0, 0.1])
 def test_prediction_is_within_10_percent_on_a_gpu(precision, microbatch_size, drop_rate):
-    model, train = configs(GPT2_SMALL, precision=precision, drop_rate=drop_rate,
-                           microbatch_size=microbatch_size, compile=False)
+    model, train = configs(
+        GPT2_SMALL,
+        precision=precision,
+        drop_rate=drop_rate,
+        microbatch_size=microbatch_size,
+        compile=False,
+    )
     process = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
     measured = peak_of_training(model, train, process)
     predicted = peak_memory(Setting(model, train, precision, num_processes=1), microbatch_size)
@@ -357,13 +447,26 @@ def test_prediction_is_within_10_percent_on_a_gpu(precision, microbatch_size, dr
 
 H100 = "NVIDIA H100 80GB HBM3"
 LAUNCH = {"steps": 999, "tokens": 3_000_000_000, "seconds": 1000.0}  # 3 M tokens a second
-MACHINE = {"device": H100, "device_type": "cuda", "processes": 8, "precision": "bf16",
-           "compiled": True, "attention": "flash", "torch": "2.11"}
+MACHINE = {
+    "device": H100,
+    "device_type": "cuda",
+    "processes": 8,
+    "precision": "bf16",
+    "compiled": True,
+    "attention": "flash",
+    "torch": "2.11",
+}
 MODEL = load_run(PROJECT_DIR / "runs", "original").model.model_copy(update={"drop_rate": 0.0})
 TRAIN = load_run(PROJECT_DIR / "runs", "gpt2-small-1gpu").config
 WANTED = Setting(MODEL, TRAIN, "bf16", num_processes=1)
-ROW = {"device": "NVIDIA H200", "processes": 1, "precision": "bf16", "tokens_per_second": 500_000,
-       "model": MODEL.model_dump(), "source": "a stand-in of 2026-11-22"}
+ROW = {
+    "device": "NVIDIA H200",
+    "processes": 1,
+    "precision": "bf16",
+    "tokens_per_second": 500_000,
+    "model": MODEL.model_dump(),
+    "source": "a stand-in of 2026-11-22",
+}
 
 
 def changed(model, train, precision="bf16"):
@@ -374,11 +477,22 @@ def add_summary(runs_dir, name, *, age=0, **changes):
     """Write a summary of 1,000 steps at 3 M tokens a second on eight H100."""
     path = runs_dir / name / "summary.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({
-        "run": "mine", "status": "finished", "global_step": 999, "tokens": 3_003_003_003,
-        "seconds": {"training": 5e6, "waiting": 1.0}, "this_launch": LAUNCH,
-        "machine": MACHINE, "model": MODEL.model_dump(),
-        "train": {"activation_checkpointing": False, "microbatch_size": 64}} | changes))
+    path.write_text(
+        json.dumps(
+            {
+                "run": "mine",
+                "status": "finished",
+                "global_step": 999,
+                "tokens": 3_003_003_003,
+                "seconds": {"training": 5e6, "waiting": 1.0},
+                "this_launch": LAUNCH,
+                "machine": MACHINE,
+                "model": MODEL.model_dump(),
+                "train": {"activation_checkpointing": False, "microbatch_size": 64},
+            }
+            | changes
+        )
+    )
     os.utime(path, (1_700_000_000 - age,) * 2)
     return path
 
@@ -388,29 +502,42 @@ def expected(runs_dir, device=H100, wanted=WANTED):
 
 
 UNLIKE = [
-    {"status": "failed"}, {"this_launch": None}, {"this_launch": LAUNCH | {"steps": 48}},
-    {"machine": MACHINE | {"compiled": False}}, {"machine": MACHINE | {"precision": "tf32"}},
+    {"status": "failed"},
+    {"this_launch": None},
+    {"this_launch": LAUNCH | {"steps": 48}},
+    {"machine": MACHINE | {"compiled": False}},
+    {"machine": MACHINE | {"precision": "tf32"}},
     {"machine": MACHINE | {"attention": "math"}},
     {"machine": MACHINE | {"device": "NVIDIA H100 NVL"}},
     {"machine": MACHINE | {"device": "NVIDIA H100 80GB HBM3 MIG 1g.10gb"}},
-    {"machine": MACHINE | {"device_type": "cpu"}}, {"machine": "NVIDIA H100 80GB HBM3"},
+    {"machine": MACHINE | {"device_type": "cpu"}},
+    {"machine": "NVIDIA H100 80GB HBM3"},
     {"train": {"activation_checkpointing": True}},
     {"model": MODEL.model_dump() | {"n_layers": 36}},  # more than twice the FLOPs
     {"model": MODEL.model_dump() | {"drop_rate": 0.1}},
-    {"this_launch": LAUNCH | {"tokens": 10**14}}, {"this_launch": LAUNCH | {"tokens": 10**7}},
-    {"this_launch": LAUNCH | {"seconds": 0}}, {"this_launch": LAUNCH | {"tokens": "3000"}},
+    {"this_launch": LAUNCH | {"tokens": 10**14}},
+    {"this_launch": LAUNCH | {"tokens": 10**7}},
+    {"this_launch": LAUNCH | {"seconds": 0}},
+    {"this_launch": LAUNCH | {"tokens": "3000"}},
     {"model": {}},
 ]
 LIKE = [
-    {"status": "stopped"}, {"this_launch": {"steps": 49, "tokens": 3_000_000, "seconds": 1.0}},
-    {"machine": MACHINE | {"precision": "fp16"}}, {"machine": MACHINE | {"attention": "cudnn"}},
+    {"status": "stopped"},
+    {"this_launch": {"steps": 49, "tokens": 3_000_000, "seconds": 1.0}},
+    {"machine": MACHINE | {"precision": "fp16"}},
+    {"machine": MACHINE | {"attention": "cudnn"}},
     {"model": MODEL.model_dump() | {"n_layers": 24}},
 ]
 
 
-@pytest.mark.parametrize(("changes", "source"), [
-    *((one, "public") for one in UNLIKE), *((one, "own run") for one in LIKE),
-], ids=lambda value: str(value)[:80])
+@pytest.mark.parametrize(
+    ("changes", "source"),
+    [
+        *((one, "public") for one in UNLIKE),
+        *((one, "own run") for one in LIKE),
+    ],
+    ids=lambda value: str(value)[:80],
+)
 def test_a_speed_is_that_of_an_own_run_if_it_can_be_compared(tmp_path, changes, source):
     add_summary(tmp_path, "mine", **changes)
     assert expected(tmp_path).source == source
@@ -429,8 +556,10 @@ def test_a_shipped_measurement_comes_after_own_runs_and_before_the_estimate(tmp_
     path.write_text(json.dumps([ROW]))
     monkeypatch.setattr(speed_sources, "MEASURED_PATH", path)
     speed = expected_speed(WANTED, gpu, read_measured(tmp_path))
-    assert (speed.mfu, speed.source) == (pytest.approx(500e3 * 854.44e6 / 989e12, rel=1e-4),
-                                         "measured")
+    assert (speed.mfu, speed.source) == (
+        pytest.approx(500e3 * 854.44e6 / 989e12, rel=1e-4),
+        "measured",
+    )
     assert speed.detail.endswith("163,009,536 parameters (a stand-in of 2026-11-22)")
     add_summary(tmp_path, "mine", machine=MACHINE | {"device": "NVIDIA H200"})
     measured = read_measured(tmp_path)
@@ -452,12 +581,19 @@ def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path):
     assert "no public figure for several MI300X; assumed 32%" in speed.detail
 
 
-@pytest.mark.parametrize(("model", "train", "precision"), [
-    ({}, {}, "fp32"), ({}, {}, "tf32"), ({"drop_rate": 0.1}, {}, "bf16"),
-    ({"n_layers": 36}, {}, "bf16"), ({"vocab_size": 99, "n_layers": 1, "emb_dim": 96}, {}, "bf16"),
-    ({}, {"compile": False}, "bf16"), ({}, {"attention": "math"}, "bf16"),
-    ({}, {"activation_checkpointing": True}, "bf16"),
-])
+@pytest.mark.parametrize(
+    ("model", "train", "precision"),
+    [
+        ({}, {}, "fp32"),
+        ({}, {}, "tf32"),
+        ({"drop_rate": 0.1}, {}, "bf16"),
+        ({"n_layers": 36}, {}, "bf16"),
+        ({"vocab_size": 99, "n_layers": 1, "emb_dim": 96}, {}, "bf16"),
+        ({}, {"compile": False}, "bf16"),
+        ({}, {"attention": "math"}, "bf16"),
+        ({}, {"activation_checkpointing": True}, "bf16"),
+    ],
+)
 def test_a_public_figure_counts_only_for_such_a_run(tmp_path, model, train, precision):
     found = expected(tmp_path, wanted=changed(model, train, precision))
     assert found.source == "rough" and "a guess, as public runs are of GPT-2 sm" in found.detail
@@ -471,8 +607,11 @@ def test_the_plan_of_a_run_uses_an_own_run_and_says_which(workplace, seconds, is
     add_summary(workplace.runs_dir, "mine", this_launch=LAUNCH | {"seconds": seconds})
     arguments = ("plan", "tiny", "--runs-dir", str(workplace.runs_dir))
     assert "(run mine)\n" in succeeded(run_lab(*arguments)).output
-    found = next(found for found in checked(run_lab(*arguments, "--json").stdout).machines
-                 if found.name == "8x H100")
+    found = next(
+        found
+        for found in checked(run_lab(*arguments, "--json").stdout).machines
+        if found.name == "8x H100"
+    )
     assert found.source == "own run"
     # Of the last launch alone, after its first step.
     assert found.mfu == pytest.approx(3e9 / seconds * 854.44e6 / 8 / 989e12, rel=1e-4)
@@ -487,10 +626,16 @@ def test_the_summary_of_a_resumed_run_tells_the_speed_of_its_last_launch(workpla
     clock = PhaseClock()
     clock.resume({"training": 5000.0, "waiting": 1.0}, {})
     clock._spent |= {"training": 8.0, "waiting": 2.0}
-    end = RunEnd(first_step=900, global_step=999, stop_reason=None, lacks_validation=False,
-                 facts={"machine": MACHINE})
-    run.summary_path.write_text(json.dumps(summarise(
-        run, BatchPlan(8, 1, 8, 1024, 2000), clock, end, [])))
+    end = RunEnd(
+        first_step=900,
+        global_step=999,
+        stop_reason=None,
+        lacks_validation=False,
+        facts={"machine": MACHINE},
+    )
+    run.summary_path.write_text(
+        json.dumps(summarise(run, BatchPlan(8, 1, 8, 1024, 2000), clock, end, []))
+    )
     assert read_own(run.run_dir).tokens_per_second == pytest.approx(99 * 65536 / 10)
 
 
@@ -511,8 +656,12 @@ def add_measured(workplace, *, file="microbatch-search.json", train=None, **chan
     """Write a run with a file of a speed: 10 steps a second on two processes."""
     run_dir = workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
-    record = {"tokens_per_second": 10.0 * STEP, "machine": {"device": "A100", "processes": 2},
-              "model": run.model.model_dump(), "train": run.config.model_dump()} | changes
+    record = {
+        "tokens_per_second": 10.0 * STEP,
+        "machine": {"device": "A100", "processes": 2},
+        "model": run.model.model_dump(),
+        "train": run.config.model_dump(),
+    } | changes
     (run_dir / file).write_text(json.dumps(record))
     return run_dir
 
@@ -521,8 +670,9 @@ def save(workplace, *arguments):
     return run_lab("plan", "tiny", "--runs-dir", str(workplace.runs_dir), "--save", *arguments)
 
 
-@pytest.mark.parametrize("speed", [
-    {}, {"file": "summary.json", "tokens_per_second": 1.0, "this_launch": SHORT}])
+@pytest.mark.parametrize(
+    "speed", [{}, {"file": "summary.json", "tokens_per_second": 1.0, "this_launch": SHORT}]
+)
 def test_the_length_is_what_the_budget_buys_at_the_measured_speed(workplace, speed):
     """Each 5 steps a validation of 6 sequences takes a third of the work of 6 on one process."""
     run_dir = add_measured(workplace, **speed)
@@ -541,36 +691,60 @@ def test_the_length_is_what_the_budget_buys_at_the_measured_speed(workplace, spe
     assert result.output == (
         f"saved in {run_dir / 'train.json'}: min_train_tokens {tokens} ({steps} steps)\n"
         f"<0.01 hours, US${seconds(steps):.2f} at 3600 an hour: training and validation, without"
-        f" start-up and checkpoints\nmeasured: 1,280 tokens/s on 2x A100 ({file})\n")
+        f" start-up and checkpoints\nmeasured: 1,280 tokens/s on 2x A100 ({file})\n"
+    )
 
 
 def test_all_other_text_of_the_file_stays(workplace):
-    rest = ' "microbatch_size": 2, "gradient_accumulation_steps": 2, "checkpoint_interval": 5,' \
+    rest = (
+        ' "microbatch_size": 2, "gradient_accumulation_steps": 2, "checkpoint_interval": 5,'
         ' "precision": "fp32", "usd_per_hour": 3600.0}'
+    )
     run_dir = add_measured(workplace)
     for before, after in (
-            ('{ "dataset" : "tiny",\n\n  "min_train_tokens" :1536 ,',
-             '{ "dataset" : "tiny",\n\n  "min_train_tokens" :12800 ,'),
-            ('{\n\t"dataset": "tiny",', '{\n\t"min_train_tokens": 12800,\n\t"dataset": "tiny",')):
+        (
+            '{ "dataset" : "tiny",\n\n  "min_train_tokens" :1536 ,',
+            '{ "dataset" : "tiny",\n\n  "min_train_tokens" :12800 ,',
+        ),
+        ('{\n\t"dataset": "tiny",', '{\n\t"min_train_tokens": 12800,\n\t"dataset": "tiny",'),
+    ):
         (run_dir / "train.json").write_text(before + rest)
         succeeded(save(workplace, "--budget", "10.01"))
         assert (run_dir / "train.json").read_text() == after + rest
         release_run()
 
 
-NOT_MEASURED = ("no speed was measured with its settings on this machine; run ddp_train.py tiny"
-                " --find-max-microbatch --save")
+NOT_MEASURED = (
+    "no speed was measured with its settings on this machine; run ddp_train.py tiny"
+    " --find-max-microbatch --save"
+)
 
 
-@pytest.mark.parametrize("changes", [
-    {"file": "elsewhere.json"}, {"train": None}, {"model": {}}, {"machine": "A100"},
-    {"tokens_per_second": None}, {"tokens_per_second": 1e300},
-    {"machine": {"device": "A100", "processes": 10**400}}, {"machine": {"processes": 2}},
-    {"file": "summary.json", "this_launch": SHORT | {"steps": 48}},
-    {"file": "summary.json", "this_launch": SHORT | {"seconds": 0}},
-    *({"train": TINY_TRAIN | change} for change in (
-        {"microbatch_size": 4}, {"optimizer": "muon"}, {"compile": True}, {"precision": None})),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"file": "elsewhere.json"},
+        {"train": None},
+        {"model": {}},
+        {"machine": "A100"},
+        {"tokens_per_second": None},
+        {"tokens_per_second": 1e300},
+        {"machine": {"device": "A100", "processes": 10**400}},
+        {"machine": {"processes": 2}},
+        {"file": "summary.json", "this_launch": SHORT | {"steps": 48}},
+        {"file": "summary.json", "this_launch": SHORT | {"seconds": 0}},
+        *(
+            {"train": TINY_TRAIN | change}
+            for change in (
+                {"microbatch_size": 4},
+                {"optimizer": "muon"},
+                {"compile": True},
+                {"precision": None},
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_without_a_speed_of_such_a_run_nothing_is_written(workplace, changes):
     recorded = changes.pop("train", TINY_TRAIN)
     run_dir = add_measured(workplace, **changes)
@@ -583,10 +757,13 @@ def test_without_a_speed_of_such_a_run_nothing_is_written(workplace, changes):
     assert workplace.files() == before
 
 
-@pytest.mark.parametrize(("gpus", "is_here"), [(["A100", "A100"], True), (["H100"], False),
-                                               (["A100"], False), ([None], True)])
-def test_a_speed_of_other_gpus_than_this_machine_has_is_not_used(workplace, monkeypatch, gpus,
-                                                                 is_here):
+@pytest.mark.parametrize(
+    ("gpus", "is_here"),
+    [(["A100", "A100"], True), (["H100"], False), (["A100"], False), ([None], True)],
+)
+def test_a_speed_of_other_gpus_than_this_machine_has_is_not_used(
+    workplace, monkeypatch, gpus, is_here
+):
     add_measured(workplace)
     readings = [GpuReading(name=name) for name in gpus]
     monkeypatch.setattr(speed_sources, "read_gpus", lambda: readings)
@@ -596,14 +773,18 @@ def test_a_speed_of_other_gpus_than_this_machine_has_is_not_used(workplace, monk
 
 
 def test_a_run_that_has_begun_keeps_its_length(workplace):
-    run_dir = add_measured(workplace, train=WITHOUT_VALIDATION | {
-        "min_train_tokens": 100 * STEP - 5, "usd_per_hour": 3600.0})
+    run_dir = add_measured(
+        workplace,
+        train=WITHOUT_VALIDATION | {"min_train_tokens": 100 * STEP - 5, "usd_per_hour": 3600.0},
+    )
     checkpoint = run_dir / "checkpoints/20261123Z120000-iteration-4"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").touch()
     before = workplace.files()
-    assert ("has checkpoints, so its length cannot become 200 steps; to start over with that, move"
-            " checkpoints/ away") in error_line(save(workplace, "--budget", "20.01"))
+    assert (
+        "has checkpoints, so its length cannot become 200 steps; to start over with that, move"
+        " checkpoints/ away"
+    ) in error_line(save(workplace, "--budget", "20.01"))
     assert workplace.files() == before
     release_run()
     assert "12800 (100 steps)" in succeeded(save(workplace, "--budget", "10.01")).output
@@ -612,12 +793,16 @@ def test_a_run_that_has_begun_keeps_its_length(workplace):
 OPTIONS = "--save needs --budget, --usd-per-hour needs --save; neither goes with --machine, "
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--budget", "9"], "--save needs the machine's price; set usd_per_hour, or pass"),
-    (["--budget", "0.0001", "--usd-per-hour", "36"], "buys no step, which costs US$0.0"),
-    ([], OPTIONS), (["--budget", "9", "--json"], OPTIONS),
-    (["--budget", "9", "--machine", "a=1xH100@2"], OPTIONS),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "9"], "--save needs the machine's price; set usd_per_hour, or pass"),
+        (["--budget", "0.0001", "--usd-per-hour", "36"], "buys no step, which costs US$0.0"),
+        ([], OPTIONS),
+        (["--budget", "9", "--json"], OPTIONS),
+        (["--budget", "9", "--machine", "a=1xH100@2"], OPTIONS),
+    ],
+)
 def test_what_cannot_be_saved_is_one_line(workplace, arguments, message):
     add_measured(workplace)
     before = workplace.files()

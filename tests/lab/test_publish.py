@@ -47,8 +47,15 @@ from trainer.models import LoadedModel, load_model
 transformers = package("transformers")
 gguf = package("gguf")
 
-EXPORTED = {"README.md", "config.json", "generation_config.json", "model.safetensors",
-            "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}
+EXPORTED = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
 CHARTS = {"loss-chart.png", "grad-norm-chart.png", "learning-rate-chart.png"}
 SHAPE = {"context_length": 64, "emb_dim": 64, "n_heads": 4}
 
@@ -99,7 +106,8 @@ def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(trained, tmp_p
     tokenizer = transformers.AutoTokenizer.from_pretrained(output)
     assert tokenizer.encode(text) == list(text.encode()) and tokenizer.eos_token_id == 256
     generated = transformers.pipeline("text-generation", model=str(output))(
-        "ab", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+        "ab", max_new_tokens=4, do_sample=False
+    )[0]["generated_text"]
     assert generated.startswith("ab") and len(generated) > 2
 
 
@@ -117,11 +125,13 @@ def test_transformers_loads_the_tokenizer_of_gpt2(tmp_path):
 def test_a_model_is_uploaded_and_a_repository_keeps_its_visibility(trained, tmp_path, hub):
     export_dir = trained.runs_dir / "tiny/export"
     for options, kind, others, refusal in (
-            ((), "private", ("--public",), "is private; omit --public"),
-            (("--public",), "public", (), "is public; add --public")):
+        ((), "private", ("--public",), "is private; omit --public"),
+        (("--public",), "public", (), "is public; add --public"),
+    ):
         name = f"someone/{kind}"
-        dry = succeeded(publish(trained, "tiny", name, *options, "--dry-run",
-                                **hub.environment(tmp_path)))
+        dry = succeeded(
+            publish(trained, "tiny", name, *options, "--dry-run", **hub.environment(tmp_path))
+        )
         assert f"would upload to the {kind} model repository {name}" in dry.stdout
         size = (export_dir / "model.safetensors").stat().st_size
         assert f"{size:>15,} bytes  model.safetensors" in dry.stdout
@@ -151,8 +161,10 @@ def test_a_broken_upload_is_retried_and_can_be_repeated(trained, tmp_path, hub, 
     succeeded(publish(trained, "tiny", "someone/tiny", **environment))
     assert hub.files("model", "someone/tiny").keys() == EXPORTED | CHARTS
     assert set(hub.received.values()) == {1}  # received files were not sent again
-    for token, message in (("", "uploading needs a token; set HF_TOKEN"),
-                           ("hf_wrong", "set HF_TOKEN")):
+    for token, message in (
+        ("", "uploading needs a token; set HF_TOKEN"),
+        ("hf_wrong", "set HF_TOKEN"),
+    ):
         result = publish(trained, "tiny", "someone/other", **hub.environment(tmp_path, token=token))
         assert message in uploading_error(result)
         assert ("model", "someone/other") not in hub.repositories
@@ -168,8 +180,10 @@ def test_a_dataset_is_uploaded_unchanged(workplace, tmp_path, hub):
     assert "nothing uploaded" in dry.stdout and hub.paths == []
     succeeded(publish(workplace, *command, **environment))
     files = hub.files("dataset", "someone/dataset")
-    assert files == {name: (directory / name).read_bytes() for name in (
-        "README.md", "train.safetensors", "validation.safetensors")}
+    assert files == {
+        name: (directory / name).read_bytes()
+        for name in ("README.md", "train.safetensors", "validation.safetensors")
+    }
     assert "name the REPOSITORY" in error_line(publish(workplace, str(directory)))
     assert "without --output" in error_line(publish(workplace, *command, "--license", "mit"))
 
@@ -233,8 +247,11 @@ def test_an_export_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monke
     output = write_export(no_tokenizer(), tmp_path / "export", Extras("tags: ddp-train"))
     before = files_of(output)
 
-    for error in (OSError(errno.ENOSPC, "No space left on device"),
-                  SafetensorError("I/O error: No space left on device (os error 28)")):
+    for error in (
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ):
+
         def fail(*_, error=error):
             raise error
 
@@ -250,12 +267,14 @@ def test_a_user_error_is_one_line(trained, tmp_path):
     (tmp_path / "link").symlink_to("elsewhere")
     (tmp_path / "file").write_text("mine")
     for arguments, message in (
-            (("nix",), "no such run"), (("../tiny",), "not a plain name"),
-            ((".",), "not a plain name"),
-            (("tiny", "nix"), "REPOSITORY: 'nix' cannot be used; give owner/name"),
-            (("tiny", "some/one", "--checkpoint", "nix"), "no checkpoint 'nix'"),
-            (("tiny", "--output", str(tmp_path / "link")), "is not a directory"),
-            (("tiny", "--output", str(tmp_path / "file")), "is not a directory")):
+        (("nix",), "no such run"),
+        (("../tiny",), "not a plain name"),
+        ((".",), "not a plain name"),
+        (("tiny", "nix"), "REPOSITORY: 'nix' cannot be used; give owner/name"),
+        (("tiny", "some/one", "--checkpoint", "nix"), "no checkpoint 'nix'"),
+        (("tiny", "--output", str(tmp_path / "link")), "is not a directory"),
+        (("tiny", "--output", str(tmp_path / "file")), "is not a directory"),
+    ):
         assert message in error_line(publish(trained, *arguments))
     assert (tmp_path / "file").read_text() == "mine" and names_in(tmp_path / "elsewhere") == set()
     assert not (trained.runs_dir / "tiny/export").exists()
@@ -272,8 +291,11 @@ def test_a_tuned_model_is_published_with_its_template_and_card(workplace, tuned,
     assert card.data.to_dict() == old.data.to_dict() | {"license": "cc-by-4.0"}
     assert transformers.AutoTokenizer.from_pretrained(output).chat_template
     for repository in ("someone/tuned", "someone/again"):
-        succeeded(publish(workplace, str(tuned), repository, "--language", "en",
-                          **hub.environment(tmp_path)))
+        succeeded(
+            publish(
+                workplace, str(tuned), repository, "--language", "en", **hub.environment(tmp_path)
+            )
+        )
         files = hub.files("model", repository)
         assert files == files_of(tuned)
         assert files["model.safetensors"] == before["model.safetensors"]
@@ -300,8 +322,9 @@ def test_a_kill_while_an_export_is_replaced_loses_nothing(trained, monkeypatch):
     assert [path.name for path in place.parent.glob(".*export*")] == []
 
 
-def test_a_run_that_removes_what_is_read_is_read_again_and_damage_is_an_error(trained, tmp_path,
-                                                                              monkeypatch):
+def test_a_run_that_removes_what_is_read_is_read_again_and_damage_is_an_error(
+    trained, tmp_path, monkeypatch
+):
     checkpoints_dir = trained.runs_dir / "tiny/checkpoints"
     load_weights, opened = models.load_weights, []
     command = "tiny", "--checkpoint", "latest", "--output", str(tmp_path / "export")
@@ -311,8 +334,13 @@ def test_a_run_that_removes_what_is_read_is_read_again_and_damage_is_an_error(tr
         if len(opened) < 3:  # save the next checkpoint and remove the others, as a run does
             newest = list_checkpoints(checkpoints_dir)[-1]
             weights = load_file(newest.path / "model.safetensors")
-            save_checkpoint(checkpoints_dir, Snapshot(weights, {}), newest.meta.model_copy(
-                update={"global_step": newest.meta.global_step + 1, "loss": None}))
+            save_checkpoint(
+                checkpoints_dir,
+                Snapshot(weights, {}),
+                newest.meta.model_copy(
+                    update={"global_step": newest.meta.global_step + 1, "loss": None}
+                ),
+            )
             prune(checkpoints_dir, keep=1, protected=())
             for other in list_checkpoints(checkpoints_dir)[:-1]:
                 shutil.rmtree(other.path)
@@ -333,10 +361,12 @@ def test_a_run_that_removes_what_is_read_is_read_again_and_damage_is_an_error(tr
 
 def test_tokens_load_with_safetensors_alone(workplace):
     path = workplace.add_dataset() / "train.safetensors"
-    code = ("import sys\nfrom safetensors import safe_open\n"
-            f"with safe_open({str(path)!r}, framework='numpy') as file:\n"
-            "    print(file.get_slice('tokens')[2:5].tolist())\n"
-            "assert not {'torch', 'tokens'} & sys.modules.keys()\n")
+    code = (
+        "import sys\nfrom safetensors import safe_open\n"
+        f"with safe_open({str(path)!r}, framework='numpy') as file:\n"
+        "    print(file.get_slice('tokens')[2:5].tolist())\n"
+        "assert not {'torch', 'tokens'} & sys.modules.keys()\n"
+    )
     shown = process_succeeded(run_command(sys.executable, "-c", code)).stdout
     assert json.loads(shown) == TokenFile(path).read(2, 5).tolist()
 
@@ -360,16 +390,43 @@ def words_of(card):
 def test_the_card_has_all_results(trained, tmp_path):
     run_dir, output = trained.runs_dir / "tiny", tmp_path / "export"
     checkpoint = find_checkpoint(run_dir / "checkpoints", "best")
-    measured = {"checkpoint": checkpoint.name, "global_step": checkpoint.meta.global_step,
-                "dataset": "tiny", "split": "validation", "start_token": 16, "num_tokens": 320}
-    (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
-        measured | {"loss": 9.5}, measured | {"loss": 5.25, "perplexity": 190.5},
-        measured | {"checkpoint": "another", "loss": 1.0}, {"junk": 1},
-        measured | {"split": "train", "loss": 0.5},  # of tokens trained on
-        measured | {"dataset": None, "benchmark": "blimp", "split": "train", "accuracy": 0.5,
-                    "questions_from": "nyu-mll/blimp"},
-        measured | {"dataset": None, "benchmark": "blimp", "split": None, "accuracy": 0.25,
-                    "questions_from": "own|.jsonl"}]) + '{"half')
+    measured = {
+        "checkpoint": checkpoint.name,
+        "global_step": checkpoint.meta.global_step,
+        "dataset": "tiny",
+        "split": "validation",
+        "start_token": 16,
+        "num_tokens": 320,
+    }
+    (run_dir / "evaluations.jsonl").write_text(
+        "".join(
+            json.dumps(line) + "\n"
+            for line in [
+                measured | {"loss": 9.5},
+                measured | {"loss": 5.25, "perplexity": 190.5},
+                measured | {"checkpoint": "another", "loss": 1.0},
+                {"junk": 1},
+                measured | {"split": "train", "loss": 0.5},  # of tokens trained on
+                measured
+                | {
+                    "dataset": None,
+                    "benchmark": "blimp",
+                    "split": "train",
+                    "accuracy": 0.5,
+                    "questions_from": "nyu-mll/blimp",
+                },
+                measured
+                | {
+                    "dataset": None,
+                    "benchmark": "blimp",
+                    "split": None,
+                    "accuracy": 0.25,
+                    "questions_from": "own|.jsonl",
+                },
+            ]
+        )
+        + '{"half'
+    )
     succeeded(publish(trained, "tiny", "--output", str(output), "--license", "apache-2.0"))
     card = ModelCard.load(output / "README.md")
     facts = card.data.to_dict()
@@ -379,14 +436,21 @@ def test_the_card_has_all_results(trained, tmp_path):
         "validation loss during training (nats per token)": checkpoint.loss,
         "loss (nats per token), 320 tokens from token 16": 5.25,
         "perplexity, 320 tokens from token 16": 190.5,
-        "accuracy": 0.5, "accuracy, questions of own|.jsonl": 0.25,
+        "accuracy": 0.5,
+        "accuracy, questions of own|.jsonl": 0.25,
     }
     splits = {found.metric_name: found.dataset_split for found in card.data.eval_results}
     assert splits["accuracy"] == "train" and splits["accuracy, questions of own|.jsonl"] is None
-    for wanted in (f"{checkpoint.meta.tokens:,} tokens of `tiny`", "14,976 parameters",
-                   f"step | {checkpoint.meta.global_step + 1} of 10", "| US$ | ",
-                   '"learning_rate": 0.01', "![Training and validation loss](loss-chart.png)",
-                   "| global batch | 2 x 1 x 1 sequences of 16 tokens |", "| 5.250000 |"):
+    for wanted in (
+        f"{checkpoint.meta.tokens:,} tokens of `tiny`",
+        "14,976 parameters",
+        f"step | {checkpoint.meta.global_step + 1} of 10",
+        "| US$ | ",
+        '"learning_rate": 0.01',
+        "![Training and validation loss](loss-chart.png)",
+        "| global batch | 2 x 1 x 1 sequences of 16 tokens |",
+        "| 5.250000 |",
+    ):
         assert wanted in card.text, wanted
 
 
@@ -403,8 +467,9 @@ def test_no_path_of_the_machine_is_in_a_card(trained, monkeypatch):
         monkeypatch.chdir(place)
         card = card_of(trained, init_from="exports/mine")
         assert '"init_from": "mine"' in card and "exports/" not in card
-    assert "from the weights of `someone/gpt` on" in words_of(card_of(trained,
-                                                                      init_from="someone/gpt"))
+    assert "from the weights of `someone/gpt` on" in words_of(
+        card_of(trained, init_from="someone/gpt")
+    )
     assert "trained from scratch on" in words_of(card_of(trained, init_from=None))
 
 
@@ -412,26 +477,42 @@ CARD_OF_MINE = "---\nlicense: cc-by-4.0\nlanguage:\n- de\n- pt-BR\n---\n"
 
 
 def test_licence_and_languages_are_those_of_the_dataset(tmp_path):
-    for name in ("gpjt/fineweb-gpt2-tokens", "gpjt/fineweb-edu-gpt2-tokens",
-                 "HuggingFaceFW/fineweb"):
+    for name in (
+        "gpjt/fineweb-gpt2-tokens",
+        "gpjt/fineweb-edu-gpt2-tokens",
+        "HuggingFaceFW/fineweb",
+    ):
         assert declared_of(name, tmp_path) == ("odc-by", ["en"])
     (tmp_path / "mine").mkdir()
     path = tmp_path / "mine/README.md"
     for card, *wanted in (
-            (CARD_OF_MINE, "cc-by-4.0", ["de", "pt-BR"]),
-            (CARD_OF_MINE.replace("cc-by-4.0", "unknown"), None, []),  # nobody has filled it in
-            (CARD_OF_MINE.replace("cc-by-4.0", "'a: b'"), None, []),
-            (CARD_OF_MINE.replace("de\n", "'<b>'\n"), "cc-by-4.0", []),
-            ("---\nlicense: mit\nlanguage: nl\n---\n", "mit", ["nl"]),
-            ("---\nlicense: [\n---\n", None, []), ("no front matter", None, []),
-            ("---\nlicense: [mit, gpl]\nlanguage: 7\n---\n", None, [])):
+        (CARD_OF_MINE, "cc-by-4.0", ["de", "pt-BR"]),
+        (CARD_OF_MINE.replace("cc-by-4.0", "unknown"), None, []),  # nobody has filled it in
+        (CARD_OF_MINE.replace("cc-by-4.0", "'a: b'"), None, []),
+        (CARD_OF_MINE.replace("de\n", "'<b>'\n"), "cc-by-4.0", []),
+        ("---\nlicense: mit\nlanguage: nl\n---\n", "mit", ["nl"]),
+        ("---\nlicense: [\n---\n", None, []),
+        ("no front matter", None, []),
+        ("---\nlicense: [mit, gpl]\nlanguage: 7\n---\n", None, []),
+    ):
         path.write_text(card)
         assert declared_of("mine", tmp_path) == tuple(wanted), card
     (tmp_path / "README.md").write_text(CARD_OF_MINE)
     path.unlink()
     path.symlink_to(tmp_path / "README.md")
-    for name in ("..", "../mine/..", ".", "", str(tmp_path), "mine", "nix", "fineweb", "fineweb2",
-                 "fineweb-gpt2-tokens", "someone/fineweb"):
+    for name in (
+        "..",
+        "../mine/..",
+        ".",
+        "",
+        str(tmp_path),
+        "mine",
+        "nix",
+        "fineweb",
+        "fineweb2",
+        "fineweb-gpt2-tokens",
+        "someone/fineweb",
+    ):
         assert declared_of(name, tmp_path) == (None, [])
 
 
@@ -443,13 +524,19 @@ def test_a_run_has_the_licence_of_its_dataset_only_if_trained_from_scratch(train
 
 
 def test_licence_and_languages_can_be_named(trained):
-    for option, value in (("--license", "My Licence"), ("--license", "mit\ntags: x"),
-                          ("--license", ""), ("--language", "English"), ("--language", "e\x1b")):
+    for option, value in (
+        ("--license", "My Licence"),
+        ("--license", "mit\ntags: x"),
+        ("--license", ""),
+        ("--language", "English"),
+        ("--language", "e\x1b"),
+    ):
         assert option in error_line(publish(trained, "tiny", option, value))
     export_dir = trained.runs_dir / "tiny/export"
     assert not export_dir.exists()
-    succeeded(publish(trained, "tiny", "--license", "mit", "--language", "de", "--language",
-                      "pt-BR"))
+    succeeded(
+        publish(trained, "tiny", "--license", "mit", "--language", "de", "--language", "pt-BR")
+    )
     card = ModelCard.load(export_dir / "README.md")
     assert (card.data.license, card.data.language) == ("mit", ["de", "pt-BR"])
 
@@ -481,20 +568,33 @@ def test_damaged_and_hostile_records_never_break_a_card(trained):
     run_dir = trained.runs_dir / "tiny"
     target = load_model("tiny", runs_dir=trained.runs_dir)
     evaluations = [
-        '"loss": 1.5, "num_tokens": "x"', '"loss": 1.5, "num_tokens": 3, "start_token": null',
-        '"loss": "x"', '"loss": NaN', '"loss": 1.5, "dataset": ["a"]',
+        '"loss": 1.5, "num_tokens": "x"',
+        '"loss": 1.5, "num_tokens": 3, "start_token": null',
+        '"loss": "x"',
+        '"loss": NaN',
+        '"loss": 1.5, "dataset": ["a"]',
         '"loss": 1.5, "dataset": "a|b\\nc", "split": {"a": 1}',
         f'"loss": 1.5, "dataset": {json.dumps(HOSTILE)}',
-        f'"accuracy": 0.5, "benchmark": {json.dumps(HOSTILE)}']
-    (run_dir / "evaluations.jsonl").write_text("".join(
-        f'{{"checkpoint": "{target.checkpoint.name}", "global_step": 1, {text}}}\n'
-        for text in evaluations))
+        f'"accuracy": 0.5, "benchmark": {json.dumps(HOSTILE)}',
+    ]
+    (run_dir / "evaluations.jsonl").write_text(
+        "".join(
+            f'{{"checkpoint": "{target.checkpoint.name}", "global_step": 1, {text}}}\n'
+            for text in evaluations
+        )
+    )
     for summary in (
-            '{"batch": {"x": 1}}', '{"batch": [1]}', '{"machine": "x"}', "junk", None,
-            '{"tokens_per_second": "x"}', '{"train": {"dataset": "a|b\\nc"}}',
-            json.dumps({"train": {"dataset": HOSTILE}}),
-            json.dumps({"train": {"dataset": "tiny", "init_from": HOSTILE}}),
-            json.dumps({"machine": dict.fromkeys(("device", "torch"), HOSTILE)})):
+        '{"batch": {"x": 1}}',
+        '{"batch": [1]}',
+        '{"machine": "x"}',
+        "junk",
+        None,
+        '{"tokens_per_second": "x"}',
+        '{"train": {"dataset": "a|b\\nc"}}',
+        json.dumps({"train": {"dataset": HOSTILE}}),
+        json.dumps({"train": {"dataset": "tiny", "init_from": HOSTILE}}),
+        json.dumps({"machine": dict.fromkeys(("device", "torch"), HOSTILE)}),
+    ):
         (run_dir / "summary.json").unlink(missing_ok=True)
         if summary is not None:
             (run_dir / "summary.json").write_text(summary)
@@ -512,8 +612,10 @@ def test_the_card_says_that_training_goes_on(trained):
     for summary, goes_on in (({"status": "running"}, True), (finished, False)):
         run.summary_path.write_text(json.dumps(summary))
         target = load_model("tiny", runs_dir=trained.runs_dir)
-        says = ("of `tiny` so far: these are the weights after step"
-                f" {target.checkpoint.meta.global_step + 1}; training goes on. It is")
+        says = (
+            "of `tiny` so far: these are the weights after step"
+            f" {target.checkpoint.meta.global_step + 1}; training goes on. It is"
+        )
         assert (says in words_of(model_card(target, Request("tiny")))) == goes_on
 
 
@@ -529,16 +631,21 @@ def target_of(model, tmp_path, /, *, tokenizer="bytes", **changes):
 
 
 def exported(target, tmp_path, *, chat_template=None):
-    return write_export(target, tmp_path / "export", Extras(
-        "tags: ddp-train", chat_template=chat_template, with_gguf=True))
+    return write_export(
+        target,
+        tmp_path / "export",
+        Extras("tags: ddp-train", chat_template=chat_template, with_gguf=True),
+    )
 
 
 def fields_of(path):
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
-@pytest.mark.parametrize(("tokenizer", "vocab_size"), [
-    ("bytes", 264), ("own", 310), pytest.param("gpt2", 50304, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("tokenizer", "vocab_size"),
+    [("bytes", 264), ("own", 310), pytest.param("gpt2", 50304, marks=pytest.mark.thorough)],
+)
 def test_each_id_has_its_token(tmp_path, tokenizer, vocab_size):
     target = target_of(random_model(**SHAPE, vocab_size=vocab_size), tmp_path, tokenizer=tokenizer)
     fields = fields_of(exported(target, tmp_path, chat_template="{{ x }}") / "model-F16.gguf")
@@ -555,20 +662,26 @@ def test_each_id_has_its_token(tmp_path, tokenizer, vocab_size):
             found = bytes(bytes_of[letter] for letter in tokens[number])
             assert found == ours.decode_single_token_bytes(number) and kinds[number] == 1
     assert tokens[ours.eot_token] == "<|endoftext|>" and kinds[ours.eot_token] == 3
-    assert set(kinds[ours.n_vocab:]) == {5} and fields["tokenizer.ggml.merges"]
+    assert set(kinds[ours.n_vocab :]) == {5} and fields["tokenizer.ggml.merges"]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("tied", "bias", "emb_dim"), [
-    (True, False, 64), (False, True, 24)])  # 24 is no multiple of a block of 32
+@pytest.mark.parametrize(
+    ("tied", "bias", "emb_dim"), [(True, False, 64), (False, True, 24)]
+)  # 24 is no multiple of a block of 32
 def test_transformers_loads_the_gguf_files(tmp_path, tied, bias, emb_dim):
-    model = random_model(**SHAPE | {"context_length": 1024, "emb_dim": emb_dim}, vocab_size=264,
-                         tie_weights=tied, qkv_bias=bias)
+    model = random_model(
+        **SHAPE | {"context_length": 1024, "emb_dim": emb_dim},
+        vocab_size=264,
+        tie_weights=tied,
+        qkv_bias=bias,
+    )
     output, tokens = exported(target_of(model, tmp_path), tmp_path), torch.arange(40).view(2, 20)
     for name, kind in GGUF_FILES.items():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(output, gguf_file=name).eval()
         assert (model(tokens) - theirs(tokens).logits).abs().max() < (
-            0.03 if kind == "Q8_0" else 0.002)
+            0.03 if kind == "Q8_0" else 0.002
+        )
         assert theirs.config.eos_token_id == 256
         for tensor in gguf.GGUFReader(output / name).tensors:
             is_matrix = len(tensor.shape) == 2 and tensor.name != "position_embd.weight"
@@ -576,17 +689,26 @@ def test_transformers_loads_the_gguf_files(tmp_path, tied, bias, emb_dim):
             assert tensor.tensor_type.name == ("F32" if not is_matrix else kind if fits else "F16")
 
 
-@pytest.mark.parametrize("changes", [
-    {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
-                       "use_regex": True}},
-    {"normalizer": {"type": "NFC"}},
-    {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
-    {"ignore_merges": True},
-    {"byte_fallback": True},
-    {"continuing_subword_prefix": "##", "merges": []},
-    {"end_of_word_suffix": "</w>", "merges": []},
-    {"vocab": {"a": 0, "b": 1}, "merges": []},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            }
+        },
+        {"normalizer": {"type": "NFC"}},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
+        {"ignore_merges": True},
+        {"byte_fallback": True},
+        {"continuing_subword_prefix": "##", "merges": []},
+        {"end_of_word_suffix": "</w>", "merges": []},
+        {"vocab": {"a": 0, "b": 1}, "merges": []},
+    ],
+)
 def test_a_tokenizer_that_gguf_cannot_hold_is_refused(tmp_path, changes):
     if not changes.keys() & {"pre_tokenizer", "normalizer", "model"}:
         parts = json.loads((write_tokenizer(tmp_path) / "tokenizer.json").read_text())
@@ -601,8 +723,10 @@ def test_models_that_gguf_cannot_hold_are_refused(tmp_path):
     model = random_model(vocab_size=257)
     with torch.no_grad():
         model.blocks[0].mlp.up.weight[0, 0] = 1e5
-    for refused, message in ((model, "up to 100000, too large for 16-bit"),
-                             (random_model(vocab_size=200), "has 257 entries, the model 200")):
+    for refused, message in (
+        (model, "up to 100000, too large for 16-bit"),
+        (random_model(vocab_size=200), "has 257 entries, the model 200"),
+    ):
         with pytest.raises(UserError, match=message):
             exported(target_of(refused, tmp_path), tmp_path)
 

@@ -21,9 +21,16 @@ from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.watching import ODD_VALUES, add_run, append, lines, report, validation
 from tests.support.workplace import draw_bare
 
-COMMANDS = (["list"], ["list", "--json"], ["watch", "--text"], ["watch", "--export", "page.html"],
-            ["compare", "--charts", "charts"], ["compare", "--markdown"], ["compare", "--csv"],
-            ["compare", "--json"])
+COMMANDS = (
+    ["list"],
+    ["list", "--json"],
+    ["watch", "--text"],
+    ["watch", "--export", "page.html"],
+    ["compare", "--charts", "charts"],
+    ["compare", "--markdown"],
+    ["compare", "--csv"],
+    ["compare", "--json"],
+)
 
 
 def beat(run_dir, *, age=0.0, phase="training", **values):
@@ -36,12 +43,22 @@ def beat(run_dir, *, age=0.0, phase="training", **values):
 
 
 def test_the_state_of_a_finished_run(runs_dir):
-    add_run(runs_dir, "done", global_step=99, seconds={"training": 9.0, "startup": 1.5},
-            usd={"training": 0.4, "total": 0.5}, machine={"peak_memory_gib": 3.25})
+    add_run(
+        runs_dir,
+        "done",
+        global_step=99,
+        seconds={"training": 9.0, "startup": 1.5},
+        usd={"training": 0.4, "total": 0.5},
+        machine={"peak_memory_gib": 3.25},
+    )
     state = read_state(runs_dir, "done")
-    assert read_state(runs_dir, add_run(runs_dir, "mean", global_step=99, seconds={},
-                                        tokens_per_second=1234.0).name
-                      ).tokens_per_second == 1234  # of the whole run, not of its last steps
+    assert (
+        read_state(
+            runs_dir,
+            add_run(runs_dir, "mean", global_step=99, seconds={}, tokens_per_second=1234.0).name,
+        ).tokens_per_second
+        == 1234
+    )  # of the whole run, not of its last steps
     assert (state.status, state.global_step, state.num_steps) == ("finished", 99, 200)
     assert state.tokens == 100 * 2048 and state.validation_loss == 1.5 + 1 / 100
     assert state.train_loss == 1.4 and state.tokens_per_second == 20480
@@ -52,14 +69,25 @@ def test_the_state_of_a_finished_run(runs_dir):
 def test_the_state_of_a_running_run(runs_dir):
     run_dir = add_run(runs_dir, "live", status="running", seconds={"training": 0.0})
     beat(run_dir, phase="validation")
-    append(run_dir, report(110, mfu=0.41, usd=0.25, gpu_memory_gib=[10.5, None, 70.25],
-                           disk_free_gib=2.0, skipped_steps=3))
+    append(
+        run_dir,
+        report(
+            110,
+            mfu=0.41,
+            usd=0.25,
+            gpu_memory_gib=[10.5, None, 70.25],
+            disk_free_gib=2.0,
+            skipped_steps=3,
+        ),
+    )
     state = read_state(runs_dir, "live")
     assert (state.status, state.phase) == ("running", "validation")
     assert 0 <= state.heartbeat_seconds < 30
     assert (state.mfu, state.usd, state.memory_gib, state.seconds) == (0.41, 0.25, 70.25, 11.0)
-    assert [any(part in warning for warning in state.warnings)
-            for part in ("3 of the last", "2.0 GiB free")] == [True, True]
+    assert [
+        any(part in warning for warning in state.warnings)
+        for part in ("3 of the last", "2.0 GiB free")
+    ] == [True, True]
 
 
 def test_the_time_left_counts_validations_and_not_what_a_resumed_run_lost(runs_dir):
@@ -72,8 +100,14 @@ def test_the_time_left_counts_validations_and_not_what_a_resumed_run_lost(runs_d
 
 def test_every_command_tells_the_same_time_and_money(runs_dir):
     """A killed run: its heartbeat is later than its last record."""
-    run_dir = add_run(runs_dir, "killed", status="running", steps=0, seconds={"startup": 1.0},
-                      usd={"startup": 0.01, "total": 0.01})
+    run_dir = add_run(
+        runs_dir,
+        "killed",
+        status="running",
+        steps=0,
+        seconds={"startup": 1.0},
+        usd={"startup": 0.01, "total": 0.01},
+    )
     append(run_dir, report(50, seconds=40.0, usd=0.4), report(60, seconds=50.0, usd=0.5))
     beat(run_dir, age=1000.0, seconds=60.0)
     options = ("--json", "--runs-dir", str(runs_dir))
@@ -85,16 +119,21 @@ def test_every_command_tells_the_same_time_and_money(runs_dir):
     assert state.status == row.status == page["status"] == "no heartbeat"
 
 
-@pytest.mark.parametrize(("summary", "heartbeat", "written", "status"), [
-    ({"status": "running", "num_steps": 200}, 0, 0, "running"),
-    ({"status": "running"}, 75, 0, "no heartbeat"),
-    ({"status": "running", "num_steps": 200}, None, 0, "running"),
-    ({"status": "running"}, None, 7200, "running when last written"),
-    ({"status": "stopped", "reason": "SIGTERM"}, 0, 0, "stopped"),
-    ({"status": "a\x1b[2J"}, None, 0, "a\\x1b[2J"),
-    ({"status": 3}, None, 0, "summary damaged"), ([], None, 0, "summary damaged"),
-    (None, None, 0, "no summary"), (None, 0, 0, "running"),
-])
+@pytest.mark.parametrize(
+    ("summary", "heartbeat", "written", "status"),
+    [
+        ({"status": "running", "num_steps": 200}, 0, 0, "running"),
+        ({"status": "running"}, 75, 0, "no heartbeat"),
+        ({"status": "running", "num_steps": 200}, None, 0, "running"),
+        ({"status": "running"}, None, 7200, "running when last written"),
+        ({"status": "stopped", "reason": "SIGTERM"}, 0, 0, "stopped"),
+        ({"status": "a\x1b[2J"}, None, 0, "a\\x1b[2J"),
+        ({"status": 3}, None, 0, "summary damaged"),
+        ([], None, 0, "summary damaged"),
+        (None, None, 0, "no summary"),
+        (None, 0, 0, "running"),
+    ],
+)
 def test_the_status_of_a_run(runs_dir, summary, heartbeat, written, status):
     run_dir = add_run(runs_dir, "run")
     (run_dir / "summary.json").write_text(json.dumps(summary))
@@ -107,18 +146,32 @@ def test_the_status_of_a_run(runs_dir, summary, heartbeat, written, status):
     state = read_state(runs_dir, "run")
     assert state.status == read_result(run_dir).status == status
     assert (state.seconds_left is None) == (status != "running" or summary is None)
-    warned = {"no heartbeat": "no heartbeat for 0:01:1", "running when last written":
-              "last written 2:00:0"}.get(status)
-    assert [warning.startswith(warned) for warning in state.warnings] == [True] if warned else (
-        state.warnings == ())
+    warned = {
+        "no heartbeat": "no heartbeat for 0:01:1",
+        "running when last written": "last written 2:00:0",
+    }.get(status)
+    assert (
+        [warning.startswith(warned) for warning in state.warnings] == [True]
+        if warned
+        else (state.warnings == ())
+    )
 
 
-@pytest.mark.parametrize(("throttling", "warnings"), [
-    (["sw power cap"] * 8, ()), (["", "x"], ()),
-    (["", "sw power cap, hw slowdown, hw thermal slowdown"],
-     ("GPU 1: hw slowdown, hw thermal slowdown",)),
-    (["hw slowdown", "", "hw slowdown", "sw thermal slowdown"],
-     ("GPU 0, 2: hw slowdown", "GPU 3: sw thermal slowdown"))])
+@pytest.mark.parametrize(
+    ("throttling", "warnings"),
+    [
+        (["sw power cap"] * 8, ()),
+        (["", "x"], ()),
+        (
+            ["", "sw power cap, hw slowdown, hw thermal slowdown"],
+            ("GPU 1: hw slowdown, hw thermal slowdown",),
+        ),
+        (
+            ["hw slowdown", "", "hw slowdown", "sw thermal slowdown"],
+            ("GPU 0, 2: hw slowdown", "GPU 3: sw thermal slowdown"),
+        ),
+    ],
+)
 def test_only_slowdowns_by_heat_and_supply_are_warned_of(runs_dir, throttling, warnings):
     append(add_run(runs_dir, "live", status="running"), report(110, gpu_throttling=throttling))
     assert read_state(runs_dir, "live").warnings == warnings
@@ -144,8 +197,11 @@ def test_launched_runs_have_plain_names_and_records(runs_dir, tmp_path):
     assert launched_runs(runs_dir) == ["a", "b"]
     assert "forged" not in succeeded(run_lab("list", "--runs-dir", str(runs_dir))).stdout
     assert chosen_runs(runs_dir, ("b", "b")) == ["b"]
-    for name, words in (("../a", "no run"), ("x", "trained runs: a, b"),
-                        ("not-launched", "has not been trained yet")):
+    for name, words in (
+        ("../a", "no run"),
+        ("x", "trained runs: a, b"),
+        ("not-launched", "has not been trained yet"),
+    ):
         with pytest.raises(UserError, match=words):
             chosen_runs(runs_dir, (name,))
     for verb in ("list", "compare", "watch"):
@@ -159,26 +215,63 @@ def survives(runs_dir, monkeypatch):
     """Run every command that reads runs; return what they print."""
     monkeypatch.chdir(runs_dir)
     monkeypatch.setattr(comparison_charts, "draw_by_hand", draw_bare)
-    return [succeeded(run_lab(*command, "--runs-dir", str(runs_dir))).output
-            for command in COMMANDS]
+    return [
+        succeeded(run_lab(*command, "--runs-dir", str(runs_dir))).output for command in COMMANDS
+    ]
 
 
 @pytest.mark.parametrize("value", ODD_VALUES)
 def test_odd_numbers_are_unknown_and_every_command_survives_them(runs_dir, monkeypatch, value):
     run_dir = add_run(runs_dir, "odd", steps=0)
     add_run(runs_dir, "good")
-    keys = ("global_step", "num_steps", "tokens", "seconds", "usd", "machine", "train_loss",
-            "best", "batch", "model", "train", "tokenizer", "code", "energy_kwh")
+    keys = (
+        "global_step",
+        "num_steps",
+        "tokens",
+        "seconds",
+        "usd",
+        "machine",
+        "train_loss",
+        "best",
+        "batch",
+        "model",
+        "train",
+        "tokenizer",
+        "code",
+        "energy_kwh",
+    )
     (run_dir / "summary.json").write_text(
-        '{"status": "finished", ' + ", ".join(f'"{key}": {value}' for key in keys) + "}")
-    more = {key: "V" for key in ("mfu", "tokens_per_second", "gpu_memory_gib", "gpu_throttling",
-                                 "host_load", "disk_free_gib", "energy_kwh", "skipped_steps")}
+        '{"status": "finished", ' + ", ".join(f'"{key}": {value}' for key in keys) + "}"
+    )
+    more = {
+        key: "V"
+        for key in (
+            "mfu",
+            "tokens_per_second",
+            "gpu_memory_gib",
+            "gpu_throttling",
+            "host_load",
+            "disk_free_gib",
+            "energy_kwh",
+            "skipped_steps",
+        )
+    }
     with (run_dir / "metrics.jsonl").open("w") as file:
-        file.write(lines(report(10), report(20, **more), report(30, seconds="V", usd="V"),
-                         validation(30, 2.0) | {"validation_seconds": "V"}).replace('"V"', value))
-    (run_dir / "evaluations.jsonl").write_text("".join(
-        f'{{"split": "validation", "loss": {a}, "num_tokens": {b}, "score": {b}, "judge": {a}}}\n'
-        for a, b in ((value, "1"), ("1", value))))
+        file.write(
+            lines(
+                report(10),
+                report(20, **more),
+                report(30, seconds="V", usd="V"),
+                validation(30, 2.0) | {"validation_seconds": "V"},
+            ).replace('"V"', value)
+        )
+    (run_dir / "evaluations.jsonl").write_text(
+        "".join(
+            f'{{"split": "validation", "loss": {a}, "num_tokens": {b}, "score": {b}, "judge":'
+            f" {a}}}\n"
+            for a, b in ((value, "1"), ("1", value))
+        )
+    )
     (run_dir / "microbatch-search.json").write_text(f'{{"trials": {value}}}')
     (run_dir / "samples.jsonl").write_text(f'{{"global_step": {value}, "prompt": {value}}}\n')
     state = read_state(runs_dir, "odd")
@@ -190,8 +283,9 @@ def test_odd_numbers_are_unknown_and_every_command_survives_them(runs_dir, monke
     assert all("good" in printed[place] for place in (0, 4, 5, 6, 7, 8, 12))
 
 
-@pytest.mark.parametrize("kind", ["", "\n\n", "[" * 100_000, "\0" * 100, "null", '{"a":1}',
-                                  "directory", "huge"])
+@pytest.mark.parametrize(
+    "kind", ["", "\n\n", "[" * 100_000, "\0" * 100, "null", '{"a":1}', "directory", "huge"]
+)
 def test_odd_files_are_no_error_for_any_command(runs_dir, monkeypatch, kind):
     run_dir = add_run(runs_dir, "odd", steps=0)
     add_run(runs_dir, "good")
@@ -219,10 +313,16 @@ def listed(workplace):
         run_dir = workplace.add_run(name)
         if name != "new":
             last = 100 if name == "finished" else 40
-            (run_dir / "summary.json").write_text(json.dumps({
-                "status": name if name == "finished" else "running", "num_steps": 100}))
-            append(run_dir, *(report(step, seconds=2.0 * step, usd=0.01 * step,
-                                     train_loss=5 - step / 50) for step in range(1, last + 1)))
+            (run_dir / "summary.json").write_text(
+                json.dumps({"status": name if name == "finished" else "running", "num_steps": 100})
+            )
+            append(
+                run_dir,
+                *(
+                    report(step, seconds=2.0 * step, usd=0.01 * step, train_loss=5 - step / 50)
+                    for step in range(1, last + 1)
+                ),
+            )
     beat(workplace.runs_dir / "trains")
     beat(workplace.runs_dir / "killed", age=10**5)
     return workplace.runs_dir
@@ -239,7 +339,8 @@ def test_all_runs_are_listed_with_their_status_and_progress(listed):
         "finished": "finished 100/100 3.0000 - 0:03:20 1.00",
         "killed": "no heartbeat 40/100 4.2000 - 0:01:20 0.4000",
         "trains": "running 40/100 4.2000 - 0:01:20 0.4000",
-        "new": "not launched - - - - -"}
+        "new": "not launched - - - - -",
+    }
     assert total == "in all: 0:06:00, US$1.80"
     output = listing(listed, "new")  # also one that was not launched can be named
     assert "not launched" in output and "trains" not in output
@@ -253,7 +354,8 @@ def test_a_folder_without_runs_says_what_a_run_is(tmp_path):
 def test_the_sum_of_all_runs_counts_those_without_a_price_and_those_killed_at_their_start(listed):
     (listed / "new/heartbeat.json").write_text('{"seconds": 40.0}')
     assert listing(listed).splitlines()[-1] == (
-        "in all: 0:06:40, US$1.80 and 1 of 4 runs without a price")
+        "in all: 0:06:40, US$1.80 and 1 of 4 runs without a price"
+    )
     assert "in all: 0:00:40\n" in listing(listed, "new")
 
 
@@ -288,31 +390,38 @@ def test_deviations_are_pooled_by_degrees_of_freedom():
     assert pooled_deviation([]) == (0.0, 0)
 
 
-@pytest.mark.parametrize(("size", "num_seeds"), [
-    (0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (100.0, 2)])
+@pytest.mark.parametrize(
+    ("size", "num_seeds"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (100.0, 2)]
+)
 def test_seeds_needed_are_those_of_the_exact_paired_test(size, num_seeds):
     """The published numbers for 80% power at the 5% level (noncentral t), by effect size."""
     assert seeds_needed(size, 1.0) == seeds_needed(-2 * size, 2.0) == num_seeds
     assert seeds_needed(size, 0.0) == 2
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [
-    (1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)])
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.706), (2, 4.303), (9, 2.262), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)],
+)
 def test_critical_values_of_student(freedom, quantile):
     assert t_95(freedom) == pytest.approx(quantile, abs=0.004)
 
 
 def test_a_run_that_cannot_be_read_is_named(listed, monkeypatch):
     allowed = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked"
-                        and allowed(path, mode))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path).name != "locked" and allowed(path, mode)
+    )
     (listed / "locked").mkdir()
     result = run_lab("list", "--runs-dir", str(listed))
-    assert result.stderr == (f"warning: {listed / 'locked'}: cannot be read (no permission): left"
-                             " out\n")
+    assert result.stderr == (
+        f"warning: {listed / 'locked'}: cannot be read (no permission): left out\n"
+    )
 
 
-@pytest.mark.parametrize(("usd", "text"), [
-    (0.0, "0.0000"), (9.8e-8, "<0.000001"), (0.000123, "0.00012"), (1234.5, "1,234.50")])
+@pytest.mark.parametrize(
+    ("usd", "text"),
+    [(0.0, "0.0000"), (9.8e-8, "<0.000001"), (0.000123, "0.00012"), (1234.5, "1,234.50")],
+)
 def test_small_sums_have_an_end(usd, text):
     assert dollars(usd) == text

@@ -32,9 +32,17 @@ class Sweeps:
         self.tiny = self.dir / "tiny"
 
     def command(self, *arguments):
-        return ["sweep", "tiny", *arguments, "--runs-dir", str(self.workplace.runs_dir),
-                "--sweeps-dir", str(self.dir),
-                "--datasets-dir", str(self.workplace.datasets_dir)]
+        return [
+            "sweep",
+            "tiny",
+            *arguments,
+            "--runs-dir",
+            str(self.workplace.runs_dir),
+            "--sweeps-dir",
+            str(self.dir),
+            "--datasets-dir",
+            str(self.workplace.datasets_dir),
+        ]
 
     def run(self, *arguments):
         return run_lab(*self.command(*arguments))
@@ -45,9 +53,11 @@ class Sweeps:
         return self.table()
 
     def table(self):
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]]
-                for line in (self.tiny / "table.md").read_text().splitlines()
-                if line.startswith("|")]
+        rows = [
+            [cell.strip() for cell in line.split("|")[1:-1]]
+            for line in (self.tiny / "table.md").read_text().splitlines()
+            if line.startswith("|")
+        ]
         return {row[0]: row[1:] for row in rows[2:]}
 
     def launches(self):
@@ -68,14 +78,27 @@ def sweeps(workplace, monkeypatch):
 
 def test_each_variant_is_trained_with_each_seed_and_compared(sweeps, capfd):
     """With --json, standard output has the document and nothing else."""
-    result = succeeded(sweeps.run("--change", "drop_rate=0,learning_rate=0.01", "--change",
-                                  "drop_rate=0.5", "--seeds", "2", "--json"))
+    result = succeeded(
+        sweeps.run(
+            "--change",
+            "drop_rate=0,learning_rate=0.01",
+            "--change",
+            "drop_rate=0.5",
+            "--seeds",
+            "2",
+            "--json",
+        )
+    )
     assert not capfd.readouterr().out and "[1/6] baseline, seed 42" in result.stderr
-    assert sweeps.launches() == [f"{name}-seed-{seed}" for seed in (42, 43) for name in (
-        "baseline", "drop_rate-0_learning_rate-0.01", "drop_rate-0.5")]
+    assert sweeps.launches() == [
+        f"{name}-seed-{seed}"
+        for seed in (42, 43)
+        for name in ("baseline", "drop_rate-0_learning_rate-0.01", "drop_rate-0.5")
+    ]
     cells = sweeps.table()
     seeds, loss, difference, interval, verdict, tokens, seconds, usd = cells[
-        "drop_rate=0,learning_rate=0.01"]
+        "drop_rate=0,learning_rate=0.01"
+    ]
     assert (seeds, verdict, seconds, usd) == ("2/2", "better", "100", "-")
     low, high = map(float, interval.split(" to "))
     assert float(loss) == pytest.approx(float(cells["baseline"][1]) + float(difference), abs=2e-4)
@@ -93,32 +116,49 @@ def test_each_variant_is_trained_with_each_seed_and_compared(sweeps, capfd):
 
 
 def test_intervals_and_verdicts_take_the_noise_of_the_variants_own_seeds():
-    losses = {"baseline": (4.0, 4.0), "noisy": (3.9, 3.7), "quiet": (3.9, 3.899),
-              "high": (4.4, 4.4), "short": (3.9, None), "other tokens": (1.0, 2.0)}
+    losses = {
+        "baseline": (4.0, 4.0),
+        "noisy": (3.9, 3.7),
+        "quiet": (3.9, 3.899),
+        "high": (4.4, 4.4),
+        "short": (3.9, None),
+        "other tokens": (1.0, 2.0),
+    }
     variants = [{"name": name} if name != "baseline" else {} for name in losses]
     sweep = SimpleNamespace(names=list(losses), variants=variants)
-    outcomes = {(name, seed): SimpleNamespace(
-        run=SimpleNamespace(changes=changes), loss=loss,
-        result=SimpleNamespace(validation_slice=name == "other tokens", records=()))
+    outcomes = {
+        (name, seed): SimpleNamespace(
+            run=SimpleNamespace(changes=changes),
+            loss=loss,
+            result=SimpleNamespace(validation_slice=name == "other tokens", records=()),
+        )
         for (name, pair), changes in zip(losses.items(), variants, strict=True)
-        for seed, loss in enumerate(pair)}
+        for seed, loss in enumerate(pair)
+    }
     entries = {entry.name: entry for entry in report.entries_of(sweep, outcomes)}
     assert {name: entry.verdict for name, entry in entries.items()} == {
-        "baseline": "", "noisy": "inside", "quiet": "better", "high": "worse",
-        "short": "lower, noise unknown", "other tokens": ""}
+        "baseline": "",
+        "noisy": "inside",
+        "quiet": "better",
+        "high": "worse",
+        "short": "lower, noise unknown",
+        "other tokens": "",
+    }
     half = 12.706 * 0.1  # t with one degree of freedom, standard error
     assert entries["noisy"].difference.interval == pytest.approx((-0.2 - half, -0.2 + half))
     differences = [entries[name].difference for name in ("noisy", "quiet", "high")]
     assert report.noise_notes(differences)[1].endswith(
         ": 526 for a difference of 0.01, by the noise over all variants;"
-        " 2 for the smallest one, 0.1, by its own")
+        " 2 for the smallest one, 0.1, by its own"
+    )
     assert entries["short"].difference.interval is None
 
 
 def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
     succeeded(sweeps.run("--change", "weight_decay=0", "--seeds", "2"))
-    base, changed, second = map(sweeps.train_json, (
-        "baseline-seed-42", "weight_decay-0-seed-42", "weight_decay-0-seed-43"))
+    base, changed, second = map(
+        sweeps.train_json, ("baseline-seed-42", "weight_decay-0-seed-42", "weight_decay-0-seed-43")
+    )
     own = json.loads((sweeps.workplace.runs_dir / "tiny/train.json").read_text())
     assert base == own | {"random_seed": 42, "sample_prompts": []}
     assert changed == base | {"weight_decay": 0.0}
@@ -127,28 +167,36 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
     assert "weight_decay-0-seed-42, weight_decay-0-seed-43" in succeeded(compared).stdout
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--change", "learning_rat=1"], 'unknown key "learning_rat"; the nearest known one is "lea'),
-    (["--change", "drop_rate=2"], "drop_rate should be less than 1, found 2"),
-    (["--change", "n_heads=3"], "emb_dim 16 is not divisible by n_heads 3"),
-    (["--change", "learning_rate=fast"], 'found "fast"'),
-    (["--change", "drop_rate=0", "--change", "learning_rate=NaN"], "finite number"),
-    (["--change", "drop_rate"], "wanted KEY=VALUE"),
-    (["--change", "drop_rate=0,drop_rate=0.1"], "each key once"),
-    (["--change", "random_seed=1"], "use --seeds N"),
-    (["--change", "validation_interval=null"], "validation_interval goes together with"),
-    (["--change", "validation_interval=null,validation_batches=null,checkpoint_interval=5"],
-     "a sweep compares validation losses"),
-    (["--change", "max_hours=3"], "stop runs before their end; drop it from"),
-    (["--change", "max_cost_usd=3,usd_per_hour=1"], "pass --budget-usd for the whole sweep"),
-    (["--change", "init_from=tiny"], "no checkpoint yet; train tiny first"),
-    (["--range", "learning_rate=0.1"], "wanted KEY=VALUE,VALUE"),
-    (["--range", "learning_rate=0.1,-1"], "learning_rate should be greater than 0"),
-    (["--change", "vocab_size=null"], '"vocab_size" is missing'),
-    ([], "no such sweep yet; name at least one --change"),
-    (["--change", "drop_rate=0", "--name", "../x"], "of letters, digits, '.', '_' and '-', at"),
-    (["--change", "drop_rate=0", "--budget-usd", "3"], "needs the machine's price"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--change", "learning_rat=1"],
+            'unknown key "learning_rat"; the nearest known one is "lea',
+        ),
+        (["--change", "drop_rate=2"], "drop_rate should be less than 1, found 2"),
+        (["--change", "n_heads=3"], "emb_dim 16 is not divisible by n_heads 3"),
+        (["--change", "learning_rate=fast"], 'found "fast"'),
+        (["--change", "drop_rate=0", "--change", "learning_rate=NaN"], "finite number"),
+        (["--change", "drop_rate"], "wanted KEY=VALUE"),
+        (["--change", "drop_rate=0,drop_rate=0.1"], "each key once"),
+        (["--change", "random_seed=1"], "use --seeds N"),
+        (["--change", "validation_interval=null"], "validation_interval goes together with"),
+        (
+            ["--change", "validation_interval=null,validation_batches=null,checkpoint_interval=5"],
+            "a sweep compares validation losses",
+        ),
+        (["--change", "max_hours=3"], "stop runs before their end; drop it from"),
+        (["--change", "max_cost_usd=3,usd_per_hour=1"], "pass --budget-usd for the whole sweep"),
+        (["--change", "init_from=tiny"], "no checkpoint yet; train tiny first"),
+        (["--range", "learning_rate=0.1"], "wanted KEY=VALUE,VALUE"),
+        (["--range", "learning_rate=0.1,-1"], "learning_rate should be greater than 0"),
+        (["--change", "vocab_size=null"], '"vocab_size" is missing'),
+        ([], "no such sweep yet; name at least one --change"),
+        (["--change", "drop_rate=0", "--name", "../x"], "of letters, digits, '.', '_' and '-', at"),
+        (["--change", "drop_rate=0", "--budget-usd", "3"], "needs the machine's price"),
+    ],
+)
 def test_mistakes_are_one_line_and_nothing_is_written(sweeps, arguments, words):
     before = contents(sweeps.workplace.root)
     assert words in error_line(sweeps.run(*arguments))
@@ -159,8 +207,11 @@ def test_runs_may_start_from_the_best_weights_of_a_run(sweeps):
     best = sweeps.workplace.runs_dir / "tiny/checkpoints/best"
     best.mkdir(parents=True)
     sweeps.workplace.add_run("tuned", train=SETTINGS | {"init_from": "tiny"})
-    command = ["sweep", "tuned", *sweeps.command("--change", "drop_rate=0", "--change",
-                                                 "init_from=tiny")[2:]]
+    command = [
+        "sweep",
+        "tuned",
+        *sweeps.command("--change", "drop_rate=0", "--change", "init_from=tiny")[2:],
+    ]
     for _ in range(2):  # the second time the files that are there fit
         assert "init_from=tiny: is the baseline" in succeeded(run_lab(*command)).stdout
     for run in ("baseline-seed-42", "drop_rate-0-seed-42"):
@@ -176,8 +227,14 @@ def test_a_sweep_whose_runs_had_the_prompts_of_their_base_goes_on(sweeps):
 
 
 def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps):
-    succeeded(sweeps.run("--change", 'sample_prompts=["a,b","c"],init=torch,clipping_max_norm=null',
-                         "--change", "precision=null,global_batch_size=4,validate_on=all"))
+    succeeded(
+        sweeps.run(
+            "--change",
+            'sample_prompts=["a,b","c"],init=torch,clipping_max_norm=null',
+            "--change",
+            "precision=null,global_batch_size=4,validate_on=all",
+        )
+    )
     _, first, second = sweeps.launches()
     train = sweeps.train_json(first)
     assert train["sample_prompts"] == ["a,b", "c"] and "clipping_max_norm" not in train
@@ -187,14 +244,16 @@ def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps):
     assert "precision" not in train and train["global_batch_size"] == 4
 
 
-def test_a_range_is_fitted_with_the_baseline_and_charts_are_drawn_when_asked_for(sweeps,
-                                                                                 monkeypatch):
+def test_a_range_is_fitted_with_the_baseline_and_charts_are_drawn_when_asked_for(
+    sweeps, monkeypatch
+):
     for module in (report, comparison_charts):
         monkeypatch.setattr(module, "draw_by_hand", draw_bare)
     sweeps.tiny.mkdir(parents=True)
     (sweeps.tiny / "range-weight_decay.png").touch()  # of an earlier command
-    cells = sweeps.cells("--range", "learning_rate=0.005,0.02,0.04", "--change", "drop_rate=0",
-                         "--charts")
+    cells = sweeps.cells(
+        "--range", "learning_rate=0.005,0.02,0.04", "--change", "drop_rate=0", "--charts"
+    )
     assert list(cells) == ["baseline", "drop_rate=0", "learning_rate=0.005", "learning_rate=0.04"]
     text = (sweeps.tiny / "table.md").read_text()
     best = re.search(r"learning_rate: lowest loss ([\d.]+) at ([\d.]+), .* through 3 values", text)
@@ -205,14 +264,25 @@ def test_a_range_is_fitted_with_the_baseline_and_charts_are_drawn_when_asked_for
     assert re.findall(r"!\[.*\]\((.*)\)", text) == charts
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["learning_rate=0.04,0.08"],
-     "learning_rate: the fitted curve has no minimum between 0.02 and 0.08"),
-    (["learning_rate=0.04,0.02"], ""),  # the baseline's own value: two points are no range
-    (["global_batch_size=16,32", "--nproc-per-node", "2"],  # the baseline was trained with 16
-     "global_batch_size: no curve is fitted; it needs the losses of 3"),
-    (["drop_rate=0,0.2"], "drop_rate: no curve is fitted"),  # zero has no logarithm
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["learning_rate=0.04,0.08"],
+            "learning_rate: the fitted curve has no minimum between 0.02 and 0.08",
+        ),
+        (["learning_rate=0.04,0.02"], ""),  # the baseline's own value: two points are no range
+        (
+            [
+                "global_batch_size=16,32",
+                "--nproc-per-node",
+                "2",
+            ],  # the baseline was trained with 16
+            "global_batch_size: no curve is fitted; it needs the losses of 3",
+        ),
+        (["drop_rate=0,0.2"], "drop_rate: no curve is fitted"),  # zero has no logarithm
+    ],
+)
 def test_a_range_without_a_minimum_says_so(sweeps, arguments, words):
     text = succeeded(sweeps.run("--range", *arguments)).stdout
     assert words in text and ("fitted" in text) == bool(words)
@@ -227,15 +297,19 @@ def test_the_same_command_trains_nothing_again_and_other_changes_are_added(sweep
     assert list(cells) == ["baseline", "drop_rate=0", "weight_decay=0"]
     assert cells["drop_rate=0"][0] == "2/2"
     assert sweeps.launches()[num_launches:] == [
-        "weight_decay-0-seed-42", "baseline-seed-43", "drop_rate-0-seed-43",
-        "weight_decay-0-seed-43"]
+        "weight_decay-0-seed-42",
+        "baseline-seed-43",
+        "drop_rate-0-seed-43",
+        "weight_decay-0-seed-43",
+    ]
     assert sweeps.cells("--seeds", "1") == cells  # seeds are not taken back
 
 
 def test_a_base_that_leaves_keys_to_muons_defaults_is_changed_and_continued(sweeps):
     path = sweeps.workplace.runs_dir / "tiny/train.json"
-    train = {key: value for key, value in json.loads(path.read_text()).items()
-             if key != "learning_rate"}
+    train = {
+        key: value for key, value in json.loads(path.read_text()).items() if key != "learning_rate"
+    }
     path.write_text(json.dumps(train | {"optimizer": "muon"}))
     changes = ("weight_decay=0.1", "init=gpt2", "beta2=0.999")  # AdamW's defaults, not Muon's
     first = sweeps.cells(*(part for change in changes for part in ("--change", change)))
@@ -283,9 +357,13 @@ def test_a_run_that_fails_is_a_line_of_the_table(sweeps):
     assert "weight_decay=8, seed 42: failed (status 2)" in result.stdout
     cells = sweeps.table()
     verdicts = {change: row[4] for change, row in cells.items()}
-    assert verdicts == {"baseline": "-", "weight_decay=9": "diverged", "weight_decay=8":
-                        "failed (status 2)", "weight_decay=7": "failed (status 1)",
-                        "drop_rate=0": "lower, noise unknown"}
+    assert verdicts == {
+        "baseline": "-",
+        "weight_decay=9": "diverged",
+        "weight_decay=8": "failed (status 2)",
+        "weight_decay=7": "failed (status 1)",
+        "drop_rate=0": "lower, noise unknown",
+    }
     num_launches = len(sweeps.launches())
     succeeded(sweeps.run())  # what diverged does so again: only the others are repeated
     assert sweeps.launches()[num_launches:] == ["weight_decay-8-seed-42", "weight_decay-7-seed-42"]
@@ -300,8 +378,17 @@ def test_without_a_baseline_nothing_is_compared(sweeps):
 
 
 def test_improvements_are_stacked(sweeps):
-    arguments = ["--change", "drop_rate=0", "--range", "learning_rate=0.01,0.012",
-                 "--change", "clipping_max_norm=0.5", "--seeds", "2", "--stack"]
+    arguments = [
+        "--change",
+        "drop_rate=0",
+        "--range",
+        "learning_rate=0.01,0.012",
+        "--change",
+        "clipping_max_norm=0.5",
+        "--seeds",
+        "2",
+        "--stack",
+    ]
     result = succeeded(sweeps.run(*arguments))
     assert "stack: drop_rate=0,learning_rate=0.01\n" in result.stdout
     assert sweeps.table()["clipping_max_norm=0.5"][4] == "worse"
@@ -312,22 +399,33 @@ def test_improvements_are_stacked(sweeps):
     assert len(sweeps.launches()) == num_launches
 
 
-@pytest.mark.parametrize(("changes", "words", "num_variants"), [
-    (["drop_rate=0", "drop_rate=0.5"], "stack: nothing new to train: no two changes", 3),
-    (["drop_rate=0", "learning_rate=0.01"],
-     "stack: drop_rate=0,learning_rate=0.01; with one seed the noise is not known", 4),
-    (["use_amp=false,drop_rate=0", "precision=bf16,learning_rate=0.01"],
-     'cannot be trained: .*use_amp is false but precision is "bf16"', 3),
-])
+@pytest.mark.parametrize(
+    ("changes", "words", "num_variants"),
+    [
+        (["drop_rate=0", "drop_rate=0.5"], "stack: nothing new to train: no two changes", 3),
+        (
+            ["drop_rate=0", "learning_rate=0.01"],
+            "stack: drop_rate=0,learning_rate=0.01; with one seed the noise is not known",
+            4,
+        ),
+        (
+            ["use_amp=false,drop_rate=0", "precision=bf16,learning_rate=0.01"],
+            'cannot be trained: .*use_amp is false but precision is "bf16"',
+            3,
+        ),
+    ],
+)
 def test_what_is_stacked_with_one_seed(sweeps, changes, words, num_variants):
-    result = succeeded(sweeps.run(*(part for change in changes for part in ("--change", change)),
-                                  "--stack"))
+    result = succeeded(
+        sweeps.run(*(part for change in changes for part in ("--change", change)), "--stack")
+    )
     assert re.search(words, result.stdout) and len(sweeps.table()) == num_variants
     assert "noise: not known with one finished seed of each variant; measure" in result.stdout
 
 
-@pytest.mark.parametrize("budget", [["--budget-hours", "0.07"],
-                                    ["--budget-usd", "2.52", "--usd-per-hour", "36"]])
+@pytest.mark.parametrize(
+    "budget", [["--budget-hours", "0.07"], ["--budget-usd", "2.52", "--usd-per-hour", "36"]]
+)
 def test_no_run_is_started_that_would_pass_the_budget(sweeps, budget):
     changes = ["--change", "drop_rate=0", "--change", "weight_decay=0"]
     result = succeeded(sweeps.run(*changes, *budget))  # 252 s; each run takes 100 s
@@ -340,10 +438,14 @@ def test_no_run_is_started_that_would_pass_the_budget(sweeps, budget):
 
 def test_a_longer_variant_is_expected_to_take_longer(sweeps):
     arguments = ["--change", "min_train_tokens=3000", "--budget-hours"]
-    assert "would take about 0.0833 hours, 0.0722 are left" in succeeded(
-        sweeps.run(*arguments, "0.1")).stdout
-    assert ("budget: it was spent before min_train_tokens=3000, seed 42; the same command, or"
-            " one with a larger") in succeeded(sweeps.run(*arguments, "0.0277")).stdout
+    assert (
+        "would take about 0.0833 hours, 0.0722 are left"
+        in succeeded(sweeps.run(*arguments, "0.1")).stdout
+    )
+    assert (
+        "budget: it was spent before min_train_tokens=3000, seed 42; the same command, or"
+        " one with a larger"
+    ) in succeeded(sweeps.run(*arguments, "0.0277")).stdout
 
 
 def test_the_running_run_is_stopped_at_the_limit(sweeps):
@@ -360,12 +462,18 @@ def test_the_running_run_is_stopped_at_the_limit(sweeps):
 
 def started(sweeps, *arguments):
     """Start a sweep in a process of its own."""
-    code = ("import sys, lab.sweep.execution, lab.__main__\n"
-            "from pathlib import Path\n"
-            f"lab.sweep.execution.SCRIPT = Path({str(STUB)!r})\n"
-            "lab.__main__.main()\n")
-    return subprocess.Popen([sys.executable, "-c", code, *sweeps.command(*arguments)],
-                            cwd=PROJECT_DIR, stdout=subprocess.PIPE, text=True)
+    code = (
+        "import sys, lab.sweep.execution, lab.__main__\n"
+        "from pathlib import Path\n"
+        f"lab.sweep.execution.SCRIPT = Path({str(STUB)!r})\n"
+        "lab.__main__.main()\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *sweeps.command(*arguments)],
+        cwd=PROJECT_DIR,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -385,8 +493,12 @@ def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(swe
     wait_for(waiting / "summary.json")
     assert json.loads((waiting / "summary.json").read_text())["status"] == "stopped"
     cells = sweeps.cells(*arguments)
-    assert sweeps.launches() == ["baseline-seed-42", "weight_decay-6-seed-42",
-                                 "weight_decay-6-seed-42", "drop_rate-0-seed-42"]
+    assert sweeps.launches() == [
+        "baseline-seed-42",
+        "weight_decay-6-seed-42",
+        "weight_decay-6-seed-42",
+        "drop_rate-0-seed-42",
+    ]
     assert cells["weight_decay=6"][0] == cells["drop_rate=0"][0] == "1/1"
 
 
@@ -397,6 +509,7 @@ def test_losses_on_other_validation_tokens_are_not_compared(sweeps):
 
 def test_the_trainer_trains_the_runs_of_a_sweep(workplace, monkeypatch):
     """The real one: it takes what a sweep passes to it."""
+
     def start(command):
         process, _ = start_forked(Path(command[1]).name, command[2:])
         return SimpleNamespace(wait=lambda _: (process.join(), process.exitcode)[1])
@@ -404,9 +517,23 @@ def test_the_trainer_trains_the_runs_of_a_sweep(workplace, monkeypatch):
     monkeypatch.setattr(execution, "start", start)
     workplace.add_dataset()
     workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 320})
-    result = succeeded(run_lab(*workplace.arguments(
-        "sweep", "tiny", "--change", "learning_rate=0.03", "--nproc-per-node", "1",
-        "--usd-per-hour", "36", "--sweeps-dir", str(workplace.root / "sweeps"), "--json")))
+    result = succeeded(
+        run_lab(
+            *workplace.arguments(
+                "sweep",
+                "tiny",
+                "--change",
+                "learning_rate=0.03",
+                "--nproc-per-node",
+                "1",
+                "--usd-per-hour",
+                "36",
+                "--sweeps-dir",
+                str(workplace.root / "sweeps"),
+                "--json",
+            )
+        )
+    )
     document = checked(result.stdout)
     for variant, rate in zip(document.variants, (0.01, 0.03), strict=True):
         (run,) = variant.runs

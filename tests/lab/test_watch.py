@@ -53,10 +53,16 @@ def test_only_appended_whole_lines_are_parsed(runs_dir, monkeypatch):
     path, columns = run_dir / "metrics.jsonl", Columns(run_dir)
     line, parsed = lines(report(40, mfu="x")), []
     assert steps_of(columns) == [10, 20, 30]
-    monkeypatch.setattr("lab.watch.answers.valid_records", lambda text: [
-        parsed.append(text), *map(json.loads, text.split("\n")[:-1])][1:])
-    for part, steps in ((line[:40], [10, 20, 30]), (line[40:-1], [10, 20, 30]),
-                        ("\n", [10, 20, 30, 40]), ("", [10, 20, 30, 40])):
+    monkeypatch.setattr(
+        "lab.watch.answers.valid_records",
+        lambda text: [parsed.append(text), *map(json.loads, text.split("\n")[:-1])][1:],
+    )
+    for part, steps in (
+        (line[:40], [10, 20, 30]),
+        (line[40:-1], [10, 20, 30]),
+        ("\n", [10, 20, 30, 40]),
+        ("", [10, 20, 30, 40]),
+    ):
         with path.open("a") as file:
             file.write(part)
         assert steps_of(columns) == steps
@@ -82,23 +88,39 @@ def points(runs_dir, name, **options):
 
 
 def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir):
-    append(add_run(runs_dir, "gpus", steps=10), report(
-        20, gpu_power_w=[100, 300], gpu_memory_gib=[1.0, None, 3.0],
-        gpu_throttling=["sw power cap", "hw slowdown"]))
+    append(
+        add_run(runs_dir, "gpus", steps=10),
+        report(
+            20,
+            gpu_power_w=[100, 300],
+            gpu_memory_gib=[1.0, None, 3.0],
+            gpu_throttling=["sw power cap", "hw slowdown"],
+        ),
+    )
     _, found = points(runs_dir, "gpus")
     assert {key: line for key, line in found.items() if key.startswith("gpu")} == {
         "gpu_power_w": {"y": [None, 200], "low": [None, 100], "high": [None, 300]},
         "gpu_memory_gib": {"y": [None, 2], "low": [None, 1], "high": [None, 3]},
-        "gpus_slowed_down": {"y": [None, 1]}}
+        "gpus_slowed_down": {"y": [None, 1]},
+    }
 
 
-@pytest.mark.parametrize("odd", [
-    "no JSON", {"mfu": "x"}, {"global_step": 2.5}, {"gpu_power_w": [None, "x"]}])
+@pytest.mark.parametrize(
+    "odd", ["no JSON", {"mfu": "x"}, {"global_step": 2.5}, {"gpu_power_w": [None, "x"]}]
+)
 def test_an_odd_line_among_many_changes_no_other(runs_dir, odd):
     """Without one pyarrow parses them all; an odd one is left out, as each command does."""
-    records = [report(step, mfu=0.4, gpu_power_w=[100, step], gpu_throttling=["", "hw slowdown"],
-                      train_loss=[None, 2.5][step % 2], layer_grad_norm=[1.0])
-               for step in range(1, 200)]
+    records = [
+        report(
+            step,
+            mfu=0.4,
+            gpu_power_w=[100, step],
+            gpu_throttling=["", "hw slowdown"],
+            train_loss=[None, 2.5][step % 2],
+            layer_grad_norm=[1.0],
+        )
+        for step in range(1, 200)
+    ]
     for name in ("good", "odd"):
         append(add_run(runs_dir, name, steps=0), *records)
     with (runs_dir / "odd/metrics.jsonl").open("a") as file:
@@ -111,13 +133,25 @@ def test_an_odd_line_among_many_changes_no_other(runs_dir, odd):
 
 def test_points_are_bounded_and_keep_means_spikes_sums_and_validations(runs_dir):
     run_dir, spike, size = add_run(runs_dir, "long", steps=0), 1_777, 4
-    append(run_dir, *(report(10 * n, train_loss=9.0 if n == spike else 1.0, train_loss_min=0.5,
-                             train_loss_max=9.5 if n == spike else 1.5, usd=float(n))
-                      for n in range(1, 3001)), validation(30_000, 2.0))
+    append(
+        run_dir,
+        *(
+            report(
+                10 * n,
+                train_loss=9.0 if n == spike else 1.0,
+                train_loss_min=0.5,
+                train_loss_max=9.5 if n == spike else 1.5,
+                usd=float(n),
+            )
+            for n in range(1, 3001)
+        ),
+        validation(30_000, 2.0),
+    )
     x, found = points(runs_dir, "long")
     assert len(x["steps"]) == -(-3001 // size) <= MAX_POINTS < 3001 / (size / 2)
-    assert all(len(values) == len(x["steps"]) for line in found.values()
-               for values in line.values())
+    assert all(
+        len(values) == len(x["steps"]) for line in found.values() for values in line.values()
+    )
     loss = found["train_loss"]
     at = loss["high"].index(9.5)
     assert 0 <= x["steps"][at] - 10 * spike < 10 * size
@@ -128,17 +162,24 @@ def test_points_are_bounded_and_keep_means_spikes_sums_and_validations(runs_dir)
 
 
 def test_a_range_is_thinned_by_itself(runs_dir):
-    append(add_run(runs_dir, "long", steps=0),
-           *(report(10 * n, usd=float(n)) for n in range(1, 5001)))
+    append(
+        add_run(runs_dir, "long", steps=0), *(report(10 * n, usd=float(n)) for n in range(1, 5001))
+    )
     assert points(runs_dir, "long", within=("steps", 20_005.0, 21_005.0))[0]["steps"] == [
-        *range(20_000, 21_011, 10)]
+        *range(20_000, 21_011, 10)
+    ]
     assert points(runs_dir, "long", within=("dollars", 7.2, 7.4))[0]["dollars"] == [7, 8]
     assert points(runs_dir, "long", within=("steps", 9e9, 1e10))[1]["usd"]["y"] == [5000]
 
 
 def test_an_axis_never_goes_back(runs_dir):
-    append(add_run(runs_dir, "odd", steps=0), report(10), report(30), report(20, seconds=9.0),
-           report(40, seconds=1.0, train_loss=1e30))
+    append(
+        add_run(runs_dir, "odd", steps=0),
+        report(10),
+        report(30),
+        report(20, seconds=9.0),
+        report(40, seconds=1.0, train_loss=1e30),
+    )
     x, found = points(runs_dir, "odd")
     assert x["steps"] == [10, 30, 40] and x["time"] == [1, 3, 9] and x["dollars"] == [None] * 3
     assert [y is None for y in found["train_loss"]["y"]] == [False, False, True]  # no measurement
@@ -176,13 +217,32 @@ def test_the_page_and_its_questions_are_answered(runs_dir):
         assert [run["name"] for run in json_of(server, "/runs")["runs"]] == ["a", "new"]
 
 
-@pytest.mark.parametrize("path", [
-    "/x", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/static/page.js", "/runs/",
-    "/page.html", "/server.py", "/run", "/run?run=", "/run?run=..", "/run?run=../outside",
-    "/run?run=%2e%2e%2foutside", "/run?run=a/../a", "/run?run=a%00",
-    "/run?run=.hidden", "/run?run=other", "/run?run=a&x=secret&from=1&to=2", "/run?run=a&x=steps",
-    "/run?run=a&x=steps&from=1&to=x", "/run?" + "&".join(f"a{n}=1" for n in range(20)),
-    "//[/runs"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/x",
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/static/page.js",
+        "/runs/",
+        "/page.html",
+        "/server.py",
+        "/run",
+        "/run?run=",
+        "/run?run=..",
+        "/run?run=../outside",
+        "/run?run=%2e%2e%2foutside",
+        "/run?run=a/../a",
+        "/run?run=a%00",
+        "/run?run=.hidden",
+        "/run?run=other",
+        "/run?run=a&x=secret&from=1&to=2",
+        "/run?run=a&x=steps",
+        "/run?run=a&x=steps&from=1&to=x",
+        "/run?" + "&".join(f"a{n}=1" for n in range(20)),
+        "//[/runs",
+    ],
+)
 def test_nothing_else_can_be_read(runs_dir, tmp_path, path):
     add_run(runs_dir, "a"), add_run(runs_dir, "other"), add_run(tmp_path, "outside")
     add_run(runs_dir, "x"), (runs_dir / "x").rename(runs_dir / ".hidden")
@@ -192,11 +252,20 @@ def test_nothing_else_can_be_read(runs_dir, tmp_path, path):
         assert response.status == 404 and body == b"404 Not Found\n"
 
 
-@pytest.mark.parametrize(("headers", "status"), [
-    ({"Host": "127.0.0.1:8765"}, 200), ({"Host": "[::1]:1"}, 200), ({"Host": "localhost"}, 200),
-    ({"Host": "localhost:1", "Sec-Fetch-Site": "cross-site"}, 200),  # a link on another site
-    ({"Host": "evil.example"}, 403), ({"Host": ""}, 403), ({"Host": "192.168.0.7:8765"}, 403),
-    ({"Host": "127.0.0.1.evil.example:8765"}, 403), ({"Host": "localhost:8765@evil.example"}, 403)])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:8765"}, 200),
+        ({"Host": "[::1]:1"}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "localhost:1", "Sec-Fetch-Site": "cross-site"}, 200),  # a link on another site
+        ({"Host": "evil.example"}, 403),
+        ({"Host": ""}, 403),
+        ({"Host": "192.168.0.7:8765"}, 403),
+        ({"Host": "127.0.0.1.evil.example:8765"}, 403),
+        ({"Host": "localhost:8765@evil.example"}, 403),
+    ],
+)
 def test_other_hosts_are_refused_and_links_are_followed(runs_dir, headers, status):
     with served(runs_dir) as server:
         for path in ("/", "/runs"):
@@ -243,8 +312,10 @@ def test_links_inside_of_a_run_directory_are_not_followed(runs_dir, tmp_path):
 
 def test_idle_connections_are_bounded_and_do_not_keep_the_owner_out(runs_dir):
     with served(runs_dir) as server:
-        idle = [socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
-                for _ in range(100)]
+        idle = [
+            socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
+            for _ in range(100)
+        ]
         assert json_of(server, "/runs") == {"runs": []}
         assert idle[0].recv(1) == b""  # closed: too many came after it
         assert len(server._connections) <= MAX_CONNECTIONS
@@ -252,17 +323,29 @@ def test_idle_connections_are_bounded_and_do_not_keep_the_owner_out(runs_dir):
             connection.close()
 
 
-@pytest.mark.parametrize(("request_text", "status"), [
-    (b"<script>\r\n\r\n", 400), (b"GET /runs\r\n\r\n", 403), (b"GET /evil HTTP/x\r\n\r\n", 400),
-    (b"GET /runs HTTP/1.1\r\n\r\n", 403), (b"GET /evil HTTP/9.0\r\n\r\n", 505),
-    (b"GET /runs HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", 403),
-    (b"GET /evil" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
-    *((method + b" /runs HTTP/1.1\r\nHost: localhost\r\n\r\n", 501)
-      for method in (b"POST", b"PUT", b"DELETE", b"OPTIONS", b"TRACE", b"evil"))])
+@pytest.mark.parametrize(
+    ("request_text", "status"),
+    [
+        (b"<script>\r\n\r\n", 400),
+        (b"GET /runs\r\n\r\n", 403),
+        (b"GET /evil HTTP/x\r\n\r\n", 400),
+        (b"GET /runs HTTP/1.1\r\n\r\n", 403),
+        (b"GET /evil HTTP/9.0\r\n\r\n", 505),
+        (b"GET /runs HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", 403),
+        (b"GET /evil" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 414),
+        *(
+            (method + b" /runs HTTP/1.1\r\nHost: localhost\r\n\r\n", 501)
+            for method in (b"POST", b"PUT", b"DELETE", b"OPTIONS", b"TRACE", b"evil")
+        ),
+    ],
+)
 def test_what_is_no_request_of_the_page_gets_an_answer_that_does_not_repeat_it(
-        runs_dir, request_text, status):
-    with served(runs_dir) as server, socket.create_connection(
-            ("127.0.0.1", server.server_port), timeout=20) as client:
+    runs_dir, request_text, status
+):
+    with (
+        served(runs_dir) as server,
+        socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as client,
+    ):
         client.sendall(request_text)
         answer = b"".join(iter(lambda: client.recv(2**16), b""))
     assert answer.startswith(b"HTTP/1.1 %d " % status)
@@ -311,7 +394,8 @@ def test_errors_of_the_command_are_one_line(runs_dir, tmp_path):
     for options in ([], ["--text"]):
         assert "no run 'b'; trained runs: a" in error_line(watch(runs_dir, "b", *options))
     assert "cannot be written" in error_line(
-        watch(runs_dir, "--export", str(tmp_path / "none/page.html")))
+        watch(runs_dir, "--export", str(tmp_path / "none/page.html"))
+    )
 
 
 def test_the_exported_page_holds_everything_once_and_allows_nothing_else(runs_dir, tmp_path):
@@ -356,10 +440,18 @@ def page(browser):
     page.set_default_timeout(30_000)
     page.on("console", lambda message: messages.append(message.text))
     page.on("pageerror", lambda error: messages.append(str(error)))
-    page.on("requestfailed", lambda request: messages.append(f"failed: {request.url}")
-            if request.failure != "net::ERR_ABORTED" else None)  # that is a reload
-    page.add_init_script("document.addEventListener('securitypolicyviolation',"
-                         " (event) => console.error(`refused: ${event.violatedDirective}`))")
+    page.on(
+        "requestfailed",
+        lambda request: (
+            messages.append(f"failed: {request.url}")
+            if request.failure != "net::ERR_ABORTED"
+            else None
+        ),
+    )  # that is a reload
+    page.add_init_script(
+        "document.addEventListener('securitypolicyviolation',"
+        " (event) => console.error(`refused: ${event.violatedDirective}`))"
+    )
     yield page
     context.close()
     assert messages == []
@@ -417,16 +509,20 @@ def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(page, two_r
 def test_losses_of_different_tokenizers_are_in_bits_per_byte(page, runs_dir):
     for name, length in (("long", 4.0), ("short", 1.0), ("unknown", None)):
         run_dir = add_run(runs_dir, name, steps=90, tokenizer=f"that of {name}")
-        append(run_dir, validation(100, 2.0) | ({} if length is None else {
-            "validation_bits_per_byte": 2.0 / math.log(2) / length}))
+        append(
+            run_dir,
+            validation(100, 2.0)
+            | ({} if length is None else {"validation_bits_per_byte": 2.0 / math.log(2) / length}),
+        )
     unit = page.locator("#loss-unit")
     with served(runs_dir) as server:
         open_page(page, server, "hide=short,unknown")
         expect(unit).to_have_text("nats per token")
         expect(drawn(page, "Loss").nth(1)).to_contain_text("2.0000")
         page.get_by_role("checkbox", name="All runs").check()
-        expect(unit).to_have_text("bits per byte, since the tokenizers differ; not yet known of"
-                                  " unknown")
+        expect(unit).to_have_text(
+            "bits per byte, since the tokenizers differ; not yet known of unknown"
+        )
         expect(drawn(page, "Loss")).to_have_count(4)
         expect(drawn(page, "Loss").nth(1)).to_contain_text("0.7213")
         expect(drawn(page, "Loss").nth(3)).to_contain_text("2.8854")
@@ -442,7 +538,8 @@ def test_the_ten_runs_that_changed_last_are_drawn_at_first(page, two_runs):
         expect(drawn(page, "Learning rate")).to_have_count(10)
         expect(page.get_by_label("first")).not_to_be_checked()
         colors = page.locator(".swatch").evaluate_all(
-            "all => all.map((each) => getComputedStyle(each).backgroundColor)")
+            "all => all.map((each) => getComputedStyle(each).backgroundColor)"
+        )
     assert len(set(colors)) == 11  # of ten runs, and of the two that are not drawn
 
 
@@ -454,8 +551,11 @@ def test_runs_and_axis_are_chosen_and_kept(page, two_runs):
         page.get_by_label("first").uncheck()
         expect(loss).to_have_count(2)
         expect(loss.first).to_contain_text("second training")
-        for name, ending in (("Tokens", "axis=tokens"), ("Time", "axis=time"),
-                             ("Dollars", "axis=dollars")):
+        for name, ending in (
+            ("Tokens", "axis=tokens"),
+            ("Time", "axis=time"),
+            ("Dollars", "axis=dollars"),
+        ):
             page.get_by_text(name, exact=True).first.click()
             page.wait_for_url(f"**/*{ending}*")
             expect(loss.first).to_contain_text("second training")
@@ -531,8 +631,7 @@ def test_hostile_texts_stay_text(page, runs_dir):
 @pytest.mark.parametrize(("width", "scheme"), [(1200, "light"), (375, "dark")])
 def test_it_fits_the_screen_and_follows_the_scheme(page, two_runs, width, scheme):
     """On a phone too, where a tap shows the values."""
-    long = add_run(two_runs, "a-name-" + "of-many-letters-" * 7, status="running",
-                   num_steps=20_000)
+    long = add_run(two_runs, "a-name-" + "of-many-letters-" * 7, status="running", num_steps=20_000)
     (long / "heartbeat.json").write_text('{"phase": "training"}')
     append(long, report(110, mfu=0.41, usd=119.76, gpu_memory_gib=[70.6], disk_free_gib=2.0))
     add_sample(long, 50, "def ", "x" * 500)
@@ -552,8 +651,9 @@ def test_it_fits_the_screen_and_follows_the_scheme(page, two_runs, width, scheme
         expect(page.locator(".large .u-series").first).to_contain_text("step")
 
 
-def test_a_comparison_fits_a_phone_and_its_notes_are_no_larger_than_its_table(page, runs_dir,
-                                                                              tmp_path):
+def test_a_comparison_fits_a_phone_and_its_notes_are_no_larger_than_its_table(
+    page, runs_dir, tmp_path
+):
     add_run(runs_dir, "first")
     path = tmp_path / "page.html"
     succeeded(run_lab("compare", "--published", "--html", str(path), "--runs-dir", str(runs_dir)))
@@ -561,8 +661,10 @@ def test_a_comparison_fits_a_phone_and_its_notes_are_no_larger_than_its_table(pa
     page.goto(path.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= 390  # only the table scrolls
     assert page.evaluate("document.querySelector('.table').scrollWidth") > 390
-    sizes = [page.evaluate(f"parseFloat(getComputedStyle(document.querySelector('{element}'))"
-                           ".fontSize)") for element in ("td", "p")]
+    sizes = [
+        page.evaluate(f"parseFloat(getComputedStyle(document.querySelector('{element}')).fontSize)")
+        for element in ("td", "p")
+    ]
     assert 11 <= sizes[1] <= sizes[0]
 
 
@@ -606,8 +708,19 @@ def three_runs(runs_dir):
     """A run that trains, with a sample; one that was finished, one that was stopped."""
     run_dir = add_run(runs_dir, "trains", status="running", steps=0)
     (run_dir / "heartbeat.json").write_text('{"phase": "training"}')
-    append(run_dir, *(report(step, seconds=2.0 * step, usd=0.01 * step, train_loss=5 - step / 50,
-                             tokens_per_second=500.0) for step in range(1, 81)))
+    append(
+        run_dir,
+        *(
+            report(
+                step,
+                seconds=2.0 * step,
+                usd=0.01 * step,
+                train_loss=5 - step / 50,
+                tokens_per_second=500.0,
+            )
+            for step in range(1, 81)
+        ),
+    )
     add_sample(run_dir, 10, "Once", " upon \x1b]0;x\x07[red]<b>")
     add_run(runs_dir, "finished", global_step=199)
     add_run(runs_dir, "stopped", status="stopped", reason="the budget is spent " * 9)
@@ -622,10 +735,18 @@ def shown(runs_dir, *names, width=100):
 
 def test_a_run_that_trains_has_a_panel_and_the_others_a_row(three_runs):
     output = shown(three_runs)
-    panel, table = output[:output.rindex("╯")], output[output.rindex("╯"):]
-    for part in ("trains", "40%, step 80 of 200, 0:04:00 left (until ", "3.4000  █", "▁ ",
-                 "500 tokens/s", "0:02:40, $0.8000 of about $2.00 at $18.00/h",
-                 "running in training", "step 10", "Once upon"):
+    panel, table = output[: output.rindex("╯")], output[output.rindex("╯") :]
+    for part in (
+        "trains",
+        "40%, step 80 of 200, 0:04:00 left (until ",
+        "3.4000  █",
+        "▁ ",
+        "500 tokens/s",
+        "0:02:40, $0.8000 of about $2.00 at $18.00/h",
+        "running in training",
+        "step 10",
+        "Once upon",
+    ):
         assert part in panel, part
     assert "finished" in table and "200/200" in table and "trains" not in table
     assert "╯" in shown(three_runs, "finished")  # a run that is named has a panel too
@@ -639,13 +760,22 @@ def test_hostile_and_long_texts_are_cut_before_names_and_figures(three_runs):
     assert max(map(len, output.splitlines())) <= 80
     (line,) = [line for line in output.splitlines() if line.startswith("stopped ")]
     assert "stopped (the" in line and line.split()[-5:] == [
-        "100/200", "1.4000", "1.5100", "0:00:10", "-"]
+        "100/200",
+        "1.4000",
+        "1.5100",
+        "0:00:10",
+        "-",
+    ]
 
 
 def test_a_terminal_is_drawn_anew_until_control_c(three_runs, monkeypatch):
     terminal, sleeps = io.StringIO(), []
-    monkeypatch.setattr("lab.watch.text.Console", lambda **_: Console(
-        file=terminal, width=100, height=60, force_terminal=True, color_system=None))
+    monkeypatch.setattr(
+        "lab.watch.text.Console",
+        lambda **_: Console(
+            file=terminal, width=100, height=60, force_terminal=True, color_system=None
+        ),
+    )
 
     def sleep(seconds):
         sleeps.append(seconds)

@@ -26,8 +26,9 @@ from pathlib import Path
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 PRELOADED = ("torch._dynamo", "torch.distributed.run", "matplotlib.pyplot", "hypothesis", "pytest")
-CONFIGURATION = ("tests/test_reference.py::"
-                 "test_a_configuration_trains_and_resumes_as_the_reference[{}]")
+CONFIGURATION = (
+    "tests/test_reference.py::test_a_configuration_trains_and_resumes_as_the_reference[{}]"
+)
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
 LIMIT_SECONDS, UNBROKEN_SECONDS = 180.0, 900.0  # of a fault's tests; of all tests without a fault
 
@@ -64,11 +65,16 @@ class Fault:
             place = found[0]
         text = ast.unparse(place)
         if (count := text.count(self.code)) != 1:
-            places = [name for name, content in project_files().items() if name.endswith(".py")
-                      and self.code in ast.unparse(ast.parse(content))]
-            raise ValueError(f"{self.area}: {self.code!r} is {count} times in {self.file}"
-                             f" {self.function}, wanted once; it is in:"
-                             f" {', '.join(places) or 'no file'}")
+            places = [
+                name
+                for name, content in project_files().items()
+                if name.endswith(".py") and self.code in ast.unparse(ast.parse(content))
+            ]
+            raise ValueError(
+                f"{self.area}: {self.code!r} is {count} times in {self.file}"
+                f" {self.function}, wanted once; it is in:"
+                f" {', '.join(places) or 'no file'}"
+            )
         broken = ast.parse(text.replace(self.code, self.fault))
         if self.function:
             vars(place).update(vars(broken.body[0]))
@@ -92,8 +98,9 @@ def definitions_in(place: ast.AST) -> list[ast.FunctionDef | ast.ClassDef]:
 def project_files() -> dict[str, bytes]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.check_output(command, cwd=PROJECT_DIR, text=True).splitlines()
-    return {name: (PROJECT_DIR / name).read_bytes() for name in names
-            if (PROJECT_DIR / name).is_file()}
+    return {
+        name: (PROJECT_DIR / name).read_bytes() for name in names if (PROJECT_DIR / name).is_file()
+    }
 
 
 def read_faults() -> list[Fault]:
@@ -130,8 +137,9 @@ def try_fault(fault: Fault, unbroken: Path) -> tuple[bool, str]:
         status, log = run_tests(copy, ["-x", *fault.selected], LIMIT_SECONDS)
     is_caught = status == 1 or (status is None and fault.hangs)
     verdict = "caught" if is_caught else {0: "MISSED", None: "TIMED OUT"}.get(status, log)
-    return is_caught, (f"{verdict:9} {fault.area}: {fault.file}: {fault.effect}"
-                       f" ({time.monotonic() - began:.1f} s)")
+    return is_caught, (
+        f"{verdict:9} {fault.area}: {fault.file}: {fault.effect} ({time.monotonic() - began:.1f} s)"
+    )
 
 
 def main() -> None:
@@ -151,8 +159,11 @@ def main() -> None:
         for name, content in project_files().items():
             (unbroken / name).parent.mkdir(parents=True, exist_ok=True)
             (unbroken / name).write_bytes(content)
-        status, log = run_tests(unbroken, sorted({test for fault in faults
-                                                  for test in fault.selected}), UNBROKEN_SECONDS)
+        status, log = run_tests(
+            unbroken,
+            sorted({test for fault in faults for test in fault.selected}),
+            UNBROKEN_SECONDS,
+        )
         if status != 0:
             sys.exit(f"{log}\nwithout a fault these tests end with status {status}")
         print(f"without a fault all tests pass ({time.monotonic() - began:.0f} s)", flush=True)

@@ -48,8 +48,11 @@ class Hub:
 
     def downloads(self, name: str) -> list[str]:
         """Return the byte ranges of all requests for a file."""
-        return [part for method, path, part in self.requests
-                if method == "GET" and "/resolve/" in path and path.endswith(name)]
+        return [
+            part
+            for method, path, part in self.requests
+            if method == "GET" and "/resolve/" in path and path.endswith(name)
+        ]
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return the environment variables that make a process use this hub."""
@@ -118,8 +121,11 @@ def used_in_this_process(hub: Hub, home: Path) -> Iterator[None]:
         for name, value in hub.environment(home).items():
             patch.setenv(name, value)
         patch.setattr(constants, "ENDPOINT", hub.endpoint)
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-                      hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+        patch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         patch.setattr(time, "sleep", lambda _: None)
         HfFileSystem.clear_instance_cache()
@@ -132,8 +138,11 @@ def tokens_hub_fixture() -> Iterator[Hub]:
     """A hub with a dataset of tokens, and another file that no run needs."""
     steps = np.random.default_rng(0).integers(1, 4, size=400_000)
     tokens = (np.cumsum(steps) % 257).astype(np.uint16)
-    files = {"train.safetensors": save({"tokens": tokens}),
-             "validation.safetensors": save({"tokens": tokens[:500]}), "README.md": b"hello"}
+    files = {
+        "train.safetensors": save({"tokens": tokens}),
+        "validation.safetensors": save({"tokens": tokens[:500]}),
+        "README.md": b"hello",
+    }
     with serving(Hub(files, repository="someone/tokens")) as hub:
         yield hub
 
@@ -171,8 +180,11 @@ def _handler_of(hub: Hub) -> type[Handler]:
                 else:
                     self.send_json(answer)
             else:  # the real hub's response without a login
-                self.send(401, b'{"error": "Invalid username or password."}' if has_body else b"",
-                          {"X-Error-Code": "RepoNotFound"})
+                self.send(
+                    401,
+                    b'{"error": "Invalid username or password."}' if has_body else b"",
+                    {"X-Error-Code": "RepoNotFound"},
+                )
 
         def answer(self, path: str) -> object:
             sha = hub.sha
@@ -183,26 +195,43 @@ def _handler_of(hub: Hub) -> type[Handler]:
                 folder = "".join(f"{part}/" for part in rest)
                 if "recursive=true" in self.path.lower():
                     return [entry(name) for name in sorted(hub.files) if name.startswith(folder)]
-                inside = {name.removeprefix(folder).partition("/")[:2] for name in hub.files
-                          if name.startswith(folder)}
-                return [{"type": "directory", "path": folder + first, "oid": etag(b"")[:40]}
-                        if slash else entry(folder + first) for first, slash in sorted(inside)]
+                inside = {
+                    name.removeprefix(folder).partition("/")[:2]
+                    for name in hub.files
+                    if name.startswith(folder)
+                }
+                return [
+                    {"type": "directory", "path": folder + first, "oid": etag(b"")[:40]}
+                    if slash
+                    else entry(folder + first)
+                    for first, slash in sorted(inside)
+                ]
             if path.startswith("/paths-info/"):
                 asked = json.loads(self.form)["paths"]
                 return [entry(name) for name in hub.files if name in asked]
-            return {"id": hub.repository, "sha": sha, "private": False, "tags": [],
-                    "downloads": 0, "likes": 0, "cardData": hub.card,
-                    "siblings": [{"rfilename": name} for name in hub.files]}
+            return {
+                "id": hub.repository,
+                "sha": sha,
+                "private": False,
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+                "cardData": hub.card,
+                "siblings": [{"rfilename": name} for name in hub.files],
+            }
 
         def send_file(self, sha: str, name: str, fault: Fault | None, *, has_body: bool) -> None:
             if name not in hub.files:
                 self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
                 return
             content = hub.files[name]
-            headers = {"ETag": f'"{etag(content)}"',
-                       "X-Repo-Commit": hub.sha if sha == "main" else sha,
-                       "Accept-Ranges": "bytes", "X-Linked-Size": str(len(content)),
-                       "X-Linked-Etag": f'"{etag(content)}"'}
+            headers = {
+                "ETag": f'"{etag(content)}"',
+                "X-Repo-Commit": hub.sha if sha == "main" else sha,
+                "Accept-Ranges": "bytes",
+                "X-Linked-Size": str(len(content)),
+                "X-Linked-Etag": f'"{etag(content)}"',
+            }
             status, part = 200, content
             if found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
                 start, stop = int(found[1]), int(found[2] or len(content) - 1) + 1

@@ -5,8 +5,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, create_model
 
-TYPES = {"text": str, "texts": list[str], "whole": int, "number": float, "flag": bool,
-         "interval": list[float]}
+TYPES = {
+    "text": str,
+    "texts": list[str],
+    "whole": int,
+    "number": float,
+    "flag": bool,
+    "interval": list[float],
+}
 OR_NONE = {f"{name}_or_none": kind | None for name, kind in TYPES.items()}
 
 
@@ -14,71 +20,122 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def part(optional: dict[str, Any] | None = None, parts: dict[str, Any] | None = None,
-         **by_type: str) -> type[Part]:
+def part(
+    optional: dict[str, Any] | None = None, parts: dict[str, Any] | None = None, **by_type: str
+) -> type[Part]:
     """Return a part of a document: its keys by the type of their values.
 
     Args:
         optional: the type of each key that may be absent.
         parts: the types of the keys that are not in the table of types.
     """
-    types = {key: TYPES.get(kind) or OR_NONE[kind]
-             for kind, keys in by_type.items() for key in keys.split()}
-    return create_model("Part", __base__=Part, **{
-        key: (kind, ...) for key, kind in (types | (parts or {})).items()}, **{
-        key: (kind | None, None) for key, kind in (optional or {}).items()})
+    types = {
+        key: TYPES.get(kind) or OR_NONE[kind]
+        for kind, keys in by_type.items()
+        for key in keys.split()
+    }
+    return create_model(
+        "Part",
+        __base__=Part,
+        **{key: (kind, ...) for key, kind in (types | (parts or {})).items()},
+        **{key: (kind | None, None) for key, kind in (optional or {}).items()},
+    )
 
 
 LOW_TO_HIGH = part(number="low expected high")
 MACHINE = part(
-    text="name gpu", whole="num_gpus largest_microbatch", number="usd_per_hour",
-    text_or_none="reason", optional={
-        "hours": LOW_TO_HIGH, "usd": LOW_TO_HIGH, "mfu": float, "source": str, "detail": str,
+    text="name gpu",
+    whole="num_gpus largest_microbatch",
+    number="usd_per_hour",
+    text_or_none="reason",
+    optional={
+        "hours": LOW_TO_HIGH,
+        "usd": LOW_TO_HIGH,
+        "mfu": float,
+        "source": str,
+        "detail": str,
         "budget": str,
-        **dict.fromkeys(("microbatch_size", "gradient_accumulation_steps", "global_batch_size",
-                         "steps", "checkpoints", "checkpoints_kept"), int)})
+        **dict.fromkeys(
+            (
+                "microbatch_size",
+                "gradient_accumulation_steps",
+                "global_batch_size",
+                "steps",
+                "checkpoints",
+                "checkpoints_kept",
+            ),
+            int,
+        ),
+    },
+)
 RUN = part(
-    text="name status", texts="warnings", text_or_none="reason phase tokenizer",
+    text="name status",
+    texts="warnings",
+    text_or_none="reason phase tokenizer",
     whole_or_none="global_step num_steps",
     number_or_none="heartbeat_seconds tokens train_loss validation_loss tokens_per_second mfu"
-                   " seconds usd seconds_left usd_per_hour usd_at_end memory_gib bytes_per_token")
+    " seconds usd seconds_left usd_per_hour usd_at_end memory_gib bytes_per_token",
+)
 COMPARED = part(
-    text="run status differs model ift_judge sorted_by test_slice", whole="num_seeds",
-    text_or_none="machine", flag="is_within_spread",
+    text="run status differs model ift_judge sorted_by test_slice",
+    whole="num_seeds",
+    text_or_none="machine",
+    flag="is_within_spread",
     number_or_none="global_batch_size microbatch_size tokens steps train_loss validation_loss"
-                   " test_loss validation_bits_per_byte test_bits_per_byte ift_score ift_low"
-                   " ift_high seconds seconds_without_validation tokens_per_second num_gpus"
-                   " usd_per_hour usd usd_without_validation usd_per_megatoken"
-                   " test_loss_spread validation_loss_spread"
-                   " train_loss_spread tokens_to_loss usd_to_loss")
+    " test_loss validation_bits_per_byte test_bits_per_byte ift_score ift_low"
+    " ift_high seconds seconds_without_validation tokens_per_second num_gpus"
+    " usd_per_hour usd usd_without_validation usd_per_megatoken"
+    " test_loss_spread validation_loss_spread"
+    " train_loss_spread tokens_to_loss usd_to_loss",
+)
 VARIANT = part(
-    text="name", text_or_none="against_noise", interval_or_none="interval",
-    number_or_none="loss difference tokens_to_baselines_loss seconds usd", parts={
-        "changes": dict[str, Any],
-        "runs": list[part(text="run state", number_or_none="loss")]})
+    text="name",
+    text_or_none="against_noise",
+    interval_or_none="interval",
+    number_or_none="loss difference tokens_to_baselines_loss seconds usd",
+    parts={"changes": dict[str, Any], "runs": list[part(text="run state", number_or_none="loss")]},
+)
 REPORT = part(text="title", parts={"checks": list[part(text="name verdict text advice")]})
 LOSS = part(
-    text="dataset split", whole="start_token num_tokens sequences blocks",
+    text="dataset split",
+    whole="start_token num_tokens sequences blocks",
     text_or_none="tokenizer text",
     number_or_none="loss perplexity bits_per_byte",
-    interval_or_none="loss_interval perplexity_interval bits_per_byte_interval")
+    interval_or_none="loss_interval perplexity_interval bits_per_byte_interval",
+)
 SCORES = ("accuracy", "normalised_accuracy", "perplexity")
 SCORE = part(
-    text="benchmark questions_from", whole="questions cut_texts", text_or_none="split",
-    optional=dict.fromkeys(SCORES, float) | {f"{name}_interval": list[float] for name in SCORES})
-MODEL = part(text="name", text_or_none="checkpoint", whole_or_none="trained_tokens",
-             parts={"loss": LOSS | None, "tasks": list[SCORE]})
+    text="benchmark questions_from",
+    whole="questions cut_texts",
+    text_or_none="split",
+    optional=dict.fromkeys(SCORES, float) | {f"{name}_interval": list[float] for name in SCORES},
+)
+MODEL = part(
+    text="name",
+    text_or_none="checkpoint",
+    whole_or_none="trained_tokens",
+    parts={"loss": LOSS | None, "tasks": list[SCORE]},
+)
 
 DOCUMENTS = {
     "plan/1": part(
-        text="run model", whole="parameters tokens checkpoint_bytes pinned_bytes",
-        number="flops_per_token", parts={
-            "memory_bytes": dict[str, dict[str, float]], "machines": list[MACHINE],
-            "largest_microbatch": list[part(whole="card_gib one_gpu several_gpus")]}),
+        text="run model",
+        whole="parameters tokens checkpoint_bytes pinned_bytes",
+        number="flops_per_token",
+        parts={
+            "memory_bytes": dict[str, dict[str, float]],
+            "machines": list[MACHINE],
+            "largest_microbatch": list[part(whole="card_gib one_gpu several_gpus")],
+        },
+    ),
     "list/1": part(parts={"runs": list[RUN]}),
     "compare/1": part(texts="notes", parts={"rows": list[COMPARED]}),
-    "sweep/1": part(text="sweep base", text_or_none="stop_reason", texts="notes",
-                    parts={"variants": list[VARIANT]}),
+    "sweep/1": part(
+        text="sweep base",
+        text_or_none="stop_reason",
+        texts="notes",
+        parts={"variants": list[VARIANT]},
+    ),
     "evaluate/1": part(parts={"models": list[MODEL]}),
     "doctor/1": part(text_or_none="run", flag="is_fit", parts={"reports": list[REPORT]}),
 }

@@ -60,7 +60,9 @@ def faulty_reply(kind: str, scores: dict[str, int]) -> Any:
     first, *others = scores
     reply = json.dumps(scores)
     return {
-        "": reply, "packed": reply, "large": reply,
+        "": reply,
+        "packed": reply,
+        "large": reply,
         "fenced": f"```json\n{json.dumps(scores, indent=2)}\n```",
         "prose": f"Both {{are}} weak. My scores: {json.dumps({'scores': scores})} Good luck!",
         "fraction": json.dumps({label: score + 0.5 for label, score in scores.items()}),
@@ -127,10 +129,15 @@ def _handler_of(endpoint: Endpoint) -> type[Handler]:
         def judge(self, answers: dict[str, str], kind: str) -> None:
             scores = {label: int(WORTH.search(text)[1]) for label, text in answers.items()}
             message = {"role": "assistant", "content": faulty_reply(kind, scores)}
-            body = json.dumps({
-                "id": "1", "object": "chat.completion", "created": 1, "model": "judge",
-                "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
-            }).encode()
+            body = json.dumps(
+                {
+                    "id": "1",
+                    "object": "chat.completion",
+                    "created": 1,
+                    "model": "judge",
+                    "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+                }
+            ).encode()
             if kind == "packed":
                 self.send(200, gzip.compress(body), {"Content-Encoding": "gzip"})
             else:
@@ -138,8 +145,12 @@ def _handler_of(endpoint: Endpoint) -> type[Handler]:
 
         def refuse(self, status: int, message: str, *, code: str | None = None) -> None:
             error = {"error": {"message": message, "type": "error", "code": code}}
-            self.send(status, json.dumps(error).encode(), {"Retry-After": "0.05"} | (
-                {"Location": endpoint.elsewhere} if status == 307 else {}))
+            self.send(
+                status,
+                json.dumps(error).encode(),
+                {"Retry-After": "0.05"}
+                | ({"Location": endpoint.elsewhere} if status == 307 else {}),
+            )
 
         def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
             super().send(status, body, {"Content-Type": "application/json"} | (headers or {}))

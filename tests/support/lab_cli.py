@@ -28,8 +28,13 @@ def run_lab(*arguments: str, **environment: str | None) -> Result:
 
 def publish(workplace: Workplace, *arguments: str, **environment: str) -> Result:
     """Publish without a token, unless one is given."""
-    return run_lab("publish", *arguments, "--runs-dir", str(workplace.runs_dir),
-                   **{"HF_TOKEN": "", **environment})
+    return run_lab(
+        "publish",
+        *arguments,
+        "--runs-dir",
+        str(workplace.runs_dir),
+        **{"HF_TOKEN": "", **environment},
+    )
 
 
 def succeeded(result: Result) -> Result:
@@ -52,9 +57,11 @@ def _hub_client(environment: dict[str, str | None]) -> Iterator[None]:
     endpoint, home = environment.get("HF_ENDPOINT"), environment.get("HF_HOME")
     changes: dict[str, object] = {}
     if endpoint:
-        changes |= {"ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": True,
-                    "HUGGINGFACE_CO_URL_TEMPLATE":
-                        endpoint + "/{repo_id}/resolve/{revision}/{filename}"}
+        changes |= {
+            "ENDPOINT": endpoint,
+            "HF_HUB_DISABLE_XET": True,
+            "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        }
     if home:
         changes |= {"HF_HUB_CACHE": str(Path(home) / "hub"), "HF_TOKEN_PATH": f"{home}/token"}
     with mock.patch.multiple(constants, **changes) if changes else contextlib.nullcontext():
@@ -69,17 +76,31 @@ def add_tunable_run(workplace: Workplace) -> Workplace:
     """Add a run with a checkpoint, and instructions that all have the same output."""
     run_dir = workplace.add_run(model={"context_length": 192, "drop_rate": 0.0})
     torch.manual_seed(0)
-    meta = CheckpointMeta(global_step=1, tokens=0, loss=1.0, train_loss=1.0, seconds={},
-                          tokenizer="bytes", model=TUNABLE, random_seed=42, data={})
+    meta = CheckpointMeta(
+        global_step=1,
+        tokens=0,
+        loss=1.0,
+        train_loss=1.0,
+        seconds={},
+        tokenizer="bytes",
+        model=TUNABLE,
+        random_seed=42,
+        data={},
+    )
     save_checkpoint(run_dir / "checkpoints", Snapshot(GPTModel(TUNABLE).state_dict(), {}), meta)
     write_entries(workplace.root / "data.json", 40, output=" Yes.")
     return workplace
 
 
 def write_entries(path: Path, count: int, *, output: str) -> Path:
-    path.write_text(json.dumps([
-        {"instruction": f"Ask {i}", "input": "é" if i == 36 else "", "output": output}
-        for i in range(count)]))
+    path.write_text(
+        json.dumps(
+            [
+                {"instruction": f"Ask {i}", "input": "é" if i == 36 else "", "output": output}
+                for i in range(count)
+            ]
+        )
+    )
     return path
 
 
@@ -88,8 +109,16 @@ def entries_of(path: Path) -> list[dict[str, str]]:
 
 
 def tune(workplace: Workplace, *arguments: str, data: Path | None = None) -> Result:
-    return run_lab("tune", "tiny", "--runs-dir", str(workplace.runs_dir), "--data",
-                   str(data or workplace.root / "data.json"), *FAST, *arguments)
+    return run_lab(
+        "tune",
+        "tiny",
+        "--runs-dir",
+        str(workplace.runs_dir),
+        "--data",
+        str(data or workplace.root / "data.json"),
+        *FAST,
+        *arguments,
+    )
 
 
 def answers_in(workplace: Workplace) -> dict:

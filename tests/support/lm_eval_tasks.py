@@ -17,10 +17,13 @@ NUM_QUESTIONS = 40
 WORDS = "the a man dog opens his é water  then 😀 naïve".split(" ")
 LAST_WORDS = ["the", "the", "naïve", "then\nthe", '"the"', "  the"]
 # By our name: lm-eval's file, and the suffix of our file.
-FILES = {"hellaswag": ("hellaswag/hellaswag.yaml", "jsonl"),
-         "lambada": ("lambada/lambada_openai.yaml", "jsonl"),
-         "arc_easy": ("arc/arc_easy.yaml", "parquet"), "piqa": ("piqa/piqa.yaml", "jsonl"),
-         "blimp": ("blimp/anaphor_gender_agreement.yaml", "parquet")}
+FILES = {
+    "hellaswag": ("hellaswag/hellaswag.yaml", "jsonl"),
+    "lambada": ("lambada/lambada_openai.yaml", "jsonl"),
+    "arc_easy": ("arc/arc_easy.yaml", "parquet"),
+    "piqa": ("piqa/piqa.yaml", "jsonl"),
+    "blimp": ("blimp/anaphor_gender_agreement.yaml", "parquet"),
+}
 TASK = """include: {original}
 task: local_{name}
 dataset_path: {kind}
@@ -52,9 +55,16 @@ def write_tasks(directory: Path) -> dict[str, Path]:
         write_records(path, records_of(name))
         splits = {"training": "null", "validation": "null", "test": "null"}
         splits["validation" if split == "train" else split] = split  # BLiMP validates on `train`
-        (directory / f"{name}.yaml").write_text(TASK.format(
-            original=tasks_dir() / original, name=name, split=split, path=path,
-            kind="json" if suffix == "jsonl" else suffix, **splits))
+        (directory / f"{name}.yaml").write_text(
+            TASK.format(
+                original=tasks_dir() / original,
+                name=name,
+                split=split,
+                path=path,
+                kind="json" if suffix == "jsonl" else suffix,
+                **splits,
+            )
+        )
     return written
 
 
@@ -75,17 +85,33 @@ def records_of(name: str, num_records: int = NUM_QUESTIONS) -> list[dict[str, An
 
     makers: dict[str, Callable[[], dict[str, Any]]] = {
         "hellaswag": lambda: {
-            "ind": 0, "activity_label": text(3), "ctx_a": text(20) + " [title] x [step]",
-            "ctx_b": text(4), "endings": [text(8) + "." for _ in range(4)],
-            "label": str(random.integers(4))},
-        "lambada": lambda: {"text": " ".join([*[text(12)] * bool(random.integers(6)),
-                                             random.choice(LAST_WORDS)])},
+            "ind": 0,
+            "activity_label": text(3),
+            "ctx_a": text(20) + " [title] x [step]",
+            "ctx_b": text(4),
+            "endings": [text(8) + "." for _ in range(4)],
+            "label": str(random.integers(4)),
+        },
+        "lambada": lambda: {
+            "text": " ".join([*[text(12)] * bool(random.integers(6)), random.choice(LAST_WORDS)])
+        },
         "arc_easy": lambda: {
-            "id": "x", "question": text(9) + "?", "answerKey": "BD"[random.integers(2)],
-            "choices": {"text": [text(5) + "." for _ in range(4)], "label": list("ABCD")}},
-        "piqa": lambda: {"goal": text(9), "sol1": text(6) + ".", "sol2": text(6) + ".",
-                         "label": int(random.integers(2))},
-        "blimp": lambda: {"sentence_good": text(8) + ".", "sentence_bad": text(8) + ".",
-                          "field": "morphology", "UID": "anaphor_gender_agreement"},
+            "id": "x",
+            "question": text(9) + "?",
+            "answerKey": "BD"[random.integers(2)],
+            "choices": {"text": [text(5) + "." for _ in range(4)], "label": list("ABCD")},
+        },
+        "piqa": lambda: {
+            "goal": text(9),
+            "sol1": text(6) + ".",
+            "sol2": text(6) + ".",
+            "label": int(random.integers(2)),
+        },
+        "blimp": lambda: {
+            "sentence_good": text(8) + ".",
+            "sentence_bad": text(8) + ".",
+            "field": "morphology",
+            "UID": "anaphor_gender_agreement",
+        },
     }
     return [makers[name]() for _ in range(num_records)]

@@ -34,13 +34,18 @@ from trainer.losses import build_training_state
 from trainer.precision import resolve_for_device
 from trainer.weight_formats import gpt2_config, to_gpt2
 
-TEXTS = ["the cat sat on the mat, and the hat", "naïve café, naïve 🎉🎉",
-         "def f(x):\n    return x\n", "它是它的, 它是它的",
-         "aaaa bbbb 1234 1234\n\n\t it's we'll"] * 3
+TEXTS = [
+    "the cat sat on the mat, and the hat",
+    "naïve café, naïve 🎉🎉",
+    "def f(x):\n    return x\n",
+    "它是它的, 它是它的",
+    "aaaa bbbb 1234 1234\n\n\t it's we'll",
+] * 3
 
 
-def write_tokenizer(directory: Path, *, vocab_size: int = 300,
-                    texts: list[str] | None = None, **changes: Any) -> Path:
+def write_tokenizer(
+    directory: Path, *, vocab_size: int = 300, texts: list[str] | None = None, **changes: Any
+) -> Path:
     """Train a tokenizer and write its tokenizer.json, with some parts of it changed."""
     content, _ = train_tokenizer(texts or TEXTS, vocab_size=vocab_size)
     directory.mkdir(parents=True, exist_ok=True)
@@ -50,36 +55,83 @@ def write_tokenizer(directory: Path, *, vocab_size: int = 300,
 
 # Parts of tokenizers that put a space in front of each text.
 WITH_A_SPACE: dict[str, dict[str, Any]] = {
-    "add_prefix_space": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True,
-                                           "trim_offsets": True, "use_regex": True}},
-    "Metaspace": {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "split": True,
-                                    "prepend_scheme": "always"}},
-    "Prepend": {"normalizer": {"type": "Sequence", "normalizers": [
-        {"type": "Prepend", "prepend": "▁"},
-        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]}}}
+    "add_prefix_space": {
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        }
+    },
+    "Metaspace": {
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": "▁",
+            "split": True,
+            "prepend_scheme": "always",
+        }
+    },
+    "Prepend": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        }
+    },
+}
 
 
 def write_tokenizer_with_a_space(directory: Path, kind: str) -> Path:
     """Write a tokenizer.json of a kind of `WITH_A_SPACE`, as GPT-2's or as Llama's."""
     if kind == "add_prefix_space":
         return write_tokenizer(directory, **WITH_A_SPACE[kind])
-    tokens = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(97, 123)),
-              "th", "▁th", "▁the", "▁a", "at"]
+    tokens = [
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *map(chr, range(97, 123)),
+        "th",
+        "▁th",
+        "▁the",
+        "▁a",
+        "at",
+    ]
     merges = [["t", "h"], ["▁", "th"], ["▁th", "e"], ["▁", "a"], ["a", "t"]]
-    decoders = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                {"type": "ByteFallback"}, {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
-    parts = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None,
-             "decoder": {"type": "Sequence", "decoders": decoders},
-             "model": {"type": "BPE", "byte_fallback": True, "merges": merges,
-                       "vocab": {token: place for place, token in enumerate(tokens)}}}
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    parts = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "byte_fallback": True,
+            "merges": merges,
+            "vocab": {token: place for place, token in enumerate(tokens)},
+        },
+    }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(json.dumps(parts | WITH_A_SPACE[kind]))
     return directory
 
 
-SHAPE = {"vocab_size": 61, "context_length": 12, "emb_dim": 24, "n_heads": 3, "n_layers": 2,
-         "drop_rate": 0.1, "qkv_bias": False}
+SHAPE = {
+    "vocab_size": 61,
+    "context_length": 12,
+    "emb_dim": 24,
+    "n_heads": 3,
+    "n_layers": 2,
+    "drop_rate": 0.1,
+    "qkv_bias": False,
+}
 
 
 def random_model(**changes: Any) -> GPTModel:
@@ -96,8 +148,9 @@ def export(model: GPTModel, directory: Path, **changes: Any) -> Path:
     directory.mkdir(exist_ok=True)
     config = gpt2_config(model.config, None) | changes
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(to_gpt2(model.state_dict(), model.config), directory / "model.safetensors",
-              {"format": "pt"})
+    save_file(
+        to_gpt2(model.state_dict(), model.config), directory / "model.safetensors", {"format": "pt"}
+    )
     return directory
 
 
@@ -108,8 +161,9 @@ def add_dataset_with_tokenizer(workplace: Workplace) -> tuple[Path, str]:
     """
     dataset_dir = workplace.add_dataset()
     name = choose_tokenizer(str(write_tokenizer(dataset_dir, vocab_size=257))).name
-    write_tokens(dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16),
-                 {"tokenizer": name})
+    write_tokens(
+        dataset_dir / "train.safetensors", np.zeros(4000, dtype=np.uint16), {"tokenizer": name}
+    )
     torch.manual_seed(0)
     return export(GPTModel(ModelConfig(**TINY_MODEL)), workplace.root / "published"), name
 
@@ -150,10 +204,18 @@ def state(seed: int, model: ModelConfig = MODEL) -> TrainingState:
 
 
 def describe(global_step: int, loss: float | None = 1.0) -> CheckpointMeta:
-    return CheckpointMeta(global_step=global_step, tokens=0, loss=loss, train_loss=loss,
-                          seconds={}, tokenizer=None, model=MODEL, random_seed=42,
-                          loss_scale=LossScale(scale=2.0**global_step, growth_tracker=3),
-                          data={"train": "100 tokens, abc"})
+    return CheckpointMeta(
+        global_step=global_step,
+        tokens=0,
+        loss=loss,
+        train_loss=loss,
+        seconds={},
+        tokenizer=None,
+        model=MODEL,
+        random_seed=42,
+        loss_scale=LossScale(scale=2.0**global_step, growth_tracker=3),
+        data={"train": "100 tokens, abc"},
+    )
 
 
 def save(checkpoints_dir: Path, global_step: int, loss: float | None = 1.0) -> Checkpoint:

@@ -40,14 +40,15 @@ def prepare(*arguments: str) -> CompletedProcess[str]:
     with redirect_stdout(stdout), redirect_stderr(stderr):
         with pytest.raises(SystemExit) as caught:
             command.run([*arguments, *workers])
-    return CompletedProcess(arguments, caught.value.code or 0, stdout.getvalue(),
-                            stderr.getvalue())
+    return CompletedProcess(arguments, caught.value.code or 0, stdout.getvalue(), stderr.getvalue())
 
 
 def tokens_in(dataset_dir: Path) -> dict[str, np.ndarray]:
     """Return the tokens of a dataset by split."""
-    return {split: load_file(dataset_dir / f"{split}.safetensors")["tokens"]
-            for split in ("train", "validation")}
+    return {
+        split: load_file(dataset_dir / f"{split}.safetensors")["tokens"]
+        for split in ("train", "validation")
+    }
 
 
 def metadata_of(dataset_dir: Path, split: str = "train") -> dict[str, str]:
@@ -69,8 +70,10 @@ def contents(dataset_dir: Path) -> dict[str, bytes]:
 
 
 def texts_source(*shards: list[str]) -> Source:
-    return Source(Request(source="texts", title="texts"),
-                  [texts_shard(f"shard {i}", texts) for i, texts in enumerate(shards)])
+    return Source(
+        Request(source="texts", title="texts"),
+        [texts_shard(f"shard {i}", texts) for i, texts in enumerate(shards)],
+    )
 
 
 def find_documents(source: str | Path, **options: str) -> Source:
@@ -81,8 +84,12 @@ def write_parquet(folder: Path, *parts: list[str | None]) -> Path:
     """Write one parquet file for each part, with a column of ids next to the text."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, part in enumerate(parts):
-        table = pyarrow.table({"text": pyarrow.array(part, pyarrow.string()),
-                               "id": [str(n) for n in range(len(part))]})
+        table = pyarrow.table(
+            {
+                "text": pyarrow.array(part, pyarrow.string()),
+                "id": [str(n) for n in range(len(part))],
+            }
+        )
         pyarrow.parquet.write_table(table, folder / f"{i:03}.parquet")
     return folder
 
@@ -91,8 +98,11 @@ def write_source(kind: str, source_dir: Path) -> Path:
     """Write DOCUMENTS to a directory of parquet, JSON lines or text files."""
     source_dir.mkdir()
     if kind == "parquet":
-        write_parquet(source_dir / "sample" / "10BT", DOCUMENTS[:100],
-                      [text or None for text in DOCUMENTS[100:]])
+        write_parquet(
+            source_dir / "sample" / "10BT",
+            DOCUMENTS[:100],
+            [text or None for text in DOCUMENTS[100:]],
+        )
         (source_dir / "README.md").write_text("not a document")
     elif kind == "jsonl":
         lines = [json.dumps({"text": text}) for text in DOCUMENTS]
@@ -108,7 +118,7 @@ def corrupt(path: Path, *, footer: bool) -> None:
     """Damage the data or the footer of a parquet file."""
     content = bytearray(path.read_bytes())
     start = len(content) - 6 if footer else 8
-    content[start:start + 40] = b"\xff" * len(content[start:start + 40])
+    content[start : start + 40] = b"\xff" * len(content[start : start + 40])
     path.write_bytes(content)
 
 
@@ -130,14 +140,23 @@ def stopping_after(num_writes: int | None) -> Iterator[None]:
             if left is not None:
                 left -= 1
             return function(*arguments, **keywords)
+
         return wrapper
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((TokenFileWriter, "finish"), (TokenFileWriter, "sync"),
-                            (TokenFileWriter, "truncate"), (TokenFileWriter, "add"),
-                            (DocumentEnds, "sync"), (DocumentEnds, "add"),
-                            (Journal, "add"), (Journal, "begin"), (Journal, "publish"),
-                            (pipeline, "write_card"), (pipeline, "write_part")):
+        for owner, name in (
+            (TokenFileWriter, "finish"),
+            (TokenFileWriter, "sync"),
+            (TokenFileWriter, "truncate"),
+            (TokenFileWriter, "add"),
+            (DocumentEnds, "sync"),
+            (DocumentEnds, "add"),
+            (Journal, "add"),
+            (Journal, "begin"),
+            (Journal, "publish"),
+            (pipeline, "write_card"),
+            (pipeline, "write_part"),
+        ):
             patch.setattr(owner, name, stopping(getattr(owner, name)))
         with suppress(Stopped):
             yield
@@ -145,6 +164,7 @@ def stopping_after(num_writes: int | None) -> Iterator[None]:
 
 def leave_unfinished(source: Source, out: Path, options: PrepareOptions = BYTES) -> None:
     """Prepare all shards of a source but the last."""
+
     def stop(cuts: Cuts) -> Iterator[Task]:
         raise Stopped
 

@@ -39,6 +39,7 @@ LARGEST_UPDATE = 4.0  # of AdamW, before the learning rate, if rounding decides 
 
 def forward(weights: Weights, model: ModelConfig, ids: Tensor, *, drops: bool = False) -> Tensor:
     """Compute the logits (B, T, V) of token ids (B, T); with `drops` draw dropout masks."""
+
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
@@ -57,8 +58,9 @@ def forward(weights: Weights, model: ModelConfig, ids: Tensor, *, drops: bool = 
     x = drop(weights["token_embedding.weight"][ids] + weights["position_embedding.weight"][:T])
     for block in (f"blocks.{layer}" for layer in range(model.n_layers)):
         qkv = linear(norm(x, f"{block}.attention_norm"), f"{block}.attention.qkv")  # (B, T, 3 C)
-        q, k, v = (part.reshape(B, T, model.n_heads, -1).transpose(1, 2)
-                   for part in qkv.chunk(3, -1))  # (B, H, T, D) each
+        q, k, v = (
+            part.reshape(B, T, model.n_heads, -1).transpose(1, 2) for part in qkv.chunk(3, -1)
+        )  # (B, H, T, D) each
         scores = q @ k.mT / math.sqrt(q.shape[-1])  # (B, H, T, T)
         y = drop(scores.masked_fill(future, -math.inf).softmax(-1)) @ v  # (B, H, T, D)
         x = x + drop(linear(y.transpose(1, 2).reshape(x.shape), f"{block}.attention.output"))
@@ -81,8 +83,12 @@ def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
         done = max(0, step - start) / (num_steps - 1 - start)
     else:  # a decay of one step is all done in it, unless it is the whole run
         done = 1.0 if step == start > 0 else 0.0
-    left = {"constant": 1.0, "linear": 1 - done, "wsd": 1 - math.sqrt(done),
-            "cosine": (1 + math.cos(math.pi * done)) / 2}[kind]
+    left = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "wsd": 1 - math.sqrt(done),
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+    }[kind]
     final = train.final_learning_rate_fraction
     if final is None:
         final = 0.1 if kind == "cosine" else 0.0
@@ -91,8 +97,11 @@ def learning_rate(train: TrainConfig, step: int, num_steps: int) -> float:
 
 def options_of(name: str, train: TrainConfig) -> dict[str, Any]:
     """Return the optimizer's options for a parameter."""
-    group = "vector" if name.endswith("bias") or "norm" in name else (
-        "embedding" if "embedding" in name else "head" if name == "head.weight" else "matrix")
+    group = (
+        "vector"
+        if name.endswith("bias") or "norm" in name
+        else ("embedding" if "embedding" in name else "head" if name == "head.weight" else "matrix")
+    )
     is_muon = train.optimizer == "muon" and group == "matrix"
     options = {key: getattr(train, key) for key in ("learning_rate", "weight_decay", "beta2")}
     if group == "vector" and not train.decay_norms_and_biases:
@@ -127,18 +136,27 @@ class ReferenceLoop:
             the learning rate either way.
     """
 
-    def __init__(self, model: ModelConfig, train: TrainConfig, weights: Mapping[str, Tensor], *,
-                 tokens: Tensor, sequences: int) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        tokens: Tensor,
+        sequences: int,
+    ) -> None:
         self.model, self.train, self.tokens, self.precision = model, train, tokens, train.precision
         self.step_tokens = sequences * model.context_length
         self.num_steps = (len(tokens) - train.start_train_token - 1) // self.step_tokens
         if train.min_train_tokens != -1:
             self.num_steps = math.ceil(train.min_train_tokens / self.step_tokens)
-        self.weights = {name: weight.detach().double().requires_grad_()
-                        for name, weight in weights.items()}
+        self.weights = {
+            name: weight.detach().double().requires_grad_() for name, weight in weights.items()
+        }
         self.first, self.second = (
             {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
-            for _ in range(2))
+            for _ in range(2)
+        )
         self.first_noise, self.second_noise = (dict.fromkeys(self.weights, 0.0) for _ in range(2))
         self.num_updates = self.num_skipped = 0
 
@@ -164,11 +182,13 @@ class ReferenceLoop:
         """Return loss and gradient norm of a step, () each, and the clipped gradients."""
         T, B = self.model.context_length, self.train.microbatch_size
         losses = []
-        for index in range(step * self.step_tokens // (B * T), (step + 1) * self.step_tokens
-                           // (B * T)):
+        for index in range(
+            step * self.step_tokens // (B * T), (step + 1) * self.step_tokens // (B * T)
+        ):
             start = self.train.start_train_token + index * B * T
-            ids, targets = (self.tokens[first : first + B * T].view(B, T)
-                            for first in (start, start + 1))
+            ids, targets = (
+                self.tokens[first : first + B * T].view(B, T) for first in (start, start + 1)
+            )
             seed = hashlib.blake2b(f"{self.train.random_seed}/{index}".encode(), digest_size=7)
             torch.manual_seed(int.from_bytes(seed.digest()))
             logits = forward(weights, self.model, ids, drops=True)
@@ -180,19 +200,26 @@ class ReferenceLoop:
         gradients = [gradient / LOSS_SCALE for gradient in gradients]
         norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
         factor = min(1.0, (self.train.clipping_max_norm or math.inf) / (norm + 1e-6))
-        return loss.detach(), norm, {name: gradient * factor for name, gradient
-                                     in zip(weights, gradients, strict=True)}
+        return (
+            loss.detach(),
+            norm,
+            {name: gradient * factor for name, gradient in zip(weights, gradients, strict=True)},
+        )
 
     def _measure_noise(self, step: int, gradients: Weights) -> None:
         """Compute the gradients in the run's precision, to know what rounding does to them."""
-        weights = {name: weight.detach().float().requires_grad_()
-                   for name, weight in self.weights.items()}
-        with torch.autocast("cpu", dtype=SIXTEEN_BITS.get(self.precision),
-                            enabled=self.precision in SIXTEEN_BITS):
+        weights = {
+            name: weight.detach().float().requires_grad_() for name, weight in self.weights.items()
+        }
+        with torch.autocast(
+            "cpu", dtype=SIXTEEN_BITS.get(self.precision), enabled=self.precision in SIXTEEN_BITS
+        ):
             rounded = self._gradients(step, weights)[2]
         for name, gradient in gradients.items():
-            self.noise[name] = (NOISE[self.precision] * (rounded[name] - gradient).abs().max()
-                                + FLOAT32 * gradient.abs().max()).item()
+            self.noise[name] = (
+                NOISE[self.precision] * (rounded[name] - gradient).abs().max()
+                + FLOAT32 * gradient.abs().max()
+            ).item()
 
     @torch.no_grad()
     def _update(self, name: str, gradient: Tensor, step: int) -> None:
@@ -202,8 +229,11 @@ class ReferenceLoop:
         mu = self.train.momentum if options["is_muon"] else options["beta1"]
         self.first[name].copy_(mu * self.first[name] + (1 - mu) * gradient)
         self.first_noise[name] = mu * self.first_noise[name] + (1 - mu) * self.noise[name]
-        update, slack = (self._muon(name, gradient, mu) if options["is_muon"] else
-                         self._adamw(name, gradient, options))
+        update, slack = (
+            self._muon(name, gradient, mu)
+            if options["is_muon"]
+            else self._adamw(name, gradient, options)
+        )
         decay = options["weight_decay"] * weight
         self.slack[name] = rate * slack + FLOAT32 * (weight.abs() + rate * update.abs())
         weight -= rate * (update + decay)
@@ -212,7 +242,8 @@ class ReferenceLoop:
         beta1, beta2, t = options["beta1"], options["beta2"], self.num_updates
         second = self.second[name].copy_(beta2 * self.second[name] + (1 - beta2) * gradient**2)
         self.second_noise[name] = beta2 * self.second_noise[name] + (
-            2 * (1 - beta2) * gradient.abs().max().item() * self.noise[name])
+            2 * (1 - beta2) * gradient.abs().max().item() * self.noise[name]
+        )
         scale = (second / (1 - beta2**t)).sqrt() + self.train.epsilon
         slack = (self.noise[name] / scale).clamp(max=LARGEST_UPDATE)
         return self.first[name] / (1 - beta1**t) / scale, slack
@@ -220,8 +251,10 @@ class ReferenceLoop:
     def _muon(self, name: str, gradient: Tensor, mu: float) -> tuple[Tensor, Tensor]:
         parts = (mu * self.first[name] + (1 - mu) * gradient).chunk(3 if ".qkv." in name else 1)
         noise = mu * self.first_noise[name] + (1 - mu) * self.noise[name]
-        return (torch.cat([orthogonal(part) for part in parts]),
-                torch.cat([muon_slack(part, noise, self.precision) for part in parts]))
+        return (
+            torch.cat([orthogonal(part) for part in parts]),
+            torch.cat([muon_slack(part, noise, self.precision) for part in parts]),
+        )
 
 
 def muon_slack(matrix: Tensor, noise: float, precision: Precision | None) -> Tensor:

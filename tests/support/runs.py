@@ -36,8 +36,15 @@ from tests.support.workplace import PROJECT_DIR, Workplace, read_lines, succeede
 # Every 5 steps a validation and a checkpoint; 12 steps on two processes.
 SETTINGS = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 30.0}
 OF_MACHINE = {"mfu", *(key for key, name in METRICS.items() if name.startswith("machine/"))}
-TIMED = {"seconds", "usd", "tokens_per_second", "validation_seconds", "slowest_step",
-         "slowest_step_seconds", *OF_MACHINE}
+TIMED = {
+    "seconds",
+    "usd",
+    "tokens_per_second",
+    "validation_seconds",
+    "slowest_step",
+    "slowest_step_seconds",
+    *OF_MACHINE,
+}
 
 
 def with_fault(workplace: Workplace, fault: str, *arguments: str) -> CompletedProcess[str]:
@@ -59,8 +66,9 @@ def train_undisturbed(root: Path, settings: dict[str, object]) -> Path:
 
 def last_line_of_ours(result: CompletedProcess[str]) -> str:
     """Return the last error line of the trainer; torchrun prints others."""
-    return next((line for line in reversed(result.stderr.splitlines())
-                 if line.startswith("Error: ")), "")
+    return next(
+        (line for line in reversed(result.stderr.splitlines()) if line.startswith("Error: ")), ""
+    )
 
 
 def weights_of(run_dir: Path) -> str:
@@ -69,8 +77,10 @@ def weights_of(run_dir: Path) -> str:
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
-    return [{key: value for key, value in record.items() if key not in TIMED}
-            for record in read_lines(run_dir / "metrics.jsonl")]
+    return [
+        {key: value for key, value in record.items() if key not in TIMED}
+        for record in read_lines(run_dir / "metrics.jsonl")
+    ]
 
 
 def validations_of(run_dir: Path) -> list[dict]:
@@ -134,24 +144,33 @@ def run_in_process(*arguments: str, under_torchrun: bool = False) -> CompletedPr
     """Run ddp_train.py here, alone or as the only rank under torchrun, up to the first step."""
     stdout, stderr = io.StringIO(), io.StringIO()
     handler = signal.getsignal(signal.SIGINT)
-    with (mock.patch.dict(os.environ),  # a launch tells its processes what it has spent
-          pytest.MonkeyPatch.context() as patch,
-          redirect_stdout(stdout), redirect_stderr(stderr)):
+    with (
+        mock.patch.dict(os.environ),  # a launch tells its processes what it has spent
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(stdout),
+        redirect_stderr(stderr),
+    ):
         patch.setattr(sys, "argv", ["ddp_train.py", *arguments])
         patch.setattr(os, "_exit", _raise_exited)
         patch.setattr(torch.distributed.run, "run", _refuse_to_train)
-        for name, instead in (("start", lambda watchdog: watchdog),  # without thread and signals
-                              ("stop", lambda watchdog: watchdog._peers.close()),
-                              ("fail", lambda watchdog, error: watchdog._peers.close()),
-                              ("expect_steps", _refuse_to_train)):
+        for name, instead in (
+            ("start", lambda watchdog: watchdog),  # without thread and signals
+            ("stop", lambda watchdog: watchdog._peers.close()),
+            ("fail", lambda watchdog, error: watchdog._peers.close()),
+            ("expect_steps", _refuse_to_train),
+        ):
             patch.setattr(Watchdog, name, instead)
         patch.setattr(command_line, "end_with_torchrun", lambda: None)
         patch.setattr(entry_points, "keep_freed_memory", lambda: None)
         if under_torchrun:
             store = dist.HashStore()
             patch.setattr(startup_agreement, "open_torchrun_store", lambda: store)
-            for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                                "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}.items():
+            for name, value in {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "1",
+                "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+            }.items():
                 patch.setenv(name, value)
         try:
             runpy.run_path(str(PROJECT_DIR / "ddp_train.py"), run_name="__main__")
@@ -187,8 +206,14 @@ def assert_refused(result: CompletedProcess[str]) -> None:
 
 def contents(root: Path) -> dict[str, str]:
     """Return every path below a directory with a digest of the file, or the target of the link."""
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else
-            os.readlink(path) if path.is_symlink() else "" for path in root.rglob("*")}
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else os.readlink(path)
+        if path.is_symlink()
+        else ""
+        for path in root.rglob("*")
+    }
 
 
 def _raise_exited(status: int) -> NoReturn:
@@ -200,8 +225,7 @@ def _refuse_to_train(*_: object, **__: object) -> NoReturn:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Return a directory that the first process fills; the others wait for it. Do not change it.
-    """
+    """Return a directory that the first process fills; the others wait for it. Do not change it."""
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # of all workers
@@ -217,6 +241,11 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 def thorough_but(kept: Collection[object], cases: Iterable[object]) -> list[Any]:
     """Return all cases as parameters; those that are not kept run only with --thorough."""
-    return [case if case in kept else pytest.param(
-        *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.thorough)
-        for case in cases]
+    return [
+        case
+        if case in kept
+        else pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.thorough
+        )
+        for case in cases
+    ]

@@ -41,7 +41,8 @@ def environment_of_refusal(folder: Path, log: Path) -> dict[str, str]:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "from pathlib import Path\nfrom tests.support import stand_ins\n"
-        f"stand_ins.refuse_network(Path({str(log)!r}))\n")
+        f"stand_ins.refuse_network(Path({str(log)!r}))\n"
+    )
     project = Path(__file__).parents[2]
     return {"PYTHONPATH": f"{folder}{os.pathsep}{project}"}
 
@@ -49,8 +50,11 @@ def environment_of_refusal(folder: Path, log: Path) -> dict[str, str]:
 def _refuse(event: str, arguments: tuple) -> None:
     if not _log or event not in EVENTS:
         return
-    place = arguments[0] if event.startswith("socket.gethost") or "addrinfo" in event else (
-        arguments[1])
+    place = (
+        arguments[0]
+        if event.startswith("socket.gethost") or "addrinfo" in event
+        else (arguments[1])
+    )
     host = place[0] if isinstance(place, tuple) else place
     # A socket of this machine: a file, or a name that begins with NUL.
     is_file = "/" in str(host) or isinstance(host, bytes) or str(host).startswith("\0")
@@ -89,8 +93,12 @@ def odd_file_system(root: Path) -> list[tuple[Any, str, Callable[..., Any]]]:
     def lock(descriptor: int, operation: int) -> None:
         refuse(errno.ENOLCK) if is_odd(descriptor) else flock(descriptor, operation)
 
-    return [(os, "symlink", symlink), (os, "rename", rename), (os, "fsync", fsync),
-            (fcntl, "flock", lock)]
+    return [
+        (os, "symlink", symlink),
+        (os, "rename", rename),
+        (os, "fsync", fsync),
+        (fcntl, "flock", lock),
+    ]
 
 
 def use_odd_files() -> None:
@@ -126,8 +134,9 @@ class FakeNvml(ModuleType):
 
     NVMLError = pynvml.NVMLError
 
-    def __init__(self, gpus: dict[str, Any], *, init: Exception | None = None,
-                 lacks: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, gpus: dict[str, Any], *, init: Exception | None = None, lacks: tuple[str, ...] = ()
+    ) -> None:
         super().__init__("pynvml")
         self._gpus, self._init, self._lacks = gpus, init, lacks
 

@@ -26,15 +26,22 @@ def write_atomically(path: Path, text: str) -> None:
 def loss_of(model: dict[str, Any], train: dict[str, Any], share: float = 1.0) -> float:
     """Return the validation loss after a share of the run."""
     noise = 0.01 * math.sin(train["random_seed"] * 7 + 100 * model["drop_rate"])
-    return (5 - share + 0.1 * math.log2(train.get("learning_rate", 0.02) / 0.01) ** 2
-            + model["drop_rate"] + (0.2 if train.get("clipping_max_norm") == 0.5 else 0) + noise)
+    return (
+        5
+        - share
+        + 0.1 * math.log2(train.get("learning_rate", 0.02) / 0.01) ** 2
+        + model["drop_rate"]
+        + (0.2 if train.get("clipping_max_norm") == 0.5 else 0)
+        + noise
+    )
 
 
 def main() -> int:
     name, options = sys.argv[1], dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
     run_dir = Path(options["--runs-dir"]) / name
-    model, train = (json.loads((run_dir / f"{file}.json").read_text())
-                    for file in ("model", "train"))
+    model, train = (
+        json.loads((run_dir / f"{file}.json").read_text()) for file in ("model", "train")
+    )
     with (run_dir.parent / "launches").open("a") as file:
         file.write(f"{name}\n")
     price = float(options.get("--usd-per-hour") or train.get("usd_per_hour") or 0)
@@ -45,8 +52,12 @@ def main() -> int:
         return fault
     for step in range(done, STEPS):
         share = (step + 1) / STEPS
-        record = {"global_step": step, "tokens": TOKENS * share, "seconds": SECONDS * share,
-                  "validation_loss": loss_of(model, train, share)}
+        record = {
+            "global_step": step,
+            "tokens": TOKENS * share,
+            "seconds": SECONDS * share,
+            "validation_loss": loss_of(model, train, share),
+        }
         record |= {"usd": price * SECONDS / 3600 * share} if price else {}
         with metrics.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -54,20 +65,36 @@ def main() -> int:
             if not fault:
                 (run_dir / "waits").touch()
                 number = signal.sigtimedwait(
-                    [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], 60).si_signo
+                    [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], 60
+                ).si_signo
                 fault = 128 + number
             reason = {1: "crash", 3: f"{run_dir}: the gradients of 20 steps were not finite"}
-            summary = {"status": "stopped" if fault > 128 else "failed",
-                       "reason": reason.get(fault, "signal"),
-                       "seconds": {"training": SECONDS * share}, "usd": None}
+            summary = {
+                "status": "stopped" if fault > 128 else "failed",
+                "reason": reason.get(fault, "signal"),
+                "seconds": {"training": SECONDS * share},
+                "usd": None,
+            }
             write_atomically(run_dir / "summary.json", json.dumps(summary))
             return fault
     seconds = {"training": SECONDS - 1, "validation": 1.0}
     usd = {phase: price / 3600 * value for phase, value in seconds.items()}
-    write_atomically(run_dir / "summary.json", json.dumps({
-        "run": name, "status": "finished", "reason": None, "global_step": STEPS - 1,
-        "num_steps": STEPS, "tokens": TOKENS, "validation_loss": loss_of(model, train),
-        "seconds": seconds, "usd": usd | {"total": sum(usd.values())} if price else None}))
+    write_atomically(
+        run_dir / "summary.json",
+        json.dumps(
+            {
+                "run": name,
+                "status": "finished",
+                "reason": None,
+                "global_step": STEPS - 1,
+                "num_steps": STEPS,
+                "tokens": TOKENS,
+                "validation_loss": loss_of(model, train),
+                "seconds": seconds,
+                "usd": usd | {"total": sum(usd.values())} if price else None,
+            }
+        ),
+    )
     return 0
 
 

@@ -29,23 +29,34 @@ from trainer.microbatch_trial import random_microbatches
 from trainer.precision import resolve_for_device
 from trainer.reports import Reports
 
-GPT2_SMALL = {"vocab_size": 50257, "context_length": 1024, "emb_dim": 768, "n_heads": 12,
-              "n_layers": 12}
-MANY_TOKENS = {"vocab_size": 257, "context_length": 256, "emb_dim": 128, "n_heads": 4,
-               "n_layers": 4}
-MANY_WORDS = {"vocab_size": 8192, "context_length": 128, "emb_dim": 64, "n_heads": 2,
-              "n_layers": 2}
+GPT2_SMALL = {
+    "vocab_size": 50257,
+    "context_length": 1024,
+    "emb_dim": 768,
+    "n_heads": 12,
+    "n_layers": 12,
+}
+MANY_TOKENS = {
+    "vocab_size": 257,
+    "context_length": 256,
+    "emb_dim": 128,
+    "n_heads": 4,
+    "n_layers": 4,
+}
+MANY_WORDS = {"vocab_size": 8192, "context_length": 128, "emb_dim": 64, "n_heads": 2, "n_layers": 2}
 WIDE = {"vocab_size": 2000, "context_length": 16, "emb_dim": 512, "n_heads": 4, "n_layers": 1}
 
 
-def stepping(model: ModelConfig, train: TrainConfig, process: Process
-             ) -> tuple[ddp_train.TrainingStep, Callable[[], Any]]:
+def stepping(
+    model: ModelConfig, train: TrainConfig, process: Process
+) -> tuple[ddp_train.TrainingStep, Callable[[], Any]]:
     """Build a step, and a function that takes it on random tokens. Every rank."""
     train = resolve_for_device(train, process.device)
     step = ddp_train.TrainingStep(build_training_state(model, train, process), train, process)
     batches = random_microbatches(model, train.microbatch_size, process.device)
     return step, lambda: step.take(
-        batches, num_microbatches=train.gradient_accumulation_steps, learning_rate=1e-3)
+        batches, num_microbatches=train.gradient_accumulation_steps, learning_rate=1e-3
+    )
 
 
 def peak_of_training(model: ModelConfig, train: TrainConfig, process: Process) -> int:
@@ -68,14 +79,16 @@ def peak_of_training(model: ModelConfig, train: TrainConfig, process: Process) -
     parameters = list(step.state.model.parameters())
     if process.world_size > 1:
         optimizer.register_step_pre_hook(
-            lambda *_: buckets.append(_storages(p.grad for p in parameters)))
+            lambda *_: buckets.append(_storages(p.grad for p in parameters))
+        )
     take(), take()
     moments = [value for state in optimizer.state.values() for value in state.values()]
     held = _storages([*parameters, *moments]) | buckets[-1]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         take()
-    events = [event for event in profiler.profiler.kineto_results.events()
-              if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return sum(held.values()) + max(itertools.accumulate(changes))
 
@@ -92,8 +105,12 @@ def main() -> None:
         peak_memory(Path(sys.argv[2]))
         return
     del sys.argv[1:3]
-    {"train-in-fake-time": train_in_fake_time, "train-with-lag": train_with_lag,
-     "train-with-gpus": train_with_gpus, "count-compilations": count_compilations}[name]()
+    {
+        "train-in-fake-time": train_in_fake_time,
+        "train-with-lag": train_with_lag,
+        "train-with-gpus": train_with_gpus,
+        "count-compilations": count_compilations,
+    }[name]()
     ddp_train.main()
 
 
@@ -134,7 +151,8 @@ def count_compilations() -> None:
     """Be ddp_train.py with a fast backend; after each save rank 0 prints what was compiled."""
     compile_with = losses.torch.compile
     losses.torch.compile = lambda function, **options: compile_with(
-        function, backend="aot_eager", **options)
+        function, backend="aot_eager", **options
+    )
     charts, end = Reports.draw_charts, Reports.end
 
     def charts_and_counts(reports: Reports) -> None:

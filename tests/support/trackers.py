@@ -37,9 +37,19 @@ def add_records(run: Run, *steps: int, **values: Any) -> None:
 
 
 def add_summary(run: Run, global_step: int) -> None:
-    run.summary_path.write_text(json.dumps({
-        "status": "finished", "global_step": global_step, "tokens": 100, "train_loss": 1.5,
-        "seconds": {"training": 2.0, "chart": 1.0}, "usd": None, "best": {"loss": 1.25}}))
+    run.summary_path.write_text(
+        json.dumps(
+            {
+                "status": "finished",
+                "global_step": global_step,
+                "tokens": 100,
+                "train_loss": 1.5,
+                "seconds": {"training": 2.0, "chart": 1.0},
+                "usd": None,
+                "best": {"loss": 1.25},
+            }
+        )
+    )
 
 
 def started(run: Run, *, starts_over: bool = False) -> Beside:
@@ -70,8 +80,10 @@ def in_tensorboard(place: Path) -> Values:
 
     events = EventAccumulator(str(place), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)]
-            for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def in_trackio(place: Path) -> Values:
@@ -120,9 +132,9 @@ def _wandb_records(path: Path) -> Iterator[Any]:
         if left < HEADER_BYTES:
             position += left
             continue
-        _, length, kind = struct.unpack("<IHB", data[position:position + HEADER_BYTES])
+        _, length, kind = struct.unpack("<IHB", data[position : position + HEADER_BYTES])
         position += HEADER_BYTES
-        parts += data[position:position + length]
+        parts += data[position : position + length]
         position += length
         if kind in (1, 4):  # whole, or the last part
             record = Record()

@@ -34,8 +34,12 @@ class UploadHub:
 
     def environment(self, home: Path, token: str = TOKEN) -> dict[str, str]:
         """Return the variables that direct the client here, without the chunked protocol."""
-        return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_TOKEN": token,
-                "HF_HUB_DISABLE_XET": "1"}
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(home),
+            "HF_TOKEN": token,
+            "HF_HUB_DISABLE_XET": "1",
+        }
 
     def files(self, kind: str, name: str) -> dict[str, bytes]:
         return self.repositories[kind, name]["files"]
@@ -85,8 +89,14 @@ def _handler_of(hub: UploadHub) -> type[Handler]:
                 hub.received[path.removeprefix("/lfs/")] += 1
                 return self.send_json({})
             if found := re.fullmatch(r"/(datasets/)?(.+/.+)\.git/info/lfs/objects/batch", path):
-                return self.send_json({"transfer": "basic", "objects": [
-                    self.upload_action(wanted) for wanted in json.loads(body)["objects"]]})
+                return self.send_json(
+                    {
+                        "transfer": "basic",
+                        "objects": [
+                            self.upload_action(wanted) for wanted in json.loads(body)["objects"]
+                        ],
+                    }
+                )
             if found := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(/.+)?", path):
                 return self.in_repository(found[1], found[2], found[3] or "", body)
             return self.send_json({"error": f"not supported: {path}"}, 404)
@@ -101,17 +111,42 @@ def _handler_of(hub: UploadHub) -> type[Handler]:
             if repository is None:
                 return self.send_json({"error": "Repository not found"}, 404)
             if rest.startswith("/preupload/"):
-                return self.send_json({"files": [
-                    {"path": asked["path"], "shouldIgnore": False,
-                     "uploadMode": "lfs" if asked["path"].endswith(".safetensors") else "regular"}
-                    for asked in json.loads(body)["files"]]})
+                return self.send_json(
+                    {
+                        "files": [
+                            {
+                                "path": asked["path"],
+                                "shouldIgnore": False,
+                                "uploadMode": "lfs"
+                                if asked["path"].endswith(".safetensors")
+                                else "regular",
+                            }
+                            for asked in json.loads(body)["files"]
+                        ]
+                    }
+                )
             if rest.startswith("/commit/"):
                 for line in body.splitlines():
                     self.store(repository["files"], **json.loads(line))
-                return self.send_json({"success": True, "commitOid": COMMIT, "hookOutput": "",
-                                  "commitUrl": f"{hub.endpoint}/{name}/commit/{COMMIT}"})
-            return self.send_json({"id": name, "sha": COMMIT, "private": repository["private"],
-                              "tags": [], "downloads": 0, "likes": 0, "siblings": []})
+                return self.send_json(
+                    {
+                        "success": True,
+                        "commitOid": COMMIT,
+                        "hookOutput": "",
+                        "commitUrl": f"{hub.endpoint}/{name}/commit/{COMMIT}",
+                    }
+                )
+            return self.send_json(
+                {
+                    "id": name,
+                    "sha": COMMIT,
+                    "private": repository["private"],
+                    "tags": [],
+                    "downloads": 0,
+                    "likes": 0,
+                    "siblings": [],
+                }
+            )
 
         def store(self, files: dict[str, bytes], key: str, value: dict[str, str]) -> None:
             if key == "file":

@@ -78,8 +78,13 @@ class Workplace:
     def datasets_dir(self) -> Path:
         return self.root / "datasets"
 
-    def add_run(self, name: str = "tiny", *, model: dict[str, Any] | None = None,
-                train: dict[str, Any] | None = None) -> Path:
+    def add_run(
+        self,
+        name: str = "tiny",
+        *,
+        model: dict[str, Any] | None = None,
+        train: dict[str, Any] | None = None,
+    ) -> Path:
         """Write a run's two files: the tiny ones, changed; a value of None takes a key out."""
         run_dir = self.runs_dir / name
         run_dir.mkdir(parents=True)
@@ -88,8 +93,9 @@ class Workplace:
             (run_dir / f"{file}.json").write_text(json.dumps(merged))
         return run_dir
 
-    def add_dataset(self, name: str = "tiny", *, num_tokens: int = 4000,
-                    vocab_size: int = 257) -> Path:
+    def add_dataset(
+        self, name: str = "tiny", *, num_tokens: int = 4000, vocab_size: int = 257
+    ) -> Path:
         """Write a dataset of tokens that can be learnt: noisy steps upwards."""
         generator = np.random.default_rng(0)
         for split, length in (("train", num_tokens), ("validation", 500)):
@@ -99,19 +105,30 @@ class Workplace:
         return self.datasets_dir / name
 
     def arguments(self, *arguments: str) -> list[str]:
-        return [*arguments, "--runs-dir", str(self.runs_dir),
-                "--datasets-dir", str(self.datasets_dir)]
+        return [
+            *arguments,
+            "--runs-dir",
+            str(self.runs_dir),
+            "--datasets-dir",
+            str(self.datasets_dir),
+        ]
 
-    def torchrun(self, num_processes: int, *arguments: str,
-                 **environment: str) -> CompletedProcess[str]:
+    def torchrun(
+        self, num_processes: int, *arguments: str, **environment: str
+    ) -> CompletedProcess[str]:
         """Run ddp_train.py under torchrun's agent, forked from a process that has torch loaded."""
-        return forked("ddp_train.py", self.arguments(*arguments), num_processes=num_processes,
-                      environment=environment)
+        return forked(
+            "ddp_train.py",
+            self.arguments(*arguments),
+            num_processes=num_processes,
+            environment=environment,
+        )
 
     def real_torchrun(self, num_processes: int, *arguments: str) -> CompletedProcess[str]:
         """Run ddp_train.py under a torchrun process: the same as `torchrun`, ten seconds slower."""
-        return run_command(*torchrun_command(num_processes, "ddp_train.py"),
-                           *self.arguments(*arguments))
+        return run_command(
+            *torchrun_command(num_processes, "ddp_train.py"), *self.arguments(*arguments)
+        )
 
     def ddp_train(self, *arguments: str, **environment: str) -> CompletedProcess[str]:
         """Run ddp_train.py without torchrun."""
@@ -122,8 +139,10 @@ class Workplace:
 
         That of a directory is left out: a heartbeat comes and goes.
         """
-        return {str(path): 0 if path.is_dir() else path.lstat().st_mtime_ns
-                for path in self.root.rglob("*")}
+        return {
+            str(path): 0 if path.is_dir() else path.lstat().st_mtime_ns
+            for path in self.root.rglob("*")
+        }
 
 
 def train_tiny(root: Path, **train: Any) -> Workplace:
@@ -137,18 +156,36 @@ def train_tiny(root: Path, **train: Any) -> Workplace:
 
 def torchrun_command(num_processes: int, script: str) -> list[str]:
     # A machine's own name may not resolve, and logs of processes would stay in /tmp.
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--local-addr=127.0.0.1", f"--log-dir={os.devnull}",
-            f"--nproc_per_node={num_processes}", str(PROJECT_DIR / script)]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--log-dir={os.devnull}",
+        f"--nproc_per_node={num_processes}",
+        str(PROJECT_DIR / script),
+    ]
 
 
 def run_command(*command: str, **environment: str) -> CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=PROJECT_DIR,
-                          env=os.environ | environment)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=PROJECT_DIR,
+        env=os.environ | environment,
+    )
 
 
-def forked(script: str, arguments: list[str], *, num_processes: int | None = None,
-           environment: dict[str, str] | None = None) -> CompletedProcess[str]:
+def forked(
+    script: str,
+    arguments: list[str],
+    *,
+    num_processes: int | None = None,
+    environment: dict[str, str] | None = None,
+) -> CompletedProcess[str]:
     """Run a script of the project, by torchrun's agent if `num_processes` says so.
 
     Importing torch takes longer than a tiny run does. So a server process that has it imported,
@@ -157,13 +194,19 @@ def forked(script: str, arguments: list[str], *, num_processes: int | None = Non
     that draws is asked for.
     """
     with tempfile.TemporaryDirectory() as folder:
-        process, outputs = start_forked(script, arguments, num_processes=num_processes,
-                                        environment=environment, folder=Path(folder))
+        process, outputs = start_forked(
+            script,
+            arguments,
+            num_processes=num_processes,
+            environment=environment,
+            folder=Path(folder),
+        )
         return ended(process, outputs)
 
 
-def ended(process: multiprocessing.process.BaseProcess,
-          outputs: list[Path]) -> CompletedProcess[str]:
+def ended(
+    process: multiprocessing.process.BaseProcess, outputs: list[Path]
+) -> CompletedProcess[str]:
     """Wait for the end of what `start_forked` has started."""
     process.join(timeout=200)
     late = "still ran after 200 s: killed" if process.is_alive() else ""
@@ -175,8 +218,13 @@ def ended(process: multiprocessing.process.BaseProcess,
 
 
 def start_forked(
-    script: str, arguments: list[str], *, num_processes: int | None = None,
-    environment: dict[str, str] | None = None, folder: Path | None = None, **launch: Any
+    script: str,
+    arguments: list[str],
+    *,
+    num_processes: int | None = None,
+    environment: dict[str, str] | None = None,
+    folder: Path | None = None,
+    **launch: Any,
 ) -> tuple[multiprocessing.process.BaseProcess, list[Path]]:
     """Start what `forked` runs; give its process, and where its stdout and stderr go.
 
@@ -186,9 +234,16 @@ def start_forked(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     outputs = [folder / "stdout", folder / "stderr"] if folder else [Path(os.devnull)] * 2
-    process = context.Process(target=_run_forked, args=(
-        script, arguments, outputs, environment or {},
-        launch | {"nproc_per_node": num_processes} if num_processes else None))
+    process = context.Process(
+        target=_run_forked,
+        args=(
+            script,
+            arguments,
+            outputs,
+            environment or {},
+            launch | {"nproc_per_node": num_processes} if num_processes else None,
+        ),
+    )
     process.start()
     return process, outputs
 
@@ -202,8 +257,13 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def _run_forked(script: str, arguments: list[str], outputs: list[Path],
-                environment: dict[str, str], launch: dict[str, Any] | None) -> None:
+def _run_forked(
+    script: str,
+    arguments: list[str],
+    outputs: list[Path],
+    environment: dict[str, str],
+    launch: dict[str, Any] | None,
+) -> None:
     os.setsid()
     os.environ |= environment
     for number, path in enumerate(outputs, start=1):
@@ -229,10 +289,19 @@ def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
     MultiprocessContext._close = lambda *which, **how: (is_closing.set(), close(*which, **how))
     start = MultiprocessContext._start  # called again for a restart
     MultiprocessContext._start = lambda *which: (is_closing.clear(), start(*which))[1]
-    config = LaunchConfig(**{
-        "min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0", "start_method": "fork", "max_restarts": 0,
-        "logs_specs": DefaultLogsSpecs(os.devnull)} | launch)
+    config = LaunchConfig(
+        **{
+            "min_nodes": 1,
+            "max_nodes": 1,
+            "run_id": uuid.uuid4().hex,
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": "localhost:0",
+            "start_method": "fork",
+            "max_restarts": 0,
+            "logs_specs": DefaultLogsSpecs(os.devnull),
+        }
+        | launch
+    )
     elastic_launch(config, _run_worker)(script, arguments, is_closing)
 
 
@@ -266,7 +335,8 @@ def _end_with_siblings(is_closing: Event) -> None:
     A forked one waits for the agent, which waits half a minute for it.
     """
     while not is_closing.is_set() and (
-            len(children_of(os.getppid())) >= int(os.environ["LOCAL_WORLD_SIZE"])):
+        len(children_of(os.getppid())) >= int(os.environ["LOCAL_WORLD_SIZE"])
+    ):
         time.sleep(0.1)
     os._exit(0)
 
@@ -278,10 +348,13 @@ def _run_script(script: str, arguments: list[str]) -> None:
     if "draw:" not in os.environ.get(failpoints.VARIABLE, ""):
         start_module = beside.start_module
         beside.start_module = lambda module, run_dir: (
-            DrawnHere(run_dir) if module == "reporting.charts" else start_module(module, run_dir))
+            DrawnHere(run_dir) if module == "reporting.charts" else start_module(module, run_dir)
+        )
     torch.distributed.run.run = lambda options: _run_agent(
-        options.training_script, options.training_script_args,
-        nproc_per_node=int(options.nproc_per_node))
+        options.training_script,
+        options.training_script_args,
+        nproc_per_node=int(options.nproc_per_node),
+    )
     runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
     # What started it waits from here on for the agent, also for one that is dead.
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -316,8 +389,9 @@ class DrawnHere(contextlib.nullcontext):
 @contextlib.contextmanager
 def small_disk(place: Path, size: str) -> Iterator[None]:
     """Have a disk of a size in the middle of a test; what is not allowed to mount one skips it."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place],
-                             capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a small disk: {mounted.stderr.decode().strip()[:80]}")
     try:
