@@ -24,18 +24,6 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SHIPPED_RUNS = Path(__file__).parent / "runs"
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
 OLD_NAME = "minibatch_size"  # of microbatch_size, in the original system
-GONE_KEYS = {
-    "cross_entropy": "remove it; there is one form, and head_chunks saves memory",
-    "fit_budget": "remove it; lab plan RUN --budget USD --save sets the length beforehand",
-    **dict.fromkeys(
-        (f"{group}_{key}" for group in GROUPS for key in ("beta1", "beta2", "weight_decay")),
-        "remove it; all groups have the same",
-    ),
-    **dict.fromkeys(
-        ("compile_mode", "cautious_weight_decay", "momentum_warmup_percent", "weight_average"),
-        "remove it; no gain by it was measured",
-    ),
-}
 LENGTH = "min_train_tokens is the length of a run, and --max-steps ends one launch earlier"
 NAMES_ELSEWHERE = {  # of settings, in other trainers
     **dict.fromkeys(
@@ -323,8 +311,6 @@ def load_config(path: Path, config_type: type[Config]) -> Config:
     if OLD_NAME in values and config_type is TrainConfig and "microbatch_size" not in values:
         values["microbatch_size"] = values.pop(OLD_NAME)
     for key in values:
-        if key in GONE_KEYS:
-            raise UserError(f'{path}: the key "{key}" has gone: {GONE_KEYS[key]}')
         if key in NAMES_ELSEWHERE:
             raise UserError(f'{path}: unknown key "{key}"; {NAMES_ELSEWHERE[key]}')
         if key not in config_type.model_fields:

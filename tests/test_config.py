@@ -75,8 +75,6 @@ WRONG = [
     ("train", {"optimizer": "sgd"}, "optimizer should be 'adamw' or 'muon', found"),
     ("train", {"schedule": "constant", "schedule_learning_rate": True}, 'schedule is "constant"'),
     ("train", {"warmup_period_percent": 50, "decay_period_percent": 51}, "more than 100"),
-    ("train", {"vector_weight_decay": 0.1}, "has gone: remove it; all groups have the same"),
-    ("train", {"cross_entropy": "fused"}, 'the key "cross_entropy" has gone: remove it;'),
     ("train", {"precision": "int8"}, "precision should be 'fp32', 'tf32', 'bf16' or 'fp16'"),
     ("train", {"precision": "bf16", "use_amp": False}, "use_amp is false but precision"),
     ("train", {"deterministic": True, "attention": "cudnn"}, 'attention "cudnn" is not determ'),

@@ -13,15 +13,7 @@ from pydantic import Field, ValidationError
 from basics.errors import UserError, print_line, writing_to
 from basics.files import locked, write_atomically
 from basics.json_files import Config, FrozenConfig, describe, read_json_object, to_json, unknown_key
-from run_config import (
-    GONE_KEYS,
-    RUN_NAME,
-    ModelConfig,
-    Run,
-    TrainConfig,
-    load_config,
-    with_defaults,
-)
+from run_config import RUN_NAME, ModelConfig, Run, TrainConfig, load_config, with_defaults
 
 PLAN_NAME = "sweep.json"
 SEED, MAX_SEEDS = "random_seed", 1000
@@ -104,12 +96,7 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
     known = [*ModelConfig.model_fields, *TrainConfig.model_fields]
     for key in changes:
         if key not in known:
-            wrong = (
-                f'the key "{key}" has gone: {GONE_KEYS[key]}'
-                if key in GONE_KEYS
-                else unknown_key(key, known)
-            )
-            raise UserError(f"--change {label(changes)}: {wrong}")
+            raise UserError(f"--change {label(changes)}: {unknown_key(key, known)}")
     model, config = _with_values(base.model, changes), _with_values(base.config, changes)
     if "sample_prompts" not in changes:  # nobody reads the samples of all variants
         config = config.model_copy(update={"sample_prompts": ()})
