@@ -169,9 +169,9 @@ def check_options(mode: str, *accepted: str) -> None:
 
 def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> str:
     """Find the documents and tokenise them; return a summary. Raises: UserError."""
+    from preparation.find_source import find_source
     from preparation.journal import Journal, check_output_dir
     from preparation.pipeline import PrepareOptions, prepare_dataset
-    from preparation.sources import find_source
 
     named = SourceOptions(
         source,

@@ -49,8 +49,8 @@ def command(source: str, output: Path, **options: Any) -> None:
     """
     # Imported here so that --help is fast.
     from lab.publish.formats import write_own_tokenizer
+    from preparation.find_source import find_source
     from preparation.journal import check_output_dir
-    from preparation.sources import find_source
 
     vocab_size, max_bytes = options.pop("vocab_size"), options.pop("max_megabytes") * 10**6
     output_dir = check_output_dir(output)

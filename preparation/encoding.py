@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,10 @@ import tiktoken
 from basics import files
 from basics.errors import UserError
 from preparation.cutting import BadShard, Cuts, Piece
-from preparation.findings import Findings, markers_in
-from preparation.reading import BadFile, Reading, Task, grouped
-from preparation.sources import Shard
+from preparation.encoded import Encoded, findings_of
+from preparation.findings import markers_in
+from preparation.reading import Reading, Task, grouped
+from preparation.sources import Item, Shard
 from preparation.token_stream import Counts
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
@@ -31,37 +31,6 @@ MAX_BYTES = 2**26  # of text, for all workers together
 MAX_BYTES_PER_WORKER = 6 * 2**20  # used instead if it allows more, with many workers
 BATCH_CHARACTERS = 2**19  # encoded in one call
 _tokenizer: Tokenizer  # of a worker
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """The result of a task: tokens, with an end-of-text token after each document."""
-
-    tokens: np.ndarray  # (num_tokens,) uint16
-    counts: Counts  # a document counts where it ends
-    # Of each document that ends here, (num_documents,) int64: the bytes of this text up to its end,
-    # and the characters that stand for bytes that were not in its encoding.
-    ends: np.ndarray
-    replaced: np.ndarray
-    findings: Findings
-    bad_files: Sequence[BadFile] = ()
-    markers: frozenset[str] = frozenset()  # of the end of a text, that are in the texts
-
-    def first_documents(self, num_documents: int, tokenizer: Tokenizer) -> "Encoded":
-        """Return no more than so many documents."""
-        if self.counts.num_documents < num_documents:
-            return self
-        last = np.flatnonzero(self.tokens == tokenizer.eot_token)[num_documents - 1]
-        tokens, ends = self.tokens[: last + 1], self.ends[:num_documents]
-        replaced = self.replaced[:num_documents]
-        return replace(
-            self,
-            tokens=tokens,
-            ends=ends,
-            replaced=replaced,
-            counts=Counts(num_documents, tokens.size, int(ends[-1])),
-            findings=_findings_of(ends, replaced),
-        )
 
 
 def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
@@ -92,16 +61,10 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
         Counts(len(ends), together.size, num_bytes),
         ends_array,
         replaced_array,
-        _findings_of(ends_array, replaced_array),
+        findings_of(ends_array, replaced_array),
         reading.bad_files,
         markers,
     )
-
-
-def _findings_of(ends: np.ndarray, replaced: np.ndarray) -> Findings:
-    """Count the documents of some text; see `Encoded`."""
-    num_empty = np.count_nonzero(np.diff(ends, prepend=0) == 0)
-    return Findings(int(num_empty), int(np.count_nonzero(replaced)), int(replaced.sum()))
 
 
 def cuts_of(tokenizer: Tokenizer) -> Cuts:
@@ -138,7 +101,6 @@ def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.
 
 
 # An error: the tasks could not be read; a shard: it ends here.
-Item = Task | Encoded | BadShard | Shard
 Result = Encoded | BadShard | Shard
 
 

@@ -16,7 +16,7 @@ from basics.errors import UserError
 from basics.files import fsync, read_regular_file, sha256_of, write_atomically
 from preparation.card import Prepared
 from preparation.cutting import Cuts
-from preparation.encoding import Encoded
+from preparation.encoded import Encoded
 from preparation.findings import Findings
 from preparation.journal import ENDS, TOKENS
 from preparation.reading import BadFile

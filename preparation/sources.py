@@ -2,22 +2,22 @@
 
 import hashlib
 import itertools
-import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from basics.errors import UserError, one_line, print_error
 from preparation.choosing import PACKED, SourceOptions, choose_files, kind_of
-from preparation.cutting import Cuts
+from preparation.cutting import BadShard, Cuts
+from preparation.encoded import Encoded
 from preparation.findings import Findings
 from preparation.reading import (
     WHOLE_BYTES,
+    Task,
     check_column,
     file_tasks,
     grouped,
@@ -26,10 +26,6 @@ from preparation.reading import (
 )
 from preparation.token_stream import Counts
 
-if TYPE_CHECKING:
-    from preparation.encoding import Item
-
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEXT_FILES_PER_SHARD = 1000
 STDLIB_PIECE_CHARACTERS = 3000
 WARNING_SHARE = 0.001  # of documents, or of the bytes of text, that are damaged
@@ -98,6 +94,9 @@ class Shard:
         """Delete the downloaded files."""
 
 
+Item = Task | Encoded | BadShard | Shard
+
+
 @dataclass(frozen=True)
 class Source:
     """Documents in a fixed order."""
@@ -131,29 +130,6 @@ class Source:
             f"warning: there is {marker} in the text, where it is encoded as any other text; if"
             f" it stands between documents, start again with --document-separator '{marker}'"
         )
-
-
-def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
-    """Find the documents that SOURCE names; downloads that are not kept go to `raw_dir`.
-
-    Raises: UserError: there are none, or the hub cannot be reached.
-    """
-    source, options = options.source, replace(options, subset=options.subset.strip("/"))
-    if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
-        from preparation.hub import hub_source  # slow to import
-
-        return hub_source(options, raw_dir=raw_dir)
-    if options.keep_raw or options.revision:
-        raise UserError(
-            f"{source}: --keep-raw and --revision need a dataset on the hub, given as owner/name"
-        )
-    if source != "python-stdlib":
-        return find_documents(options)
-    if options.label() != source:
-        raise UserError(f"{source}: has no --subset and no --split")
-    if options.encoding or options.document_separator:
-        raise UserError(f"{source}: has no --encoding and no --document-separator")
-    return python_stdlib()
 
 
 def find_documents(options: SourceOptions) -> Source:

@@ -19,8 +19,6 @@ from basics.failpoints import failpoint
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from processes.launch import Process
-
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 ASK_SECONDS = 2.0  # for torchrun's store to answer
 # More for an answer that is there: C++ code that loads a large file may hold up all Python threads.
@@ -108,12 +106,20 @@ class Peers:
             are sent: keys read as missing, and what is set is dropped.
     """
 
-    def __init__(self, process: "Process", store: "dist.Store", *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        store: "dist.Store",
+        *,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        timeout_seconds: float,
+    ) -> None:
         self.is_up = True
-        self._rank, self._ranks, self._store = process.rank, range(process.world_size), store
+        self._rank, self._ranks, self._store = rank, range(world_size), store
         self._timeout_seconds = timeout_seconds
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="peers")
-        first = process.rank - process.local_rank  # of those that this torchrun has started
+        first = rank - local_rank  # of those that this torchrun has started
         self._local_ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._local_pids: dict[int, int] = {}
         self._seen: dict[int, tuple[str, float]] = {}  # rank: its last heartbeat, and since when

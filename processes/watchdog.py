@@ -64,7 +64,13 @@ class Watchdog(AbstractContextManager):
         self.process, self.deadlines = process, Deadlines.read()
         self.stop_signal = 0
         self.before_exit: Callable[[str, str], None] = lambda status, reason: None
-        self._peers = Peers(process, store, timeout_seconds=self.deadlines.store)
+        self._peers = Peers(
+            store,
+            rank=process.rank,
+            local_rank=process.local_rank,
+            world_size=process.world_size,
+            timeout_seconds=self.deadlines.store,
+        )
         self._phase, self._seconds = phase, seconds
         self._heartbeat_path: Path | None = None
         self._step: int | None = None  # once it trains

@@ -174,7 +174,10 @@ def peers(monkeypatch):
     """Six processes that know of each other; the first four are of one node."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     store = dist.HashStore()
-    peers = [Peers(Process(rank, rank % 4, 6, CPU), store, timeout_seconds=20) for rank in range(6)]
+    peers = [
+        Peers(store, rank=rank, local_rank=rank % 4, world_size=6, timeout_seconds=20)
+        for rank in range(6)
+    ]
     yield peers
     for each in peers:
         each.close()
@@ -185,7 +188,7 @@ def test_a_store_that_does_not_answer_counts_as_down(monkeypatch, answers_after,
     """Not if the answer is there, and Python had no time to read it."""
     monkeypatch.setattr(signals, "MOMENT_SECONDS", 20.0 if is_up else 0.05)
     store = SlowStore(answers_after)
-    peers = Peers(Process(0, 0, 2, CPU), store, timeout_seconds=0.05)
+    peers = Peers(store, rank=0, local_rank=0, world_size=2, timeout_seconds=0.05)
     assert (peers.get("key") == "value") is peers.is_up is is_up
     if not is_up:
         assert peers.find_dead() == [] and peers.set_if_missing("key", "own") == "own"
