@@ -79,7 +79,12 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
     model, train = read_settings(runs_dir, like)
     dataset_dir = datasets_dir / dataset
     provide_dataset(dataset_dir, dataset)
-    reasons = fit_to_dataset(model, train, dataset, dataset_dir)
+    before = model | train
+    reasons = [
+        line
+        for line in fit_to_dataset(model, train, dataset, dataset_dir)
+        if (model | train).get(key := line.split()[0]) != before.get(key)
+    ]
     try:
         configs = with_defaults(
             ModelConfig.model_validate(model), TrainConfig.model_validate(train)
@@ -98,7 +103,8 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
         Setting(made.model, made.config, default_precision(made.config), 1),
         made.config.microbatch_size,
     ).total
-    lines = [f"{run_dir}: model.json and train.json are those of {like}, but for", *reasons]
+    but_for = ", but for" if reasons else ""
+    lines = [f"{run_dir}: model.json and train.json are those of {like}{but_for}", *reasons]
     if plan.num_steps < FEW_STEPS:
         lines.append(
             f"these are only {plan.num_steps:,} steps: give it more text, or a smaller"

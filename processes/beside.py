@@ -88,7 +88,7 @@ class Beside:
                 self._launch = None
                 if process := self._process:
                     end_group(process)
-                return f"it was ended after {time.monotonic() - began:.0f} s{self._advice}"
+                return f"its process was ended after {time.monotonic() - began:.0f} s{self._advice}"
             heartbeat()
             time.sleep(POLL_SECONDS)
         return self.pop_failure()

@@ -81,7 +81,10 @@ def test_a_run_for_a_dataset_can_be_trained_at_once(workplace):
     model, train = settings_of(workplace.runs_dir / "mine")
     assert train["dataset"] == "tiny" and "start_train_token" not in train
     assert "start_val_token" not in train and train["learning_rate"] == TINY_TRAIN["learning_rate"]
-    assert f"vocab_size {model['vocab_size']:,}: the entries of the dataset's tokenizer" in output
+    assert model["vocab_size"] == 257 and "vocab_size" not in output  # as it was
+    assert "\n  start_train_token" not in output and "are those of tiny, but for\n" in output
+    again = succeeded(new(workplace, "mine-2", "--dataset", "tiny", "--like", "mine")).output
+    assert again.splitlines()[0].endswith("model.json and train.json are those of mine")
     assert sorted(path.name for path in (workplace.runs_dir / "mine").iterdir()) == [
         "model.json",
         "train.json",
