@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from basics.cli import MAX_USD_PER_HOUR
-from basics.errors import UserError
+from basics.errors import UserError, cannot_be_written
 from basics.json_files import Config, FrozenConfig, describe, read_json_object, unknown_key
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -245,7 +244,7 @@ def plain_name(runs_dir: Path, text: str) -> str:
 
 
 def load_run(runs_dir: Path, name: str) -> Run:
-    """Read and check a run's `model.json` and `train.json`.
+    """Read and check a run's `model.json` and `train.json`; of one of the project's, from there.
 
     Raises: UserError: the name is not one plain directory name, the run does not exist, or one of
         its files is missing, unreadable or wrong.
@@ -257,20 +256,35 @@ def load_run(runs_dir: Path, name: str) -> Run:
             f"run {name[:60]!r} is not a plain name{also}; wanted a directory inside"
             f" {runs_dir}, of letters, digits, '.', '_' and '-', at most 128"
         )
-    run_dir, shipped = runs_dir / name, SHIPPED_RUNS / name
-    if not run_dir.exists() and (shipped / "train.json").is_file():  # of an installed package
-        with suppress(OSError):  # then there is no such run
-            run_dir.mkdir(parents=True)
-            for file in ("model.json", "train.json"):
-                shutil.copyfile(shipped / file, run_dir / file)
-    if not run_dir.is_dir():
+    run_dir = runs_dir / name
+    settings_dir = run_dir if run_dir.exists() else SHIPPED_RUNS / name
+    if not settings_dir.is_dir():
         found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
         raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
     model, config = with_defaults(
-        load_config(run_dir / "model.json", ModelConfig),
-        load_config(run_dir / "train.json", TrainConfig),
+        load_config(settings_dir / "model.json", ModelConfig),
+        load_config(settings_dir / "train.json", TrainConfig),
     )
     return Run(name, run_dir, model, config)
+
+
+def make_run_dir(run: Run) -> None:
+    """Copy one of the project's runs into the runs directory, if it is not there.
+
+    Raises: UserError: the directory cannot be written.
+    """
+    if run.run_dir.exists():
+        return
+    partial_dir = run.run_dir.with_name(f".{run.name}.{os.getpid()}")
+    try:
+        partial_dir.mkdir(parents=True)
+        for file in ("model.json", "train.json"):
+            shutil.copyfile(SHIPPED_RUNS / run.name / file, partial_dir / file)
+        partial_dir.rename(run.run_dir)  # so that no other process finds half of it
+    except OSError as error:
+        shutil.rmtree(partial_dir, ignore_errors=True)
+        if not run.run_dir.exists():  # another process may have made it
+            raise cannot_be_written(run.run_dir, error) from None
 
 
 def with_defaults(model: ModelConfig, config: TrainConfig) -> tuple[ModelConfig, TrainConfig]:

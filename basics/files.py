@@ -158,6 +158,12 @@ def locked(directory: Path, *, busy: str) -> Iterator[None]:
         os.close(descriptor)
 
 
+def existing(place: Path) -> Path:
+    """Return the nearest directory that exists: this one, or one above it."""
+    place = place.absolute()
+    return next(path for path in (place, *place.parents) if path.is_dir())
+
+
 def cache_dir(name: str) -> Path:
     """Return a directory of this user's for a cache, made if it is missing.
 

@@ -14,7 +14,7 @@ from basics.cli import ABOVE_0, USD_PER_HOUR, exit_with
 from basics.errors import UserError
 from processes.run_lock import LockedError, lock_run
 from processes.signals import end_with_torchrun
-from run_config import load_run
+from run_config import load_run, make_run_dir
 
 
 @dataclass(frozen=True)
@@ -229,9 +229,10 @@ def check_before_torch() -> None:
         return
     try:
         options = read_command_line()
-        run_dir = load_run(options.runs_dir, options.run).run_dir
+        run = load_run(options.runs_dir, options.run)
         if not (options.find_max_microbatch or options.prefetch):
-            lock_run(run_dir)
+            make_run_dir(run)
+            lock_run(run.run_dir)
     except Exception as error:
         if rank is None or isinstance(error, LockedError):
             exit_with(error)

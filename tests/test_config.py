@@ -5,7 +5,7 @@ import json
 import pytest
 
 from basics.errors import UserError
-from run_config import GROUPS, ModelConfig, TrainConfig, load_run, with_defaults
+from run_config import GROUPS, ModelConfig, TrainConfig, load_run, make_run_dir, with_defaults
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN
 
 
@@ -225,3 +225,16 @@ def test_what_is_set_beside_muon_stays(model, train, wanted):
 def test_other_trainers_names_of_a_key_name_ours(workplace, key, means):
     with pytest.raises(UserError, match=f'unknown key "{key}"; {means}'):
         load(workplace, train={key: 5})
+
+
+def test_a_run_of_the_project_is_read_where_it_is_and_copied_to_be_trained(tmp_path):
+    """As from an installed package, in an empty folder."""
+    runs_dir = tmp_path / "runs"
+    run = load_run(runs_dir, "demo")
+    assert run.run_dir == runs_dir / "demo" and not runs_dir.exists()
+    make_run_dir(run)
+    assert load_run(runs_dir, "demo") == run
+    run.train_path.write_text(run.train_path.read_text().replace("0.01", "0.02"))
+    make_run_dir(run)  # it stays as it is
+    assert load_run(runs_dir, "demo").config.learning_rate == 0.02
+    assert sorted(path.name for path in runs_dir.rglob("*")) == ["demo", "model.json", "train.json"]

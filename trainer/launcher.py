@@ -21,7 +21,7 @@ from processes.launch import Process, num_gpus, spans_nodes, start_torchrun
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.summary import final_status
-from run_config import OLD_NAME, Run, load_run
+from run_config import OLD_NAME, Run, load_run, make_run_dir
 from tokens.batch_plan import largest_divisor
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, Trial
@@ -289,6 +289,7 @@ def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
     if batch is not None:
         size = largest_divisor(batch // num_processes, size)
         accumulation = batch // num_processes // size
+    make_run_dir(run)
     key = OLD_NAME if OLD_NAME in read_json_object(run.train_path) else "microbatch_size"
     set_number(run.train_path, key, size)
     write_atomically(

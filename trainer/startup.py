@@ -20,6 +20,7 @@ from basics.checkpoint_files import (
 )
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
+from basics.files import existing
 from basics.machine import num_cpu_cores
 from basics.text import gb
 from checkpointing import Checkpoint, TrainingState
@@ -402,8 +403,7 @@ def check_room(run: Run, clock: PhaseClock, process: Process) -> None:
     seconds_left, spent = nearest_limit(run.config, clock)
     if seconds_left <= 0:
         raise UserError(f"{run.train_path}: {spent}; raise it to go on")
-    place = run.checkpoints_dir if run.checkpoints_dir.exists() else run.run_dir
-    disk = shutil.disk_usage(place)
+    disk = shutil.disk_usage(existing(run.checkpoints_dir))
     needed = checkpoint_bytes(run.model, run.config)
     if process.is_main and disk.free < needed and disk.total:  # object stores may have no size
         raise UserError(

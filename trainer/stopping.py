@@ -45,7 +45,10 @@ class Stop:
         self.reason = StopReason(MAX_STEPS, MAX_STEPS) if options.max_steps else None
 
     def after(self, global_step: int, *, is_report_due: bool) -> bool:
-        """Return whether the launch ends with this step. Budgets are checked at reports."""
+        """Return whether the launch ends with this step: a collective, every rank.
+
+        Budgets are checked at reports.
+        """
         is_spent = (
             global_step < self.last_step
             and self._watchdog.process.is_main

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from basics.errors import UserError, describe
-from basics.files import cache_dir
+from basics.files import cache_dir, existing
 from basics.gpu_readings import GpuReading, read_gpus
 from basics.machine import within
 from run_config import Run
@@ -304,12 +304,6 @@ def check_disk(place: Path) -> Finding:
             f"mount a volume there, or {OTHER_PLACE}",
         )
     return ok_if(speed >= SLOW_DISK, text, f"checkpoints take long to write; {OTHER_PLACE}")
-
-
-def existing(place: Path) -> Path:
-    """Return the nearest directory that exists: this one, or one above it."""
-    place = place.absolute()
-    return next(path for path in (place, *place.parents) if path.is_dir())
 
 
 CHECKS = {

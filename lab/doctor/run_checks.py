@@ -3,9 +3,10 @@
 import shutil
 
 from basics.errors import UserError
+from basics.files import existing
 from basics.text import counted, gb, gib
 from lab.doctor import checks
-from lab.doctor.checks import Finding, Subject, existing, ok, ok_if, problem
+from lab.doctor.checks import Finding, Subject, ok, ok_if, problem
 from lab.plan import estimate
 from lab.plan.memory import Setting, peak_memory
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete

@@ -14,7 +14,7 @@ from lab.plan.memory import Setting, largest_microbatch
 from lab.plan.speed_sources import Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run
 from reporting import speed
-from run_config import Precision, Run, TrainConfig
+from run_config import Precision, Run, TrainConfig, make_run_dir
 from tokens.batch_plan import BatchPlan, largest_divisor, plan_batches
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
@@ -214,6 +214,7 @@ def save_length(run: Run, budget: float) -> str:
             " away"
         )
     tokens, cost = num_steps * step.tokens_per_step, usd(num_steps)
+    make_run_dir(run)
     set_number(run.train_path, "min_train_tokens", tokens)
     return (
         f"saved in {run.train_path}: min_train_tokens {tokens} ({counted(num_steps, 'step')})\n"

@@ -93,10 +93,9 @@ class ExpectedSpeed(NamedTuple):
 
 def read_measured(runs_dir: Path) -> dict[str, list[Measurement]]:
     """Read the speeds of one's own runs, the newest first, and those shipped, by source."""
+    launched = launched_runs(runs_dir) if runs_dir.exists() else []
     paths = sorted(
-        (runs_dir / name / "summary.json" for name in launched_runs(runs_dir)),
-        reverse=True,
-        key=_mtime,
+        (runs_dir / name / "summary.json" for name in launched), reverse=True, key=_mtime
     )
     return {
         OWN: [found for path in paths if (found := read_own(path.parent))],

@@ -92,6 +92,11 @@ def test_original_run_has_its_published_figures():
     assert row[4:7] == ["104", "30,614", "50 (97.8 GB)"]  # global batch, steps, checkpoints
 
 
+def test_a_run_of_the_project_is_planned_without_a_runs_directory(tmp_path):
+    assert plan("demo", runs_dir=tmp_path / "runs").startswith("demo: ")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_card_holds_as_many_sequences_in_both_tables():
     output = plan("original", "--machine", "one=1xRTX-4090@0.5", "--machine", "two=2xRTX-4090@1")
     (by_card,) = re.findall(r"^24 GiB +(\d+) +(\d+)$", output, re.MULTILINE)
