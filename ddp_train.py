@@ -31,7 +31,7 @@ from checkpointing import CheckpointMeta, TrainingState, Validation
 from ops.schedule import learning_rate_at
 from optim import clip_gradients, set_rates
 from processes.command_line import Options, read_command_line
-from processes.launch import Process, end_torchrun, process_group, spans_nodes, this_process
+from processes.distributed import Process, end_torchrun, process_group, spans_nodes, this_process
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, VALIDATION, WAITING, PhaseClock
@@ -41,8 +41,8 @@ from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver
+from trainer.commands import launch, run_to_search, search
 from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
-from trainer.launcher import launch, run_to_search, search
 from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
 from trainer.losses import Losses, validate
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial

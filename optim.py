@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
 
 from ops.orthogonalise import orthogonalise
-from processes.launch import Process
+from processes.distributed import Process
 from run_config import GROUPS, Group, ModelConfig, TrainConfig
 
 

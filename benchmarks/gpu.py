@@ -48,7 +48,7 @@ from ddp_train import TrainingStep, wrap_in_ddp
 from gpt import GPTModel, attend
 from lab.plan.memory import GPT2_SMALL, Setting, peak_memory, size_name
 from lab.table import Column, Table
-from processes.launch import Process
+from processes.distributed import Process
 from reporting.speed import flops_per_token
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch

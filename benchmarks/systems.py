@@ -30,7 +30,7 @@ from torch.amp import GradScaler
 from basics.entry_points import keep_freed_memory
 from ddp_train import TrainingStep, microbatch_indices
 from gpt import GPTModel
-from processes.launch import Process, machine_facts
+from processes.distributed import Process, machine_facts
 from run_config import ModelConfig, Precision, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatches, read_ahead

@@ -28,7 +28,7 @@ from basics.errors import (
     print_traceback,
 )
 from basics.failpoints import failpoint
-from processes.launch import Process, end_torchrun, spans_nodes
+from processes.distributed import Process, end_torchrun, spans_nodes
 from processes.run_lock import write_heartbeat
 from processes.signals import Deadlines, Peers, is_caused_by_others, is_timeout, stop_signals
 from processes.startup_agreement import AgreedError

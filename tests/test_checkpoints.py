@@ -43,7 +43,7 @@ from checkpointing import (
 )
 from ops.schedule import schedule_warning
 from processes.command_line import Options, command_line
-from processes.launch import Process
+from processes.distributed import Process
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from run_config import load_run

@@ -28,7 +28,7 @@ from basics.errors import (
 )
 from basics.files import append_whole, cache_dir, read_regular_file, replacing, write_atomically
 from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
-from processes.launch import num_gpus
+from processes.distributed import num_gpus
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import PROJECT_DIR, run_command
 

@@ -20,9 +20,9 @@ import yaml
 from torch.distributed.run import parse_args
 
 from basics.errors import UserError
-from processes import launch
+from processes import distributed
 from processes.command_line import Options, command_line
-from processes.launch import Process, end_torchrun, share_cpu_cores, this_process
+from processes.distributed import Process, end_torchrun, share_cpu_cores, this_process
 from run_config import TrainConfig, load_run
 from tests.support.runs import summary_of, wait_for
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, Workplace
@@ -52,7 +52,7 @@ SCANCEL = "kill -USR1 $(cat srun.pid)"
     [(2, "1", [4]), (16, "1", [1]), (2, "3", [])],
 )
 def test_cpu_processes_share_the_cores(monkeypatch, num_local_processes, omp_num_threads, expected):
-    monkeypatch.setattr("processes.launch.num_cpu_cores", lambda: 8)
+    monkeypatch.setattr("processes.distributed.num_cpu_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local_processes))
     monkeypatch.setenv("OMP_NUM_THREADS", omp_num_threads)
     changed: list[int] = []
@@ -78,9 +78,9 @@ def test_an_interface_that_is_absent_is_refused_before_gloo_looks_for_it(monkeyp
 
 @pytest.mark.parametrize(("used", "num_warnings"), [("4", 1), ("8", 0)])
 def test_gpus_that_no_process_uses_are_warned_of(monkeypatch, used, num_warnings):
-    monkeypatch.setattr(launch, "num_gpus", lambda: 8)
+    monkeypatch.setattr(distributed, "num_gpus", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", used)
-    warnings = launch.unused_gpus()
+    warnings = distributed.unused_gpus()
     wanted = f"{used} of the 8 GPUs of this machine are used: set --nproc_per_node to 8,"
     assert [line.startswith(wanted) for line in warnings] == [True] * num_warnings
 
@@ -101,7 +101,7 @@ def test_only_a_torchrun_that_would_go_on_is_ended(
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
     ended: list[int] = []
-    monkeypatch.setattr(launch.os, "kill", lambda pid, number: ended.append(pid))
+    monkeypatch.setattr(distributed.os, "kill", lambda pid, number: ended.append(pid))
     parent = os.getppid()
     end_torchrun(Process(2, local_rank, 4, CPU, torchrun_pid=parent if parent_is_torchrun else 1))
     assert ended == ([parent] if ends else [])
@@ -111,11 +111,13 @@ def test_only_a_torchrun_that_would_go_on_is_ended(
 def test_nccl_waits_longer_than_the_watchdog(monkeypatch, device, seconds):
     """Its own timeout would end the process without a line that says which rank hung."""
     found: list[timedelta] = []
-    monkeypatch.setattr(launch, "join_process_group", lambda *_, timeout: found.append(timeout))
-    monkeypatch.setattr(launch.dist, "new_group", lambda **_: None)
-    monkeypatch.setattr(launch.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(
+        distributed, "join_process_group", lambda *_, timeout: found.append(timeout)
+    )
+    monkeypatch.setattr(distributed.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: None)
     train = TrainConfig(**TINY_TRAIN, collective_timeout_seconds=60)
-    with launch.process_group(Process(0, 0, 2, torch.device(device)), None, train):
+    with distributed.process_group(Process(0, 0, 2, torch.device(device)), None, train):
         pass
     assert found == [timedelta(seconds=seconds)]
 
@@ -137,7 +139,7 @@ def test_gloo_uses_the_interface_that_leads_to_other_nodes(
     store = dist.HashStore()
     store.set("address/1", others)
     ways = {"head": towards_master, "10.0.0.1": "10.0.0.1", "10.0.0.2": "10.0.0.1"}
-    monkeypatch.setattr(launch, "_own_address", ways.__getitem__)
+    monkeypatch.setattr(distributed, "_own_address", ways.__getitem__)
     monkeypatch.setattr(
         psutil,
         "net_if_addrs",
@@ -146,13 +148,13 @@ def test_gloo_uses_the_interface_that_leads_to_other_nodes(
             for name, address in (("lo", "127.0.0.1"), ("eth0", "10.9.0.1"), ("eth1", "10.0.0.1"))
         },
     )
-    monkeypatch.setattr(launch.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_, **__: None)
     for name, value in (("GROUP_WORLD_SIZE", "2"), ("MASTER_ADDR", "head")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", set_by_user or "")
     if set_by_user is None:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    launch.join_process_group(Process(0, 0, 2, CPU), store, timeout=timedelta(seconds=20))
+    distributed.join_process_group(Process(0, 0, 2, CPU), store, timeout=timedelta(seconds=20))
     assert os.environ.get("GLOO_SOCKET_IFNAME") == chosen
 
 
@@ -189,7 +191,7 @@ def test_a_launch_is_of_this_machine_and_leaves_no_directory_for_logs(monkeypatc
     monkeypatch.setattr(sys, "argv", ["ddp_train.py", "tiny"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for logs_dir in (None, tmp_path / "logs"):
-        assert launch.start_torchrun(2, logs_dir) == 0
+        assert distributed.start_torchrun(2, logs_dir) == 0
         config, _, _ = torch.distributed.run.config_from_args(started.pop())
         assert config.logs_specs.root_log_dir == str(logs_dir or os.devnull)
         assert config.local_addr == "127.0.0.1" and config.max_nodes == 1

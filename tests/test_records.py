@@ -20,8 +20,8 @@ from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from basics.json_files import to_json
 from gpt import GPTModel
-from processes import launch
-from processes.launch import Process, gpu_uuids
+from processes import distributed
+from processes.distributed import Process, gpu_uuids
 from reporting import loss_window, machine_meter, metrics_file
 from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
@@ -483,16 +483,16 @@ def test_counters_of_energy_are_added_to_what_earlier_launches_used(tmp_path, mo
 
 def test_the_driver_is_asked_for_the_gpus_that_the_run_uses(monkeypatch):
     monkeypatch.setattr(
-        launch.torch.cuda,
+        distributed.torch.cuda,
         "get_device_properties",
         lambda index: SimpleNamespace(uuid="cdab"[index]),
     )
-    monkeypatch.setattr(launch.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(distributed.torch.version, "cuda", "13.0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    process = Process(0, 0, 2, launch.torch.device("cuda", 0))
+    process = Process(0, 0, 2, distributed.torch.device("cuda", 0))
     assert gpu_uuids(process) == ["GPU-c", "GPU-d"]
     assert gpu_uuids(replace(process, device=CPU)) == []
-    monkeypatch.setattr(launch.torch.version, "cuda", None)  # PyTorch for AMD
+    monkeypatch.setattr(distributed.torch.version, "cuda", None)  # PyTorch for AMD
     assert gpu_uuids(process) == []
 
 

@@ -29,7 +29,7 @@ from gpt import GPTModel
 from lab.plan.speed_sources import measured_speed
 from optim import set_rates
 from processes.command_line import Options
-from processes.launch import Process
+from processes.distributed import Process
 from processes.run_lock import lock_run, release_run
 from processes.signals import DEADLINES
 from processes.startup_agreement import AgreedError, Agreement
@@ -47,7 +47,7 @@ from tests.support.workplace import (
     succeeded,
     torchrun_command,
 )
-from trainer import launcher, learning_rate_search, microbatch_trial
+from trainer import commands, learning_rate_search, microbatch_trial
 from trainer.learning_rate_search import CHART_NAME, RATES, run_range_test, suggest, suggested_rates
 from trainer.losses import build_training_state
 from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, MicrobatchTrial, Trial, check_idle
@@ -87,17 +87,17 @@ def test_the_true_maximum_is_found_in_eight_trials(fixed, slope, sequences, floo
     capacity, floor = fixed + slope * sequences, fixed + 2 * slope * floor
     if floor > capacity:
         return
-    trials = launcher.find_max_microbatch(memory(fixed, slope, capacity, floor))
+    trials = commands.find_max_microbatch(memory(fixed, slope, capacity, floor))
     sizes = [trial.microbatch_size for trial in trials]
-    assert sizes[0] == 1 and len(set(sizes)) == len(sizes) <= launcher.MAX_TRIALS
-    fitting, failure = launcher.by_size(trials)
+    assert sizes[0] == 1 and len(set(sizes)) == len(sizes) <= commands.MAX_TRIALS
+    fitting, failure = commands.by_size(trials)
     assert failure == fitting[-1].microbatch_size + 1, sizes
 
 
 @settings(max_examples=300)
 @given(fits_up_to=st.integers(1, 10_000), demand=st.sampled_from(["flat", "noisy", "falling"]))
 def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(fits_up_to, demand):
-    trials = launcher.find_max_microbatch(
+    trials = commands.find_max_microbatch(
         lambda size: Trial(
             size,
             size <= fits_up_to,
@@ -105,7 +105,7 @@ def test_memory_that_is_no_line_still_ends_with_a_microbatch_that_fits(fits_up_t
             demand_gib={"flat": 1.0, "noisy": 1.0 + hash(size) % 7, "falling": 10.0 / size}[demand],
         )
     )
-    assert len(trials) <= launcher.MAX_TRIALS and trials[0].fits
+    assert len(trials) <= commands.MAX_TRIALS and trials[0].fits
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_saving_keeps_the_global_batch_and_every_other_key(
         Trial(1, True, tokens_per_second=100.0),
         Trial(largest, True, tokens_per_second=200.0),
     ]
-    assert message in launcher.save_result(load_run(workplace.runs_dir, "tiny"), trials, world_size)
+    assert message in commands.save_result(load_run(workplace.runs_dir, "tiny"), trials, world_size)
     key = "minibatch_size" if "minibatch_size" in before else "microbatch_size"
     assert list(json.loads(path.read_text()).items()) == list((before | {key: size}).items())
     speed, processes, _ = measured_speed(load_run(workplace.runs_dir, "tiny"))
@@ -158,11 +158,11 @@ def simulated_search(workplace, monkeypatch, *, capacity, num_processes=1, **opt
     """
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
     monkeypatch.setattr(
-        launcher, "try_microbatch", lambda size, *_, **__: memory(1.0, 0.5, capacity)(size)
+        commands, "try_microbatch", lambda size, *_, **__: memory(1.0, 0.5, capacity)(size)
     )
     options = {"memory_limit_gib": 20.0} | options
     options = Options("tiny", runs_dir=workplace.runs_dir, **options)
-    launcher.search(launcher.run_to_search(options, num_processes), options, num_processes)
+    commands.search(commands.run_to_search(options, num_processes), options, num_processes)
 
 
 def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys):
@@ -198,9 +198,9 @@ def test_a_trial_that_fails_ends_the_search_and_keeps_what_it_has_found(
             raise UserError(f"microbatch {size} failed: {TOO_SLOW}", 1)
         return train(size)
 
-    monkeypatch.setattr(launcher, "try_microbatch", try_microbatch)
+    monkeypatch.setattr(commands, "try_microbatch", try_microbatch)
     options = Options("tiny", runs_dir=workplace.runs_dir, memory_limit_gib=1.0, save=True)
-    launcher.search(load_run(workplace.runs_dir, "tiny"), options, 1)
+    commands.search(load_run(workplace.runs_dir, "tiny"), options, 1)
     text = capsys.readouterr().out
     assert "warning: the search ends here: microbatch 256 failed: took longer than 20 min" in text
     assert "\nlargest microbatch: 4 (more may fit)\n" in text
@@ -261,12 +261,12 @@ def test_a_failed_trial_does_not_fit_or_is_an_error_with_its_reason(
             os.utime(path, (rank, rank))
         return 139
 
-    monkeypatch.setattr(launcher, "start_torchrun", start)
+    monkeypatch.setattr(commands, "start_torchrun", start)
     if message is None:
-        assert not launcher.try_microbatch(size, 2, on_gpu=on_gpu).fits
+        assert not commands.try_microbatch(size, 2, on_gpu=on_gpu).fits
         return
     with pytest.raises(UserError, match=message):
-        launcher.try_microbatch(size, 2, on_gpu=on_gpu)
+        commands.try_microbatch(size, 2, on_gpu=on_gpu)
 
 
 @pytest.fixture
@@ -354,9 +354,9 @@ def test_under_torchrun_all_processes_refuse_a_search(workplace):
 
 
 def test_no_microbatch_is_tried_that_the_global_batch_has_no_use_for():
-    trials = launcher.find_max_microbatch(memory(1.0, 0.1, 1000.0), 12)
+    trials = commands.find_max_microbatch(memory(1.0, 0.1, 1000.0), 12)
     assert max(trial.microbatch_size for trial in trials) == 12 and len(trials) <= 4
-    trials = launcher.find_max_microbatch(memory(1.0, 0.1, 1.9), 12)
+    trials = commands.find_max_microbatch(memory(1.0, 0.1, 1.9), 12)
     assert [trial.microbatch_size for trial in trials if trial.fits][-1] == 9  # as without
 
 
@@ -665,16 +665,16 @@ def test_the_step_is_compiled_by_as_many_processes_as_train(workplace, monkeypat
     run_dir, asked, fits = workplace.add_run(train={"compile": True}), [], [True, False]
     workplace.add_dataset()
     monkeypatch.setattr(
-        launcher,
+        commands,
         "try_microbatch",
         lambda *task, **options: (asked.append((*task, options)), Trial(2, fits.pop(0)))[1],
     )
     options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir)
-    launcher.prefetch_run(options, replace(ONE_PROCESS, world_size=4))
+    commands.prefetch_run(options, replace(ONE_PROCESS, world_size=4))
     assert "compiled code: of 4 processes\n" in capsys.readouterr().out
     assert asked == [(2, 4, {"prefetches": True})]
     with pytest.raises(UserError, match=f"{run_dir}/train.json: microbatch_size 2 does not fit"):
-        launcher.prefetch_run(options, replace(ONE_PROCESS, world_size=4))
+        commands.prefetch_run(options, replace(ONE_PROCESS, world_size=4))
 
 
 def test_a_gpu_in_use_is_refused(monkeypatch):

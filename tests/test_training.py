@@ -16,7 +16,7 @@ from basics.errors import UserError
 from basics.machine import code_version
 from gpt import GPTModel
 from processes.command_line import Options, command_line, read_command_line
-from processes.launch import Process
+from processes.distributed import Process
 from run_config import TrainConfig, load_run
 from tests.support.runs import summary_of, validations_of
 from tests.support.workplace import (

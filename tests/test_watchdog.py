@@ -21,7 +21,7 @@ from basics.errors import UserError, describe
 from basics.failpoints import MARKS, VARIABLE
 from processes import signals, startup_agreement
 from processes import watchdog as watchdog_module
-from processes.launch import Process
+from processes.distributed import Process
 from processes.signals import Deadlines, Peers, is_caused_by_others, is_timeout, stop_signals
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import SMALLER, Watchdog

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from basics.errors import print_line, writing_to
 from processes.command_line import Options
-from processes.launch import Process
+from processes.distributed import Process
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
 from reporting import charts

@@ -15,7 +15,7 @@ from basics.files import cache_dir
 from checkpointing import TrainingState
 from gpt import Block, GPTModel
 from optim import build_optimizer
-from processes.launch import Process, share_cpu_cores, waiting_for_all
+from processes.distributed import Process, share_cpu_cores, waiting_for_all
 from processes.watchdog import Watchdog
 from run_config import ModelConfig, Precision, TrainConfig
 from tokens.batches import Microbatches, read_ahead

@@ -26,7 +26,7 @@ from basics.errors import FAILED, UserError, describe, is_out_of_memory
 from basics.tensors import DeviceTime
 from checkpointing import TrainingState
 from processes.command_line import Options
-from processes.launch import Process, device_name, join_process_group, share_cpu_cores
+from processes.distributed import Process, device_name, join_process_group, share_cpu_cores
 from processes.startup_agreement import Agreement, leave
 from run_config import ModelConfig, TrainConfig, load_run
 from tokens.batches import Microbatch

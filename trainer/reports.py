@@ -11,7 +11,7 @@ from basics.machine import code_version, machine_up_seconds
 from checkpointing import best_of, list_checkpoints
 from gpt import GPTModel
 from optim import decay_line, rates_line
-from processes.launch import device_name, gpu_uuids, machine_facts
+from processes.distributed import device_name, gpu_uuids, machine_facts
 from processes.startup_agreement import AgreedError
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock

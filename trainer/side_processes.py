@@ -19,7 +19,7 @@ from basics.failpoints import failpoint
 from checkpointing import best_of, list_checkpoints
 from processes import beside
 from processes.beside import LOWEST, POLL_SECONDS, Beside, end_group, environment
-from processes.launch import Process
+from processes.distributed import Process
 from processes.signals import Deadlines, stop_signals
 from processes.watchdog import Watchdog
 from reporting.clock import CHART, PhaseClock, nearest_limit

@@ -27,7 +27,7 @@ from checkpointing import Checkpoint, TrainingState
 from ops.schedule import schedule_warning
 from preparation.ensure_dataset import provide_dataset
 from processes.command_line import Options
-from processes.launch import Process, unused_gpus
+from processes.distributed import Process, unused_gpus
 from processes.run_lock import seconds_before
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit

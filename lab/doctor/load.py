@@ -25,7 +25,7 @@ from basics.machine import code_digest, cuda_problem, within
 from basics.tensors import DeviceTime
 from lab.doctor.checks import OTHER_MACHINE, Checks, ok, problem, warning
 from lab.doctor.load_tests import EXCHANGE, PRODUCTS, advice_on, judge_exchange
-from processes.launch import Process, join_process_group, share_cpu_cores, this_process
+from processes.distributed import Process, join_process_group, share_cpu_cores, this_process
 from processes.signals import end_with_parent
 from processes.startup_agreement import open_torchrun_store
 

@@ -16,7 +16,7 @@ from typing import Self
 from basics.errors import NON_FINITE, STOP_SIGNALS, print_line
 from lab.compare.results import Figures, Result, read_result
 from lab.runs import NO_SUMMARY
-from lab.sweep.plan import PlannedRun, Sweep
+from lab.sweep.definition import PlannedRun, Sweep
 from processes.signals import end_with_parent, stop_signals
 from reporting.summary import FINISHED
 

@@ -16,8 +16,8 @@ from lab.compare.results import Reached, mean_reached
 from lab.compare.rows import compare
 from lab.runs import number
 from lab.stats import Difference, pooled_deviation, seeds_needed
+from lab.sweep.definition import Changes, Sweep, label
 from lab.sweep.execution import Outcome
-from lab.sweep.plan import Changes, Sweep, label
 from lab.table import UNKNOWN, Column, Table, short_count
 from reporting.charts import draw_by_hand
 from reporting.summary import duration

@@ -84,8 +84,8 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
     The same command goes on where it was stopped; other changes are added to the sweep.
     """
     # Imported here so that --help is fast.
+    from lab.sweep.definition import open_sweep, parse_change, parse_range
     from lab.sweep.execution import Execution
-    from lab.sweep.plan import open_sweep, parse_change, parse_range
     from lab.sweep.report import add_stack, document_of, draw_sweep, entries_of, table_of
     from run_config import RUN_NAME, load_run
 

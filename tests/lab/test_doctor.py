@@ -42,7 +42,7 @@ from lab.doctor.checks import (
 )
 from lab.doctor.doctor import print_checks
 from lab.doctor.load_tests import PARTS, Outcome, check_load, load_tests
-from processes.launch import Process
+from processes.distributed import Process
 from run_config import load_run
 from tests.support.hub_server import (
     Fault,

@@ -20,7 +20,7 @@ from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, peak_memory
 from lab.plan.speed_sources import MEASURED, expected_speed, read_measured, read_own
 from optim import decay_line
-from processes.launch import Process
+from processes.distributed import Process
 from processes.run_lock import release_run
 from reporting.clock import PhaseClock
 from reporting.speed import find_gpu, flops_per_token, num_parameters

@@ -25,7 +25,7 @@ from ddp_train import TrainingStep
 from gpt import GPTModel
 from lab.tokenizer import train_tokenizer
 from optim import build_optimizer
-from processes.launch import Process
+from processes.distributed import Process
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, write_tokens
 from tokens.batches import Microbatch

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import ddp_train
-from processes.launch import Process, process_group, this_process
+from processes.distributed import Process, process_group, this_process
 from processes.startup_agreement import open_torchrun_store
 from reporting import clock, loss_window
 from reporting.clock import PhaseClock

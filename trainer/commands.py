@@ -1,4 +1,4 @@
-"""A launch without torchrun: train under it, search for a microbatch, or only prepare the run."""
+"""What `ddp_train.py` does without torchrun: start it, search for a microbatch, prefetch."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from basics.json_files import read_json_object, set_number, to_json
 from basics.text import gib
 from preparation.ensure_dataset import verify_digests
 from processes.command_line import Options
-from processes.launch import Process, num_gpus, spans_nodes, start_torchrun
+from processes.distributed import Process, num_gpus, spans_nodes, start_torchrun
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.summary import final_status
