@@ -43,21 +43,24 @@ class Watched:
 
     def runs(self) -> Answer:
         """Return the states of the runs, those that train first; `version` is of the points."""
-        launched, found = [], []
-        with suppress(UserError):  # the directory was removed meanwhile, or is not mounted
+        try:
             launched = launched_runs(self.runs_dir)
+        except UserError:  # the directory was removed meanwhile, or is not mounted
+            launched = []
+        runs = []
         for name in launched:
-            if not self.names or name in self.names:
-                metrics, samples, summary = (
-                    version_of(self.runs_dir / name / file)
-                    for file in ("metrics.jsonl", "samples.jsonl", "summary.json")
-                )
-                changed = max((one[2] for one in (metrics, samples, summary) if one), default=0)
-                found.append(
-                    asdict(read_state(self.runs_dir, name))
-                    | {"changed": changed / 1e9, "version": str((metrics, samples))}
-                )
-        return {"runs": sorted(found, key=lambda run: (run["status"] != RUNNING, run["name"]))}
+            if self.names and name not in self.names:
+                continue
+            run_dir = self.runs_dir / name
+            metrics = version_of(run_dir / "metrics.jsonl")
+            samples = version_of(run_dir / "samples.jsonl")
+            summary = version_of(run_dir / "summary.json")
+            times = [version[2] for version in (metrics, samples, summary) if version]
+            run = asdict(read_state(self.runs_dir, name))
+            run["changed"] = max(times, default=0) / 1e9
+            run["version"] = str((metrics, samples))
+            runs.append(run)
+        return {"runs": sorted(runs, key=lambda run: (run["status"] != RUNNING, run["name"]))}
 
     def has(self, name: str) -> bool:
         return (not self.names or name in self.names) and is_launched(self.runs_dir, name)
@@ -97,48 +100,60 @@ class Columns:
         inode, size, _ = version_of(self._path) or (0, 0, 0)
         if inode != self._inode or size < self._offset:  # removed, or replaced
             self._columns, self._inode, self._offset = _parsed(b""), inode, 0
-        if content := whole_lines(self._path, self._offset) if size > self._offset else b"":
-            new = _parsed(content)
-
-            def rising(key: str) -> np.ndarray:
-                before = self._columns[key][-1:]
-                return np.fmax.accumulate(np.concatenate([before, new[key]]))[len(before) :]
-
-            is_next = new["global_step"] >= rising("global_step")
-            new |= {key: rising(key) for key in AXES.values()}
-            self._columns = {
-                key: np.concatenate([values, new[key][is_next]])
-                for key, values in self._columns.items()
-            }
-            self._offset += len(content)
+        if size > self._offset:
+            content = whole_lines(self._path, self._offset)
+            if content:
+                self._append(_parsed(content))
+                self._offset += len(content)
         return self._columns
+
+    def _append(self, new: Arrays) -> None:
+        """Append rows without those whose step is not larger than all before.
+
+        On each axis a row's value is the largest until then.
+        """
+        largest = {}
+        for key in AXES.values():
+            last = self._columns[key][-1:]  # empty at first
+            largest[key] = np.fmax.accumulate(np.concatenate([last, new[key]]))[len(last) :]
+        is_next = new["global_step"] >= largest["global_step"]
+        for key, values in (new | largest).items():
+            self._columns[key] = np.concatenate([self._columns[key], values[is_next]])
 
 
 def _parsed(content: bytes) -> Arrays:
+    """Return the columns of some records; of a list with a number for each GPU three columns."""
     table = _table(content)
     columns = {key: table[key].to_numpy().astype(np.float64) for key in NUMBERS}
-    columns |= {
-        key: np.full(len(table), np.nan)
-        for key in (SLOWED_DOWN, *(f"{key}{end}" for key in BY_GPU for end in ("", "_min", "_max")))
-    }
-    for key in (*BY_GPU, THROTTLING):
-        lists = table[key].combine_chunks()
-        lengths, flat = lists.value_lengths().fill_null(0).to_numpy(), lists.flatten()
-        if not len(rows := np.flatnonzero(lengths)):
-            continue
-        starts = (np.cumsum(lengths) - lengths)[rows]
-        if key == THROTTLING:
-            is_slow = {text: bool(slowdowns(text or "")) for text in flat.unique().to_pylist()}
-            columns[SLOWED_DOWN][rows] = np.add.reduceat(
-                [float(is_slow[text]) for text in flat.to_pylist()], starts
-            )
-        else:
-            values = flat.to_numpy(zero_copy_only=False)
-            values = np.where((values >= 0) & (values <= LARGEST), values, np.nan)
-            columns[key][rows] = _means(values, starts)
-            columns[f"{key}_min"][rows] = np.fmin.reduceat(values, starts)
-            columns[f"{key}_max"][rows] = np.fmax.reduceat(values, starts)
+    for key in BY_GPU:
+        values, rows, starts = _flattened(table[key])
+        values = values.to_numpy(zero_copy_only=False)
+        values = np.where((values >= 0) & (values <= LARGEST), values, np.nan)
+        for name, combine in (
+            (key, _means),
+            (f"{key}_min", np.fmin.reduceat),
+            (f"{key}_max", np.fmax.reduceat),
+        ):
+            columns[name] = np.full(len(table), np.nan)
+            if len(rows):
+                columns[name][rows] = combine(values, starts)
+    texts, rows, starts = _flattened(table[THROTTLING])
+    columns[SLOWED_DOWN] = np.full(len(table), np.nan)
+    if len(rows):
+        # There are few different texts, and each is looked at once.
+        is_slow = {text: float(bool(slowdowns(text or ""))) for text in texts.unique().to_pylist()}
+        found = [is_slow[text] for text in texts.to_pylist()]
+        columns[SLOWED_DOWN][rows] = np.add.reduceat(found, starts)
     return columns
+
+
+def _flattened(column: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Return the items of a column of lists, the rows that have some, and where each begins."""
+    lists = column.combine_chunks()
+    lengths = lists.value_lengths().fill_null(0).to_numpy()
+    rows = np.flatnonzero(lengths)
+    starts = np.cumsum(lengths) - lengths
+    return lists.flatten(), rows, starts[rows]
 
 
 def _table(content: bytes) -> Any:
@@ -163,22 +178,18 @@ def _table(content: bytes) -> Any:
             pa_json.ReadOptions(block_size=BLOCK_BYTES),
             pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
         )
-        values = [table[key].to_numpy() for key in NUMBERS]
-        if not table["global_step"].null_count and not any(
-            ((found < 0) | (found > LARGEST)).any() for found in values
-        ):
+        values = np.stack([table[key].to_numpy() for key in NUMBERS])
+        is_odd = (values < 0) | (values > LARGEST)
+        if not table["global_step"].null_count and not is_odd.any():
             return table
-    return pa.Table.from_pylist(
-        [
-            {
-                **{key: number(record.get(key)) for key in NUMBERS},
-                **{key: [number(one) for one in record.get(key, ())] or None for key in BY_GPU},
-                THROTTLING: record.get(THROTTLING),
-            }
-            for record in valid_records(content.decode(errors="replace"))
-        ],
-        schema=schema,
-    )
+    rows = []
+    for record in valid_records(content.decode(errors="replace")):
+        row: dict[str, Any] = {key: number(record.get(key)) for key in NUMBERS}
+        for key in BY_GPU:
+            row[key] = [number(value) for value in record.get(key, ())] or None
+        row[THROTTLING] = record.get(THROTTLING)
+        rows.append(row)
+    return pa.Table.from_pylist(rows, schema=schema)
 
 
 def points_of(columns: Arrays, within: Range | None = None) -> Answer:
@@ -191,10 +202,15 @@ def points_of(columns: Arrays, within: Range | None = None) -> Answer:
     """
     first, num_rows = 0, len(columns["global_step"])
     if within is not None:
-        values = columns[AXES[within[0]]] + (within[0] == "steps")  # people count from 1
-        before, after = np.flatnonzero(values < within[1]), np.flatnonzero(values > within[2])
+        axis, smallest, largest = within
+        values = columns[AXES[axis]]
+        if axis == "steps":
+            values = values + 1  # people count from 1
+        before = np.flatnonzero(values < smallest)
+        after = np.flatnonzero(values > largest)
         first = before[-1] if len(before) else 0
-        num_rows = (after[0] + 1 if len(after) else num_rows) - first
+        end = after[0] + 1 if len(after) else num_rows
+        num_rows = end - first
     if not num_rows:
         return {"x": dict.fromkeys(AXES, ()), "lines": {}, "is_long": False}
     size = 1  # rows of a point: a power of two, so that only the last one moves when rows are added
