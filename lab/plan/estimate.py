@@ -191,6 +191,7 @@ def save_length(run: Run, budget: float) -> str:
             f"{run.train_path}: --save needs the machine's price; set usd_per_hour, or"
             " pass --usd-per-hour"
         )
+    make_run_dir(run)
     lock_run(run.run_dir)  # a launch keeps the length that it has read
     tokens_per_second, world_size, measured = measured_speed(run)
     one_token = run.config.model_copy(update={"min_train_tokens": 1})
@@ -214,7 +215,6 @@ def save_length(run: Run, budget: float) -> str:
             " away"
         )
     tokens, cost = num_steps * step.tokens_per_step, usd(num_steps)
-    make_run_dir(run)
     set_number(run.train_path, "min_train_tokens", tokens)
     return (
         f"saved in {run.train_path}: min_train_tokens {tokens} ({counted(num_steps, 'step')})\n"

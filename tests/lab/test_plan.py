@@ -20,6 +20,7 @@ from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, peak_memory
 from lab.plan.speed_sources import MEASURED, expected_speed, read_measured, read_own
 from optim import decay_line
+from processes.command_line import command_line
 from processes.distributed import Process
 from processes.run_lock import release_run
 from reporting.clock import PhaseClock
@@ -38,6 +39,7 @@ from tests.support.torchrun_workers import (
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, forked
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.batch_plan import BatchPlan, plan_batches
+from trainer.commands import run_to_search
 
 BIG = {
     "vocab_size": 50257,
@@ -813,3 +815,16 @@ def test_what_cannot_be_saved_is_one_line(workplace, arguments, message):
     before = workplace.files()
     assert message in error_line(save(workplace, *arguments))
     assert workplace.files() == before
+
+
+def test_the_advice_to_measure_the_speed_can_be_typed_without_a_gpu(workplace):
+    """--find-max-microbatch alone would be refused there."""
+    workplace.add_run(train={"usd_per_hour": 1.0})
+    advice = error_line(
+        run_lab("plan", "tiny", "--runs-dir", str(workplace.runs_dir), "--save", "--budget", "1")
+    )
+    command = re.search(r"run ddp_train\.py (.*), without a GPU with (--\S+) ", advice)
+    words = [*command[1].split(), command[2], "1", "--runs-dir", str(workplace.runs_dir)]
+    options = command_line.main(words, standalone_mode=False)
+    options.check()
+    assert options.save and run_to_search(options, 1).name == "tiny"
