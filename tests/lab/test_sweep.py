@@ -223,7 +223,9 @@ def test_a_sweep_whose_runs_had_the_prompts_of_their_base_goes_on(sweeps):
     succeeded(sweeps.run("--change", "drop_rate=0"))
     path = sweeps.tiny / "drop_rate-0-seed-42/train.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sample_prompts": ["a"]}))
+    trained = sweeps.launches()
     succeeded(sweeps.run("--change", "drop_rate=0"))
+    assert sweeps.launches() == trained  # none again, and no word of an edited file
 
 
 def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps):
