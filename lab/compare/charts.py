@@ -97,80 +97,70 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
     a line with the reason for each missing chart or curve. Raises: OSError.
     """
     charts_dir.mkdir(parents=True, exist_ok=True)
-    kind = deciding_loss([row for row in rows if not row.is_published] or rows)
-    if not loss_points(rows, kind):
-        kind = "test_loss"  # that of the published rows
-    recorded = [
-        row
-        for row in rows
-        if any(
-            len(_points_of(result, key, "global_step")[0])
-            for result in row.results
-            for key in CURVES
-        )
-    ]
-    written, missing = [], []
-    curves_in_bits, losses_in_bits = (
-        len(tokenizers(some)) > 1
-        for some in (recorded, [row for row in rows if row.loss(kind) is not None])
-    )
-    if curves_in_bits:
-        unknown = [
-            row
-            for row in recorded
-            if not all(bytes_per_token(result.records) for result in row.results)
-        ]
-        recorded = [row for row in recorded if row not in unknown]
-        missing += [
-            f"not drawn in loss-curves.png: {row.name}: the tokenizers of these runs"
-            " differ, and its bits per byte are not known"
-            for row in unknown
-        ]
-    if losses_in_bits:
-        missing.append(
-            "loss-over-batch.png: in bits per byte, as the tokenizers differ; without"
-            " the runs and published results of which these are not known"
-        )
-    losses = loss_points(rows, kind, in_bits=losses_in_bits)
-    memory = memory_points(rows)
-    curve_unit, loss_unit = (
-        "bits per byte" if in_bits else "nats per token"
-        for in_bits in (curves_in_bits, losses_in_bits)
-    )
-    for name, data, plot, needed in (
-        (
-            "loss-curves.png",
-            recorded,
-            partial(_plot_curves, recorded, curve_unit, in_bits=curves_in_bits),
-            "a run with records",
-        ),
-        (
-            "loss-over-batch.png",
-            losses,
-            partial(
-                plot_points,
-                losses,
-                plot_fit,
-                ("global batch (sequences)", f"{LOSS_NAMES[kind]} ({loss_unit})"),
-            ),
-            f"{NEEDED_FOR_PARABOLA} finished runs that differ in their batch",
-        ),
-        (
-            "memory-over-microbatch.png",
-            memory,
-            partial(
-                plot_points, memory, plot_line, ("microbatch (sequences)", "memory per GPU (GiB)")
-            ),
-            f"{NEEDED_FOR_LINE} runs that differ in their microbatch, or a saved search",
-        ),
-    ):
+    written: list[Path] = []
+    missing: list[str] = []
+
+    def draw(name: str, data: object, plot: Callable[[Figure], object], needed: str) -> None:
         path = charts_dir / name
         path.unlink(missing_ok=True)
         if data:
             written.append(draw_by_hand(path, plot))
         else:
             missing.append(f"not drawn: {name}: needs {needed}")
+
+    recorded = [row for row in rows if _has_curve(row)]
+    in_bits = len(tokenizers(recorded)) > 1
+    if in_bits:
+        for row in recorded:
+            if not _has_bits(row):
+                missing.append(
+                    f"not drawn in loss-curves.png: {row.name}: the tokenizers of these runs"
+                    " differ, and its bits per byte are not known"
+                )
+        recorded = [row for row in recorded if _has_bits(row)]
+    curves = partial(_plot_curves, recorded, _unit(in_bits), in_bits=in_bits)
+    draw("loss-curves.png", recorded, curves, "a run with records")
+
+    kind = deciding_loss([row for row in rows if not row.is_published] or rows)
+    if not loss_points(rows, kind):
+        kind = "test_loss"  # that of the published rows
+    in_bits = len(tokenizers([row for row in rows if row.loss(kind) is not None])) > 1
+    if in_bits:
+        missing.append(
+            "loss-over-batch.png: in bits per byte, as the tokenizers differ; without"
+            " the runs and published results of which these are not known"
+        )
+    losses = loss_points(rows, kind, in_bits=in_bits)
+    labels = ("global batch (sequences)", f"{LOSS_NAMES[kind]} ({_unit(in_bits)})")
+    draw(
+        "loss-over-batch.png",
+        losses,
+        partial(plot_points, losses, plot_fit, labels),
+        f"{NEEDED_FOR_PARABOLA} finished runs that differ in their batch",
+    )
+
+    memory = memory_points(rows)
+    labels = ("microbatch (sequences)", "memory per GPU (GiB)")
+    draw(
+        "memory-over-microbatch.png",
+        memory,
+        partial(plot_points, memory, plot_line, labels),
+        f"{NEEDED_FOR_LINE} runs that differ in their microbatch, or a saved search",
+    )
     return written, missing
+
+
+def _has_curve(row: Row) -> bool:
+    points = [_points_of(result, key, "global_step")[0] for result in row.results for key in CURVES]
+    return any(len(x) for x in points)
+
+
+def _has_bits(row: Row) -> bool:
+    return all(bytes_per_token(result.records) for result in row.results)
+
+
+def _unit(in_bits: bool) -> str:
+    return "bits per byte" if in_bits else "nats per token"
 
 
 def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
