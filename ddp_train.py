@@ -11,10 +11,11 @@ if __name__ == "__main__":  # --help, a mistyped option and a locked run need no
 
     check_before_torch()
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,32 +25,45 @@ from torch.nn.parallel import DistributedDataParallel
 
 from basics.cli import exit_with
 from basics.entry_points import keep_freed_memory
-from basics.errors import drop_unwritable_output
+from basics.errors import DISK_FULL, NON_FINITE, UserError, describe, drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
-from checkpointing import CheckpointMeta, TrainingState, Validation
+from basics.machine import code_version
+from checkpointing import CheckpointMeta, TrainingState, Validation, best_of, list_checkpoints
 from ops.schedule import learning_rate_at
-from optim import clip_gradients, set_rates
+from optim import clip_gradients, decay_line, rates_line, set_rates
 from processes.command_line import Options, read_command_line
 from processes.distributed import Process, end_torchrun, process_group, spans_nodes, this_process
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
-from reporting.clock import CHECKPOINT, COMPILE, VALIDATION, WAITING, PhaseClock
-from reporting.setting_changes import settings_of
-from reporting.summary import final_status
-from run_config import TrainConfig
+from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
+from reporting.metrics_file import CHANGED
+from reporting.run_log import RunLog, batch_arithmetic
+from reporting.sampling import Sampler
+from reporting.setting_changes import change_lines, settings_of
+from reporting.speed import SPEED_CHECK_STEPS
+from reporting.summary import RunEnd, final_status
+from run_config import Run, TrainConfig
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatch, dropout_seed, read_ahead
+from tokens.batches import Microbatch, RunData, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver
 from trainer.commands import launch, run_to_search, search
 from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
 from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
 from trainer.losses import Losses, validate
+from trainer.measurements import Measurements
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
 from trainer.precision import autocast
-from trainer.reports import Reports
-from trainer.side_processes import run_when_done
-from trainer.startup import PreparedRun, build_state, open_run_dir, prepare_run
+from trainer.resuming import ResumePoint
+from trainer.side_processes import SideProcesses, command_failed, run_when_done
+from trainer.startup import (
+    PreparedRun,
+    build_state,
+    decide_for_device,
+    open_run_dir,
+    prepare_run,
+    print_if_finished,
+)
 from trainer.stopping import Stop
 
 
@@ -96,11 +110,16 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
         return 0
     with watchdog.start():  # a node may be lost while another one downloads
         prepared = prepare_run(options, process, clock, agreement)
-        agreement.require_same("run", prepared.agreed_values())
-        prepared.say_if_finished(process)
-        if not prepared.is_finished:
-            train_run(prepared, watchdog, clock, agreement)
-    run_when_done(prepared, process, stop_signal=watchdog.stop_signal)
+        print_if_finished(prepared, process)
+        if not prepared.resume.is_finished:
+            train_run(prepared, options, watchdog, clock, agreement)
+    run_when_done(
+        prepared.run,
+        options,
+        process,
+        was_finished=prepared.resume.is_finished,
+        stop_signal=watchdog.stop_signal,
+    )
     if not watchdog.stop_signal:
         return 0
     # Of rank 0 alone: torchrun ends all when one fails, and rank 0 is the last to end.
@@ -111,17 +130,23 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
 
 
 def train_run(
-    prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock, agreement: Agreement
+    prepared: PreparedRun,
+    options: Options,
+    watchdog: Watchdog,
+    clock: PhaseClock,
+    agreement: Agreement,
 ) -> None:
     """Train a run; all of its memory is free afterwards. Every rank."""
-    process = watchdog.process
+    process, data, resume = watchdog.process, prepared.data, prepared.resume
     watchdog.write_heartbeats(prepared.run.heartbeat_path)
-    prepared = agreement.run("device", lambda: prepared.for_device(process.device))
-    state = agreement.run("state", lambda: build_state(prepared, process))
-    watchdog.expect_steps(prepared.config.hang_timeout_seconds)
-    with process_group(process, agreement.connect("group"), prepared.config) as group:
-        trainer = Trainer(prepared, state, watchdog, clock=clock, group=group)
-        global_step = trainer.train(agreement)
+    run, warnings = agreement.run(
+        "device", lambda: decide_for_device(prepared.run, data.plan, process.device)
+    )
+    state = agreement.run("state", lambda: build_state(run, data, resume, options, process))
+    watchdog.expect_steps(run.config.hang_timeout_seconds)
+    with process_group(process, agreement.connect("group"), run.config) as group:
+        trainer = Trainer(run, data, resume, options, state, watchdog, clock, group)
+        global_step = trainer.train(agreement, prepared.warnings + warnings, prepared.energy_kwh)
     if process.is_main:
         trainer.end(global_step)
 
@@ -130,12 +155,14 @@ def find_learning_rate(options: Options, watchdog: Watchdog, agreement: Agreemen
     """Train from the initial weights with growing rates, and suggest one. Every rank."""
     process = watchdog.process
     with watchdog.start():
-        prepared = prepare_range_test(options, watchdog, agreement)
-        state = agreement.run("state", lambda: build_state(prepared, process))
-        with process_group(process, agreement.connect("group"), prepared.config):
-            step = TrainingStep(state, prepared.config, process)
-            microbatches = read_microbatches(prepared, watchdog, PhaseClock())
-            num_microbatches = prepared.plan.gradient_accumulation_steps
+        run, data = prepare_range_test(options, watchdog, agreement)
+        state = agreement.run(
+            "state", lambda: build_state(run, data, ResumePoint(), options, process)
+        )
+        with process_group(process, agreement.connect("group"), run.config):
+            step = TrainingStep(state, run.config, process)
+            microbatches = read_microbatches(data, 0, watchdog, PhaseClock())
+            num_microbatches = data.plan.gradient_accumulation_steps
             losses = run_range_test(
                 lambda rate: step.take(
                     microbatches, num_microbatches=num_microbatches, learning_rate=rate
@@ -144,7 +171,7 @@ def find_learning_rate(options: Options, watchdog: Watchdog, agreement: Agreemen
             )
             microbatches.close()
             del step.parallel_loss  # its threads must be gone before its process group
-    report_range_test(prepared.run, losses, process)
+    report_range_test(run, losses, process)
 
 
 def measure_microbatch(trial: MicrobatchTrial) -> None:
@@ -186,12 +213,12 @@ def microbatch_indices(plan: BatchPlan, rank: int, *, first_step: int) -> Iterat
 
 
 def read_microbatches(
-    prepared: PreparedRun, watchdog: Watchdog, clock: PhaseClock
+    data: RunData, first_step: int, watchdog: Watchdog, clock: PhaseClock
 ) -> Generator[Microbatch]:
-    """Yield this process's microbatches, each read while the one before is used."""
+    """Yield this process's microbatches from a step on, each read while the one before is used."""
     process = watchdog.process
-    indices = microbatch_indices(prepared.plan, process.rank, first_step=prepared.first_step)
-    with closing(read_ahead(prepared.data.train, indices, device=process.device)) as upcoming:
+    indices = microbatch_indices(data.plan, process.rank, first_step=first_step)
+    with closing(read_ahead(data.train, indices, device=process.device)) as upcoming:
         while True:
             # The first step's wait is part of starting up, not a sign of slow data.
             with clock.phase(COMPILE if clock.current == COMPILE else WAITING):
@@ -261,54 +288,86 @@ class TrainingStep:
 
 
 class Trainer:
-    """One process's part in the training of a run; `group` is of gloo, for waits of any length."""
+    """One process's part in the training of a run; `group` is of gloo, for waits of any length.
+
+    `measurements` measures, `log` prints and records, `saver` writes checkpoints, `beside` holds
+    the processes beside training, `stop` says when to end. Only rank 0's log, saver and processes
+    do anything.
+    """
 
     def __init__(
         self,
-        prepared: PreparedRun,
+        run: Run,
+        data: RunData,
+        resume: ResumePoint,
+        options: Options,
         state: TrainingState,
         watchdog: Watchdog,
-        *,
         clock: PhaseClock,
         group: dist.ProcessGroup,
     ) -> None:
-        self.prepared, self.config, self.data = prepared, prepared.config, prepared.data
-        self.plan, self.state, self.clock, self.group = prepared.plan, state, clock, group
-        self.watchdog, self.process = watchdog, watchdog.process
+        self.run, self.config, self.data, self.plan = run, run.config, data, data.plan
+        self.resume, self.options, self.state = resume, options, state
+        self.watchdog, self.process, self.clock, self.group = (
+            watchdog,
+            watchdog.process,
+            clock,
+            group,
+        )
+        self.measurements = Measurements(run, self.plan, state.model, self.process)
+        self.log = RunLog(
+            run, self.plan, data.tokenizer_name, clock=clock, is_active=self.process.is_main
+        )
+        self.beside = SideProcesses(run, options, log=self.log, clock=clock, watchdog=watchdog)
         self.saver = BackgroundSaver(
-            prepared.run.checkpoints_dir,
+            run.checkpoints_dir,
             keep=self.config.keep_checkpoints,
-            newest=prepared.resume_from,
+            newest=resume.checkpoint,
             heartbeat=watchdog.heartbeat,
+            after_write=self.beside.after_checkpoint.start,
         )
-        self.reports = Reports(
-            prepared, state.model, clock=clock, watchdog=watchdog, saver=self.saver
+        self.stop = Stop(
+            run,
+            self.plan,
+            first_step=resume.first_step,
+            options=options,
+            clock=clock,
+            watchdog=watchdog,
+            group=group,
+            saver=self.saver,
         )
-        self.stop = Stop(prepared, clock=clock, watchdog=watchdog, group=group, saver=self.saver)
+        self.sampler = Sampler(
+            state.model, data.tokenizer_name, watchdog.heartbeat, data.tokenizer_path
+        )
+        self.code = code_version() if self.process.is_main else ""
+        self.has_reported_speed = False
+        self.has_summary = False  # the one of the end is on disk
+        watchdog.before_exit = self.before_exit
 
-    def train(self, agreement: Agreement) -> int:
+    def train(self, agreement: Agreement, warnings: list[str], energy_kwh: float) -> int:
         """Train to the end of the run, or of this launch; return the last step. Every rank."""
-        self.begin(agreement)
-        microbatches = read_microbatches(self.prepared, self.watchdog, self.clock)
-        losses, num_steps = self.reports.window, self.plan.num_steps
-        global_step = self.prepared.first_step - 1
-        for global_step in range(self.prepared.first_step, self.stop.last_step + 1):
+        self.begin(agreement, warnings, energy_kwh)
+        first_step, num_steps = self.resume.first_step, self.plan.num_steps
+        microbatches = read_microbatches(self.data, first_step, self.watchdog, self.clock)
+        losses, diagnostics = self.measurements.losses, self.measurements.diagnostics
+        global_step = first_step - 1
+        for global_step in range(first_step, self.stop.last_step + 1):
             self.watchdog.heartbeat(global_step)
             learning_rate = learning_rate_at(self.config, global_step, num_steps=num_steps)
-            self.step.diagnostics.begin_step(global_step)
+            diagnostics.begin_step(global_step)
             loss, grad_norm = self.step.take(
                 microbatches,
                 num_microbatches=self.plan.gradient_accumulation_steps,
                 learning_rate=learning_rate,
             )
             losses.add(loss, grad_norm)
-            self.reports.log.step()
-            if global_step == self.prepared.first_step:
-                self.reports.after_first_step(loss)
+            self.log.step()
+            if global_step == first_step:
+                self.after_first_step(loss)
             ends = self.stop.after(global_step, is_report_due=losses.is_full)
-            saves = ends or self.prepared.is_save_due(global_step)
+            saves = ends or self.config.is_save_due(global_step, num_steps=num_steps)
             if saves or losses.is_full:
-                self.reports.write(global_step, learning_rate, waits=saves)
+                self.report(global_step, learning_rate, waits=saves)
             if saves:
                 self.save_and_validate(global_step)
                 ends = self.stop.is_asked() or ends  # perhaps during the validation
@@ -318,40 +377,109 @@ class Trainer:
         del self.step.parallel_loss  # its threads must be gone before its process group
         return global_step
 
-    def begin(self, agreement: Agreement) -> None:
+    def begin(self, agreement: Agreement, warnings: list[str], energy_kwh: float) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
-        self.identity, aside_dir = open_run_dir(self.prepared, self.process, self.clock)
-        self.reports.begin(aside_dir)
-        agreement.record_training_began(self.prepared.first_step)
-        self.step = TrainingStep(self.state, self.config, self.process, self.reports.diagnostics)
-        if self.prepared.lacks_validation:  # an earlier launch ended before it
+        if self.process.is_main:
+            self.identity, aside_dir = open_run_dir(
+                self.run, self.data, self.resume, self.options, self.clock
+            )
+            self.log.start(self.resume.first_step)
+            if aside_dir is not None:
+                self.log.say(
+                    f"earlier checkpoints that the run does not go on from are now in {aside_dir}"
+                )
+                self.beside.after_checkpoint.start()  # the copy learns of it before it has more
+            self.say_settings(warnings)
+            self.measurements.meter.start(energy_kwh)
+            self.beside.track()
+        self.clock.enter(COMPILE)  # until the end of the first step
+        agreement.record_training_began(self.resume.first_step)
+        self.step = TrainingStep(
+            self.state, self.config, self.process, self.measurements.diagnostics
+        )
+        if self.resume.lacks_validation:
             self.wait_for_all()
-            self.validate(self.prepared.first_step - 1)
+            self.validate(self.resume.first_step - 1)
             self.wait_for_all()
 
-    def end(self, global_step: int) -> None:
-        """Write what is left; wait for what works beside training. Rank 0, without the group."""
-        with self.clock.phase(CHECKPOINT):
-            self.saver.retry()
-        if self.prepared.is_trained:  # an earlier launch was killed before it came to this
-            self.saver.tidy()
-            self.reports.draw_charts()
-        is_due = self.prepared.is_validation_due(global_step)
-        self.reports.end(
-            global_step,
-            stop_reason=self.stop.reason,
-            lacks_validation=is_due and self.saver.validation is None,
+    def say_settings(self, warnings: list[str]) -> None:
+        """Print what the launch goes on from, the warnings of the start-up, sizes and rates."""
+        run, plan, model, resume = self.run, self.plan, self.state.model, self.resume
+        lines = []
+        if resume.checkpoint is not None:
+            lines.append(f"resuming from {resume.checkpoint.path}")
+            lines += change_lines(resume.changes, resume.first_step)
+            if resume.changes and not resume.is_trained:  # else no step uses them
+                self.log.record(resume.first_step - 1, {CHANGED: resume.changes})
+        lines += [f"warning: {warning}" for warning in warnings]
+        lines += batch_arithmetic(plan)
+        num_parameters = model.num_parameters()
+        lines.append(
+            f"{num_parameters:,} parameters, {plan.num_tokens / num_parameters:.1f} tokens per"
+            f" parameter; {run.config.precision} on {self.process.device.type}; attention:"
+            f" {self.measurements.attention_kernel}"
         )
+        lines.append(f"learning rates: {rates_line(run.model, run.config)}")
+        lines += filter(None, [decay_line(model, run.config)])
+        for line in lines:
+            self.log.say(line)
+
+    def after_first_step(self, loss: Tensor) -> None:
+        """Start to measure speed and to detect hangs: all is compiled and allocated. Every rank."""
+        loss.item()  # waits for the device
+        gc.collect()
+        gc.freeze()  # exempt start-up objects from garbage collection; scanning them stalls steps
+        self.clock.enter(TRAINING)
+        self.measurements.losses.restart_timing()
+        self.watchdog.start_hang_detection()
+
+    def report(self, global_step: int, learning_rate: float, *, waits: bool) -> None:
+        """Record the steps since the last report. A collective: every rank.
+
+        With `waits` also those that the device may not have finished yet.
+        """
+        measurements, losses = self.measurements, self.measurements.losses
+        num_measured = global_step - self.resume.first_step  # all but the first one
+        is_speed_due = not self.has_reported_speed and num_measured + 1 >= SPEED_CHECK_STEPS
+        for window in losses.close(
+            global_step, learning_rate, self.clock, waits=waits or is_speed_due
+        ):
+            for measured in measurements.diagnostics.pop_measured(up_to=window.global_step):
+                self.log.record(measured.global_step, measured.numbers, window)
+                self.clock.count_diagnostics(measured.seconds)
+            self.log.warn("a reading of the machine failed", measurements.meter.pop_failure())
+            self.log.report_steps(window, measurements.machine(window))
+            if losses.longest_skipped >= self.config.max_skipped_steps:
+                self.fail_skipping(window.global_step)
+        gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
+        self.warn_of_failed_write()
+        self.beside.warn()
+        if is_speed_due:
+            self.has_reported_speed = True
+            if self.process.is_main:
+                self.log.say(measurements.speed(num_measured, self.clock).line())
+
+    def fail_skipping(self, global_step: int) -> NoReturn:
+        """End a run whose gradients stay non-finite. Raises: AgreedError: on every rank."""
+        kernel = self.measurements.attention_kernel
+        reason = (
+            f"{self.run.run_dir}: the gradients of {self.measurements.losses.longest_skipped} steps"
+            f" in a row, up to step {global_step + 1:,}, were not finite; resume from an earlier"
+            " checkpoint with a lower learning_rate, or with precision bf16 or fp32"
+            + (', or with attention "flash"' if kernel == "cudnn" else "")
+        )
+        self.before_exit("failed", reason)
+        raise AgreedError(reason, status=NON_FINITE)
 
     def save_and_validate(self, global_step: int) -> None:
         """Let rank 0 save, validate and start to draw while the other ranks wait. Every rank."""
         if self.process.is_main:
             self.save(global_step)
         self.wait_for_all()
-        if self.prepared.is_validation_due(global_step):
+        if self.config.is_validation_due(global_step, num_steps=self.plan.num_steps):
             self.validate(global_step)
         if self.process.is_main:
-            self.reports.draw_charts()
+            self.draw_charts()
         self.wait_for_all()
 
     def wait_for_all(self) -> None:
@@ -362,8 +490,9 @@ class Trainer:
 
     def save(self, global_step: int) -> None:
         """Copy the training state; a background thread writes it. Rank 0."""
-        train_loss = finite_or_none(self.reports.window.pop_loss_since_checkpoint())
-        decides_best = not self.config.validates and self.prepared.is_save_due(global_step)
+        train_loss = finite_or_none(self.measurements.losses.pop_loss_since_checkpoint())
+        is_due = self.config.is_save_due(global_step, num_steps=self.plan.num_steps)
+        decides_best = not self.config.validates and is_due
         with self.clock.phase(CHECKPOINT):
             self.saver.save(
                 self.state,
@@ -376,29 +505,140 @@ class Trainer:
                     seconds=self.clock.read(),
                     usd=self.clock.usd(),
                     optimizer=self.config.optimizer,
-                    code=self.reports.code,
+                    code=self.code,
                     tokenizer=self.data.tokenizer_name,
                     tokenizer_file=self.data.tokenizer_file,
                     loss_scale=self.state.loss_scale(),
-                    model=self.prepared.run.model,
+                    model=self.run.model,
                     random_seed=self.config.random_seed,
-                    settings=settings_of(self.prepared.run),
+                    settings=settings_of(self.run),
                     data=self.data.fingerprints,
                 ),
             )
-        self.reports.warn_of_failed_write()
+        self.warn_of_failed_write()
+
+    def warn_of_failed_write(self) -> None:
+        if failure := self.saver.pop_failure():
+            self.log.say(
+                f"warning: {failure} in {self.run.checkpoints_dir}: each later"
+                " checkpoint tries again"
+            )
 
     def validate(self, global_step: int) -> None:
-        """Measure the validation loss, on rank 0 or, a collective, on all; rank 0 records it."""
+        """Measure the validation loss, on rank 0 or, a collective, on all. Rank 0 records it, and
+        continues the run's `sample_prompts` with the model.
+        """
         with self.clock.phase(VALIDATION) as phase:
             loss = validate(self.step.losses, self.data.validation, self.watchdog)
-        if loss is not None and self.process.is_main:
-            self.reports.report_validation(global_step, loss, phase.seconds)
-            self.saver.add_validation(
-                Validation(
-                    loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd()
-                )
+        if loss is None or not self.process.is_main:
+            return
+        self.log.report_validation(
+            global_step, loss, phase.seconds, bytes_per_token=self.data.bytes_per_token
+        )
+        if prompts := self.config.sample_prompts:
+            with self.clock.phase(VALIDATION), autocast(self.config.precision, self.process.device):
+                failure = self.sampler.try_to_write(self.run.samples_path, prompts, global_step)
+            self.log.warn("no samples", failure)
+        self.saver.add_validation(
+            Validation(loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd())
+        )
+
+    def draw_charts(self) -> None:
+        """Start to draw the run's charts, the last thing before training goes on. Rank 0."""
+        self.beside.draw_charts()
+        self.beside.warn()
+        self.measurements.losses.restart_timing()
+
+    def end(self, global_step: int) -> None:
+        """Write what is left and the summary; wait for the processes beside training. Rank 0.
+
+        That may take 15 minutes, so it is called when the process group is gone, in which the other
+        ranks would wait for this one.
+
+        Raises: UserError: the last validation loss is not finite; the last checkpoint or the
+            records could not be written, or the last --after-checkpoint failed.
+        """
+        with self.clock.phase(CHECKPOINT):
+            self.saver.retry()
+        if self.resume.is_trained:  # an earlier launch was killed before it came to this
+            self.saver.tidy()
+            self.draw_charts()
+        if not self.watchdog.stop_signal:
+            self.beside.finish_charts()
+        self.measurements.meter.stop()
+        end = self.describe_end(global_step)
+        unwritten = self.log.finish(end)
+        self.has_summary = not (unwritten or self.saver.is_behind)
+        command_failure = self.beside.finish()
+        if self.saver.is_behind:
+            unwritten = self.saver.pop_failure()
+        if unwritten:
+            raise UserError(
+                f"{unwritten} in {self.run.run_dir}; then run the same command again:"
+                " it resumes from the last whole one",
+                DISK_FULL,
             )
+        self.warn_of_failed_write()
+        if end.failure:
+            raise UserError(
+                f"{end.failure}; resume from an earlier checkpoint with a lower learning_rate",
+                NON_FINITE,
+            )
+        if not self.watchdog.stop_signal:  # the notice of a preemption may be 30 s long
+            self.say_sample()
+        if command_failure:
+            raise command_failed("--after-checkpoint", command_failure)
+
+    def describe_end(self, global_step: int) -> RunEnd:
+        """Return what `summary.json` says of this launch's end. Rank 0."""
+        best = best_of(list_checkpoints(self.run.checkpoints_dir))
+        last = self.saver.validation
+        is_trained = self.plan.is_trained_after(global_step)
+        has_diverged = is_trained and last is not None and last.loss is None
+        is_due = self.config.is_validation_due(global_step, num_steps=self.plan.num_steps)
+        return RunEnd(
+            first_step=self.resume.first_step,
+            global_step=global_step,
+            failure="the last validation loss is not finite" if has_diverged else "",
+            stop_reason=self.stop.reason,
+            lacks_validation=is_due and last is None,
+            facts={
+                "num_parameters": self.state.model.num_parameters(),
+                "tokenizer": self.data.tokenizer_name,
+                "best": best
+                and {
+                    "checkpoint": best.name,
+                    "global_step": best.meta.global_step,
+                    "loss": best.loss,
+                },
+                "checkpoints": {
+                    "saved": self.saver.num_checkpoints,
+                    "longest_write_seconds": self.saver.longest_write_seconds,
+                    "stalled_seconds": self.clock.read_this_launch()[CHECKPOINT],
+                },
+                "energy_kwh": self.measurements.meter.energy_kwh,
+                "machine": self.measurements.machine_facts(),
+                "code": self.code,
+            },
+        )
+
+    def before_exit(self, status: str, reason: str) -> None:
+        """Finish a checkpoint that is being written, and record why the run ends. Any thread."""
+        if self.process.is_main and not self.has_summary:
+            self.saver.wait(timeout=self.watchdog.deadlines.last_write)
+            self.log.write_status(status, reason)
+
+    def say_sample(self) -> None:
+        """Print a sample of the model's text, of the first prompt; a failure is only a warning."""
+        prompts = self.config.sample_prompts
+        if self.data.tokenizer_name is None or prompts == ():
+            return
+        prompt = prompts[0] if prompts else ""
+        try:
+            with autocast(self.config.precision, self.process.device):
+                self.log.say(f"sample:\n{prompt}{self.sampler.text(prompt)}")
+        except Exception as error:
+            self.log.say(f"warning: no sample: {describe(error)}")
 
 
 if __name__ == "__main__":

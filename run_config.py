@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -202,6 +202,21 @@ class TrainConfig(FrozenConfig):
         """Sequences in one validation, of all microbatches; 0 without validation."""
         return self.validation_sequences or (self.validation_batches or 0) * self.microbatch_size
 
+    def is_validation_due(self, global_step: int, *, num_steps: int) -> bool:
+        """Return whether a run of so many steps is validated after this one."""
+        return self.validates and _is_due(global_step, num_steps, self.validation_interval)
+
+    def is_save_due(self, global_step: int, *, num_steps: int) -> bool:
+        """Return whether a run of so many steps saves a checkpoint after this one."""
+        return self.is_validation_due(global_step, num_steps=num_steps) or _is_due(
+            global_step, num_steps, self.checkpoint_interval
+        )
+
+
+def _is_due(global_step: int, num_steps: int, interval: int | None) -> bool:
+    is_last = global_step == num_steps - 1
+    return is_last or interval is not None and (global_step + 1) % interval == 0
+
 
 def _inside(name: str) -> property:
     return property(lambda run: run.run_dir / name)
@@ -214,7 +229,8 @@ class Run:
     name: str
     run_dir: Path
     model: ModelConfig
-    config: TrainConfig
+    config: TrainConfig  # after start-up with the values that were decided for the device
+    left_open: dict[str, Any] = field(default_factory=dict)  # those keys as `train.json` has them
 
     checkpoints_dir = _inside("checkpoints")  # and the links `latest` and `best`
     metrics_path = _inside("metrics.jsonl")  # one line per report and per validation
@@ -224,6 +240,19 @@ class Run:
     heartbeat_path = _inside("heartbeat.json")  # progress of the processes, for monitoring
     train_path = _inside("train.json")  # that `train` was read from
     search_path = _inside("microbatch-search.json")  # the speed that the last search has measured
+
+    def decided(self, config: TrainConfig) -> Self:
+        """Return the run with a config in which the keys are decided that its own leaves open."""
+        before, after = self.config.model_dump(), config.model_dump()
+        left_open = {key: before[key] for key in before if before[key] != after[key]}
+        return replace(self, config=config, left_open=left_open)
+
+    def train_settings(self) -> dict[str, Any]:
+        """Return `train.json` as JSON values for records: all keys, those left open as they were.
+
+        So records of runs on different devices with the same files are equal.
+        """
+        return self.config.model_dump(mode="json") | self.left_open
 
     def priced(self, usd_per_hour: float | None) -> Self:
         """Return the run with the command line's price, if any. Raises: UserError: it needs one."""

@@ -17,7 +17,9 @@ Changes = dict[str, list[Any]]  # by key: the value before and the value after
 
 def settings_of(run: Run) -> dict[str, Any]:
     """Return the settings of `model.json` and `train.json` in one dictionary, as JSON has them."""
-    return run.model.model_dump(mode="json") | run.config.model_dump(mode="json", exclude={PRICE})
+    settings = run.model.model_dump(mode="json") | run.train_settings()
+    del settings[PRICE]
+    return settings
 
 
 def find_changes(before: dict[str, Any], after: dict[str, Any]) -> Changes:

@@ -72,7 +72,7 @@ def summarise(
         **end.facts,
         "batch": asdict(plan),
         "model": run.model.model_dump(),
-        "train": run.config.model_dump(),
+        "train": run.train_settings(),
     }
 
 
@@ -106,7 +106,7 @@ def write_status(
             **_spent(clock),
             "tokenizer": tokenizer,
             "model": run.model.model_dump(),
-            "train": run.config.model_dump(),
+            "train": run.train_settings(),
         },
     )
 

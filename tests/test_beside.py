@@ -213,8 +213,7 @@ def run_after(
     run = load_run(workplace.runs_dir, "tiny")
     run.summary_path.write_text(json.dumps(summary))
     options = SimpleNamespace(when_done=command, after_checkpoint=after_checkpoint)
-    prepared = SimpleNamespace(run=run, options=options, is_finished=not has_trained)
-    run_when_done(prepared, process, stop_signal=stop_signal)
+    run_when_done(run, options, process, was_finished=not has_trained, stop_signal=stop_signal)
     return run
 
 
@@ -429,7 +428,7 @@ def test_the_last_command_has_the_budgets_time_and_after_a_stop_signal_the_grace
         _clock=clock,
         _log=log,
         _tracker_failed="tracker",
-        _prepared=SimpleNamespace(run=SimpleNamespace(config=train)),
+        _run=SimpleNamespace(config=train),
         **dict(zip(("after_checkpoint", "charts", "tracker"), parts, strict=True)),
     )
     assert sides.finish() == "no time"

@@ -6,6 +6,7 @@ import math
 import re
 import socket
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,13 +17,12 @@ from basics.text import dollars
 from processes.command_line import Options
 from processes.watchdog import Watchdog
 from reporting.clock import PhaseClock, nearest_limit
-from run_config import ModelConfig, TrainConfig
+from run_config import ModelConfig, Run, TrainConfig
 from tests.support.optional import given, settings, st
 from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
 from tokens.batch_plan import BatchPlan
 from trainer import startup
-from trainer.startup import PreparedRun
 from trainer.stopping import Stop
 
 
@@ -70,18 +70,17 @@ class Simulated(Stop):
         )
         self.clock, self.saver = PhaseClock(since=0.0), SimpleNamespace(longest_write_seconds=0.0)
         self.clock._now = lambda: self.now
-        saved = SimpleNamespace(meta=SimpleNamespace(global_step=first_step - 1))
-        prepared = PreparedRun(
-            SimpleNamespace(model=ModelConfig(**TINY_MODEL)),
-            train,
-            SimpleNamespace(plan=plan or BatchPlan(2, 1, 1, 16, num_steps=3000)),
-            saved,
-            Options("simulated", **options),
-        )
         process = SimpleNamespace(device=torch.device("cpu"), is_main=True)
         watchdog = SimpleNamespace(process=process, stop_signal=0, suspended=nullcontext)
         super().__init__(
-            prepared, clock=self.clock, watchdog=watchdog, group=None, saver=self.saver
+            Run("simulated", Path("simulated"), ModelConfig(**TINY_MODEL), train),
+            plan or BatchPlan(2, 1, 1, 16, num_steps=3000),
+            first_step=first_step,
+            options=Options("simulated", **options),
+            clock=self.clock,
+            watchdog=watchdog,
+            group=None,
+            saver=self.saver,
         )
         self._checkpoint_bytes = 12 * 10**8
 
@@ -106,9 +105,10 @@ class Simulated(Stop):
             since_report += 1
             is_report_due = since_report == 10
             ends = self.after(step, is_report_due=is_report_due)
-            if is_report_due or ends or self._prepared.is_save_due(step):
+            saves = ends or self._config.is_save_due(step, num_steps=self._plan.num_steps)
+            if is_report_due or saves:
                 since_report = 0
-            if ends or self._prepared.is_save_due(step):
+            if saves:
                 self.save_and_validate(step)
             if ends:
                 return max(self.now, self.written_at)
@@ -119,7 +119,7 @@ class Simulated(Stop):
             self.look_at_saver()
             self.now += self.seconds["checkpoint"]
         self.written_at = self.now + self.seconds["write"]
-        if self._prepared.is_validation_due(step):
+        if self._config.is_validation_due(step, num_steps=self._plan.num_steps):
             self.pass_time(validation=self.seconds["validation"])
 
 

@@ -52,7 +52,8 @@ from tests.support.stand_ins import odd_file_system
 from tests.support.workplace import small_disk
 from tokens.batches import open_run_data
 from trainer.background_saver import BackgroundSaver
-from trainer.startup import PreparedRun, check_same_run, choose_checkpoint, prepare_run
+from trainer.resuming import ResumePoint, check_same_run, choose_checkpoint, identity_of_launch
+from trainer.startup import prepare_run
 
 NORM = "final_norm.bias"
 A, B = Identity(name="aa"), Identity(name="bb")
@@ -316,7 +317,12 @@ def test_each_machine_checks_its_own_copy(workplace, monkeypatch):
     options = command_line.main(workplace.arguments("tiny"), standalone_mode=False)
     damage(checkpoint.path / "optimizer.safetensors", "a bit")  # on the second machine only
     agreement = Agreement.in_one_process()
-    monkeypatch.setattr(agreement, "from_rank_0", lambda *_: json.dumps([False, checkpoint.name]))
+    monkeypatch.setattr(
+        agreement,
+        "from_rank_0",
+        lambda step, _: {"checkpoint": json.dumps([checkpoint.name, []]), "status": ""}[step],
+    )
+    monkeypatch.setattr(agreement, "require_same", lambda *_: None)  # there is one process here
 
     def prepared(*, rank, local_rank):
         place = Process(rank, local_rank, world_size=4, device=torch.device("cpu"))
@@ -325,7 +331,7 @@ def test_each_machine_checks_its_own_copy(workplace, monkeypatch):
     with pytest.raises(UserError, match="damaged: optimizer.s.* has changed .*, on .*; copy"):
         prepared(rank=2, local_rank=0)
     for rank in (0, 1, 3):  # rank 0 has looked before, for all of its machine
-        assert prepared(rank=rank, local_rank=rank % 2).resume_from == checkpoint
+        assert prepared(rank=rank, local_rank=rank % 2).resume.checkpoint == checkpoint
 
 
 LONGER = "because the run has another length: the schedule ({}) now has 80 steps; with"
@@ -397,12 +403,12 @@ def save_as(run, identity, *steps, loss=1.0):
 def launch(run, *, checkpoint=None, fresh=False):
     """Choose as a launch does, and record what it trains; return the step, and the warnings."""
     options = Options("tiny", checkpoint=checkpoint, fresh=fresh)
-    name, *warnings = choose_checkpoint(run, options)
-    resume_from = open_checkpoint(run.checkpoints_dir / name) if name else None
-    prepared = PreparedRun(run, run.config, None, resume_from, options)
-    write_identity(run.run_dir, prepared.run_identity())
-    clean_up(run.run_dir, from_step=prepared.first_step)
-    return prepared.first_step - 1, warnings
+    name, warnings = choose_checkpoint(run, options)
+    checkpoint = open_checkpoint(run.checkpoints_dir / name) if name else None
+    write_identity(run.run_dir, identity_of_launch(run, checkpoint, options))
+    first_step = ResumePoint(checkpoint).first_step
+    clean_up(run.run_dir, from_step=first_step)
+    return first_step - 1, warnings
 
 
 def steps(run):
@@ -639,7 +645,7 @@ def test_a_checkpoint_that_is_a_link_is_said_to_be_ignored(workplace, tmp_path):
     kept = save(run_dir / "checkpoints", 1)
     moved = save(tmp_path / "elsewhere", 2)
     (run_dir / "checkpoints" / moved.name).symlink_to(moved.path)
-    name, *warnings = choose_checkpoint(load_run(workplace.runs_dir, "tiny"), Options("tiny"))
+    name, warnings = choose_checkpoint(load_run(workplace.runs_dir, "tiny"), Options("tiny"))
     assert name == kept.name
     assert [line for line in warnings if moved.name in line] == [
         f"{run_dir / 'checkpoints' / moved.name}: is a link, and a checkpoint is a directory:"

@@ -21,14 +21,13 @@ from torch.distributed.run import parse_args
 
 from basics.errors import UserError
 from processes import distributed
-from processes.command_line import Options, command_line
+from processes.command_line import command_line
 from processes.distributed import Process, end_torchrun, share_cpu_cores, this_process
 from run_config import TrainConfig, load_run
 from tests.support.runs import summary_of, wait_for
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, Workplace
 from tokens.batches import open_run_data
 from trainer import startup
-from trainer.startup import PreparedRun
 
 CPU = torch.device("cpu")
 LAUNCH_DIR = PROJECT_DIR / "launch"
@@ -354,6 +353,5 @@ def test_a_run_that_leaves_cores_idle_is_told_of_more_processes(
     workplace.add_run(train={"gradient_accumulation_steps": None} | train)
     run = load_run(workplace.runs_dir, "tiny")
     data = open_run_data(run, workplace.add_dataset(), world_size=processes)
-    prepared = PreparedRun(run, run.config, data, None, Options("tiny"))
-    found = prepared.for_device(CPU).warnings
+    _, found = startup.decide_for_device(run, data.plan, CPU)
     assert any("--nproc-per-node 4 a small model trains faster" in line for line in found) == says

@@ -29,19 +29,19 @@ from basics.errors import UserError, one_line
 from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
 from optim import build_optimizer, rates_line
-from processes.command_line import Options
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.models import ONE_PROCESS, microbatches, step_of
 from tests.support.runs import metrics_of, refused, summary_of, weights_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
+from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed
 from trainer import diagnostics
 from trainer.diagnostics import Diagnostics, forward_statistics
 from trainer.losses import compile_now
 from trainer.precision import attention_kernel, choose_forward_options, resolve_for_device
-from trainer.startup import PreparedRun
+from trainer.startup import decide_for_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -151,9 +151,9 @@ def test_the_wait_for_a_microbatch_is_booked_as_waiting(monkeypatch, now):
             yield item
 
     monkeypatch.setattr(ddp_train, "read_ahead", slow)
-    prepared = SimpleNamespace(plan=None, first_step=0, data=SimpleNamespace(train=None))
+    data = SimpleNamespace(plan=None, train=None)
     watchdog, clock = MagicMock(process=ONE_PROCESS), PhaseClock()
-    waiting = ddp_train.read_microbatches(prepared, watchdog, clock)
+    waiting = ddp_train.read_microbatches(data, 0, watchdog, clock)
     assert [next(waiting), next(waiting)] == [0, 1]
     now.seconds += 7
     assert clock.read()["waiting"] == 4 and clock.read()["startup"] == 7
@@ -231,8 +231,8 @@ def test_a_precision_that_the_device_does_not_have_is_a_warning(
     for precision in ("fp32", "tf32", "bf16", "fp16"):
         workplace.add_run(precision, train={"precision": precision})
         run = load_run(workplace.runs_dir, precision)
-        found = PreparedRun(run, run.config, None, None, Options(run.name)).for_device(device)
-        assert [f'precision is "{precision}"' in warning for warning in found.warnings] == (
+        _, warnings = decide_for_device(run, BatchPlan(2, 1, 1, 16, num_steps=9), device)
+        assert [f'precision is "{precision}"' in warning for warning in warnings] == (
             [True] * (precision in lacking)
         )
 

@@ -30,6 +30,7 @@ from tests.support.workplace import (
     PROJECT_DIR,
     TINY_MODEL,
     TINY_TRAIN,
+    forked,
     read_lines,
     run_command,
     succeeded,
@@ -358,16 +359,29 @@ def test_the_sizes_in_the_readme_are_those_of_the_code():
         if name.endswith(".py") and not name.startswith(("tests/", "benchmarks/"))
     ]
     lab = [name for name in code if name.startswith("lab/")]
-    step = ("ddp_train.py", "gpt.py", "optim.py", "ops/schedule.py", "tokens/batches.py")
-    shown = re.findall(
-        r"trainer \(([\d,]+) lines\).*lab \(([\d,]+)\)|five files, ([\d,]+) lines", README
-    )
-    trainer, its_lab, its_step = (
-        int(text.replace(",", "")) for found in shown for text in found if text
-    )
+    shown = re.findall(r"trainer \(([\d,]+) lines\).*lab \(([\d,]+)\)", README)
+    trainer, its_lab = (int(text.replace(",", "")) for text in shown[0])
     assert abs(trainer - num_lines({*code} - {*lab})) <= 500
     assert abs(its_lab - num_lines(lab)) <= 500
-    assert abs(its_step - num_lines(step)) <= 20
+
+
+def test_the_page_on_a_step_names_exactly_the_files_that_a_step_runs_through(workplace):
+    workplace.add_dataset()
+    workplace.add_run(train={"optimizer": "muon", "precision": "bf16", "compile": True})
+    output = succeeded(
+        forked(
+            "tests/support/torchrun_workers.py",
+            ["files-of-a-step", str(workplace.root), *workplace.arguments("tiny")],
+            num_processes=2,
+        )
+    ).stdout
+    called = json.loads(re.search("^files of a step: (.*)$", output, re.M)[1])
+    table = (PROJECT_DIR / "docs/life-of-a-step.md").read_text().partition("## The data")[0]
+    rows = re.findall(r"^\| `([^`]+\.py)` \|", table, re.M)
+    assert sorted(rows) == called
+    computing, around = (int(number) for number in re.findall(r"^(\d+) files", table, re.M))
+    assert computing + around == len(rows)
+    assert f"One step runs through {computing} files" in README
 
 
 def test_links_and_test_files_named_in_the_documents_exist():

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from tests.support.reference_loop import (
 )
 from tests.support.workplace import Workplace, read_lines, succeeded, write_tokens
 from tokens.batches import read_ahead
-from trainer.startup import build_state, prepare_run
+from trainer.startup import build_state, decide_for_device, prepare_run
 
 NUM_CONFIGURATIONS, SAMPLE, STEPS = 500, 20, 3
 # What rounding explains, relative, of the loss and of the gradient's norm. fp32 has 24 significant
@@ -203,7 +204,7 @@ class Training:
         for split in ("train", "validation"):
             write_tokens(self.place.datasets_dir / "tiny" / f"{split}.safetensors", self.tokens)
         self.prepared = self.prepare()
-        self.config, self.plan = self.prepared.config, self.prepared.plan
+        self.config, self.plan = self.prepared.run.config, self.prepared.data.plan
 
     def prepare(self):
         """Read the run anew, and find its newest checkpoint."""
@@ -211,15 +212,17 @@ class Training:
             "tiny", runs_dir=self.place.runs_dir, datasets_dir=self.place.datasets_dir
         )
         prepared = prepare_run(options, ONE_PROCESS, PhaseClock(), Agreement.in_one_process())
-        return prepared.for_device(ONE_PROCESS.device)
+        run, _ = decide_for_device(prepared.run, prepared.data.plan, ONE_PROCESS.device)
+        return replace(prepared, run=run)
 
     def build(self):
         """Return a step with the state of the newest checkpoint; without one the initial state."""
         prepared = self.prepare()
-        state = build_state(prepared, ONE_PROCESS)
-        if state.scaler.is_enabled() and not prepared.first_step:
+        run, resume = prepared.run, prepared.resume
+        state = build_state(run, prepared.data, resume, Options("tiny"), ONE_PROCESS)
+        if state.scaler.is_enabled() and not resume.first_step:
             state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": LOSS_SCALE})
-        return TrainingStep(state, prepared.config, ONE_PROCESS)
+        return TrainingStep(state, run.config, ONE_PROCESS)
 
     def train(self, step, *, first=0):
         """Take global steps as ddp_train.py does; yield each one, its loss and gradient norm."""

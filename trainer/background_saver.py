@@ -27,7 +27,8 @@ class BackgroundSaver:
     finite is not written: the next call that waits raises a UserError.
 
     `newest` is the checkpoint that the run resumed from, which may still lack its validation; it is
-    always kept. `heartbeat` is called while a write is waited for and makes progress.
+    always kept. `heartbeat` is called while a write is waited for and makes progress, `after_write`
+    in the thread after each write that has succeeded.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class BackgroundSaver:
         keep: int | None = None,
         newest: Checkpoint | None = None,
         heartbeat: Callable[[], None] = lambda: None,
+        after_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._checkpoints_dir, self._keep = checkpoints_dir, keep
         self._protected = [newest.name] if newest else []
-        self._buffers, self._heartbeat = checkpointing.SnapshotBuffers(), heartbeat
+        self._buffers = checkpointing.SnapshotBuffers()
+        self._heartbeat, self._after_write = heartbeat, after_write
         # Python waits for this thread after an exception, and `Trainer.end` before `leave`.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[None] | None = None
@@ -48,7 +51,6 @@ class BackgroundSaver:
         self._newest: Checkpoint | Any = newest
         self.validation: Validation | Any = newest and newest.validation  # of the newest state
         self._failure = ""
-        self.after_write: Callable[[], None] = lambda: None  # called in the thread
         self.num_checkpoints, self.longest_write_seconds = 0, 0.0
 
     def save(self, state: TrainingState, meta: CheckpointMeta) -> None:
@@ -129,7 +131,7 @@ class BackgroundSaver:
             self._failure = f"{what} could not be written ({why_not_written(as_os_error(error))})"
             return
         self.tidy()
-        self.after_write()
+        self._after_write()
         self.longest_write_seconds = max(self.longest_write_seconds, time.perf_counter() - began)
 
     def tidy(self) -> None:

@@ -27,7 +27,7 @@ from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, Trial
 from trainer.models import DOWNLOADED, model_directory
 from trainer.side_processes import run_when_done
-from trainer.startup import prepare_run
+from trainer.startup import prepare_run, print_if_finished
 
 MAX_TRIALS = 8
 GROWTH = 4  # times the largest that fits: tried without a line, and trusted of its prediction
@@ -50,9 +50,9 @@ def launch(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
         prefetch_run(options, process)
         return 0
     prepared = prepare_run(options, process, clock, agreement)
-    if prepared.is_finished:
-        prepared.say_if_finished(process)
-        run_when_done(prepared, process, stop_signal=0)
+    if prepared.resume.is_finished:
+        print_if_finished(prepared, process)
+        run_when_done(prepared.run, options, process, was_finished=True, stop_signal=0)
         return 0
     clock.export_to_children()
     status = start_torchrun(num_processes)
@@ -66,7 +66,7 @@ def prefetch_run(options: Options, process: Process) -> None:
     `process` stands for all processes of the run.
     """
     prepared = prepare_run(options, process, PhaseClock(), Agreement.in_one_process())
-    run, data, config = prepared.run, prepared.data, prepared.config
+    run, data, config = prepared.run, prepared.data, prepared.run.config
     for warning in prepared.warnings:
         print_line(f"warning: {warning}")
     _verify(
@@ -87,7 +87,7 @@ def prefetch_run(options: Options, process: Process) -> None:
             data.tokenizer_path or data.tokenizer_name or "not known, so there will be no samples"
         )
     )
-    if config.init_from and prepared.resume_from is None:
+    if config.init_from and prepared.resume.checkpoint is None:
         _verify("initial weights", model_directory(config.init_from, options.runs_dir), DOWNLOADED)
     size = config.microbatch_size
     compiles = num_gpus() > 0 if config.compile is None else config.compile

@@ -22,7 +22,8 @@ from processes.watchdog import Watchdog
 from reporting import charts
 from reporting.clock import PhaseClock
 from run_config import GROUPS, Run, TrainConfig
-from trainer.startup import PreparedRun, prepare_run
+from tokens.batches import RunData
+from trainer.startup import decide_for_device, prepare_run
 
 RATES = np.geomspace(1e-6, 1, 300)  # `learning_rate` of each step
 BELL = np.exp(-0.5 * (np.arange(-24, 25) / 8) ** 2)  # weights of neighbouring losses
@@ -49,8 +50,10 @@ def suggest(losses: Sequence[float]) -> float | None:
     return FRACTION * float(RATES[best]) if smoothed[0] - smoothed[best] > scatter else None
 
 
-def prepare_range_test(options: Options, watchdog: Watchdog, agreement: Agreement) -> PreparedRun:
-    """Return a run as it is before its first step; it is not validated. Every rank.
+def prepare_range_test(
+    options: Options, watchdog: Watchdog, agreement: Agreement
+) -> tuple[Run, RunData]:
+    """Return a run, decided for the device and without validation, and its data. Every rank.
 
     Raises: UserError: it cannot be trained, or has too few steps.
     """
@@ -60,8 +63,8 @@ def prepare_range_test(options: Options, watchdog: Watchdog, agreement: Agreemen
             print_line(f"learning-rate test stopped: {reason}") if status == "stopped" else None
         )
     prepared = prepare_run(replace(options, fresh=True), process, PhaseClock(), agreement)
-    agreement.require_same("run", prepared.agreed_values())
-    run, num_steps = prepared.run, prepared.plan.num_steps
+    run, data = prepared.run, prepared.data
+    num_steps = data.plan.num_steps
     if num_steps < len(RATES):
         raise AgreedError(
             f"{run.train_path}: --find-learning-rate takes {len(RATES)} steps,"
@@ -73,11 +76,10 @@ def prepare_range_test(options: Options, watchdog: Watchdog, agreement: Agreemen
             f"learning-rate test of {run.name}: up to {len(RATES)} steps from the initial"
             f" weights, learning_rate from {RATES[0]:g} to {RATES[-1]:g}; nothing is saved"
         )
-    prepared = agreement.run("device", lambda: prepared.for_device(process.device))
+    run, _ = agreement.run("device", lambda: decide_for_device(run, data.plan, process.device))
     watchdog.expect_steps(run.config.hang_timeout_seconds)
-    return replace(
-        prepared, config=prepared.config.model_copy(update={"validation_interval": None})
-    )
+    config = run.config.model_copy(update={"validation_interval": None})
+    return replace(run, config=config), data
 
 
 def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog) -> list[float]:

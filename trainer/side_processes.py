@@ -19,6 +19,7 @@ from basics.failpoints import failpoint
 from checkpointing import best_of, list_checkpoints
 from processes import beside
 from processes.beside import LOWEST, POLL_SECONDS, Beside, end_group, environment
+from processes.command_line import Options
 from processes.distributed import Process
 from processes.signals import Deadlines, stop_signals
 from processes.watchdog import Watchdog
@@ -28,7 +29,6 @@ from reporting.run_log import RunLog
 from reporting.summary import BUDGET, FINISHED, duration, read_summary, record_when_done
 from reporting.tracker import begin_tracking, tracker_process
 from run_config import Run
-from trainer.startup import PreparedRun
 
 EXIT_SECONDS = 1.0  # between the end of the last wait and the exit, after a stop signal
 LEAST_COMMAND_SECONDS = 60.0  # for --after-checkpoint where the budget is spent
@@ -44,21 +44,20 @@ class SideProcesses:
     """
 
     def __init__(
-        self, prepared: PreparedRun, *, log: RunLog, clock: PhaseClock, watchdog: Watchdog
+        self, run: Run, options: Options, *, log: RunLog, clock: PhaseClock, watchdog: Watchdog
     ) -> None:
-        self._prepared, self._log, self._clock = prepared, log, clock
-        self._watchdog, run = watchdog, prepared.run
+        self._run, self._starts_over = run, options.fresh
+        self._log, self._clock, self._watchdog = log, clock, watchdog
         self.charts = Beside("chart", lambda: beside.start_module("reporting.charts", run.run_dir))
         self.tracker = tracker_process(run)
-        self.after_checkpoint = after_checkpoint(prepared.options.after_checkpoint, run)
+        self.after_checkpoint = after_checkpoint(options.after_checkpoint, run)
         self._tracker_failed = f"tracker {run.config.tracker}"  # how a warning of it begins
 
     def track(self) -> None:
         """Start the tracker, once the records of steps that are repeated are gone."""
-        run = self._prepared.run
-        if run.config.tracker != "none":
+        if self._run.config.tracker != "none":
             try:
-                begin_tracking(run, starts_over=self._prepared.options.fresh)
+                begin_tracking(self._run, starts_over=self._starts_over)
                 self.tracker.start()
             except OSError as error:
                 self._log.warn(self._tracker_failed, str(error))
@@ -111,7 +110,7 @@ class SideProcesses:
     def _until(self, seconds: float, *, least: float = 0.0) -> Callable[[], float]:
         """Return when a wait ends that begins now, after a stop signal or within the budget."""
         began, watchdog = time.monotonic(), self._watchdog
-        left, _ = nearest_limit(self._prepared.run.config, self._clock)
+        left, _ = nearest_limit(self._run.config, self._clock)
         planned = began + min(seconds, max(least, left))
         stopped = began + min(seconds, watchdog.deadlines.after_command)
         return lambda: (
@@ -135,10 +134,12 @@ def command_failed(name: str, how: str, status: int = FAILED) -> UserError:
     return UserError(f"the launch is over, and {name} {how}; run the same command again", status)
 
 
-def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) -> None:
+def run_when_done(
+    run: Run, options: Options, process: Process, *, was_finished: bool, stop_signal: int
+) -> None:
     """Run the command of --when-done if the run is over. Every rank; rank 0 runs it.
 
-    Where the run was finished before this launch, --after-checkpoint is repeated first: the last
+    If the run was finished before this launch, --after-checkpoint is repeated first: the last
     one may have failed. All files are on disk, and the process group is gone. The machine may be
     shut down under this process.
 
@@ -146,8 +147,7 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
     """
     if not process.is_main:
         return
-    options, run = prepared.options, prepared.run
-    if prepared.is_finished and options.after_checkpoint:
+    if was_finished and options.after_checkpoint:
         run_command(
             "--after-checkpoint",
             options.after_checkpoint,
@@ -156,7 +156,7 @@ def run_when_done(prepared: PreparedRun, process: Process, *, stop_signal: int) 
         )
     if options.when_done is None:
         return
-    if reason := _why_not(read_summary(run), stop_signal, has_trained=not prepared.is_finished):
+    if reason := _why_not(read_summary(run), stop_signal, has_trained=not was_finished):
         return print_line(f"when-done: not run: {reason}")
     gc.collect()
     torch.cuda.empty_cache()  # the command may need the GPU

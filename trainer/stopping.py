@@ -6,14 +6,25 @@ import torch
 import torch.distributed as dist
 
 from basics.errors import STOP_SIGNALS
+from processes.command_line import Options
 from processes.watchdog import Watchdog
-from reporting import clock as phases
-from reporting.clock import PhaseClock, nearest_limit
+from reporting.clock import (
+    CHART,
+    CHECKPOINT,
+    COMPILE,
+    DIAGNOSTICS,
+    TRAINING,
+    VALIDATION,
+    WAITING,
+    PhaseClock,
+    nearest_limit,
+)
 from reporting.loss_window import REPORT_INTERVAL
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND, checkpoint_bytes
 from reporting.summary import BUDGET, MAX_STEPS, SIGNAL, StopReason
+from run_config import Run
+from tokens.batch_plan import BatchPlan
 from trainer.background_saver import BackgroundSaver
-from trainer.startup import PreparedRun
 
 SAFETY_MARGIN = 0.25  # of the time ahead: steps may take longer than measured
 LAST_CHARTS_SECONDS = 2.0  # an estimate; they are not waited for beyond the budget
@@ -29,18 +40,21 @@ class Stop:
 
     def __init__(
         self,
-        prepared: PreparedRun,
+        run: Run,
+        plan: BatchPlan,
         *,
+        first_step: int,
+        options: Options,
         clock: PhaseClock,
         watchdog: Watchdog,
         group: dist.ProcessGroup,
         saver: BackgroundSaver,
     ) -> None:
-        self._prepared, self._config = prepared, prepared.config
+        self._config, self._plan, self._first_step = run.config, plan, first_step
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
-        self._checkpoint_bytes = checkpoint_bytes(prepared.run.model, self._config)
-        options, num_steps = prepared.options, prepared.plan.num_steps
-        began_at = prepared.first_step if options.began_at is None else options.began_at
+        self._checkpoint_bytes = checkpoint_bytes(run.model, run.config)
+        began_at = first_step if options.began_at is None else options.began_at
+        num_steps = plan.num_steps
         self.last_step = min(num_steps, began_at + (options.max_steps or num_steps)) - 1
         self.reason = StopReason(MAX_STEPS, MAX_STEPS) if options.max_steps else None
 
@@ -49,10 +63,13 @@ class Stop:
 
         Budgets are checked at reports.
         """
+        is_checked = is_report_due or self._config.is_save_due(
+            global_step, num_steps=self._plan.num_steps
+        )
         is_spent = (
-            global_step < self.last_step
+            is_checked
+            and global_step < self.last_step
             and self._watchdog.process.is_main
-            and (is_report_due or self._prepared.is_save_due(global_step))
             and self._is_spent_after(global_step)
         )
         return self.is_asked(is_spent=is_spent) or global_step >= self.last_step
@@ -79,29 +96,35 @@ class Stop:
         validation as forward passes, a third of a step's work each; a checkpoint as written to a
         slow disk.
         """
-        clock, prepared, config = self._clock, self._prepared, self._config
+        clock, config, plan = self._clock, self._config, self._plan
         spent = clock.read_this_launch()
-        num_measured = global_step - prepared.first_step  # all but the first one
-        trained = sum(spent[each] for each in (phases.TRAINING, phases.DIAGNOSTICS, phases.WAITING))
-        step = trained / num_measured if num_measured else spent[phases.COMPILE]
-        num_batches = math.ceil(config.num_validation_sequences / prepared.plan.microbatch_size)
-        if config.validate_on == "all":
-            num_batches = math.ceil(num_batches / prepared.plan.world_size)
-        validation = clock.longest[phases.VALIDATION] or (
-            step / prepared.plan.gradient_accumulation_steps / 3 * num_batches
-        )
-        save = clock.longest[phases.CHECKPOINT] + clock.longest[phases.CHART] or (
-            self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND
-        )
-        ahead = range(global_step + 1, min(global_step + REPORT_INTERVAL, self.last_step) + 1)
-        due = [global_step, *ahead]  # this step's validation and checkpoint come after its report
-        num_saves = 1 + sum(prepared.is_save_due(each) for each in due if each != self.last_step)
-        # A launch ends with a save, whose write may have to wait for the one before.
+        trained = spent[TRAINING] + spent[DIAGNOSTICS] + spent[WAITING]
+        num_measured = global_step - self._first_step  # all but the first one
+        step = trained / num_measured if num_measured else spent[COMPILE]
+
+        validation = clock.longest[VALIDATION]
+        if not validation:
+            num_batches = math.ceil(config.num_validation_sequences / plan.microbatch_size)
+            if config.validate_on == "all":
+                num_batches = math.ceil(num_batches / plan.world_size)
+            forward = step / plan.gradient_accumulation_steps / 3
+            validation = forward * num_batches
+        save = clock.longest[CHECKPOINT] + clock.longest[CHART]
+        if not save:
+            save = self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND
+
+        stop = min(global_step + REPORT_INTERVAL, self.last_step) + 1
+        num_validations = num_saves = 0
+        # From this step on, whose own validation and checkpoint come after its report.
+        for each in range(global_step, stop):
+            num_validations += config.is_validation_due(each, num_steps=plan.num_steps)
+            if each != self.last_step:
+                num_saves += config.is_save_due(each, num_steps=plan.num_steps)
         seconds = (
-            len(ahead) * step
-            + num_saves * save
-            + sum(map(prepared.is_validation_due, due)) * validation
-            + 2 * self._saver.longest_write_seconds
+            (stop - global_step - 1) * step
+            + num_validations * validation
+            + (num_saves + 1) * save  # a launch ends with one
+            + 2 * self._saver.longest_write_seconds  # it may wait for the write before
             + LAST_CHARTS_SECONDS
         )
         return seconds * (1 + SAFETY_MARGIN) > nearest_limit(config, clock)[0]

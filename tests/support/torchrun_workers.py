@@ -3,10 +3,12 @@
 import itertools
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,19 +17,20 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import ddp_train
+from gpt import ForwardOptions
 from processes.distributed import Process, process_group, this_process
 from processes.startup_agreement import open_torchrun_store
+from processes.watchdog import Watchdog
 from reporting import clock, loss_window
 from reporting.clock import PhaseClock
 from reporting.speed import find_gpu
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.stand_ins import H100, FakeNvml
-from tests.support.workplace import TINY_TRAIN
-from trainer import background_saver, losses, reports, stopping
+from tests.support.workplace import PROJECT_DIR, TINY_TRAIN
+from trainer import background_saver, losses, measurements, stopping
 from trainer.losses import build_training_state
 from trainer.microbatch_trial import random_microbatches
 from trainer.precision import resolve_for_device
-from trainer.reports import Reports
 
 GPT2_SMALL = {
     "vocab_size": 50257,
@@ -110,6 +113,7 @@ def main() -> None:
         "train-with-lag": train_with_lag,
         "train-with-gpus": train_with_gpus,
         "count-compilations": count_compilations,
+        "files-of-a-step": name_files_of_a_step,
     }[name]()
     ddp_train.main()
 
@@ -143,8 +147,8 @@ def train_with_gpus() -> None:
     energy = itertools.count(0, 3_600_000_000)  # millijoules
     gpu = H100 | {"nvmlDeviceGetTotalEnergyConsumption": lambda: next(energy)}
     sys.modules["pynvml"] = FakeNvml({"GPU-0": gpu, "GPU-1": H100})
-    reports.gpu_uuids = lambda _: ["GPU-0", "GPU-1"]
-    reports.find_gpu = lambda _: find_gpu("H100")
+    measurements.gpu_uuids = lambda _: ["GPU-0", "GPU-1"]
+    measurements.find_gpu = lambda _: find_gpu("H100")
 
 
 def count_compilations() -> None:
@@ -153,18 +157,57 @@ def count_compilations() -> None:
     losses.torch.compile = lambda function, **options: compile_with(
         function, backend="aot_eager", **options
     )
-    charts, end = Reports.draw_charts, Reports.end
+    charts, end = ddp_train.Trainer.draw_charts, ddp_train.Trainer.end
 
-    def charts_and_counts(reports: Reports) -> None:
-        charts(reports)
+    def charts_and_counts(trainer: ddp_train.Trainer) -> None:
+        charts(trainer)
         counts = {kind: dict(counters[kind]) for kind in ("frames", "stats", "graph_break")}
-        reports.log.say(f"compiled: {json.dumps(counts)}")
+        trainer.log.say(f"compiled: {json.dumps(counts)}")
 
-    def end_and_counts(reports: Reports, *arguments: object, **keywords: object) -> None:
-        end(reports, *arguments, **keywords)
-        reports.log.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
+    def end_and_counts(trainer: ddp_train.Trainer, global_step: int) -> None:
+        end(trainer, global_step)
+        trainer.log.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
 
-    Reports.draw_charts, Reports.end = charts_and_counts, end_and_counts
+    ddp_train.Trainer.draw_charts, ddp_train.Trainer.end = charts_and_counts, end_and_counts
+
+
+def name_files_of_a_step() -> None:
+    """Be ddp_train.py; at the end print the files whose functions the fourth step has called.
+
+    The model takes the paths of a GPU, but nothing is compiled: that would hide the calls.
+    """
+    losses.torch.compile = lambda function, **options: function
+    choose = losses.choose_forward_options
+
+    def choose_as_on_a_gpu(*arguments: Any) -> ForwardOptions:
+        return replace(choose(*arguments), attention="auto", adds_bias_apart=True)
+
+    losses.choose_forward_options = choose_as_on_a_gpu
+    files: set[str] = set()
+    step: list[int] = []
+
+    def note_file(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and step == [3] and path.is_relative_to(PROJECT_DIR):
+            files.add(str(path.relative_to(PROJECT_DIR)))
+
+    heartbeat, train = Watchdog.heartbeat, ddp_train.Trainer.train
+
+    def heartbeat_and_step(watchdog: Watchdog, global_step: int | None = None) -> None:
+        if global_step is not None:
+            step[:] = [global_step]
+        heartbeat(watchdog, global_step)
+
+    def train_and_name(trainer: ddp_train.Trainer, *arguments: Any) -> int:
+        threading.setprofile(note_file)
+        sys.setprofile(note_file)
+        global_step = train(trainer, *arguments)
+        sys.setprofile(None)
+        ours = (file for file in files if not file.startswith((".venv", "tests/")))
+        trainer.log.say(f"files of a step: {json.dumps(sorted(ours))}")
+        return global_step
+
+    Watchdog.heartbeat, ddp_train.Trainer.train = heartbeat_and_step, train_and_name
 
 
 if __name__ == "__main__":

@@ -1,0 +1,203 @@
+"""Which checkpoint a launch resumes from, and whether it is one of the run as it is now."""
+
+import json
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import checkpointing
+from basics.checkpoint_files import LATEST, Identity, named_as_checkpoints, read_identity
+from basics.errors import UserError
+from checkpointing import Checkpoint
+from processes.command_line import Options
+from processes.distributed import Process
+from processes.startup_agreement import Agreement
+from reporting.setting_changes import Changes, find_changes, settings_of
+from reporting.summary import FINISHED, read_summary
+from run_config import RUN_NAME, Run
+from tokens.batches import RunData
+from trainer.models import FREE_TO_CHANGE
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a launch goes on: after a checkpoint, or at the first step of the run."""
+
+    checkpoint: Checkpoint | None = None
+    is_trained: bool = False  # no step is left
+    lacks_validation: bool = False  # an earlier launch ended before the checkpoint's validation
+    is_finished: bool = False  # nothing is left to do
+    changes: Changes = field(default_factory=dict)  # of settings since the checkpoint
+
+    @property
+    def first_step(self) -> int:
+        return self.checkpoint.meta.global_step + 1 if self.checkpoint else 0
+
+
+def find_resume_point(
+    run: Run, data: RunData, options: Options, process: Process, agreement: Agreement
+) -> tuple[ResumePoint, list[str]]:
+    """Return where the launch goes on, and warnings. Every rank.
+
+    Rank 0 chooses the checkpoint, and every process checks that it belongs to the run.
+
+    Raises: AgreedError: the run cannot go on from its checkpoints.
+    """
+    chosen = agreement.from_rank_0(
+        "checkpoint", lambda: json.dumps(choose_checkpoint(run, options))
+    )
+    name, warnings = json.loads(chosen)
+    # Rank 0 has read all files on its machine; on each other machine one process does.
+    thoroughly = process.is_main_of_node and not process.is_main
+    checkpoint = agreement.run(
+        "resuming",
+        lambda: check_resume_point(run, name, data, thoroughly=thoroughly) if name else None,
+    )
+    # A kill may come between the last step and the end of a run.
+    says_finished = agreement.from_rank_0("status", lambda: str(read_summary(run).get("status")))
+    if checkpoint is None:
+        return ResumePoint(), warnings
+    global_step, num_steps = checkpoint.meta.global_step, data.plan.num_steps
+    is_trained = data.plan.is_trained_after(global_step)
+    lacks_validation = checkpoint.validation is None and run.config.is_validation_due(
+        global_step, num_steps=num_steps
+    )
+    if process.is_main and (original := copied_from(run)):
+        warnings.append(
+            f"{run.run_dir} is a copy of {original} with its checkpoints, and goes"
+            " on from there; --fresh starts it over"
+        )
+    return (
+        ResumePoint(
+            checkpoint,
+            is_trained=is_trained,
+            lacks_validation=lacks_validation,
+            is_finished=is_trained and not lacks_validation and says_finished == FINISHED,
+            changes=find_changes(checkpoint.meta.settings, settings_of(run)),
+        ),
+        warnings,
+    )
+
+
+def choose_checkpoint(run: Run, options: Options) -> tuple[str | None, list[str]]:
+    """Return the name of the checkpoint to resume from, if any, and warnings of others. Rank 0."""
+    if options.fresh:
+        return None, []
+    partial = named_as_checkpoints(run.checkpoints_dir, partial=True)
+    of_the_original = [path for path in partial if (path / "optimizer.pt").exists()]
+    if of_the_original and not named_as_checkpoints(run.checkpoints_dir):
+        newest = of_the_original[-1]
+        raise UserError(
+            f"{run.checkpoints_dir}: has checkpoints of the original system, whose"
+            " optimizer state is not read; to train on from the weights of the newest,"
+            f' make a run directory with "init_from": "{newest}" in train.json'
+        )
+    warnings = []
+    if options.checkpoint in (None, LATEST):
+        checkpoint, damaged = checkpointing.newest_whole(run.checkpoints_dir)
+        warnings += [
+            f"{line}; {checkpoint and checkpoint.name} is used instead" for line in damaged
+        ]
+        warnings += [
+            f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
+            for path in partial
+            if path not in of_the_original
+        ]
+        warnings += [
+            f"{path}: is a link, and a checkpoint is a directory: ignored; copy there what"
+            " it points to"
+            for path in sorted(run.checkpoints_dir.glob("*-iteration-*"))
+            if path.is_symlink()
+        ]
+    else:
+        checkpoint = checkpointing.find_checkpoint(run.checkpoints_dir, options.checkpoint)
+    if checkpoint is None and options.checkpoint:
+        raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
+    return (checkpoint.name if checkpoint else None), warnings
+
+
+def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:
+    """Open a checkpoint that rank 0 has found whole, and check that it belongs to the run.
+
+    One process of each machine reads every byte of it: the machine may have its own copy.
+    """
+    try:
+        checkpoint = checkpointing.open_checkpoint(
+            run.checkpoints_dir / name, thoroughly=thoroughly
+        )
+    except UserError as error:
+        raise UserError(
+            f"{error}, on {socket.gethostname()}; copy the checkpoint there from"
+            " another machine of the run"
+        ) from None
+    check_same_run(checkpoint, run, data.fingerprints)
+    # With another global batch, data would be read twice, or skipped.
+    plan, num_steps = data.plan, checkpoint.meta.global_step + 1
+    if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
+        before = checkpoint.meta.tokens // num_steps
+        raise UserError(
+            f"{checkpoint.path}: was trained with {before} tokens per step, this launch"
+            f" has {plan.tokens_per_step}; change gradient_accumulation_steps or the"
+            " number of processes, or set global_batch_size to"
+            f" {before // plan.context_length}; or use --fresh"
+        )
+    return checkpoint
+
+
+def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
+    """Refuse to resume with another model, seed or data; data as in `RunData.fingerprints`."""
+    meta, model_path = checkpoint.meta, run.run_dir / "model.json"
+    was = meta.model.model_dump(exclude=FREE_TO_CHANGE)
+    compared = [(model_path, key, getattr(run.model, key), was[key]) for key in was]
+    compared += [
+        (run.train_path, "optimizer", run.config.optimizer, meta.optimizer),
+        (run.train_path, "random_seed", run.config.random_seed, meta.random_seed),
+    ]
+    # Another start would read data twice. A file may be used for the first time.
+    files = {
+        split: f"the {split} file of {run.config.dataset}" for split in ("train", "validation")
+    }
+    compared += [
+        (run.train_path, files.get(key, key), data[key], meta.data[key])
+        for key in sorted(data.keys() & meta.data.keys() - {"validation_sequences"})
+    ]
+    for path, key, found, before in compared:
+        if found != before:
+            original = copied_from(run)
+            copy = f"; the checkpoint was copied from {original}" if original else ""
+            raise UserError(
+                f"{path}: {key} is {found}, {checkpoint.name} was trained with"
+                f" {before}{copy}; set it back, or start over with --fresh"
+            )
+
+
+def copied_from(run: Run) -> Path | None:
+    """Return the run directory that this one was copied from, checkpoints included, and not since
+    trained; None if it is no copy. A directory that was only renamed is none.
+
+    A copy's summary still has the name of the other run, and both have the same identity.
+    """
+    name = read_summary(run).get("run")
+    if not isinstance(name, str) or name == run.name or not RUN_NAME.fullmatch(name):
+        return None
+    other = run.run_dir.with_name(name)
+    try:
+        found, own = read_identity(other), read_identity(run.run_dir)
+    except UserError:  # one of the files is damaged; of its own `identity_of_launch` says so
+        return None
+    return other if found is not None and found == own else None
+
+
+def identity_of_launch(run: Run, checkpoint: Checkpoint | None, options: Options) -> Identity:
+    """Return what the launch trains as, anew if it starts over or steps back. Rank 0."""
+    found = read_identity(run.run_dir)
+    if checkpoint is None:
+        return Identity() if found is None or options.fresh else found
+    meta = checkpoint.meta
+    found = found or Identity(name=meta.identity)
+    # Later checkpoints may be elsewhere, so each one that is named begins something new.
+    is_named = options.checkpoint not in (None, LATEST)
+    is_new = is_named or copied_from(run) is not None
+    if found.includes(meta.identity, meta.global_step) and not is_new:
+        return found
+    return found.after_step_back(meta.identity, meta.global_step)
