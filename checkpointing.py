@@ -41,7 +41,7 @@ from basics.files import fsync, read_regular_file, write_atomically
 from basics.json_files import FrozenConfig
 from basics.tensors import Header, read_tensors, write_tensors
 from gpt import GPTModel
-from run_config import ModelConfig
+from run_config import STEP, ModelConfig
 
 WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
     "model.safetensors",
@@ -50,8 +50,6 @@ WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
     "validation.json",
     "tokenizer.json",
 )
-# An optimizer's state of one parameter.
-ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum",)
 ALIGNMENT = 64  # bytes, of a tensor in a block
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
@@ -313,13 +311,13 @@ def load_checkpoint(checkpoint: Checkpoint, state: TrainingState) -> None:
     """
     load_weights(checkpoint, state.model)
     keys_of = {
-        parameter: MUON_STATE if group.get("is_orthogonalised") else ADAMW_STATE
+        parameter: group["state"]
         for group in state.optimizer.param_groups
         for parameter in group["params"]
     }
     parameters = dict(state.model.named_parameters())
     wanted = {
-        f"{key}/{name}": ("F32", [] if key == "step" else list(parameter.shape))
+        f"{key}/{name}": ("F32", [] if key == STEP else list(parameter.shape))
         for name, parameter in parameters.items()
         for key in keys_of[parameter]
     }

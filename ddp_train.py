@@ -50,7 +50,7 @@ from trainer.background_saver import BackgroundSaver
 from trainer.commands import launch, run_to_search, search
 from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
 from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
-from trainer.losses import Losses, validate
+from trainer.loss_functions import LossFunctions, validate
 from trainer.measurements import Measurements
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
 from trainer.precision import autocast
@@ -242,8 +242,8 @@ class TrainingStep:
         self.state, self.config = state, config
         self.process, self.diagnostics = process, diagnostics
         self._parameters = list(state.model.parameters())  # finding them takes 1 ms of each step
-        self.losses = Losses(state.model, config, process)
-        self.parallel_loss = wrap_in_ddp(self.losses.training, process, config)
+        self.loss_functions = LossFunctions(state.model, config, process)
+        self.parallel_loss = wrap_in_ddp(self.loss_functions.training, process, config)
 
     def take(
         self, microbatches: Iterator[Microbatch], *, num_microbatches: int, learning_rate: float
@@ -349,7 +349,7 @@ class Trainer:
         self.begin(agreement, warnings, energy_kwh)
         first_step, num_steps = self.resume.first_step, self.plan.num_steps
         microbatches = read_microbatches(self.data, first_step, self.watchdog, self.clock)
-        losses, diagnostics = self.measurements.losses, self.measurements.diagnostics
+        loss_window, diagnostics = self.measurements.loss_window, self.measurements.diagnostics
         global_step = first_step - 1
         for global_step in range(first_step, self.stop.last_step + 1):
             self.watchdog.heartbeat(global_step)
@@ -360,13 +360,13 @@ class Trainer:
                 num_microbatches=self.plan.gradient_accumulation_steps,
                 learning_rate=learning_rate,
             )
-            losses.add(loss, grad_norm)
+            loss_window.add(loss, grad_norm)
             self.log.step()
             if global_step == first_step:
                 self.after_first_step(loss)
-            ends = self.stop.after(global_step, is_report_due=losses.is_full)
+            ends = self.stop.after(global_step, is_report_due=loss_window.is_full)
             saves = ends or self.config.is_save_due(global_step, num_steps=num_steps)
-            if saves or losses.is_full:
+            if saves or loss_window.is_full:
                 self.report(global_step, learning_rate, waits=saves)
             if saves:
                 self.save_and_validate(global_step)
@@ -413,7 +413,7 @@ class Trainer:
                 self.log.record(resume.first_step - 1, {CHANGED: resume.changes})
         lines += [f"warning: {warning}" for warning in warnings]
         lines += batch_arithmetic(plan)
-        num_parameters = model.num_parameters()
+        num_parameters = run.model.num_parameters
         lines.append(
             f"{num_parameters:,} parameters, {plan.num_tokens / num_parameters:.1f} tokens per"
             f" parameter; {run.config.precision} on {self.process.device.type}; attention:"
@@ -430,7 +430,7 @@ class Trainer:
         gc.collect()
         gc.freeze()  # exempt start-up objects from garbage collection; scanning them stalls steps
         self.clock.enter(TRAINING)
-        self.measurements.losses.restart_timing()
+        self.measurements.loss_window.restart_timing()
         self.watchdog.start_hang_detection()
 
     def report(self, global_step: int, learning_rate: float, *, waits: bool) -> None:
@@ -438,10 +438,10 @@ class Trainer:
 
         With `waits` also those that the device may not have finished yet.
         """
-        measurements, losses = self.measurements, self.measurements.losses
+        measurements, loss_window = self.measurements, self.measurements.loss_window
         num_measured = global_step - self.resume.first_step  # all but the first one
         is_speed_due = not self.has_reported_speed and num_measured + 1 >= SPEED_CHECK_STEPS
-        for window in losses.close(
+        for window in loss_window.close(
             global_step, learning_rate, self.clock, waits=waits or is_speed_due
         ):
             for measured in measurements.diagnostics.pop_measured(up_to=window.global_step):
@@ -449,7 +449,7 @@ class Trainer:
                 self.clock.count_diagnostics(measured.seconds)
             self.log.warn("a reading of the machine failed", measurements.meter.pop_failure())
             self.log.report_steps(window, measurements.machine(window))
-            if losses.longest_skipped >= self.config.max_skipped_steps:
+            if loss_window.longest_skipped >= self.config.max_skipped_steps:
                 self.fail_skipping(window.global_step)
         gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         self.warn_of_failed_write()
@@ -462,9 +462,10 @@ class Trainer:
     def fail_skipping(self, global_step: int) -> NoReturn:
         """End a run whose gradients stay non-finite. Raises: AgreedError: on every rank."""
         kernel = self.measurements.attention_kernel
+        num_skipped = self.measurements.loss_window.longest_skipped
         reason = (
-            f"{self.run.run_dir}: the gradients of {self.measurements.losses.longest_skipped} steps"
-            f" in a row, up to step {global_step + 1:,}, were not finite; resume from an earlier"
+            f"{self.run.run_dir}: the gradients of {num_skipped} steps in a row, up to step"
+            f" {global_step + 1:,}, were not finite; resume from an earlier"
             " checkpoint with a lower learning_rate, or with precision bf16 or fp32"
             + (', or with attention "flash"' if kernel == "cudnn" else "")
         )
@@ -490,7 +491,7 @@ class Trainer:
 
     def save(self, global_step: int) -> None:
         """Copy the training state; a background thread writes it. Rank 0."""
-        train_loss = finite_or_none(self.measurements.losses.pop_loss_since_checkpoint())
+        train_loss = finite_or_none(self.measurements.loss_window.pop_loss_since_checkpoint())
         is_due = self.config.is_save_due(global_step, num_steps=self.plan.num_steps)
         decides_best = not self.config.validates and is_due
         with self.clock.phase(CHECKPOINT):
@@ -529,7 +530,7 @@ class Trainer:
         continues the run's `sample_prompts` with the model.
         """
         with self.clock.phase(VALIDATION) as phase:
-            loss = validate(self.step.losses, self.data.validation, self.watchdog)
+            loss = validate(self.step.loss_functions, self.data.validation, self.watchdog)
         if loss is None or not self.process.is_main:
             return
         self.log.report_validation(
@@ -547,7 +548,7 @@ class Trainer:
         """Start to draw the run's charts, the last thing before training goes on. Rank 0."""
         self.beside.draw_charts()
         self.beside.warn()
-        self.measurements.losses.restart_timing()
+        self.measurements.loss_window.restart_timing()
 
     def end(self, global_step: int) -> None:
         """Write what is left and the summary; wait for the processes beside training. Rank 0.
@@ -603,7 +604,7 @@ class Trainer:
             stop_reason=self.stop.reason,
             lacks_validation=is_due and last is None,
             facts={
-                "num_parameters": self.state.model.num_parameters(),
+                "num_parameters": self.run.model.num_parameters,
                 "tokenizer": self.data.tokenizer_name,
                 "best": best
                 and {

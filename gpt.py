@@ -184,9 +184,6 @@ class GPTModel(nn.Module):
         """The output head's matrix, (V, C); the token embedding's if they are tied."""
         return self.token_embedding.weight if self.config.tie_weights else self.head.weight
 
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def _init_weights(self) -> None:
         """Draw weights with standard deviation 0.02; set biases to zero.
 

@@ -38,6 +38,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig, process: Process) -> 
                 "weight_decay": config.weight_decay if is_decayed(group, config) else 0.0,
                 "is_orthogonalised": group == "matrix" and config.optimizer == "muon",
                 "momentum": config.momentum,
+                "state": config.optimizer_state(group),  # names, for checkpoints
             }
         )
     if config.optimizer == "muon":

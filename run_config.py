@@ -17,6 +17,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
 Schedule = Literal["constant", "cosine", "linear", "wsd"]
 GROUPS: tuple[Group, ...] = get_args(Group)
+STEP = "step"  # in an optimizer's state: the number of steps, of each parameter
 
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -71,6 +72,35 @@ class ModelConfig(FrozenConfig):
         if self.emb_dim % self.n_heads:
             raise ValueError(f"emb_dim {self.emb_dim} is not divisible by n_heads {self.n_heads}")
         return self
+
+    @property
+    def num_matrix_parameters(self) -> int:
+        """The parameters in the layers' matrices: QKV, attention output, the two of the MLP."""
+        return self.n_layers * (3 + 1 + 4 + 4) * self.emb_dim**2
+
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of a `GPTModel` of this shape."""
+        C = self.emb_dim
+        biases = C + 4 * C + C + (3 * C if self.qkv_bias else 0)  # attention output, MLP, QKV
+        norms = 2 * 2 * C
+        embeddings = (self.vocab_size + self.context_length) * C
+        head = 0 if self.tie_weights else self.vocab_size * C
+        layers = self.num_matrix_parameters + self.n_layers * (biases + norms)
+        return layers + embeddings + 2 * C + head
+
+    @property
+    def flops_per_token(self) -> int:
+        """The training FLOPs per token, forward and backward: 6 N + 12 L T C.
+
+        N counts the parameters in matrix products: embeddings are look-ups and do not count, the
+        vocabulary is unpadded, and attention counts as if it were not causal.
+
+        Source: Chowdhery et al. 2022, "PaLM", appendix B.
+        """
+        matmul_parameters = self.num_matrix_parameters + self.vocab_size * self.emb_dim
+        attention = 12 * self.n_layers * self.context_length * self.emb_dim
+        return 6 * matmul_parameters + attention
 
 
 class TrainConfig(FrozenConfig):
@@ -186,6 +216,24 @@ class TrainConfig(FrozenConfig):
             if is_wrong:
                 raise ValueError(message)
         return self
+
+    def optimizer_state(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the tensors that the optimizer keeps of each parameter of a group.
+
+        All are float32. `STEP` is a number, (); the others have the parameter's shape.
+        """
+        if self.optimizer == "muon" and group == "matrix":
+            return ("momentum",)
+        return (STEP, "exp_avg", "exp_avg_sq")
+
+    def optimizer_state_bytes(self, model: ModelConfig) -> int:
+        """Return the bytes of the optimizer's state of a model, without its numbers."""
+        of_matrices, of_others = (
+            len([name for name in self.optimizer_state(group) if name != STEP])
+            for group in ("matrix", "vector")
+        )
+        others = model.num_parameters - model.num_matrix_parameters
+        return 4 * (of_matrices * model.num_matrix_parameters + of_others * others)
 
     @property
     def validates(self) -> bool:

@@ -4,7 +4,6 @@ import ctypes
 import importlib.util
 import io
 import os
-import runpy
 import signal
 import sys
 from pathlib import Path
@@ -127,20 +126,6 @@ def _end_with_torchrun(torchrun: int, number: int) -> NoReturn:
 def _end(*_: object) -> NoReturn:
     os.write(2, f"{INTERRUPTED}\n".encode())
     os._exit(128 + signal.SIGINT)
-
-
-def train() -> None:
-    runpy.run_module("ddp_train", run_name="__main__", alter_sys=True)
-
-
-def prepare() -> None:
-    begin_command()
-    importlib.import_module("prepare_dataset").run()
-
-
-def lab() -> None:
-    begin_command()
-    importlib.import_module("lab.__main__").main()
 
 
 def keep_freed_memory() -> None:

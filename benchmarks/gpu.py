@@ -49,10 +49,9 @@ from gpt import GPTModel, attend
 from lab.plan.memory import GPT2_SMALL, Setting, peak_memory, size_name
 from lab.table import Column, Table
 from processes.distributed import Process
-from reporting.speed import flops_per_token
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
-from trainer.losses import build_training_state
+from trainer.loss_functions import build_training_state
 from trainer.microbatch_trial import random_microbatches
 from trainer.precision import attention_kernel, choose_forward_options, resolve_for_device
 
@@ -531,7 +530,7 @@ def rows_page(lines: list[Line]) -> list[str]:
     if not known:
         return []
     shape = ModelConfig(**known[0]["shape"])
-    texts = [size_name(shape), "", *throughput.speed_table(measured, flops_per_token(shape)), ""]
+    texts = [size_name(shape), "", *throughput.speed_table(measured, shape.flops_per_token), ""]
     if any(line["row"] == throughput.REFERENCE for line in known):
         texts += throughput.differences(known)
     whole = [line for line in known if line.get("blocks") and line["row"] == throughput.WHOLE_RUN]

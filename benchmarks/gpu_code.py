@@ -34,9 +34,9 @@ import gpt
 from gpt import GPTModel
 from lab.plan.memory import GPT2_SMALL, size_name
 from lab.table import Column, Table
-from reporting.speed import find_gpu, num_parameters
+from reporting.speed import find_gpu
 from run_config import ModelConfig, TrainConfig
-from trainer.losses import compiler_options
+from trainer.loss_functions import compiler_options
 from trainer.precision import choose_forward_options
 
 DEVICE = torch.device("cuda", 0)
@@ -132,9 +132,7 @@ def step_work(model: ModelConfig, config: TrainConfig, gpu: AbsentGpu) -> list[W
                 num_bytes=same.num_bytes + one.num_bytes,
                 flops=same.flops + one.flops,
             )
-    update = Work(
-        "AdamW and the gradient's norm", "update", 1, UPDATE_BYTES * num_parameters(model)
-    )
+    update = Work("AdamW and the gradient's norm", "update", 1, UPDATE_BYTES * model.num_parameters)
     work = [*found.values(), *kernels_of(graphs, gpu), update]
     return sorted(work, key=lambda one: -one.floor_seconds(gpu))
 

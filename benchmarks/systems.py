@@ -35,7 +35,7 @@ from run_config import ModelConfig, Precision, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatches, read_ahead
 from tokens.token_file import TokenFile
-from trainer.losses import build_training_state
+from trainer.loss_functions import build_training_state
 from trainer.precision import autocast, resolve_for_device
 from trainer.weight_formats import gpt2_config, to_gpt2
 

@@ -36,7 +36,7 @@ from lab.plan.speed_sources import Measurement
 from lab.table import Column, Table
 from preparation.token_stream import TokenFileWriter
 from reporting.metrics_file import read_metrics
-from reporting.speed import find_gpu, flops_per_token
+from reporting.speed import find_gpu
 from run_config import ModelConfig
 
 ORIGINAL, HUGGING_FACE, WHOLE_RUN = "original", "Hugging Face, {}, compiled", "ours, whole run"
@@ -401,7 +401,7 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
         lines = list(latest.values())
         wrong = differences(lines)
         is_good &= not wrong and all(line["status"] == "ok" for line in lines)
-        click.echo("\n".join(["", title, *speed_table(lines, flops_per_token(shape)), *wrong]))
+        click.echo("\n".join(["", title, *speed_table(lines, shape.flops_per_token), *wrong]))
         whole = latest.get((WHOLE_RUN, 0), {})
         if device == "cuda" and whole.get("blocks"):
             click.echo("\n" + measurement_line(whole, shape))

@@ -65,7 +65,6 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
     from lab.plan.estimate import default_precision
     from lab.plan.memory import Setting, peak_memory
     from preparation.ensure_dataset import provide_dataset
-    from reporting.speed import num_parameters
     from tokens.batches import open_run_data
 
     run_dir = runs_dir / run
@@ -111,7 +110,7 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
             " global_batch_size"
         )
     lines += [
-        f"plan: {num_parameters(made.model):,} parameters, {plan.num_steps:,} steps of"
+        f"plan: {made.model.num_parameters:,} parameters, {plan.num_steps:,} steps of"
         f" {plan.tokens_per_step:,} tokens, {gib(memory)} of tensors a process",
         f"train it: uv run ddp_train.py {run}",
     ]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokens.batch_plan import attention_blocks
+BLOCK_ROWS = 128  # queries in a block
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, *, drop_rate: float) -> Tensor:
@@ -25,6 +25,12 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, *, drop_rate: float) -> Ten
         weights = F.dropout(logits.softmax(dim=-1), drop_rate)  # (B * H, n, stop)
         outputs.append(torch.bmm(weights, v[:, : logits.shape[2]]))
     return torch.cat(outputs, dim=1).view(q.shape)
+
+
+def attention_blocks(context_length: int) -> list[tuple[int, int]]:
+    """Split the T queries of attention into blocks; return each as (start, stop)."""
+    starts = range(0, context_length, BLOCK_ROWS)
+    return [(start, min(start + BLOCK_ROWS, context_length)) for start in starts]
 
 
 def causal_logits(q: Tensor, k: Tensor) -> Iterator[Tensor]:

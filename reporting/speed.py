@@ -41,7 +41,7 @@ class Gpu:
     figure for plain PyTorch, `public_mfu` the best one on two, four or eight such GPUs.
 
     Source: NVIDIA's and AMD's data sheets for the peaks; "Public figures that `lab plan` uses" in
-    `benchmarks/README.md` for the MFUs, from tokens a second and `flops_per_token`.
+    `benchmarks/README.md` for the MFUs, from tokens a second and `ModelConfig.flops_per_token`.
     """
 
     name: str
@@ -221,41 +221,9 @@ def find_gpu(name: str) -> Gpu | None:
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, model, re.IGNORECASE)), None)
 
 
-def flops_per_token(model: ModelConfig) -> float:
-    """Count the training FLOPs per token, forward and backward: 6 N + 12 L T C.
-
-    N counts the parameters in matrix products: embeddings are look-ups and do not count, the
-    vocabulary is unpadded, and attention counts as if it were not causal.
-
-    Source: Chowdhery et al. 2022, "PaLM", appendix B.
-    """
-    matmul_parameters = num_matrix_parameters(model) + model.vocab_size * model.emb_dim
-    attention = 12 * model.n_layers * model.context_length * model.emb_dim
-    return 6 * matmul_parameters + attention
-
-
-def num_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of a `GPTModel` without building one."""
-    C = model.emb_dim
-    biases = C + 4 * C + C + (3 * C if model.qkv_bias else 0)  # attention output, MLP, QKV
-    norms = 2 * 2 * C
-    embeddings = (model.vocab_size + model.context_length) * C
-    head = 0 if model.tie_weights else model.vocab_size * C
-    layers = num_matrix_parameters(model) + model.n_layers * (biases + norms)
-    return layers + embeddings + 2 * C + head
-
-
-def num_matrix_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters in the layers' matrices, which Muon trains."""
-    return 12 * model.n_layers * model.emb_dim**2
-
-
 def checkpoint_bytes(model: ModelConfig, config: TrainConfig) -> int:
-    """Return the size of a run's largest checkpoint: float32 weights and optimizer moments."""
-    numbers = 3 * num_parameters(model)
-    if config.optimizer == "muon":
-        numbers -= num_matrix_parameters(model)
-    return 4 * numbers
+    """Return the size of a run's largest checkpoint: float32 weights, the optimizer's state."""
+    return 4 * model.num_parameters + config.optimizer_state_bytes(model)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from benchmarks.systems import Task, measure, time_steps
 from benchmarks.throughput import ORIGINAL, REFERENCE, RowFailed, differences
 from lab.plan.memory import GPT2_SMALL, Setting, peak_memory
 from lab.plan.speed_sources import Measurement
-from reporting.speed import flops_per_token, usable_gib
+from reporting.speed import usable_gib
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.lab_cli import run_lab
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines, run_command, succeeded
@@ -71,7 +71,7 @@ def test_the_products_on_a_gpu_are_those_of_the_model_and_attention_is_one_call(
     padding = 6 * (50304 - model.vocab_size) * model.emb_dim
     attention = 12 * model.n_layers * model.context_length * model.emb_dim
     products = sum(one["flops"] for one in gpu_work if one["kind"] == "product")
-    assert products / num_tokens == flops_per_token(model) + padding - attention
+    assert products / num_tokens == model.flops_per_token + padding - attention
     forward, backward = sorted(
         (one for one in gpu_work if one["kind"] == "attention"), key=lambda one: one["flops"]
     )

@@ -16,7 +16,7 @@ from tests.support.workplace import read_lines, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, read_ahead
 from tokens.token_file import TokenFile
-from trainer.losses import ByLayer, compiler_options
+from trainer.loss_functions import ByLayer, compiler_options
 from trainer.precision import attention_kernel, autocast
 
 pytestmark = pytest.mark.gpu

@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt import ForwardOptions, GPTModel
 from ops.add_bias import AddBias
-from ops.block_attention import block_attention
+from ops.block_attention import BLOCK_ROWS, block_attention
 from ops.linear_cross_entropy import linear_cross_entropy, token_sum
 from ops.orthogonalise import orthogonalise
 from run_config import ModelConfig, load_run
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL
-from tokens.batch_plan import BLOCK_ROWS
 
 N, C, V, CHUNK = 256, 16, 1009, 64
 FORMS = {"whole": {"multiple": 128}, "in chunks": {"chunk_tokens": CHUNK, "multiple": 128}}
@@ -55,7 +54,7 @@ def test_zero_projections_start_with_the_loss_of_a_uniform_guess(tie_weights):
 def test_the_original_has_163_million_parameters():
     with torch.device("meta"):
         model = GPTModel(load_run(PROJECT_DIR / "runs", "original").model)
-    assert model.num_parameters() == 163_009_536
+    assert model.config.num_parameters == 163_009_536
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()  # and no mask
 
 

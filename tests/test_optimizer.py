@@ -11,6 +11,7 @@ import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 from unittest.mock import MagicMock
 
 import pytest
@@ -28,10 +29,10 @@ import optim
 from basics.errors import UserError, one_line
 from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
-from optim import build_optimizer, rates_line
+from optim import build_optimizer, group_of, rates_line
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
-from run_config import ModelConfig, TrainConfig, load_run
+from run_config import STEP, ModelConfig, TrainConfig, load_run
 from tests.support.models import ONE_PROCESS, microbatches, step_of
 from tests.support.runs import metrics_of, refused, summary_of, weights_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
@@ -39,7 +40,7 @@ from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, dropout_seed
 from trainer import diagnostics
 from trainer.diagnostics import Diagnostics, forward_statistics
-from trainer.losses import compile_now
+from trainer.loss_functions import compile_now
 from trainer.precision import attention_kernel, choose_forward_options, resolve_for_device
 from trainer.startup import decide_for_device
 
@@ -142,6 +143,22 @@ def test_only_the_last_microbatch_sends_gradients_and_accumulated_ones_stay():
 def test_the_seed_decides_the_initial_weights():
     first, again, other = (step_of(random_seed=seed).state.model.head_weight for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("optimizer", get_args(TrainConfig.model_fields["optimizer"].annotation))
+def test_an_optimizer_keeps_exactly_the_state_that_it_declares(optimizer):
+    """Checkpoints, the plan's memory and the checks of disks go by the declaration."""
+    step = step_of(optimizer=optimizer)
+    step.take(microbatches(), num_microbatches=1, learning_rate=1e-3)
+    num_bytes = 0
+    for name, parameter in step.state.model.named_parameters():
+        kept = step.state.optimizer.state[parameter]
+        assert tuple(kept) == step.config.optimizer_state(group_of(name, parameter)), name
+        for key, tensor in kept.items():
+            assert tensor.dtype == torch.float32, (name, key)
+            assert tensor.shape == (() if key == STEP else parameter.shape), (name, key)
+            num_bytes += tensor.nbytes if key != STEP else 0
+    assert num_bytes == step.config.optimizer_state_bytes(step.state.model.config)
 
 
 def test_the_wait_for_a_microbatch_is_booked_as_waiting(monkeypatch, now):

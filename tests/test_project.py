@@ -696,6 +696,8 @@ def test_the_installed_commands_work_in_an_empty_folder(tmp_path):
     site, folder = tmp_path / "site", tmp_path / "folder"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
+        installed = {name.partition("/")[0] for name in archive.namelist()}
+        assert {name for name in installed if ".dist-info" not in name} == {"ddp_trainer"}
         entry_points = archive.read(
             next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
         ).decode()
@@ -738,6 +740,6 @@ def test_the_installed_commands_work_in_an_empty_folder(tmp_path):
     assert "mine finished at step 24 of 24" in call("ddp-train", "mine")
     assert "mine" in call("lab", "list")
     call("lab", "watch", "--export", "page.html")  # with what is beside its code
-    assert (site / "lab/watch/static/uPlot-LICENSE").is_file()
+    assert (site / "ddp_trainer/lab/watch/static/uPlot-LICENSE").is_file()
     assert "0.25M" in call("lab", "plan", "demo")
     assert not (folder / "runs/demo").exists()  # it is read where it was installed

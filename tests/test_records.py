@@ -36,7 +36,6 @@ from reporting.speed import (
     Speed,
     checkpoint_bytes,
     find_gpu,
-    flops_per_token,
     usable_gib,
 )
 from run_config import ModelConfig, load_run
@@ -635,7 +634,7 @@ def test_cuda_takes_a_part_of_a_cards_memory():
 
 def test_flops_and_checkpoints_of_gpt2_small_are_the_published_ones():
     run = load_run(PROJECT_DIR / "runs", "original")
-    assert flops_per_token(run.model) == pytest.approx(854.44e6, rel=1e-5)
+    assert run.model.flops_per_token == pytest.approx(854.44e6, rel=1e-5)
     assert "493,000 tokens/s" in (line := replace(SLOW, tokens_per_second=493_000).line())
     assert "5.3% MFU" in line
     for optimizer, num_floats in (

@@ -368,7 +368,7 @@ def one_thread(monkeypatch):
     """Compute with one thread: tensors this small gain nothing from more."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr("trainer.losses.share_cpu_cores", lambda process: None)
+    monkeypatch.setattr("trainer.loss_functions.share_cpu_cores", lambda process: None)
     yield
     torch.set_num_threads(num_threads)
 

@@ -49,7 +49,7 @@ from tests.support.workplace import (
 )
 from trainer import commands, learning_rate_search, microbatch_trial
 from trainer.learning_rate_search import CHART_NAME, RATES, run_range_test, suggest, suggested_rates
-from trainer.losses import build_training_state
+from trainer.loss_functions import build_training_state
 from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, MicrobatchTrial, Trial, check_idle
 from trainer.precision import resolve_for_device
 

@@ -21,7 +21,7 @@ import prepare_dataset
 from basics.errors import UserError, one_line, print_error, print_traceback, visible
 from lab import __main__ as lab_main
 from lab.evaluate.tasks import read_quiz
-from lab.instruct.judging import Judge
+from lab.instruct.judge_endpoint import Judge
 from preparation.hub import fetch_dataset
 from tests.support import workplace
 from tests.support.hub_server import Fault, Hub, serving, used_in_this_process

@@ -6,7 +6,6 @@ from basics.errors import UserError
 from run_config import ModelConfig, Run, TrainConfig
 
 CACHED_LOGITS = 2**23  # per chunk, on a CPU; larger chunks are 10% faster but take GiBs
-BLOCK_ROWS = 128  # queries in a block of CPU attention
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,3 @@ def head_chunk_tokens(
     if config.head_chunks == 1:
         return None
     return -(-config.microbatch_size * model.context_length // config.head_chunks)
-
-
-def attention_blocks(context_length: int) -> list[tuple[int, int]]:
-    """Split the T queries of attention into blocks; return each as (start, stop)."""
-    starts = range(0, context_length, BLOCK_ROWS)
-    return [(start, min(start + BLOCK_ROWS, context_length)) for start in starts]

@@ -8,7 +8,7 @@ from processes.distributed import Process, device_name, gpu_uuids, machine_facts
 from reporting.clock import TRAINING, WAITING, PhaseClock
 from reporting.loss_window import LossWindow, Window
 from reporting.machine_meter import MachineMeter
-from reporting.speed import Speed, find_gpu, flops_per_token
+from reporting.speed import Speed, find_gpu
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 from trainer.diagnostics import Diagnostics
@@ -18,13 +18,13 @@ from trainer.precision import attention_kernel
 class Measurements:
     """Measures a run; every rank has one. Only rank 0 measures diagnostics and its machine.
 
-    `losses` takes the loss of each step. `attention_kernel` is the one that training uses.
+    `loss_window` takes the loss of each step. `attention_kernel` is the one that training uses.
     """
 
     def __init__(self, run: Run, plan: BatchPlan, model: GPTModel, process: Process) -> None:
         self._run, self._plan, self._model, self._process = run, plan, model, process
         is_main = process.is_main
-        self.losses = LossWindow(process.device)
+        self.loss_window = LossWindow(process.device)
         self.diagnostics = Diagnostics(
             run.config.diagnostics_interval if is_main else None, run.config.precision
         )
@@ -38,7 +38,7 @@ class Measurements:
         if self._gpu is None or steps_per_second is None:
             return reading
         tokens_per_second = steps_per_second * self._plan.tokens_per_step
-        flops = tokens_per_second * flops_per_token(self._run.model) / self._process.world_size
+        flops = tokens_per_second * self._run.model.flops_per_token / self._process.world_size
         return reading | {"mfu": self._gpu.mfu(flops)}
 
     def speed(self, num_steps: int, clock: PhaseClock) -> Speed:
@@ -48,7 +48,7 @@ class Measurements:
         return Speed(
             tokens_per_second=num_steps * self._plan.tokens_per_step / seconds,
             num_processes=self._process.world_size,
-            flops_per_token=flops_per_token(self._run.model),
+            flops_per_token=self._run.model.flops_per_token,
             device_name=device_name(self._process),
             precision=self._run.config.precision,
             attention_kernel=self.attention_kernel,

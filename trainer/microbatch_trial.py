@@ -30,7 +30,7 @@ from processes.distributed import Process, device_name, join_process_group, shar
 from processes.startup_agreement import Agreement, leave
 from run_config import ModelConfig, TrainConfig, load_run
 from tokens.batches import Microbatch
-from trainer.losses import build_training_state
+from trainer.loss_functions import build_training_state
 from trainer.precision import check_attention, resolve_for_device
 
 TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result, prefetches

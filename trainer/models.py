@@ -219,7 +219,7 @@ def _on_meta(place: Path, config: ModelConfig) -> GPTModel:
     """Make a model without memory. Raises: UserError: its weights would not fit into the RAM."""
     with torch.device("meta"):
         model = GPTModel(config)
-    needed, available = 4 * model.num_parameters(), available_ram_gib() * 2**30
+    needed, available = 4 * model.config.num_parameters, available_ram_gib() * 2**30
     if needed > available:
         raise UserError(
             f"{place}: its config makes a model of {gib(needed)}; this machine has"

@@ -29,7 +29,7 @@ from reporting.tracker import check_tracker
 from run_config import Run, load_run
 from tokens.batch_plan import BatchPlan, largest_divisor
 from tokens.batches import RunData, open_run_data
-from trainer.losses import build_training_state
+from trainer.loss_functions import build_training_state
 from trainer.models import initial_model
 from trainer.precision import check_attention, has_precision, resolve_for_device
 from trainer.resuming import ResumePoint, copied_from, find_resume_point, identity_of_launch

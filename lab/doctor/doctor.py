@@ -15,9 +15,9 @@ from basics.errors import FAILED, UserError, visible
 from basics.gpu_readings import nvml_failure, read_gpus
 from basics.machine import available_ram_gib, within
 from basics.text import counted
-from lab.doctor import checks
-from lab.doctor.checks import OK, PROBLEM, WARNING, Checks, Subject
+from lab.doctor import machine_checks
 from lab.doctor.load_tests import check_load, load_tests
+from lab.doctor.machine_checks import OK, PROBLEM, WARNING, Checks, Subject
 from lab.doctor.run_checks import RUN_CHECKS
 from lab.table import Column, Table
 from processes.run_lock import trained_by
@@ -53,7 +53,7 @@ def command(as_json: bool, **about: Any) -> None:
     spans_nodes = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
     subject, found = examine(Subject(**about)) if is_first else (Subject(**about), {})
     if spans_nodes:
-        from lab.doctor.load import check_nodes
+        from lab.doctor.load_process import check_nodes
 
         found |= check_nodes(bool(subject.busy), subject.time_limit)
     is_fit = PROBLEM not in [each.verdict for each in found.values()]
@@ -83,21 +83,21 @@ def command(as_json: bool, **about: Any) -> None:
 def examine(subject: Subject) -> tuple[Subject, Checks]:
     """Make all checks of this machine. Raises: UserError: there is no such run."""
     subject, found = with_run(with_machine(subject))
-    functions = checks.CHECKS | (RUN_CHECKS if subject.run else {})
-    found |= checks.make_checks(functions, subject)
+    functions = machine_checks.CHECKS | (RUN_CHECKS if subject.run else {})
+    found |= machine_checks.make_checks(functions, subject)
     processes = load_tests(subject)
-    gpus = checks.compare_gpus(subject, processes[0].found("PyTorch") or {})
+    gpus = machine_checks.compare_gpus(subject, processes[0].found("PyTorch") or {})
     return subject, {"GPUs": gpus} | check_load(processes) | found
 
 
 def with_machine(subject: Subject) -> Subject:
     """Read the GPUs and the memory that there is."""
-    every, gpus, failure = [], [], checks.NO_ANSWER
+    every, gpus, failure = [], [], machine_checks.NO_ANSWER
     with suppress(TimeoutError):
         every = within(ANSWER_SECONDS, read_gpus)
         gpus = within(
             ANSWER_SECONDS,
-            lambda: checks.visible_gpus(every, os.environ.get("CUDA_VISIBLE_DEVICES")),
+            lambda: machine_checks.visible_gpus(every, os.environ.get("CUDA_VISIBLE_DEVICES")),
         )
         failure = nvml_failure()
     number = int(os.environ.get("LOCAL_WORLD_SIZE", max(1, len(gpus))))
@@ -109,7 +109,7 @@ def with_machine(subject: Subject) -> Subject:
         num_processes=number,
         world_size=int(os.environ.get("WORLD_SIZE", number)),
         available_gib=available_ram_gib(),
-        busy=checks.in_use(gpus),
+        busy=machine_checks.in_use(gpus),
     )
 
 
@@ -127,10 +127,10 @@ def with_run(subject: Subject) -> tuple[Subject, Checks]:
     except UserError as error:
         if not RUN_NAME.fullmatch(name) or not (runs_dir / name).is_dir():
             raise
-        return subject, {"configs": checks.refused(error)}
+        return subject, {"configs": machine_checks.refused(error)}
     except OSError as error:  # a TimeoutError too
         why = error.strerror or f"no answer within {ANSWER_SECONDS:g} s"
-        found = checks.problem(f"{error.filename or runs_dir}: {why}", "check the disk")
+        found = machine_checks.problem(f"{error.filename or runs_dir}: {why}", "check the disk")
         return subject, {"configs": found}
     return replace(subject, run=run), {}
 

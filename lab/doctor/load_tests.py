@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from basics.machine import PROJECT_DIR, num_cpu_cores
 from basics.text import counted
-from lab.doctor import checks
-from lab.doctor.checks import Checks, Finding, Subject, ok, ok_if, problem, unknown
+from lab.doctor import machine_checks
+from lab.doctor.machine_checks import Checks, Finding, Subject, ok, ok_if, problem, unknown
 from reporting.speed import find_gpu
 
 HANG_SECONDS = 8.0  # in one part, since the last process has begun it
@@ -31,9 +31,10 @@ ADVICE = {  # by the part that fails
 }
 ADVICE_ON_ERROR = {  # by a word of its text
     "gloo": "set GLOO_SOCKET_IFNAME to the interface between the machines",
-    "no kernel image": checks.INSTALL_TORCH,
+    "no kernel image": machine_checks.INSTALL_TORCH,
 }
 MORE_TIME = "give the tests more time with --time-limit"
+PROCESS = "lab.doctor.load_process"
 
 
 @dataclass
@@ -88,7 +89,13 @@ def load_tests(subject: Subject) -> list[Outcome]:
                 with Path(folder, f"{rank}.log").open("wb") as log:
                     processes.append(
                         subprocess.Popen(
-                            [sys.executable, "-m", "lab.doctor.load", folder, json.dumps(spec)],
+                            [
+                                sys.executable,
+                                "-m",
+                                PROCESS,
+                                folder,
+                                json.dumps(spec),
+                            ],
                             stdout=log,
                             stderr=log,
                             stdin=subprocess.DEVNULL,
@@ -161,7 +168,7 @@ def judge_part(part: str, processes: list[Outcome]) -> Finding | None:
 def advice_on(part: str, error: str = "") -> str:
     return next(
         (advice for word, advice in ADVICE_ON_ERROR.items() if word in error),
-        ADVICE.get(part, checks.OTHER_MACHINE),
+        ADVICE.get(part, machine_checks.OTHER_MACHINE),
     )
 
 

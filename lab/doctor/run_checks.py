@@ -5,8 +5,8 @@ import shutil
 from basics.errors import UserError
 from basics.files import existing
 from basics.text import counted, gb, gib
-from lab.doctor import checks
-from lab.doctor.checks import Finding, Subject, ok, ok_if, problem
+from lab.doctor import machine_checks
+from lab.doctor.machine_checks import Finding, Subject, ok, ok_if, problem
 from lab.plan import estimate
 from lab.plan.memory import Setting, peak_memory
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete
@@ -27,7 +27,7 @@ def check_configs(subject: Subject) -> Finding:
     try:
         subject.run.priced(None)
     except UserError as error:
-        return checks.warning(str(error), checks.OTHER_CONFIG)
+        return machine_checks.warning(str(error), machine_checks.OTHER_CONFIG)
     return ok(f"model.json and train.json of {subject.run.run_dir} can be used")
 
 
@@ -121,7 +121,11 @@ def check_microbatch(subject: Subject) -> Finding | None:
         if gpu.memory_total_gib
     }
     if not free:
-        return checks.unknown("the driver does not tell the GPUs' memory") if subject.gpus else None
+        return (
+            machine_checks.unknown("the driver does not tell the GPUs' memory")
+            if subject.gpus
+            else None
+        )
     there = usable_gib(min(subject.gpus[number].memory_total_gib for number in free))
     needed = training_gib(subject)
     text = (

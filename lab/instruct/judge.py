@@ -17,7 +17,7 @@ from basics.files import append_whole
 from basics.json_files import parsed_object
 from basics.text import counted
 from lab.instruct.instructions import AnswersFile, check_writable, read_entries
-from lab.instruct.judging import Comparison, Judge, UnusableReplyError, compare
+from lab.instruct.judge_endpoint import Comparison, Judge, UnusableReplyError, compare
 from lab.runs import append_evaluation
 from lab.table import Column, Table
 
@@ -197,7 +197,13 @@ def judge_all(
     one_writer, reason = threading.Lock(), ""
 
     def work(comparison: Comparison) -> None:
-        scores = judge.score(comparison)
+        if judge.stopped.is_set():
+            return
+        try:
+            scores = judge.score(comparison)
+        except UserError:  # it ends all: without this the thread sends the next request first
+            judge.stopped.set()
+            raise
         line = {
             "key": comparison.key,
             "judge": judge.model,

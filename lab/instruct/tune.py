@@ -92,7 +92,7 @@ def command(
     that `lab generate`, `lab evaluate`, `lab publish` and transformers load.
     """
     # Imported here so that --help does not wait for torch.
-    from lab.instruct.tuning import TuneOptions, run
+    from lab.instruct.fine_tuning import TuneOptions, run
     from lab.publish.export import check_output
     from trainer.models import load_model
 

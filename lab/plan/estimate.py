@@ -130,7 +130,7 @@ def estimate(
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
     """Count the FLOPs of training and validation on the GPU that the others wait for."""
-    per_token, sequences = speed.flops_per_token(run.model), run.config.num_validation_sequences
+    per_token, sequences = run.model.flops_per_token, run.config.num_validation_sequences
     training = plan.num_tokens * per_token / plan.world_size
     if not run.config.validates:
         return training
@@ -198,7 +198,7 @@ def save_length(run: Run, budget: float) -> str:
     step = plan_batches(
         replace(run, config=one_token), world_size=world_size, file_tokens=UNLIMITED_TOKENS
     )
-    flops_per_second = tokens_per_second / world_size * speed.flops_per_token(run.model)
+    flops_per_second = tokens_per_second / world_size * run.model.flops_per_token
     flops_per_usd = flops_per_second * 3600 / price  # of a process
 
     def usd(num_steps: int) -> float:

@@ -9,9 +9,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from reporting.speed import num_matrix_parameters, num_parameters
 from run_config import ModelConfig, Precision, TrainConfig
-from tokens.batch_plan import attention_blocks, head_chunk_tokens
+from tokens.batch_plan import head_chunk_tokens
 
 FLOAT32 = 4
 IDS = 2 * 8  # bytes of a token's id and its target, int64
@@ -63,7 +62,7 @@ def size_name(model: ModelConfig) -> str:
     """Name a model by its size, the same wherever it is shown: "GPT-2 small, untied (163M)"."""
     sizes = model.n_layers, model.emb_dim
     name = GPT2_SIZES.get(sizes, "{} layers, {} wide".format(*sizes))
-    millions = num_parameters(model) / 1e6
+    millions = model.num_parameters / 1e6
     return (
         f"{name}{'' if model.tie_weights else ', untied'}"
         f" ({millions:,.{0 if millions >= 10 else 2}f}M)"
@@ -102,7 +101,7 @@ def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
         )
     )
     # With diagnostics the weights before the step are kept.
-    before = FLOAT32 * num_parameters(model) if setting.config.diagnostics_interval else 0
+    before = FLOAT32 * model.num_parameters if setting.config.diagnostics_interval else 0
     # No activations are left, and all gradients are there.
     in_update = _held(setting, 0, max(FLOAT32 * tied, orthogonalising + before))
     if setting.num_processes == 1:
@@ -162,7 +161,7 @@ def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int)
     share = -(-num_matrices // setting.num_processes)
     one, gathered = C * columns, share * setting.num_processes
     own = element * share * one
-    gradients = FLOAT32 * num_matrix_parameters(setting.model)
+    gradients = FLOAT32 * setting.model.num_matrix_parameters
     return gradients + max(
         own + 2 * FLOAT32 * share * one,
         3 * own + 2 * element * share * C**2,
@@ -174,8 +173,7 @@ def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int)
 def _held(setting: Setting, microbatch_size: int, temporary: float) -> Memory:
     """Return what is held at a moment: temporary tensors, and all that lasts longer."""
     model, is_distributed = setting.model, setting.num_processes > 1
-    weights, matrices = FLOAT32 * num_parameters(model), num_matrix_parameters(model)
-    has_muon = setting.config.optimizer == "muon"  # of each matrix it keeps one moment, not two
+    weights, matrices = FLOAT32 * model.num_parameters, model.num_matrix_parameters
     matmul_weights = matrices + model.vocab_size * model.emb_dim
     tokens = microbatch_size * model.context_length
     wanted = setting.config.global_batch_size
@@ -199,7 +197,7 @@ def _held(setting: Setting, microbatch_size: int, temporary: float) -> Memory:
         activations += (1 if setting.on_gpu else FLOAT32) * model.emb_dim
     return Memory(
         weights=weights,
-        optimizer=2 * weights - has_muon * FLOAT32 * matrices,
+        optimizer=setting.config.optimizer_state_bytes(model),
         gradients=weights if accumulates and not is_distributed else 0,
         buckets=weights if is_distributed else 0,
         weight_copies=setting.element * matmul_weights if has_copies else 0,
@@ -224,6 +222,8 @@ def _layer_bytes(setting: Setting) -> float:
     if setting.config.deterministic and setting.on_gpu and e == FLOAT32:
         chosen = "math"  # as trainer/precision.py decides
     if setting.is_eager_on_cpu and e < FLOAT32 and chosen == "auto":
+        from ops.block_attention import attention_blocks  # imports torch: plans for GPUs do not
+
         # Attention weights; with dropout also the mask's factors and the weights after dropout.
         scores = sum((stop - start) * stop for start, stop in attention_blocks(T))
         attention += (3 if model.drop_rate else 1) * e * H * scores / T

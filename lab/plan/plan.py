@@ -15,7 +15,7 @@ from lab.plan.estimate import amount, bytes_of_checkpoint, default_precision, pi
 from lab.plan.memory import Setting, largest_microbatch, peak_memory, size_name
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
-from reporting.speed import CARDS_GIB, GPUS, find_gpu, flops_per_token, num_parameters, usable_gib
+from reporting.speed import CARDS_GIB, GPUS, find_gpu, usable_gib
 from run_config import Run, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
@@ -130,7 +130,7 @@ def command(
 
 
 def _about(run: Run, num_tokens: int) -> str:
-    parameters, per_token = num_parameters(run.model), flops_per_token(run.model)
+    parameters, per_token = run.model.num_parameters, run.model.flops_per_token
     chinchilla, dtype = CHINCHILLA_TOKENS_PER_PARAMETER, run.config.all_reduce_dtype
     return "\n".join(
         [
@@ -253,9 +253,9 @@ def _document(
         "schema": "plan/1",
         "run": run.name,
         "model": size_name(run.model),
-        "parameters": num_parameters(run.model),
+        "parameters": run.model.num_parameters,
         "tokens": num_tokens,
-        "flops_per_token": flops_per_token(run.model),
+        "flops_per_token": run.model.flops_per_token,
         "checkpoint_bytes": bytes_of_checkpoint(run),
         "pinned_bytes": pinned_bytes(run),
         "memory_bytes": {

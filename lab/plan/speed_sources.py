@@ -12,14 +12,7 @@ from basics.gpu_readings import read_gpus
 from basics.json_files import FrozenConfig, found_object
 from lab.plan.memory import Setting
 from lab.runs import Record, RunFiles, launched_runs, number
-from reporting.speed import (
-    EXPECTED_SHARE,
-    SPEED_CHECK_STEPS,
-    Gpu,
-    find_gpu,
-    flops_per_token,
-    num_parameters,
-)
+from reporting.speed import EXPECTED_SHARE, SPEED_CHECK_STEPS, Gpu, find_gpu
 from run_config import ModelConfig, Precision, Run
 
 MEASURED_PATH = Path(__file__).parents[2] / "benchmarks" / "measured.json"
@@ -65,7 +58,7 @@ class Measurement(FrozenConfig):
     source: str  # the command or document, and the date
 
     def mfu(self, gpu: Gpu) -> float:
-        flops = self.tokens_per_second * flops_per_token(self.model) / self.processes
+        flops = self.tokens_per_second * self.model.flops_per_token / self.processes
         return flops / gpu.peak(self.precision)
 
     def fits(self, wanted: Setting, gpu: Gpu) -> bool:
@@ -78,7 +71,7 @@ class Measurement(FrozenConfig):
             and (self.attention == "math") == (config.attention == "math")
             and self.activation_checkpointing == config.activation_checkpointing
             and bool(self.model.drop_rate) == bool(wanted.model.drop_rate)
-            and _size_ratio(wanted, flops_per_token(self.model)) <= MAX_SIZE_RATIO
+            and _size_ratio(wanted, self.model.flops_per_token) <= MAX_SIZE_RATIO
             and CREDIBLE_MFU[0] <= self.mfu(gpu) <= CREDIBLE_MFU[1]
         )
 
@@ -174,14 +167,14 @@ def expected_speed(
     for name, found in measured.items():
         if fitting := [one for one in found if one.fits(wanted, gpu)]:
             nearest = min(
-                fitting, key=lambda one: _size_ratio(wanted, flops_per_token(one.model))
+                fitting, key=lambda one: _size_ratio(wanted, one.model.flops_per_token)
             )  # of equals the first one
             return ExpectedSpeed(
                 nearest.mfu(gpu),
                 name,
                 (
                     f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
-                    f" {nearest.device}, {num_parameters(nearest.model):,} parameters"
+                    f" {nearest.device}, {nearest.model.num_parameters:,} parameters"
                     f" ({nearest.source})"
                 ),
             )
@@ -213,5 +206,5 @@ def expected_speed(
 
 def _size_ratio(wanted: Setting, flops: float) -> float:
     """Return how many times more FLOPs per token one of two models needs."""
-    ratio = flops / flops_per_token(wanted.model)
+    ratio = flops / wanted.model.flops_per_token
     return max(ratio, 1 / ratio)

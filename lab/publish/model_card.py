@@ -116,7 +116,7 @@ def model_card(target: LoadedModel, request: Request) -> str:
         config=config,
         meta=meta,
         address=request.repository or HERE,
-        num_parameters=target.model.num_parameters(),
+        num_parameters=config.num_parameters,
         start=f"the weights of {code(str(start))}" if start else "scratch",
         dataset=code(dataset),
         so_far=""

@@ -26,8 +26,10 @@ from click.testing import CliRunner
 from basics import machine
 from basics.errors import UserError
 from basics.gpu_readings import GIB, GpuReading, read_gpus
-from lab.doctor import checks, doctor, load, run_checks
-from lab.doctor.checks import (
+from lab.doctor import doctor, load_process, machine_checks, run_checks
+from lab.doctor.doctor import print_checks
+from lab.doctor.load_tests import PARTS, Outcome, check_load, load_tests
+from lab.doctor.machine_checks import (
     NO_ANSWER,
     OK,
     PROBLEM,
@@ -40,8 +42,6 @@ from lab.doctor.checks import (
     ok,
     visible_gpus,
 )
-from lab.doctor.doctor import print_checks
-from lab.doctor.load_tests import PARTS, Outcome, check_load, load_tests
 from processes.distributed import Process
 from run_config import load_run
 from tests.support.hub_server import (
@@ -128,7 +128,7 @@ class Stand:
         monkeypatch.setattr(doctor, "load_tests", tests)
         monkeypatch.setattr(doctor, "read_gpus", lambda: self.gpus)
         monkeypatch.setattr(doctor, "trained_by", lambda _: self.pid)
-        monkeypatch.setattr(checks, "TEST_BYTES", 2**10)
+        monkeypatch.setattr(machine_checks, "TEST_BYTES", 2**10)
         monkeypatch.setattr("lab.doctor.load_tests.time", SimpleNamespace(time=lambda: NOW))
 
 
@@ -148,7 +148,9 @@ def report_of(output):
 
 def test_a_machine_without_gpus_is_fit_to_train_a_run(ready, monkeypatch):
     """All of it is real: two processes multiply matrices and exchange data."""
-    monkeypatch.setattr(checks, "CHECK_SECONDS", 200.0)  # others may keep disk and cores busy
+    monkeypatch.setattr(
+        machine_checks, "CHECK_SECONDS", 200.0
+    )  # others may keep disk and cores busy
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 200.0)
     before = ready.files()
     result = run_lab("doctor", *ready.arguments("tiny", "--json", "--time-limit", "200"))
@@ -236,7 +238,7 @@ def test_a_driver_or_a_disk_that_never_answers_is_no_hang(
 
 def test_a_check_that_raises_or_hangs_stops_no_other(place, monkeypatch):
     forever = threading.Event()
-    monkeypatch.setattr(checks, "CHECK_SECONDS", 1.0)
+    monkeypatch.setattr(machine_checks, "CHECK_SECONDS", 1.0)
 
     def failing(error, _):
         raise error
@@ -397,8 +399,10 @@ def test_what_the_driver_and_pytorch_see_is_compared(case):
 
 def test_lost_data_of_a_gpus_memory_is_told(place):
     about = Subject(place.runs_dir, place.datasets_dir, gpus=GPUS)
-    assert checks.check_ecc(about) is None
-    found = checks.check_ecc(replace(about, gpus=(GPU, replace(GPU, uncorrected_ecc_errors=2))))
+    assert machine_checks.check_ecc(about) is None
+    found = machine_checks.check_ecc(
+        replace(about, gpus=(GPU, replace(GPU, uncorrected_ecc_errors=2)))
+    )
     assert found.verdict == WARNING and found.text == "GPU 1: 2 uncorrected errors"
 
 
@@ -555,11 +559,11 @@ def test_what_four_processes_find_and_how_they_end_gets_its_verdict(stand, case)
 def test_a_process_tells_what_it_finds_and_loads_only_what_it_should(tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(load, "MATMUL_SIZE_ON_CPU", 32)
-    monkeypatch.setattr(load, "MATMUL_SECONDS", 0.001)
+    monkeypatch.setattr(load_process, "MATMUL_SIZE_ON_CPU", 32)
+    monkeypatch.setattr(load_process, "MATMUL_SECONDS", 0.001)
 
     def parts_of(**changes):
-        load.main(
+        load_process.main(
             tmp_path,
             SimpleNamespace(**{"num_gpus": 0, "is_loading": True, "seconds": 10.0} | changes),
         )
@@ -571,7 +575,7 @@ def test_a_process_tells_what_it_finds_and_loads_only_what_it_should(tmp_path, m
 
     assert list(parts_of()) == list(PARTS[:2])
     assert list(parts_of(num_gpus=3)) == list(parts_of(is_loading=False)) == ["PyTorch"]
-    monkeypatch.setattr(load, "matrix_products", lambda _: 1 / 0)
+    monkeypatch.setattr(load_process, "matrix_products", lambda _: 1 / 0)
     found = parts_of()
     assert list(found) == list(PARTS[:2])
     assert found["matrix products"]["error"] == "ZeroDivisionError: division by zero"
@@ -581,7 +585,7 @@ def of_this_test():
     return [
         process
         for process in psutil.process_iter(["cmdline", "environ"])
-        if "lab.doctor.load" in (process.info["cmdline"] or ())
+        if "lab.doctor.load_process" in (process.info["cmdline"] or ())
         and (process.info["environ"] or {}).get("DOCTORS_TEST") == str(os.getpid())
     ]
 
@@ -600,7 +604,7 @@ def test_processes_that_hang_or_die_are_told_and_ended(place, monkeypatch, is_de
 
 def test_a_wrong_sum_is_seen(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor.mul_(1.001))
-    found = load.all_reduce(
+    found = load_process.all_reduce(
         Process(0, 0, 1, torch.device("cpu")), dist.HashStore(), timedelta(seconds=10)
     )
     dist.destroy_process_group()
@@ -636,8 +640,8 @@ def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
 def test_shared_memory_must_suffice_for_all_processes(place, monkeypatch, free, verdict):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**34, 0, free))
     about = Subject(place.runs_dir, place.datasets_dir, num_processes=8)
-    assert checks.check_shared_memory(about).verdict == verdict
-    assert checks.check_shared_memory(replace(about, num_processes=1)) is None
+    assert machine_checks.check_shared_memory(about).verdict == verdict
+    assert machine_checks.check_shared_memory(replace(about, num_processes=1)) is None
 
 
 def test_a_host_name_without_an_address_is_a_problem(place, monkeypatch):
@@ -647,14 +651,14 @@ def test_a_host_name_without_an_address_is_a_problem(place, monkeypatch):
     about = Subject(place.runs_dir, place.datasets_dir)
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
-    assert checks.check_host_name(about).verdict == OK
+    assert machine_checks.check_host_name(about).verdict == OK
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    found = checks.check_host_name(about)
+    found = machine_checks.check_host_name(about)
     assert found.verdict == PROBLEM and found.advice == (
         'add "ADDRESS box" to /etc/hosts, with the address that others reach'
     )
     monkeypatch.setenv("RANK", "0")
-    assert checks.check_host_name(about) is None
+    assert machine_checks.check_host_name(about) is None
 
 
 COMPILERS = {  # CC, what is installed, train.json: the verdict, and a part of the text
@@ -676,26 +680,26 @@ def test_a_compiler_is_missed_where_the_step_is_compiled(place, tmp_path, monkey
     if named:
         monkeypatch.setenv("CC", named)
     about = subject(place, train={"compile": None} | train, gpus=GPUS)
-    found = checks.check_compiler(about)
+    found = machine_checks.check_compiler(about)
     assert (found and found.verdict) == verdict and (not found or text in found.text)
-    assert checks.check_compiler(replace(about, gpus=())) is None
+    assert machine_checks.check_compiler(replace(about, gpus=())) is None
     if verdict == OK:
         (tmp_path / "Python.h").unlink()
-        assert checks.check_compiler(about).text.startswith(f"no {tmp_path}/Python.h")
+        assert machine_checks.check_compiler(about).text.startswith(f"no {tmp_path}/Python.h")
 
 
 def test_a_place_for_compiled_code_is_needed_from_which_it_can_run(place, tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     about = subject(place)
-    assert checks.check_caches(about) == ok(str(tmp_path / ".cache/ddp-train/inductor"))
+    assert machine_checks.check_caches(about) == ok(str(tmp_path / ".cache/ddp-train/inductor"))
     flags = SimpleNamespace(f_flag=os.ST_NOEXEC)
     monkeypatch.setattr(os, "statvfs", lambda _: flags)
-    found = checks.check_caches(about)
+    found = machine_checks.check_caches(about)
     assert found.verdict == WARNING and "set TORCHINDUCTOR_CACHE_DIR" in found.advice
     monkeypatch.setenv("HOME", "/proc/nowhere")
     monkeypatch.setattr("tempfile.tempdir", "/proc/nowhere")
-    found = checks.check_caches(about)
+    found = machine_checks.check_caches(about)
     assert found.verdict == PROBLEM and "neither the home directory" in found.text
 
 
@@ -726,11 +730,11 @@ def test_a_disk_gets_its_verdict_and_nothing_is_left_on_it(place, monkeypatch, c
             raise error
 
     about = subject(place)
-    monkeypatch.setattr(checks.os, "fsync", fsync)
-    monkeypatch.setattr(checks.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(machine_checks.os, "fsync", fsync)
+    monkeypatch.setattr(machine_checks.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, free))
     monkeypatch.setattr(
-        checks.psutil,
+        machine_checks.psutil,
         "disk_partitions",
         lambda all: [
             SimpleNamespace(mountpoint="/", fstype="overlay" if file_system == "ext4" else "ext4"),
@@ -738,9 +742,9 @@ def test_a_disk_gets_its_verdict_and_nothing_is_left_on_it(place, monkeypatch, c
         ],
     )
     before = place.files()
-    found = checks.check_runs_disk(about)
+    found = machine_checks.check_runs_disk(about)
     assert found.verdict == verdict and text in found.text and bool(found.advice) == (verdict != OK)
-    assert written in ([], [checks.TEST_BYTES]) and place.files() == before
+    assert written in ([], [machine_checks.TEST_BYTES]) and place.files() == before
 
 
 # --- the run
@@ -937,8 +941,8 @@ def nodes(monkeypatch):
             "code_digest": lambda: "abc",
             "this_process": lambda: SimpleNamespace(device=torch.device("cpu")),
         }.items():
-            monkeypatch.setattr(load, name, value)
-        return load.check_nodes(is_busy=False, time_limit=time_limit)
+            monkeypatch.setattr(load_process, name, value)
+        return load_process.check_nodes(is_busy=False, time_limit=time_limit)
 
     versions = {
         "PyTorch": torch.__version__,

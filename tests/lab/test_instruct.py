@@ -16,11 +16,11 @@ from huggingface_hub import ModelCard
 from pydantic import TypeAdapter
 
 from gpt import GPTModel
-from lab.instruct import instructions, tuning
+from lab.instruct import fine_tuning, instructions
+from lab.instruct.fine_tuning import IGNORED, TuneOptions, encode_entries, mean_loss
 from lab.instruct.instructions import AnswersFile, Entry, load_entries, read_entries
 from lab.instruct.judge import summarise
-from lab.instruct.judging import UnusableReplyError, compare
-from lab.instruct.tuning import IGNORED, TuneOptions, encode_entries, mean_loss
+from lab.instruct.judge_endpoint import UnusableReplyError, compare
 from reporting.metrics_file import remove_metrics_from
 from tests.support.hub_server import Handler, listening
 from tests.support.judge_server import Endpoint, Fault, faulty_reply, judging
@@ -133,7 +133,7 @@ def test_the_split_is_that_of_the_book(tmp_path, count, sizes):
 def test_the_best_epoch_is_restored_when_validation_loss_rises():
     validation = examples_of("Ask 0", "Ask 1", "Ask 2", output="Yet!")
     model = new_model()
-    epochs, best = tuning.tune(
+    epochs, best = fine_tuning.tune(
         model, examples_of(*(f"Ask {n}" for n in range(8))), validation, OPTIONS
     )
     losses = [epoch["validation_loss"] for epoch in epochs]
@@ -150,7 +150,7 @@ def test_the_seed_determines_dropout_and_order():
     def first_loss(seed, drop_rate):
         model = new_model(drop_rate=drop_rate)
         torch.seed()  # the earlier random state does not matter
-        epochs, _ = tuning.tune(
+        epochs, _ = fine_tuning.tune(
             model, train, train, dataclasses.replace(OPTIONS, max_epochs=1, seed=seed)
         )
         return epochs[1]["train_loss"]
@@ -523,7 +523,7 @@ def test_failed_questions_are_counted_left_out_and_retried_later(
 )
 def test_no_judged_question_is_an_error(endpoint, files, monkeypatch, kind, reason, asks):
     if kind == "slow":  # the others have all the time that they take
-        monkeypatch.setattr("lab.instruct.judging.REQUEST_SECONDS", 0.2)
+        monkeypatch.setattr("lab.instruct.judge_endpoint.REQUEST_SECONDS", 0.2)
     endpoint.faults = [Fault(kind, times=999)]
     error = error_line(judge(endpoint, *files))
     assert "none of 12 questions was judged" in error and reason in error

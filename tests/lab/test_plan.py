@@ -24,7 +24,7 @@ from processes.command_line import command_line
 from processes.distributed import Process
 from processes.run_lock import release_run
 from reporting.clock import PhaseClock
-from reporting.speed import find_gpu, flops_per_token, num_parameters
+from reporting.speed import find_gpu
 from reporting.summary import RunEnd, summarise
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.json_schemas import checked
@@ -135,8 +135,8 @@ def test_the_figures_of_the_notes_are_those_of_their_page(workplace):
     page = dict(re.findall(r"^\| (.+) \| .+ \| (.+) \|$", text, re.MULTILINE))
     assert page == {
         "figure": "here",
-        "parameters of the model": f"{network.num_parameters():,}",
-        "tokens for 20 a parameter": f"{20 * network.num_parameters():,}",
+        "parameters of the model": f"{network.config.num_parameters:,}",
+        "tokens for 20 a parameter": f"{20 * network.config.num_parameters:,}",
         **{
             f"largest microbatch in {card}": by_card[card]
             for card in ("24 GiB", "40 GiB", "80 GiB")
@@ -371,7 +371,8 @@ def configs(shape, **changes):
 @pytest.mark.parametrize("has", [False, True])
 def test_num_parameters_equals_that_of_the_built_model(has):
     model = ModelConfig(**TINY_MODEL | {"tie_weights": has, "qkv_bias": has})
-    assert num_parameters(model) == GPTModel(model).num_parameters()
+    counted = sum(parameter.numel() for parameter in GPTModel(model).parameters())
+    assert model.num_parameters == counted
 
 
 @pytest.mark.parametrize(("shape", "precision", "change"), CASES)
@@ -413,7 +414,7 @@ def test_ddp_buckets_replace_gradients_with_several_processes(
     measured = int(result.stdout.split()[-1])
     setting = Setting(model, train, "bf16", num_processes=2, on_gpu=False)
     predicted = peak_memory(setting, 6)
-    assert (predicted.buckets, predicted.gradients) == (4 * num_parameters(model), 0)
+    assert (predicted.buckets, predicted.gradients) == (4 * model.num_parameters, 0)
     assert predicted.total == pytest.approx(measured, rel=tolerance)
 
 
@@ -688,10 +689,10 @@ def test_the_length_is_what_the_budget_buys_at_the_measured_speed(workplace, spe
     steps, rest = divmod(tokens, STEP)
     assert rest == 0
     model = load_run(workplace.runs_dir, "tiny").model
-    work = 10 * STEP / 2 * flops_per_token(model)  # FLOPs of a process in a second
+    work = 10 * STEP / 2 * model.flops_per_token  # FLOPs of a process in a second
 
     def seconds(steps):
-        return steps / 10 + -(-steps // 5) * 6 * 16 * flops_per_token(model) / 3 / work
+        return steps / 10 + -(-steps // 5) * 6 * 16 * model.flops_per_token / 3 / work
 
     assert seconds(steps) <= 10 < seconds(steps + 1)
     file = speed.get("file", "microbatch-search.json")

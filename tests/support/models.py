@@ -30,7 +30,7 @@ from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, Workplace, write_tokens
 from tokens.batches import Microbatch
 from tokens.tokenizer import choose_tokenizer
-from trainer.losses import build_training_state
+from trainer.loss_functions import build_training_state
 from trainer.precision import resolve_for_device
 from trainer.weight_formats import gpt2_config, to_gpt2
 

@@ -27,8 +27,8 @@ from reporting.speed import find_gpu
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN
-from trainer import background_saver, losses, measurements, stopping
-from trainer.losses import build_training_state
+from trainer import background_saver, loss_functions, measurements, stopping
+from trainer.loss_functions import build_training_state
 from trainer.microbatch_trial import random_microbatches
 from trainer.precision import resolve_for_device
 
@@ -153,8 +153,8 @@ def train_with_gpus() -> None:
 
 def count_compilations() -> None:
     """Be ddp_train.py with a fast backend; after each save rank 0 prints what was compiled."""
-    compile_with = losses.torch.compile
-    losses.torch.compile = lambda function, **options: compile_with(
+    compile_with = loss_functions.torch.compile
+    loss_functions.torch.compile = lambda function, **options: compile_with(
         function, backend="aot_eager", **options
     )
     charts, end = ddp_train.Trainer.draw_charts, ddp_train.Trainer.end
@@ -176,13 +176,13 @@ def name_files_of_a_step() -> None:
 
     The model takes the paths of a GPU, but nothing is compiled: that would hide the calls.
     """
-    losses.torch.compile = lambda function, **options: function
-    choose = losses.choose_forward_options
+    loss_functions.torch.compile = lambda function, **options: function
+    choose = loss_functions.choose_forward_options
 
     def choose_as_on_a_gpu(*arguments: Any) -> ForwardOptions:
         return replace(choose(*arguments), attention="auto", adds_bias_apart=True)
 
-    losses.choose_forward_options = choose_as_on_a_gpu
+    loss_functions.choose_forward_options = choose_as_on_a_gpu
     files: set[str] = set()
     step: list[int] = []
 

@@ -237,7 +237,7 @@ def tuned_card(target: LoadedModel, data: Data, record: dict[str, Any]) -> str:
         front_matter=front_matter,
         title=escaped(title),
         base=code(base) + trained,
-        num_parameters=target.model.num_parameters(),
+        num_parameters=target.model.config.num_parameters,
         prompt=Entry(instruction="Name the largest planet.", output="").prompt().rstrip("\n"),
         input=INPUT.replace("\n", "\\n"),
         file=escaped(one_line(data.path.name)),

@@ -1,4 +1,4 @@
-"""What loads the machine: `python -m lab.doctor.load FOLDER SPEC` is one process, for one GPU.
+"""One process that loads one GPU: `python -m lab.doctor.load_process FOLDER SPEC`.
 
 It appends a line to FOLDER/RANK when it begins a part of the tests, and one with what it found: a
 process that crashes or hangs leaves the part in which it did. On several nodes, the processes of
@@ -23,8 +23,8 @@ from basics.errors import describe
 from basics.json_files import to_json
 from basics.machine import code_digest, cuda_problem, within
 from basics.tensors import DeviceTime
-from lab.doctor.checks import OTHER_MACHINE, Checks, ok, problem, warning
 from lab.doctor.load_tests import EXCHANGE, PRODUCTS, advice_on, judge_exchange
+from lab.doctor.machine_checks import OTHER_MACHINE, Checks, ok, problem, warning
 from processes.distributed import Process, join_process_group, share_cpu_cores, this_process
 from processes.signals import end_with_parent
 from processes.startup_agreement import open_torchrun_store

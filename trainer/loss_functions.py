@@ -107,7 +107,7 @@ def compile_now(work: Callable[[], object]) -> None:
         ) from None
 
 
-class Losses:
+class LossFunctions:
     """A model's losses as a run computes them. Building it compiles them: every rank.
 
     `training` turns token ids and targets, (B, T) each, into the mean loss, (); not yet in DDP.
@@ -165,7 +165,7 @@ class Losses:
 
 
 @torch.inference_mode()
-def validate(losses: Losses, data: Microbatches, watchdog: Watchdog) -> float | None:
+def validate(losses: LossFunctions, data: Microbatches, watchdog: Watchdog) -> float | None:
     """Return the mean loss over all of `data`, in nats per token; None after a stop signal.
 
     With `validate_on` "all" it is a collective, for which the processes share the microbatches;
