@@ -192,20 +192,29 @@ class Muon(AdamW):
     def _start_updates(
         self, parameters: list[nn.Parameter], skips: Tensor, momentum: float
     ) -> tuple[Tensor, dist.Work | None]:
-        """Return the updates of matrices of one shape, (n or more, r, c), and what brings them."""
+        """Start to compute the updates of the n matrices of one shape, (r, c).
+
+        Returns the updates, (n or more, r, c), and the work to wait for before they are read, if
+        other ranks compute a part of them.
+        """
         gradients = _matrices([each.grad for each in parameters])  # type: ignore[misc]
         averages = _matrices([self.state[each]["momentum"] for each in parameters])
-        size = -(-len(gradients) // self._world_size)  # of a rank's share
-        first = self._rank * size
-        batch = torch.zeros(size, *gradients[0].shape, dtype=self._dtype, device=skips.device)
-        if mine := gradients[first : first + size]:
-            gradient, average = torch.stack(mine), torch.stack(averages[first : first + size])
-            # The moving averages, a step further (Nesterov); always finite.
-            batch[: len(mine)] = torch.where(skips, average, gradient).lerp_(average, momentum)
+        share = -(-len(gradients) // self._world_size)  # matrices of each rank
+        mine = slice(self._rank * share, (self._rank + 1) * share)
+        num_mine = len(gradients[mine])  # the last ranks may have fewer, or none
+        # Every rank gathers `share` matrices, so those that are missing are zeros.
+        batch = torch.zeros(share, *gradients[0].shape, dtype=self._dtype, device=skips.device)
+        if num_mine:
+            gradient = torch.stack(gradients[mine])  # (num_mine, r, c)
+            average = torch.stack(averages[mine])
+            # Nesterov: the moving averages, one step further. In a skipped step the gradient is not
+            # finite, and Newton-Schulz iterations would spread that: the average stands in for it.
+            gradient = torch.where(skips, average, gradient)
+            batch[:num_mine] = gradient.lerp_(average, momentum)
         batch = orthogonalise(batch)
         if self._world_size == 1:
             return batch, None
-        gathered = batch.new_empty(self._world_size * size, *batch.shape[1:])
+        gathered = batch.new_empty(self._world_size * share, *batch.shape[1:])
         return gathered, dist.all_gather_into_tensor(gathered, batch, async_op=True)
 
 

@@ -154,11 +154,9 @@ def _names(n_layers: int) -> Iterator[tuple[str, str, str, bool]]:
             for ours, (gpt2, original) in INNER.items()
         ]
     for ours, gpt2, original in rows:
-        is_norm = "norm" in ours
-        for part in ("weight",) if ours.endswith("embedding") else ("weight", "bias"):
-            yield (
-                f"{ours}.{part}",
-                f"{gpt2}.{part}",
-                f"{original}.{NORM_PARTS[part] if is_norm else part}",
-                part == "weight" and ours.startswith("blocks.") and not is_norm,
-            )
+        is_norm, is_matrix = "norm" in ours, ours.startswith("blocks.") and "norm" not in ours
+        parts = ["weight"] if ours.endswith("embedding") else ["weight", "bias"]
+        for part in parts:
+            of_original = NORM_PARTS[part] if is_norm else part
+            is_transposed = is_matrix and part == "weight"
+            yield f"{ours}.{part}", f"{gpt2}.{part}", f"{original}.{of_original}", is_transposed

@@ -137,10 +137,13 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
     tokens are not of the model's.
     """
     torch.set_float32_matmul_precision("highest")
-    lengths, config = _token_lengths(target, part.file), target.model.config
+    lengths = _token_lengths(target, part.file)
+    config = target.model.config
     longest = config.context_length
     block_tokens = part.block_tokens()
-    blocks = np.zeros((3, -(-part.num_tokens // block_tokens)))  # losses, tokens, bytes
+    num_blocks = -(-part.num_tokens // block_tokens)
+    # Sums over the tokens of each block, (num_blocks,).
+    nats, num_tokens, num_bytes = (np.zeros(num_blocks) for _ in range(3))
     stride = microbatch_size * longest
     for place in tqdm(
         range(0, part.num_tokens, stride),
@@ -154,11 +157,14 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
         check_token_ids(tokens, part.file.path, first=first, vocab_size=config.vocab_size)
         losses = _losses(target.model, tokens)
         # A sequence belongs to the block in which it begins.
-        block = (place + np.arange(len(losses))) // longest * longest // block_tokens
-        num_bytes = np.zeros(len(losses)) if lengths is None else lengths.of(tokens)
-        for row, values in zip(blocks, (losses, np.ones(len(losses)), num_bytes), strict=True):
-            row += np.bincount(block, values, minlength=len(row))
-    nats, num_tokens, num_bytes = blocks[:, blocks[1] > 0]
+        sequence = (place + np.arange(len(losses))) // longest
+        block = sequence * longest // block_tokens
+        nats += np.bincount(block, losses, num_blocks)
+        num_tokens += np.bincount(block, minlength=num_blocks)
+        if lengths is not None:
+            num_bytes += np.bincount(block, lengths.of(tokens), num_blocks)
+    is_used = num_tokens > 0
+    nats, num_tokens, num_bytes = nats[is_used], num_tokens[is_used], num_bytes[is_used]
     loss, bits = ratio(nats, num_tokens), Figure(None, None)
     if num_bytes.any():
         bits = ratio(nats, num_bytes).through(lambda nats_per_byte: nats_per_byte / math.log(2))
@@ -189,11 +195,10 @@ def _token_lengths(target: LoadedModel, file: TokenFile) -> ByteLengths | None:
         )
     if not (made_with or own):
         return None
-    tokenizer = (
-        target.load_tokenizer()
-        if own
-        else load_tokenizer(made_with, file_beside(file.path.parent, made_with))
-    )
+    if own:
+        tokenizer = target.load_tokenizer()
+    else:
+        tokenizer = load_tokenizer(made_with, file_beside(file.path.parent, made_with))
     return byte_lengths(tokenizer, num_ids=target.model.config.vocab_size)
 
 
@@ -249,47 +254,36 @@ def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], microbatch_s
     pass has as many tokens as `microbatch_size` sequences of the model's context length.
     """
     torch.set_float32_matmul_precision("highest")
-    unique = sorted(
-        dict.fromkeys(text for of_one in texts for text in of_one),
-        key=lambda text: -len(text.tokens),
-    )
+    unique = list(dict.fromkeys(text for of_one in texts for text in of_one))
+    unique.sort(key=lambda text: -len(text.tokens))
+    batch_tokens = microbatch_size * target.model.config.context_length
     results: dict[Text, tuple[float, bool]] = {}
     with tqdm(
         total=len(unique), desc=one_line(target.name), unit="text", leave=False, disable=None
     ) as bar:
         while len(results) < len(unique):  # a batch begins with its longest text
-            longest = unique[len(results)]
-            size = max(
-                1,
-                microbatch_size
-                * target.model.config.context_length
-                // max(1, len(longest.tokens) - 1),
-            )
+            num_inputs = len(unique[len(results)].tokens) - 1
+            size = max(1, batch_tokens // max(1, num_inputs))
             batch = unique[len(results) : len(results) + size]
             results.update(zip(batch, _score(target, batch), strict=True))
             bar.update(len(batch))
-    # Of each question: the right choice has the highest log probability of all; the same, divided
-    # by the characters of the choice; each token of the right choice is the likeliest of all
-    # tokens; the log probability of the right choice.
-    answers = []
+    is_likeliest = []  # the right choice has the highest log probability of all choices
+    is_likeliest_per_character = []
+    is_greedy = []  # each token of the right choice is the likeliest of all tokens
+    losses = []  # minus the log probability of the right choice
     for question, of_one in zip(quiz.questions, texts, strict=True):
         sums = np.array([results[text][0] for text in of_one])
         lengths = np.array([len(choice) for choice in question.choices])
-        log_probability, is_greedy = results[of_one[question.right]]
-        answers.append(
-            (
-                sums.argmax() == question.right,
-                (sums / lengths).argmax() == question.right,
-                is_greedy,
-                log_probability,
-            )
-        )
-    right, normalised, greedy, log_probabilities = map(np.array, zip(*answers, strict=True))
-    has_choice = len(quiz.questions[0].choices) > 1  # else a last word is to be foretold
+        log_probability, all_likeliest = results[of_one[question.right]]
+        is_likeliest.append(sums.argmax() == question.right)
+        is_likeliest_per_character.append((sums / lengths).argmax() == question.right)
+        is_greedy.append(all_likeliest)
+        losses.append(-log_probability)
+    has_choice = len(quiz.questions[0].choices) > 1  # else the task is to predict the last word
     figures = {
-        "accuracy": share(right if has_choice else greedy),
-        "normalised_accuracy": share(normalised),
-        "perplexity": ratio(-log_probabilities, np.ones(len(answers))).through(exp),
+        "accuracy": share(np.array(is_likeliest if has_choice else is_greedy)),
+        "normalised_accuracy": share(np.array(is_likeliest_per_character)),
+        "perplexity": ratio(np.array(losses), np.ones(len(losses))).through(exp),
     }
     num_cut = sum(text.is_cut for of_one in texts for text in of_one)
     if num_cut:

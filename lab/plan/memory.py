@@ -90,20 +90,22 @@ def peak_memory(setting: Setting, microbatch_size: int) -> Memory:
     """Return the memory at the peak of a step: in the backward pass, or in the optimizer's step."""
     C, L, model = setting.model.emb_dim, setting.model.n_layers, setting.model
     in_backward = _held(setting, microbatch_size, max(_in_backward(setting, microbatch_size)))
-    # Before the optimizer's step a tied matrix has two gradients, and in float32 their sum too.
-    tied = model.vocab_size * C * model.tie_weights * (2 if setting.element == FLOAT32 else 1)
-    orthogonalising = (
-        0
-        if setting.config.optimizer != "muon"
-        else max(
+    tied = 0
+    if model.tie_weights:
+        # Before the optimizer's step the matrix has two gradients, and in float32 their sum too.
+        num_gradients = 2 if setting.element == FLOAT32 else 1
+        tied = num_gradients * FLOAT32 * model.vocab_size * C
+    orthogonalising = 0
+    if setting.config.optimizer == "muon":
+        orthogonalising = max(
             _orthogonalising_bytes(setting, 4 * L, columns=C),
             _orthogonalising_bytes(setting, 2 * L, columns=4 * C),
         )
-    )
-    # With diagnostics the weights before the step are kept.
-    before = FLOAT32 * model.num_parameters if setting.config.diagnostics_interval else 0
+    before = 0
+    if setting.config.diagnostics_interval:  # they keep the weights before the step
+        before = FLOAT32 * model.num_parameters
     # No activations are left, and all gradients are there.
-    in_update = _held(setting, 0, max(FLOAT32 * tied, orthogonalising + before))
+    in_update = _held(setting, 0, max(tied, orthogonalising + before))
     if setting.num_processes == 1:
         in_update = replace(in_update, gradients=in_update.weights)
     return max(in_backward, in_update, key=lambda memory: memory.total)
@@ -177,22 +179,15 @@ def _held(setting: Setting, microbatch_size: int, temporary: float) -> Memory:
     matmul_weights = matrices + model.vocab_size * model.emb_dim
     tokens = microbatch_size * model.context_length
     wanted = setting.config.global_batch_size
-    accumulates = (
-        setting.config.gradient_accumulation_steps > 1
-        if wanted is None
-        else wanted > microbatch_size * setting.num_processes
-    )
+    if wanted is None:
+        accumulates = setting.config.gradient_accumulation_steps > 1
+    else:
+        accumulates = wanted > microbatch_size * setting.num_processes
     has_copies = setting.element < FLOAT32 and tokens > 0
-    activations = (
-        _norm_bytes(setting)
-        + IDS
-        + model.n_layers
-        * (
-            setting.residual * model.emb_dim
-            if setting.config.activation_checkpointing
-            else _layer_bytes(setting)
-        )
-    )
+    of_layer = _layer_bytes(setting)
+    if setting.config.activation_checkpointing:  # only its input is kept
+        of_layer = setting.residual * model.emb_dim
+    activations = _norm_bytes(setting) + IDS + model.n_layers * of_layer
     if model.drop_rate:
         activations += (1 if setting.on_gpu else FLOAT32) * model.emb_dim
     return Memory(

@@ -110,6 +110,19 @@ def model_card(target: LoadedModel, request: Request) -> str:
         datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None,
         eval_results=found or None,
     )
+    so_far = ""
+    if written.status == RUNNING:
+        so_far = (
+            f" so far:\nthese are the weights after step {meta.global_step + 1:,}; training goes on"
+        )
+    step = f"{meta.global_step + 1:,}"
+    if num_steps:
+        step += f" of {num_steps:,.0f}"
+    tokenizer = target.tokenizer_name or "unknown tokenizer"
+    if target.tokenizer_path:
+        tokenizer = TOKENIZER_FILE
+    results = {f"{one.metric_name}, {one.dataset_name}": f"{one.metric_value:.6f}" for one in found}
+    more = charts + [GGUF] if request.with_gguf else charts
     return template("base_model.md").format(
         front_matter=front_matter.to_yaml(),
         title=request.source,
@@ -119,26 +132,19 @@ def model_card(target: LoadedModel, request: Request) -> str:
         num_parameters=config.num_parameters,
         start=f"the weights of {code(str(start))}" if start else "scratch",
         dataset=code(dataset),
-        so_far=""
-        if written.status != RUNNING
-        else " so far:\nthese are the weights after step"
-        f" {meta.global_step + 1:,}; training goes on",
-        tokenizer=TOKENIZER_FILE
-        if target.tokenizer_path
-        else (target.tokenizer_name or "unknown tokenizer"),
+        so_far=so_far,
+        tokenizer=tokenizer,
         head="tied to the token embedding" if config.tie_weights else "separate",
         biases="yes" if config.qkv_bias else "no (stored as zeros)",
-        results=_rows(
-            {f"{one.metric_name}, {one.dataset_name}": f"{one.metric_value:.6f}" for one in found}
-        ),
+        results=_rows(results),
         prompt="def " if is_bytes else "Every effort moves you",
         notes="Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n" * is_bytes,
-        step=f"{meta.global_step + 1:,}" + (f" of {num_steps:,.0f}" if num_steps else ""),
+        step=step,
         train_loss="-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
         hours=sum(meta.seconds.values()) / 3600,
         training=_rows(_training(meta, written) | changes),
         settings=json.dumps(_changed(meta.model, settings), indent=2),
-        more="".join(f"\n\n{part}" for part in [*charts, *[GGUF] * request.with_gguf]),
+        more="".join(f"\n\n{part}" for part in more),
     )
 
 

@@ -45,13 +45,9 @@ def watch_text(watched: Watched) -> None:
 
 def screen(watched: Watched, width: int) -> RenderableType:
     """Return a panel for each run that trains or is named, and a table of the rest."""
-    states = sorted(
-        (
-            read_state(watched.runs_dir, name)
-            for name in chosen_runs(watched.runs_dir, watched.names)
-        ),
-        key=lambda state: state.status != RUNNING,
-    )
+    names = chosen_runs(watched.runs_dir, watched.names)
+    states = [read_state(watched.runs_dir, name) for name in names]
+    states.sort(key=lambda state: state.status != RUNNING)
     panels = [state for state in states if state.status == RUNNING or watched.names]
     parts: list[RenderableType] = [_panel(watched, state, width) for state in panels]
     if rest := states[len(panels) :]:
@@ -72,35 +68,23 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
         ("validation", "validation_loss", state.validation_loss),
     ):
         if last is not None:
-            values = [y for y in answer["lines"].get(key, {"y": ()})["y"] if y is not None]
+            line = answer["lines"].get(key, {"y": ()})
+            values = [y for y in line["y"] if y is not None]
             rows.add_row(label, f"{last:.4f}  {sparkline(values, room)}")
-    for label, found in {
-        "speed": {
-            "{:,.0f} tokens/s": state.tokens_per_second,
-            ", {:.1%} MFU": state.mfu,
-            ", {:.1f} GiB": state.memory_gib,
-            ", {} tokens": state.tokens and short_count(state.tokens),
-        },
-        "spent": {
-            "{}": state.seconds and duration(state.seconds),
-            ", ${}": state.usd and dollars(state.usd),
-            " of about ${}": state.usd_at_end and dollars(state.usd_at_end),
-            " at ${:,.2f}/h": state.usd_per_hour,
-        },
-    }.items():
-        if text := "".join(form.format(value) for form, value in found.items() if value):
-            rows.add_row(label, text.removeprefix(", "))
+    for label, text in (("speed", _speed(state)), ("spent", _spent(state))):
+        if text:
+            rows.add_row(label, text)
     for warning in state.warnings:
         rows.add_row("warning", Text(one_line(warning), style="yellow"))
     for sample in answer["samples"][:MAX_SAMPLES]:
         shown = Text(" ".join(visible(sample["prompt"] + sample["text"]).split()))
         shown.truncate(MAX_SAMPLE_LENGTH, overflow="ellipsis")
         rows.add_row(f"step {sample['step']:,}", shown)
-    status = (
-        state.status
-        + (f" in {state.phase}" if state.phase else "")
-        + (f" ({state.reason})" if state.reason else "")
-    )
+    status = state.status
+    if state.phase:
+        status += f" in {state.phase}"
+    if state.reason:
+        status += f" ({state.reason})"
     return Panel(
         rows,
         title=Text(state.name, style="bold"),
@@ -108,6 +92,32 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
         subtitle=Text(one_line(status), style=STYLES.get(state.status, "yellow")),
         subtitle_align="left",
     )
+
+
+def _speed(state: RunState) -> str:
+    parts = []
+    if state.tokens_per_second:
+        parts.append(f"{state.tokens_per_second:,.0f} tokens/s")
+    if state.mfu:
+        parts.append(f"{state.mfu:.1%} MFU")
+    if state.memory_gib:
+        parts.append(f"{state.memory_gib:.1f} GiB")
+    if state.tokens:
+        parts.append(f"{short_count(state.tokens)} tokens")
+    return ", ".join(parts)
+
+
+def _spent(state: RunState) -> str:
+    text = ""
+    if state.seconds:
+        text = duration(state.seconds)
+    if state.usd:
+        text += f", ${dollars(state.usd)}"
+    if state.usd_at_end:
+        text += f" of about ${dollars(state.usd_at_end)}"
+    if state.usd_per_hour:
+        text += f" at ${state.usd_per_hour:,.2f}/h"
+    return text.removeprefix(", ")
 
 
 def _progress(state: RunState, done: int) -> str:
