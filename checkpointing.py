@@ -43,13 +43,11 @@ from basics.tensors import Header, read_tensors, write_tensors
 from gpt import GPTModel
 from run_config import STEP, ModelConfig
 
-WEIGHTS, OPTIMIZER, META, VALIDATION, TOKENIZER = (
-    "model.safetensors",
-    "optimizer.safetensors",
-    "meta.json",
-    "validation.json",
-    "tokenizer.json",
-)
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+META = "meta.json"
+VALIDATION = "validation.json"
+TOKENIZER = "tokenizer.json"
 ALIGNMENT = 64  # bytes, of a tensor in a block
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
@@ -399,13 +397,11 @@ def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
     }
     if chosen := [path for path in named_as_checkpoints(checkpoints_dir) if path not in kept]:
         now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
-        aside_dir = next(
-            place
-            for number in count()
-            if not (
-                place := run_dir / "set-aside" / (f"{now}-{number}" if number else now)
-            ).exists()
-        )
+        aside_dir = run_dir / "set-aside" / now
+        for number in count(1):  # another launch may have needed one in the same second
+            if not aside_dir.exists():
+                break
+            aside_dir = aside_dir.with_name(f"{now}-{number}")
         (aside_dir / "checkpoints").mkdir(parents=True)
         for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
             if path.is_file() and not path.is_symlink() and path.name != IDENTITY:

@@ -24,7 +24,11 @@ def gb(size: float) -> str:
 def _with_unit(size: float, units: tuple[tuple[float, str], ...]) -> str:
     factor, name = next((unit for unit in units if abs(size) >= unit[0]), units[-1])
     value = abs(size) / factor
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    digits = 0
+    if value < 9.995:
+        digits = 2
+    elif value < 99.95:
+        digits = 1
     return f"{size / factor:,.{digits}f} {name}"
 
 

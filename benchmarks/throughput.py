@@ -274,11 +274,11 @@ def speed_table(lines: list[Line], flops: float) -> list[str]:
     for line in lines:
         rows.setdefault(line["row"], []).append(line)
     against = (ORIGINAL, HUGGING_FACE.format("fp32"))
-    speeds = {
-        name: statistics.median(known)
-        for name, measured in rows.items()
-        if (known := [line["tokens_per_second"] for line in measured if line["status"] == "ok"])
-    }
+    speeds = {}
+    for name, measured in rows.items():
+        known = [line["tokens_per_second"] for line in measured if line["status"] == "ok"]
+        if known:
+            speeds[name] = statistics.median(known)
     reference: list[float] = next((line["losses"] for line in lines if line.get("losses")), [])
     columns = [
         Column("", "left"),

@@ -31,12 +31,11 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     for path in [] if runs else sorted(runs_dir.iterdir()):
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             print_error(f"warning: {path}: cannot be read (no permission): left out")
+    with_config = [path.parent.name for path in runs_dir.glob("*/train.json")]
     new = sorted(
         name
-        for path in runs_dir.glob("*/train.json")  # with a config only
-        if (name := path.parent.name) not in launched
-        and RUN_NAME.fullmatch(name)
-        and (name in runs or not runs)
+        for name in with_config
+        if name not in launched and RUN_NAME.fullmatch(name) and (name in runs or not runs)
     )
     if runs:
         others = [name for name in runs if name not in new]

@@ -79,11 +79,13 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
     dataset_dir = datasets_dir / dataset
     provide_dataset(dataset_dir, dataset)
     before = model | train
-    reasons = [
-        line
-        for line in fit_to_dataset(model, train, dataset, dataset_dir)
-        if (model | train).get(key := line.split()[0]) != before.get(key)
-    ]
+    lines = fit_to_dataset(model, train, dataset, dataset_dir)
+    after = model | train
+    reasons = []  # for keys that have changed; a line begins with its key
+    for line in lines:
+        key = line.split()[0]
+        if after.get(key) != before.get(key):
+            reasons.append(line)
     try:
         configs = with_defaults(
             ModelConfig.model_validate(model), TrainConfig.model_validate(train)

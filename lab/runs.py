@@ -86,10 +86,11 @@ def _last_records(path: Path, version: Version) -> tuple[Record, ...]:
 
 
 def last_value(records: Iterable[Record], key: str) -> float | None:
-    return next(
-        (n for record in reversed(tuple(records)) if (n := number(record.get(key))) is not None),
-        None,
-    )
+    for record in reversed(tuple(records)):
+        value = number(record.get(key))
+        if value is not None:
+            return value
+    return None
 
 
 def append_evaluation(path: Path, record: Record) -> None:
@@ -151,13 +152,11 @@ class RunFiles:
         summary, beat = map(found_object, (run_dir / "summary.json", run_dir / "heartbeat.json"))
         age, status = seconds_since(run_dir, "heartbeat.json"), words(summary.get("status"))
         is_alive = age is not None and age <= HEARTBEAT_SECONDS
-        if status is None:
-            status = (
-                RUNNING
-                if is_alive
-                # it starts
-                else ("summary damaged" if (run_dir / "summary.json").exists() else NO_SUMMARY)
-            )
+        if status is None and is_alive:  # it starts
+            status = RUNNING
+        elif status is None:
+            has_summary = (run_dir / "summary.json").exists()
+            status = "summary damaged" if has_summary else NO_SUMMARY
         elif status == RUNNING and age is not None:
             status = RUNNING if is_alive else NO_HEARTBEAT
         elif status == RUNNING:
@@ -176,9 +175,8 @@ class RunFiles:
 
     def phases(self, kind: str) -> dict[str, float]:
         """Return seconds or US dollars by phase, as far as they are numbers."""
-        return {
-            key: n for key, value in self.part(kind).items() if (n := number(value)) is not None
-        }
+        numbers = {key: number(value) for key, value in self.part(kind).items()}
+        return {key: value for key, value in numbers.items() if value is not None}
 
     def spent(self, records: Iterable[Record]) -> tuple[float | None, float | None]:
         """Return the seconds and the US dollars of all launches until now.
@@ -198,7 +196,8 @@ class RunFiles:
 
 def seconds_since(run_dir: Path, *names: str) -> float | None:
     """Return the age of the newest of some files of a run; None if there is none."""
-    times = [found[2] / 1e9 for name in names if (found := version_of(run_dir / name))]
+    versions = [version_of(run_dir / name) for name in names]
+    times = [version[2] / 1e9 for version in versions if version]
     return max(0.0, time.time() - max(times)) if times else None
 
 
@@ -300,11 +299,11 @@ def _seconds_per_step(records: tuple[Record, ...]) -> float | None:
         for record in records
         if None not in (number(record.get("train_loss")), number(record.get("seconds")))
     ][-PACE_RECORDS:]
-    rates = [
-        (after["seconds"] - before["seconds"]) / steps
-        for before, after in pairwise(reports)
-        if (steps := after["global_step"] - before["global_step"]) > 0
-    ]
+    rates = []  # seconds a step
+    for before, after in pairwise(reports):
+        steps = after["global_step"] - before["global_step"]
+        if steps > 0:
+            rates.append((after["seconds"] - before["seconds"]) / steps)
     if not rates or (pace := statistics.median(rates)) < 0:
         return None
     first, last = reports[0], reports[-1]

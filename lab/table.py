@@ -138,17 +138,16 @@ class Table:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.values[0])
         for row in self.values:
-            writer.writerow(
-                ""
-                if value is None
-                else str(value).lower().removesuffix(".0")  # true, 36
-                if not isinstance(value, str)
-                else f"'{value}"
-                if value[:1] in tuple("=+-@")
-                else value
-                for value in row.values()
-            )
+            writer.writerow(_csv_cell(value) for value in row.values())
         return text.getvalue().rstrip("\n")
+
+
+def _csv_cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        return str(value).lower().removesuffix(".0")  # true, 36
+    return f"'{value}" if value[:1] in tuple("=+-@") else value
 
 
 def short_count(value: float) -> str:

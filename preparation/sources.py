@@ -62,11 +62,12 @@ class Request(Record):
 
     def difference(self, earlier: "Request") -> str:
         """Say how it differs from an earlier one; empty if it does not."""
-        changes = [
-            f"{key.replace('_', ' ')} was {value or 'none'}, is {str(new or 'none')[:12]}"
-            for key, value in earlier
-            if key not in FACTS and value != (new := getattr(self, key))
-        ]
+        changes = []
+        for key, value in earlier:
+            new = getattr(self, key)
+            if key not in FACTS and value != new:
+                name = key.replace("_", " ")
+                changes.append(f"{name} was {value or 'none'}, is {str(new or 'none')[:12]}")
         return ", ".join(changes)
 
 

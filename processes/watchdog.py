@@ -77,7 +77,10 @@ class Watchdog(AbstractContextManager):
         self._hang_seconds, self._lost_seconds = NEVER, self.deadlines.lost
         self._num_heartbeats, self._last_heartbeat = 0, time.monotonic()  # in this step
         self._is_suspended = self._has_hung_up = self._has_dumped = self._has_reported = False
-        self._stopped_at, self.stop_by, self._fail_by, self._publish_at = -NEVER, NEVER, NEVER, 0.0
+        # By time.monotonic: of the stop signal, and when this process ends because of it, when it
+        # ends because another one has failed, and when it next exchanges heartbeats.
+        self._stopped_at, self.stop_by = -NEVER, NEVER
+        self._fail_by, self._publish_at = NEVER, 0.0
         self._exiting, self._done = threading.Lock(), threading.Event()
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:

@@ -133,8 +133,9 @@ def decoded(pieces: Iterable[bytes], stops: tuple[str, ...] = ()) -> Iterator[st
     stops = tuple(filter(None, stops))
     for piece in pieces:
         held += decoder.decode(piece)
-        if found := [place for stop in stops if (place := held.find(stop)) >= 0]:
-            yield held[: min(found)]
+        places = [held.find(stop) for stop in stops if stop in held]
+        if places:
+            yield held[: min(places)]
             return
         keep = max(
             (

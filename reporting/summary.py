@@ -51,9 +51,10 @@ def summarise(
         key: next((record[key] for record in reversed(records) if key in record), None)
         for key in ("train_loss", "validation_loss", "validation_bits_per_byte")
     }
+    status = FINISHED if is_finished else "stopped"
     return {
         "run": run.name,
-        "status": "failed" if end.failure else FINISHED if is_finished else "stopped",
+        "status": "failed" if end.failure else status,
         "reason": end.failure or (reason and reason.text),
         "stopped_by": reason and reason.kind,
         "global_step": end.global_step,

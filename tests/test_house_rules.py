@@ -122,6 +122,29 @@ def test_commands_that_need_no_torch_do_not_import_it():
         seen |= found
 
 
+def test_one_expression_makes_one_decision():
+    """Nested conditional expressions and names that a comprehension's condition binds are read
+    twice, and so are dictionaries of lambdas."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = []
+            if isinstance(node, ast.IfExp):
+                parts = [part for part in (node.body, node.orelse) if isinstance(part, ast.IfExp)]
+            elif isinstance(node, ast.comprehension):
+                parts = [
+                    part
+                    for condition in node.ifs
+                    for part in ast.walk(condition)
+                    if isinstance(part, ast.NamedExpr)
+                ]
+            elif isinstance(node, ast.Dict):
+                lambdas = [value for value in node.values if isinstance(value, ast.Lambda)]
+                parts = lambdas[1:]
+            found += [f"{name_of(path)}:{part.lineno}" for part in parts]
+    assert not found
+
+
 def test_no_name_is_that_of_a_package_that_a_dependency_may_import():
     names = {path.relative_to(PROJECT_DIR).parts[0].removesuffix(".py") for path in FILES}
     installed = {

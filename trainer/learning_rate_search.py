@@ -153,8 +153,10 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
 
 def suggested_rates(config: TrainConfig, learning_rate: float) -> dict[str, float]:
     """Return the keys to set: those of the groups with own rates too, which keep their ratio."""
-    return {"learning_rate": learning_rate} | {
-        key: learning_rate * rate / config.learning_rate
-        for group in GROUPS
-        if (rate := getattr(config, key := f"{group}_learning_rate"))
-    }
+    rates = {"learning_rate": learning_rate}
+    for group in GROUPS:
+        key = f"{group}_learning_rate"
+        rate = getattr(config, key)
+        if rate is not None:
+            rates[key] = learning_rate * rate / config.learning_rate
+    return rates

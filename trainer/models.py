@@ -85,13 +85,11 @@ def load_model(
         try:
             loaded = _of_directory(name, place if place.is_dir() else _download(name))
         except DAMAGE as error:
-            reason = (
-                f"it has no weights {error.args[0]}"
-                if isinstance(error, KeyError)
-                else describe(error).removesuffix("; change it")  # a trained model is as it is
-                if isinstance(error, ValidationError)
-                else first_line(error)
-            )
+            reason = first_line(error)
+            if isinstance(error, KeyError):
+                reason = f"it has no weights {error.args[0]}"
+            elif isinstance(error, ValidationError):
+                reason = describe(error).removesuffix("; change it")  # it is trained already
             raise UserError(f"{name}: not a GPT-2: {reason}") from None
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loaded.model.to(device).eval()

@@ -39,10 +39,15 @@ def resolve_for_device(config: TrainConfig, device: torch.device) -> TrainConfig
         # It finds errors, and is slow.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     on_gpu, precision = device.type == "cuda", config.precision
-    if precision is None and config.use_amp:  # the fastest one that is safe on the device
-        precision = "bf16" if has_precision(device, "bf16") else "fp16" if on_gpu else "fp32"
-    precision = precision or "fp32"
-    residual_dtype = config.residual_dtype or ("bf16" if on_gpu and precision == "bf16" else "fp32")
+    if precision is None:  # the fastest one that is safe on the device
+        precision = "fp32"
+        if config.use_amp and has_precision(device, "bf16"):
+            precision = "bf16"
+        elif config.use_amp and on_gpu:
+            precision = "fp16"
+    residual_dtype = config.residual_dtype
+    if residual_dtype is None:
+        residual_dtype = "bf16" if on_gpu and precision == "bf16" else "fp32"
     if residual_dtype == "bf16" and precision != "bf16":
         raise UserError(
             f'residual_dtype is "bf16", but the precision here is {precision}; remove'

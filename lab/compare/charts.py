@@ -164,12 +164,11 @@ def _unit(in_bits: bool) -> str:
 
 
 def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
-    points = [
-        (place, value)
-        for record in result.records
-        if (place := number(record.get(x_key))) is not None
-        and (value := number(record.get(key))) is not None
-    ]
+    points = []
+    for record in result.records:
+        place, value = number(record.get(x_key)), number(record.get(key))
+        if place is not None and value is not None:
+            points.append((place, value))
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
     if key == "train_loss" and len(x):  # averages of at most MAX_POINTS groups
         groups = np.array_split(np.arange(len(x)), min(len(x), MAX_POINTS))

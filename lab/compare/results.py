@@ -235,10 +235,8 @@ def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
     best = files.part("best").get("checkpoint")
     last = number(files.summary.get("global_step"))
     if best is None and last is None:  # the run has not ended: use its last measured checkpoint
-        last = max(
-            (step for line in tests if (step := number(line.get("global_step"))) is not None),
-            default=None,
-        )
+        steps = [number(line.get("global_step")) for line in tests]
+        last = max((step for step in steps if step is not None), default=None)
     found = [line for line in tests if last is not None and number(line.get("global_step")) == last]
     found += [line for line in tests if best is not None and line.get("checkpoint") == best]
     return sorted(found, key=lambda line: -(number(line.get("num_tokens")) or 0))

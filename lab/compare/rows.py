@@ -150,10 +150,12 @@ def _row_of(group: list[Result], text: str) -> Row:
         f"test_{key}": [number(test.get(key)) for test in tests]
         for key in ("loss", "bits_per_byte")
     }
-    found = {
-        key: None if None in values else values[0] if is_one else statistics.fmean(values)
-        for key, values in each.items()
-    }
+    found: dict[str, Any] = {}
+    for key, values in each.items():
+        if None in values:
+            found[key] = None
+        else:
+            found[key] = values[0] if is_one else statistics.fmean(values)
     seconds, usd, validation = found["seconds"], found["usd"], found.pop("validation_seconds")
     training = None if None in (seconds, validation) else seconds - validation
     return Row(

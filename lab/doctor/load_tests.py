@@ -126,7 +126,8 @@ def load_tests(subject: Subject) -> list[Outcome]:
 
 
 def check_load(processes: list[Outcome]) -> Checks:
-    return {part: found for part in PARTS if (found := judge_part(part, processes))}
+    findings = {part: judge_part(part, processes) for part in PARTS}
+    return {part: finding for part, finding in findings.items() if finding}
 
 
 def judge_part(part: str, processes: list[Outcome]) -> Finding | None:

@@ -90,8 +90,9 @@ def read_measured(runs_dir: Path) -> dict[str, list[Measurement]]:
     paths = sorted(
         (runs_dir / name / "summary.json" for name in launched), reverse=True, key=_mtime
     )
+    own = [read_own(path.parent) for path in paths]
     return {
-        OWN: [found for path in paths if (found := read_own(path.parent))],
+        OWN: [measurement for measurement in own if measurement],
         MEASURED: TypeAdapter(list[Measurement]).validate_json(MEASURED_PATH.read_bytes()),
     }
 

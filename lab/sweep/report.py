@@ -76,7 +76,9 @@ class Entry:
         is_lower = self.difference.mean < 0
         if self.difference.is_noise is None:
             return LOWER if is_lower else f"not {LOWER}"
-        return "inside" if self.difference.is_noise else "better" if is_lower else "worse"
+        if self.difference.is_noise:
+            return "inside"
+        return "better" if is_lower else "worse"
 
 
 def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
@@ -196,6 +198,11 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
             "" if entry.is_comparable else "other validation tokens",
             entry.unfinished,
         ]
+        reached = UNKNOWN
+        if entry.reached:
+            reached = short_count(entry.reached.tokens)
+        elif found:
+            reached = "not reached"
         rows.append(
             [
                 label(entry.changes),
@@ -206,11 +213,7 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
                 if found and found.interval
                 else UNKNOWN,
                 "; ".join(filter(None, states)) or UNKNOWN,
-                short_count(entry.reached.tokens)
-                if entry.reached
-                else "not reached"
-                if found
-                else UNKNOWN,
+                reached,
                 text(entry.mean("seconds"), ",.0f"),
                 UNKNOWN if usd is None else dollars(usd),
             ]
