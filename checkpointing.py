@@ -177,6 +177,7 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
     if not checkpoints_dir.is_dir():
         checkpoints_dir.mkdir(parents=True)
         fsync(checkpoints_dir.parent)
+    # The time makes names unique when a step is trained again; the step decides the order.
     now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
     path = checkpoints_dir / f"{now}-iteration-{meta.global_step}"
     path.mkdir()
@@ -190,6 +191,7 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
         write_tensors(path / OPTIMIZER, snapshot.moments)
         if meta.tokenizer_file is not None:
             (path / TOKENIZER).write_bytes(meta.tokenizer_file)
+        # All content is on disk before the manifest, which says that the checkpoint is whole.
         for written in (*path.iterdir(), path, checkpoints_dir):
             fsync(written)
         failpoint("save.manifest")
@@ -250,6 +252,7 @@ def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     identity = read_identity(checkpoints_dir.parent)
     for path in reversed(named_as_checkpoints(checkpoints_dir)):
         try:
+            # Sizes first: every byte is read only of the one that is chosen.
             if open_checkpoint(path).is_of(identity):
                 return open_checkpoint(path, thoroughly=True), damaged
         except UserError as error:

@@ -250,13 +250,14 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         """Take one global step, on the next `num_microbatches`. Every rank.
 
-        Nothing here waits for the device. Returned are this process's mean loss and the norm of the
+        Nothing here waits for the device. Returns this process's mean loss and the norm of the
         averaged gradient, each () float32.
         """
         failpoint("train")
         model, optimizer, scaler = self.state.model, self.state.optimizer, self.state.scaler
         set_rates(optimizer, learning_rate)
         step_loss = torch.zeros((), device=self.process.device)
+        # Only with several processes are there gradients to average, after the last microbatch.
         accumulates = self.process.world_size > 1 and num_microbatches > 1
         for accumulation_step in range(num_microbatches):
             index, token_ids, targets = next(microbatches)
@@ -271,7 +272,7 @@ class TrainingStep:
                 if failpoint("gradient"):
                     loss = loss * torch.nan
                 scaler.scale(loss).backward()
-            step_loss += loss.detach()
+            step_loss += loss.detach()  # stays on the device; `LossWindow` reads it later
         scaler.unscale_(optimizer)
         self.diagnostics.before_update(model, token_ids, targets)
         del loss, token_ids, targets  # the update can use their memory
@@ -365,6 +366,7 @@ class Trainer:
             if global_step == first_step:
                 self.after_first_step(loss)
             ends = self.stop.after(global_step, is_report_due=loss_window.is_full)
+            # A launch that ends saves what it has trained, whatever the intervals say.
             saves = ends or self.config.is_save_due(global_step, num_steps=num_steps)
             if saves or loss_window.is_full:
                 self.report(global_step, learning_rate, waits=saves)
@@ -476,6 +478,7 @@ class Trainer:
         """Let rank 0 save, validate and start to draw while the other ranks wait. Every rank."""
         if self.process.is_main:
             self.save(global_step)
+        # The others wait in gloo, without a limit; the next collective of NCCL would time out.
         self.wait_for_all()
         if self.config.is_validation_due(global_step, num_steps=self.plan.num_steps):
             self.validate(global_step)
@@ -559,6 +562,7 @@ class Trainer:
         Raises: UserError: the last validation loss is not finite; the last checkpoint or the
             records could not be written, or the last --after-checkpoint failed.
         """
+        # A write that a full disk refused may succeed now; it is the last chance.
         with self.clock.phase(CHECKPOINT):
             self.saver.retry()
         if self.resume.is_trained:  # an earlier launch was killed before it came to this

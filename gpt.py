@@ -75,7 +75,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, drop_rate: float, attention: str) ->
     if attention in KERNELS:
         with sdpa_kernel(KERNELS[attention]):
             return F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
-    # is_causal and no mask tensor: a mask would rule out the flash kernels
+    # The causal mask is a flag, not a tensor: a mask tensor would rule out the flash kernels.
     return F.scaled_dot_product_attention(q, k, v, dropout_p=drop_rate, is_causal=True)
 
 
@@ -89,6 +89,7 @@ class MLP(nn.Module):
         self.output = nn.Linear(4 * config.emb_dim, config.emb_dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        # The same sum in two forms; compiled for a GPU, the first saves a pass over the gradient.
         if self.adds_bias_apart:
             hidden = AddBias.apply(F.linear(x, self.up.weight), self.up.bias)  # (B, T, 4 C)
         else:
@@ -143,6 +144,7 @@ class GPTModel(nn.Module):
         x = self.transform(self.embed(token_ids))
         if targets is None:
             weight = pad_rows(self.head_weight, self.options.head_multiple)
+            # The logits of the padding are cut off again.
             return F.linear(self.final_norm(x), weight)[..., : self.config.vocab_size]
         return self.loss(x, targets)
 
@@ -152,12 +154,14 @@ class GPTModel(nn.Module):
         positions = torch.arange(first_position, stop, device=token_ids.device)  # (T,)
         x = self.token_embedding(token_ids) + self.position_embedding(positions)  # (B, T, C)
         x = self.dropout(x)
+        # All layers add to x, so its dtype here is that of the whole residual stream.
         return x if self.options.residual_dtype is None else x.to(self.options.residual_dtype)
 
     def transform(
         self, x: Tensor, run: Callable[[Block, Tensor], Tensor] = lambda block, x: block(x)
     ) -> Tensor:
         """Run all layers, (B, T, C) to (B, T, C), each one through `run`."""
+        # Without gradients nothing is kept for a backward pass, so nothing would be saved.
         recomputes = self.options.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
             if recomputes:
@@ -201,6 +205,7 @@ class GPTModel(nn.Module):
             elif parameter.dim() == 2:
                 is_residual = name.endswith("output.weight")
                 scale = 1 / math.sqrt(2 * self.config.n_layers) if is_residual else 1.0
-                nn.init.normal_(parameter, std=INIT_STD * scale)  # before: same random numbers
+                # Drawn even if zeros follow, so that all other weights are the same for any `init`.
+                nn.init.normal_(parameter, std=INIT_STD * scale)
                 if zeros and (is_residual or name == "head.weight"):
                     nn.init.zeros_(parameter)

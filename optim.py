@@ -32,6 +32,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig, process: Process) -> 
             {
                 "params": parameters,
                 "lr": peak,
+                # The schedule gives one rate for a step; each group's keeps this ratio to it.
                 "peak_ratio": peak / config.learning_rate,
                 "betas": (config.beta1, config.beta2),
                 "eps": config.epsilon,
@@ -147,6 +148,7 @@ class Muon(AdamW):
         group = self._group()
         self._update_momentum(group)
         skips = self.found_inf.bool()
+        # On the device: an `if` would wait for it. With a rate of 0 nothing changes below.
         rate = torch.where(skips, 0.0, group["lr"])  # ()
         if group["weight_decay"]:
             torch._foreach_mul_(group["params"], 1 - rate * group["weight_decay"])
@@ -162,6 +164,7 @@ class Muon(AdamW):
                 _matrices(parameters), list(updates[: len(scales)] * (scales * rate))
             )
         groups = self.param_groups
+        # AdamW's step is for all groups of the optimizer, and the matrices are done.
         self.param_groups = [each for each in groups if each is not group]
         super().step(closure)
         self.param_groups = groups

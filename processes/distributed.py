@@ -76,7 +76,7 @@ def unused_gpus() -> list[str]:
 def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
     """Run `ddp_train.py` under torchrun on this machine, with the arguments of this process.
 
-    Returned is the status of the first process that failed; 128 + n if signal n stopped this one.
+    Returns the status of the first process that failed; 128 + n if signal n stopped this one.
     `logs_dir` gets what the processes print.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException

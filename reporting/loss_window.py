@@ -71,6 +71,7 @@ class LossWindow:
         `waits` those too that the device may not have finished yet.
         """
         values = self._values[:, : self._filled].clone()
+        # One collective a report, not one a step.
         dist.all_reduce(values[0])  # gloo cannot average
         values[0] /= dist.get_world_size()  # the norms are the same on every rank
         on_host = values.to("cpu", non_blocking=True)  # in pinned memory

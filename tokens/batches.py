@@ -52,6 +52,7 @@ class Microbatches(Sequence[Tensor]):
     ) -> None:
         self.token_file, self.start_token, self.vocab_size = token_file, start_token, vocab_size
         self._context_length, self._stride = plan.context_length, plan.tokens_per_microbatch
+        # The last target is one token beyond the last input.
         whole = max(0, token_file.num_tokens - start_token - 1) // self._stride
         self.num_tokens = whole * self._stride  # targets; one more token is read
         self._epoch_tokens = token_file.num_tokens
@@ -202,6 +203,7 @@ def read_ahead(
         tokens = microbatches[index]
         return index, tokens.pin_memory() if device.type == "cuda" else tokens
 
+    # Exactly one microbatch ahead: reading one takes far less than computing on one.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead") as reader:
         remaining = iter(indices)
         upcoming = [reader.submit(read, index) for index in itertools.islice(remaining, 1)]

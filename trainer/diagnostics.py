@@ -134,7 +134,7 @@ def _by_layer(name: str, values: list[Tensor]) -> Statistics:
 def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Statistics:
     """Run the layers one by one, without dropout and not compiled, and measure each.
 
-    `token_ids` and `targets` are (B, T) int64. Nothing here draws random numbers. Returned are the
+    `token_ids` and `targets` are (B, T) int64. Nothing here draws random numbers. Returns the
     mean norm of the residual stream of a token, as embedded and after each layer; by layer the
     largest attention logit and the mean entropy of the attention weights, in nats; and percentiles
     of the logits and of the losses of tokens, in nats.

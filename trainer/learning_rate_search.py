@@ -85,7 +85,7 @@ def prepare_range_test(
 def run_range_test(take_step: Callable[[float], Tensor], watchdog: Watchdog) -> list[float]:
     """Train with growing rates until the loss diverges or is not finite. Every rank.
 
-    `take_step` takes one step with a rate, and returns this process's mean loss, (). Returned are
+    `take_step` takes one step with a rate, and returns this process's mean loss, (). Returns
     the losses in nats per token, averaged over all processes, one for each step.
     """
     found: list[float] = []

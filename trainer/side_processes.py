@@ -84,7 +84,7 @@ class SideProcesses:
         """Wait for all, once the summary is written, whose figures are the tracker's last ones.
 
         After a stop signal all share the time that is left until the exit; the command is first.
-        Returned is what failed in --after-checkpoint; after a stop signal that is only a warning.
+        Returns what failed in --after-checkpoint; after a stop signal that is only a warning.
         """
         watchdog, deadlines = self._watchdog, self._watchdog.deadlines
         tracker_until = self._until(deadlines.tracker)

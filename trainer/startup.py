@@ -92,6 +92,7 @@ def prepare_run(
             "spent", lambda: spent_before(records, run.summary_path)
         )
         clock.count_lost(seconds, usd)
+    # The price first: what killed launches lost is booked in dollars too.
     warnings.append(clock.set_price(config.usd_per_hour))
     if not options.fresh:
         clock.count_lost(seconds_before(run.run_dir))  # of launches that were killed
@@ -163,7 +164,8 @@ def open_run_dir(
     """Remove from a run directory what this launch does not go on from, once all agree. Rank 0.
 
     In this order, so that a kill leaves no other run's records or checkpoints to go on from.
-    Returned are the identity of what is saved from now on, and where others' checkpoints are now.
+    Returns the identity of what is saved from now on, and the directory to which checkpoints that
+    the run does not go on from were moved, if any.
     """
     identity = identity_of_launch(run, resume.checkpoint, options)
     write_identity(run.run_dir, identity)

@@ -107,6 +107,7 @@ class Stop:
             num_batches = math.ceil(config.num_validation_sequences / plan.microbatch_size)
             if config.validate_on == "all":
                 num_batches = math.ceil(num_batches / plan.world_size)
+            # A backward pass takes about twice as long as a forward pass.
             forward = step / plan.gradient_accumulation_steps / 3
             validation = forward * num_batches
         save = clock.longest[CHECKPOINT] + clock.longest[CHART]

@@ -93,7 +93,7 @@ def _grouped(
 def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list[str]]:
     """Draw the charts that have data, and delete those of an earlier comparison.
 
-    If the tokenizers of the runs differ, losses are in bits per byte. Returned are their paths, and
+    If the tokenizers of the runs differ, losses are in bits per byte. Returns their paths, and
     a line with the reason for each missing chart or curve. Raises: OSError.
     """
     charts_dir.mkdir(parents=True, exist_ok=True)
