@@ -123,6 +123,7 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
     if not watchdog.stop_signal:
         return 0
     # Of rank 0 alone: torchrun ends all when one fails, and rank 0 is the last to end.
+    # torchrun itself would return 0 for processes that have ended in order.
     status = final_status(prepared.run, 0) if process.is_main else 0
     if status or spans_nodes():
         end_torchrun(process)
@@ -395,6 +396,7 @@ class Trainer:
             self.measurements.meter.start(energy_kwh)
             self.beside.track()
         self.clock.enter(COMPILE)  # until the end of the first step
+        # From here on a restart by torchrun resumes, also with --fresh.
         agreement.record_training_began(self.resume.first_step)
         self.step = TrainingStep(
             self.state, self.config, self.process, self.measurements.diagnostics
@@ -496,6 +498,7 @@ class Trainer:
         """Copy the training state; a background thread writes it. Rank 0."""
         train_loss = finite_or_none(self.measurements.loss_window.pop_loss_since_checkpoint())
         is_due = self.config.is_save_due(global_step, num_steps=self.plan.num_steps)
+        # A launch that ends early has averaged fewer steps: its loss compares with no other.
         decides_best = not self.config.validates and is_due
         with self.clock.phase(CHECKPOINT):
             self.saver.save(

@@ -70,7 +70,8 @@ class Agreement:
             failure = f"{error.status} {error}"
         except BaseException as error:  # whatever it is, the others must not wait for this process
             self._publish(step, f"{FAILED} rank {self._rank} failed: {describe(error)}")
-            raise
+            raise  # with its traceback: it is a fault of the code
+        # `gather` is in the order of ranks, so all take the same error.
         status, _, reason = next(filter(None, self.gather(step, failure)), "").partition(" ")
         if reason:
             raise AgreedError(reason, int(status))
@@ -111,6 +112,7 @@ class Agreement:
     def record_training_began(self, first_step: int) -> None:
         """Record the launch's first step for processes that torchrun may start later."""
         if self._rank == 0:
+            # Set once: after a restart the step at which the launch itself began still counts.
             self._root.compare_set(TRAINING_BEGAN, "", str(first_step))
 
     def step_before_restart(self) -> int | None:

@@ -97,10 +97,12 @@ class Watchdog(AbstractContextManager):
         So the numbers of signals come through a socket.
         """
         self._peers.publish("pid", os.getpid())
+        # A socket, since the thread can wait for it with a timeout; an event cannot be set from C.
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in stop_signals():
+            # Without a handler of Python's the signal would end the process, or be ignored.
             signal.signal(number, lambda *_: None)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -113,6 +115,7 @@ class Watchdog(AbstractContextManager):
     def expect_steps(self, hang_timeout_seconds: float) -> None:
         """Detect hangs from now on; the first step, which compiles, may take an hour or longer."""
         self.heartbeat()
+        # Compiling sends no heartbeats, so the first step has a deadline of its own.
         self._hang_seconds = max(self.deadlines.first_step, hang_timeout_seconds)
         self._lost_seconds = hang_timeout_seconds
         self._publish_at = 0.0
@@ -139,6 +142,7 @@ class Watchdog(AbstractContextManager):
 
     def stop(self) -> None:
         """Stop watching: this process is done. Call it in the main thread."""
+        # Published first: another process that looks for dead ones must not find this one.
         self._peers.publish("done")
         while (
             self.stop_signal
@@ -230,7 +234,7 @@ class Watchdog(AbstractContextManager):
         is_repeated = time.monotonic() < self._stopped_at + self.deadlines.repeated_signal
         if number not in STOP_SIGNALS or is_second and (is_repeated or self._has_hung_up):
             return
-        if is_second:
+        if is_second:  # the person does not want to wait for a checkpoint
             os._exit(128 + number)
         if self._step is None:
             self._check_others()  # where one has died, torchrun ends the rest with this signal
@@ -267,6 +271,7 @@ class Watchdog(AbstractContextManager):
         if self._peers.get("hang"):
             self._dump_stacks()
         now = time.monotonic()
+        # The rank that fails records it and ends; the others get some time to end by themselves.
         if self._fail_by == NEVER and self._peers.get("failure"):
             self._fail_by = now + self.deadlines.failure_grace
         if now > self._fail_by:
@@ -309,6 +314,7 @@ class Watchdog(AbstractContextManager):
         """Find the hung ranks: every rank publishes its progress and dumps its stacks."""
         self._peers.set("hang", "1")
         self._dump_stacks()
+        # Until the others have seen it and published how far they are.
         time.sleep(4 * self.deadlines.tick)
         ranks = " and ".join(map(str, self._peers.find_hung()))
         self._record_failure(HANG, f"rank {ranks} hung {self._position()}: {symptom}")

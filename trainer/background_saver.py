@@ -56,8 +56,9 @@ class BackgroundSaver:
     def save(self, state: TrainingState, meta: CheckpointMeta) -> None:
         """Take a snapshot when the last one is written; return as soon as it is taken."""
         self.wait()
+        # A state that could not be written is superseded by this one; its validation is not.
         if self._unsaved is None:
-            self.retry()  # a validation that could not be written
+            self.retry()
         failpoint("save.snapshot")
         self._unsaved, self.validation = (self._buffers.take(state), meta), None
         self._submit()
@@ -119,6 +120,7 @@ class BackgroundSaver:
                         " one before, perhaps with a lower learning_rate",
                         NON_FINITE,
                     )
+                # The records first: a checkpoint without those of its steps would leave a gap.
                 fsync_records(self._checkpoints_dir.parent)
                 self._newest = checkpointing.save_checkpoint(self._checkpoints_dir, snapshot, meta)
                 self._unsaved = None
@@ -131,6 +133,7 @@ class BackgroundSaver:
             self._failure = f"{what} could not be written ({why_not_written(as_os_error(error))})"
             return
         self.tidy()
+        # After the links: the command copies a directory whose `latest` is right.
         self._after_write()
         self.longest_write_seconds = max(self.longest_write_seconds, time.perf_counter() - began)
 

@@ -178,7 +178,7 @@ def validate(losses: LossFunctions, data: Microbatches, watchdog: Watchdog) -> f
     start, stride = (process.rank, process.world_size) if shares else (0, 1)
     indices = range(start, len(data), stride)
     total = torch.zeros(2, dtype=torch.float64, device=process.device)  # loss, sequences
-    losses.model.eval()
+    losses.model.eval()  # no dropout
     for _, token_ids, targets in tqdm(
         read_ahead(data, indices, device=process.device),
         total=len(indices),
@@ -192,7 +192,7 @@ def validate(losses: LossFunctions, data: Microbatches, watchdog: Watchdog) -> f
         failpoint("validate")
         total[0] += losses.validation(token_ids, targets) * len(token_ids)
         total[1] += len(token_ids)
-        if watchdog.stop_signal:
+        if watchdog.stop_signal:  # time may be short; the checkpoint is saved already
             break
     losses.model.train()
     if shares:

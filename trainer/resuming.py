@@ -83,6 +83,7 @@ def choose_checkpoint(run: Run, options: Options) -> tuple[str | None, list[str]
     """Return the name of the checkpoint to resume from, if any, and warnings of others. Rank 0."""
     if options.fresh:
         return None, []
+    # Directories without a manifest: left by a kill, or of the original system, which has none.
     partial = named_as_checkpoints(run.checkpoints_dir, partial=True)
     of_the_original = [path for path in partial if (path / "optimizer.pt").exists()]
     if of_the_original and not named_as_checkpoints(run.checkpoints_dir):
@@ -131,7 +132,8 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
             " another machine of the run"
         ) from None
     check_same_run(checkpoint, run, data.fingerprints)
-    # With another global batch, data would be read twice, or skipped.
+    # Positions in the data are counted in global batches: with another size some would be read
+    # twice, or skipped.
     plan, num_steps = data.plan, checkpoint.meta.global_step + 1
     if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
         before = checkpoint.meta.tokens // num_steps

@@ -71,6 +71,7 @@ def prepare_run(
     data = agreement.run(
         "data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size)
     )
+    # After the data: a checkpoint belongs to the run only if it was trained on these files.
     resume, warnings = find_resume_point(run, data, options, process, agreement)
     checkpoint = resume.checkpoint
     if config.init_from and checkpoint is None:  # later the other processes find it here too
@@ -114,6 +115,7 @@ def prepare_run(
         )
     # Each node may have a train.json of its own, so every process takes this step.
     agreement.run("room", lambda: None if resume.is_trained else check_room(run, clock, process))
+    # Nodes may have run directories of their own: all must be about to train the same.
     saved = checkpoint and (checkpoint.name, checkpoint.validation, read_manifest(checkpoint.path))
     agreement.require_same("run", (run.model, config, data.plan, data.fingerprints, saved))
     return PreparedRun(run, data, resume, list(filter(None, warnings)), energy_kwh)
