@@ -128,6 +128,7 @@ def this_process() -> Process:
                 f" unset it, or name one of {', '.join(interfaces)}"
             )
     local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), num_gpus()
+    # Two processes on one GPU would be slow, and NCCL refuses them with a traceback.
     if found and local_rank >= found:
         raise UserError(
             f"--nproc_per_node: local rank {local_rank} has no GPU of its own;"
@@ -171,6 +172,7 @@ def process_group(
     if process.device.type == "cuda":  # NCCL ends the process without a word: the watchdog is first
         seconds = max(seconds, config.hang_timeout_seconds) + NCCL_MARGIN_SECONDS
     join_process_group(process, store, timeout=timedelta(seconds=seconds))
+    # Of its own: rank 0 may save and validate for longer than any collective should take.
     yield dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)  # type: ignore[misc]
     # Not after an error: destroying the group waits for the others, which wait for this process.
     gc.unfreeze()
@@ -228,7 +230,7 @@ def _own_address(target: str) -> str:
     """Return this machine's address on the way to another one. Sends nothing."""
     for family, kind, protocol, _, place in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind, protocol) as way:
-            way.connect(place)
+            way.connect(place)  # of UDP: it only looks up the route
             return way.getsockname()[0]
     return "127.0.0.1"
 

@@ -45,6 +45,7 @@ def lock_run(run_dir: Path) -> None:
     """
     has_lock, is_child = True, os.environ.get(LAUNCH) == str(os.getppid())
     try:
+        # Found out here, not by the first checkpoint after an hour.
         for path in (run_dir, run_dir / "checkpoints"):
             if os.path.lexists(path) and not path.is_dir():  # such as a link to a disk that is gone
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
@@ -78,6 +79,7 @@ def _wait_for_lock(run_dir: Path, *, is_child: bool) -> None:
             # Rank 0 is to have it too. Another launch may come in between: it has the run then.
             _locks.append(share_lock(lock_directory(run_dir, is_shared=is_child)))
             return
+        # Processes that have lost their torchrun still save before they end: that is waited for.
         waited, beat = time.monotonic() - began, read_heartbeat(run_dir)
         is_healthy = _is_running_here(beat, "pid") and _is_running_here(beat, "parent")
         if waited > Deadlines.read().orphans or is_healthy:
@@ -126,6 +128,7 @@ def _name(beat: dict[str, Any]) -> str:
 def _is_running_here(beat: dict[str, Any], key: str) -> bool:
     if beat.get("host") == socket.gethostname() and type(beat.get(key)) is int:
         with suppress(ValueError, OverflowError, psutil.Error):
+            # A zombie has ended, and nobody has asked for its status yet.
             return psutil.Process(beat[key]).status() != psutil.STATUS_ZOMBIE
     return False
 

@@ -108,6 +108,7 @@ class PhaseClock:
 
     def count_diagnostics(self, seconds: float) -> None:
         """Book some of the seconds of training to diagnostics: the device has worked for both."""
+        # Measured on the device, which may be behind this process's clock.
         seconds = min(seconds, self.read_this_launch()[TRAINING])
         self._spent[TRAINING] -= seconds
         self._spent[DIAGNOSTICS] += seconds
@@ -153,6 +154,7 @@ class PhaseClock:
 
     def import_from_parent(self) -> None:
         """Add the seconds of the process that started torchrun, once."""
+        # After a restart the earlier processes have recorded these seconds with theirs.
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             for phase, seconds in json.loads(os.environ.get(SPENT_VARIABLE, "{}")).items():
                 self._spent[phase] += seconds
