@@ -44,10 +44,10 @@ MANY_TOKENS = {
     "context_length": 256,
     "emb_dim": 128,
     "n_heads": 4,
-    "n_layers": 4,
+    "n_layers": 2,
 }
 MANY_WORDS = {"vocab_size": 8192, "context_length": 128, "emb_dim": 64, "n_heads": 2, "n_layers": 2}
-WIDE = {"vocab_size": 2000, "context_length": 16, "emb_dim": 512, "n_heads": 4, "n_layers": 1}
+WIDE = {"vocab_size": 1000, "context_length": 16, "emb_dim": 256, "n_heads": 4, "n_layers": 1}
 
 
 def stepping(
