@@ -31,7 +31,7 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How the forward pass is computed. The result differs by rounding only."""
+    """How the forward pass is computed: ways that differ in speed, memory and rounding only."""
 
     residual_dtype: torch.dtype | None = None  # if not the embeddings'; bfloat16 needs autocast
     head_chunk_tokens: int | None = None  # per chunk of head and loss; None computes all at once
