@@ -183,7 +183,7 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
     path.mkdir()
     try:
         failpoint("save.meta")
-        # First: what a kill leaves can be told from what somebody else put there.
+        # Written first: by this file `_is_partly_saved` recognises what a kill has left.
         write_atomically(path / META, meta.model_dump_json(indent=2), durable=True)
         failpoint("save.weights")
         write_tensors(path / WEIGHTS, snapshot.weights)
@@ -206,7 +206,7 @@ def save_checkpoint(checkpoints_dir: Path, snapshot: Snapshot, meta: CheckpointM
 
 
 def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint:
-    """Add a validation to a saved checkpoint. Raises: OSError: that is whole, and not validated."""
+    """Add a validation to a saved checkpoint. Raises: OSError: the checkpoint stays without it."""
     failpoint("save.validation")
     text = validation.model_dump_json() + "\n"
     write_atomically(checkpoint.path / VALIDATION, text, durable=True)
@@ -214,9 +214,9 @@ def add_validation(checkpoint: Checkpoint, validation: Validation) -> Checkpoint
 
 
 def list_checkpoints(checkpoints_dir: Path) -> list[Checkpoint]:
-    """Return the run's checkpoints whose sizes are right, by global step, not by their times.
+    """Return the run's checkpoints whose files have the right sizes, sorted by global step.
 
-    Not those that it has left, or that are another run's. Raises: UserError.
+    Excludes those of other identities: of another run, or abandoned by this one. Raises: UserError.
     """
     found, identity = [], read_identity(checkpoints_dir.parent)
     for path in named_as_checkpoints(checkpoints_dir):
@@ -244,9 +244,9 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
 
 
 def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the run's newest checkpoint whose every byte is right, and warnings about later ones.
+    """Return the run's newest undamaged checkpoint, by its digests, and warnings about later ones.
 
-    Raises: UserError: none is whole, of some: starting over would lose the run.
+    Raises: UserError: there are checkpoints, but none is whole: starting over would lose the run.
     """
     damaged: list[str] = []
     identity = read_identity(checkpoints_dir.parent)
@@ -289,6 +289,7 @@ def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """Return the one with the lowest loss, the later of equals; the latest if none has a loss."""
+    # `min` returns the first of equals, so begin with the latest.
     return min(
         reversed(checkpoints),
         default=None,
@@ -358,7 +359,7 @@ def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint, whole or partial: its manifest first. Raises: OSError."""
     if (path / MANIFEST).exists():
         (path / MANIFEST).unlink()
-        fsync(path)
+        fsync(path)  # also after a power loss, no manifest lists files that are removed below
         failpoint("save.remove")
     for file in path.iterdir():
         if file.name != META:  # last: see `_is_partly_saved`
@@ -382,11 +383,11 @@ def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> No
 
 
 def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
-    """Leave a launch whole checkpoints of earlier steps, and links to them. Rank 0.
+    """Keep only whole checkpoints of steps before `from_step`, and renew the links. Rank 0.
 
-    What a kill left of a checkpoint is removed. Those from `from_step` on, damaged ones and those
-    of another run move to a directory that is returned, with a copy of the records; None if there
-    are none.
+    Partial checkpoints that a kill left are removed. Checkpoints from `from_step` on, damaged ones
+    and those of another run are moved to a new directory, which also gets a copy of the records.
+    Returns that directory; None if nothing was moved.
     """
     checkpoints_dir, aside_dir = run_dir / "checkpoints", None
     for path in named_as_checkpoints(checkpoints_dir, partial=True):
@@ -423,5 +424,6 @@ def _is_partly_saved(path: Path) -> bool:
     try:
         CheckpointMeta.model_validate_json(read_regular_file(path / META))
     except (OSError, ValueError):
+        # A kill before meta.json was complete leaves nothing, or its hidden partial file.
         return all(file.name.startswith(".") for file in path.iterdir())
     return True

@@ -98,6 +98,7 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
         return 0
     if process.device.type == "cpu":
         keep_freed_memory()
+    # If training had begun before torchrun restarted the processes, they resume, even with --fresh.
     options = options.after_restart(agreement.step_before_restart())
     watchdog = Watchdog(
         process,
@@ -122,7 +123,8 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
     )
     if not watchdog.stop_signal:
         return 0
-    # Of rank 0 alone: torchrun ends all when one fails, and rank 0 is the last to end.
+    # Only rank 0 exits with the signal's status: torchrun ends all processes as soon as one fails,
+    # and rank 0 is the last to end.
     # torchrun itself would return 0 for processes that have ended in order.
     status = final_status(prepared.run, 0) if process.is_main else 0
     if status or spans_nodes():
@@ -274,6 +276,7 @@ class TrainingStep:
                     loss = loss * torch.nan
                 scaler.scale(loss).backward()
             step_loss += loss.detach()  # stays on the device; `LossWindow` reads it later
+        # In fp16 the gradients have the loss scale: diagnostics and clipping need them without it.
         scaler.unscale_(optimizer)
         self.diagnostics.before_update(model, token_ids, targets)
         del loss, token_ids, targets  # the update can use their memory
@@ -343,7 +346,7 @@ class Trainer:
         )
         self.code = code_version() if self.process.is_main else ""
         self.has_reported_speed = False
-        self.has_summary = False  # the one of the end is on disk
+        self.has_summary = False  # of the launch's end: `before_exit` must not overwrite it
         watchdog.before_exit = self.before_exit
 
     def train(self, agreement: Agreement, warnings: list[str], energy_kwh: float) -> int:
@@ -352,7 +355,7 @@ class Trainer:
         first_step, num_steps = self.resume.first_step, self.plan.num_steps
         microbatches = read_microbatches(self.data, first_step, self.watchdog, self.clock)
         loss_window, diagnostics = self.measurements.loss_window, self.measurements.diagnostics
-        global_step = first_step - 1
+        global_step = first_step - 1  # returned if the launch has no step to take
         for global_step in range(first_step, self.stop.last_step + 1):
             self.watchdog.heartbeat(global_step)
             learning_rate = learning_rate_at(self.config, global_step, num_steps=num_steps)
@@ -391,7 +394,7 @@ class Trainer:
                 self.log.say(
                     f"earlier checkpoints that the run does not go on from are now in {aside_dir}"
                 )
-                self.beside.after_checkpoint.start()  # the copy learns of it before it has more
+                self.beside.after_checkpoint.start()  # before there are new checkpoints to copy
             self.say_settings(warnings)
             self.measurements.meter.start(energy_kwh)
             self.beside.track()
@@ -532,8 +535,9 @@ class Trainer:
             )
 
     def validate(self, global_step: int) -> None:
-        """Measure the validation loss, on rank 0 or, a collective, on all. Rank 0 records it, and
-        continues the run's `sample_prompts` with the model.
+        """Measure the validation loss: on rank 0, or as a collective on all (`validate_on`).
+
+        Rank 0 records the loss, and continues the run's `sample_prompts` with the model.
         """
         with self.clock.phase(VALIDATION) as phase:
             loss = validate(self.step.loss_functions, self.data.validation, self.watchdog)
@@ -559,8 +563,8 @@ class Trainer:
     def end(self, global_step: int) -> None:
         """Write what is left and the summary; wait for the processes beside training. Rank 0.
 
-        That may take 15 minutes, so it is called when the process group is gone, in which the other
-        ranks would wait for this one.
+        This may take 15 minutes. Call it after the process group is destroyed: inside the group the
+        other ranks would wait for this one.
 
         Raises: UserError: the last validation loss is not finite; the last checkpoint or the
             records could not be written, or the last --after-checkpoint failed.
@@ -571,6 +575,7 @@ class Trainer:
         if self.resume.is_trained:  # an earlier launch was killed before it came to this
             self.saver.tidy()
             self.draw_charts()
+        # After a stop signal `beside.finish` waits for them, once --after-checkpoint has ended.
         if not self.watchdog.stop_signal:
             self.beside.finish_charts()
         self.measurements.meter.stop()

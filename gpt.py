@@ -165,6 +165,7 @@ class GPTModel(nn.Module):
         recomputes = self.options.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
             if recomputes:
+                # Only dropout draws random numbers; the second pass must draw the same ones.
                 x = checkpoint(
                     run, block, x, use_reentrant=False, preserve_rng_state=self.config.drop_rate > 0
                 )

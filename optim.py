@@ -160,7 +160,8 @@ class Muon(AdamW):
         for parameters, scales, updates, gathering in started:
             if gathering is not None:
                 gathering.wait()
-            torch._foreach_sub_(  # the product has the weights' type: one pass
+            # The updates may end with padding: `scales` has one entry for each matrix.
+            torch._foreach_sub_(  # the product has the weights' dtype: one pass
                 _matrices(parameters), list(updates[: len(scales)] * (scales * rate))
             )
         groups = self.param_groups
@@ -170,10 +171,10 @@ class Muon(AdamW):
         self.param_groups = groups
 
     def _update_momentum(self, group: dict[str, Any]) -> None:
-        """Add the gradients to their moving averages, in one pass and not in a skipped step.
+        """Add the gradients to their moving averages in one pass; a skipped step adds nothing.
 
-        SGD's fused kernel does both: average + (1 - momentum) (gradient - average) is its step with
-        the average as the weight, a weight decay of 1 and the gradient's sign turned.
+        The fused SGD kernel does this: average + (1 - momentum) (gradient - average) is its step on
+        the average in place of the weight, with a weight decay of 1 and `maximize`.
         """
         for parameter in group["params"]:
             if not self.state[parameter]:
@@ -229,6 +230,7 @@ def _height(parameter: Tensor) -> int:
 
 def _matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the matrices in parameters, or in tensors like them, as views (r, c), r at most c."""
+    # `orthogonalise` takes r <= c, which makes its products smallest.
     return [
         matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
         for tensor in tensors

@@ -227,7 +227,7 @@ class TrainConfig(FrozenConfig):
         return (STEP, "exp_avg", "exp_avg_sq")
 
     def optimizer_state_bytes(self, model: ModelConfig) -> int:
-        """Return the bytes of the optimizer's state of a model, without its numbers."""
+        """Return the bytes of a model's optimizer state, without the scalars of `STEP`."""
         of_matrices, of_others = (
             len([name for name in self.optimizer_state(group) if name != STEP])
             for group in ("matrix", "vector")
@@ -290,13 +290,13 @@ class Run:
     search_path = _inside("microbatch-search.json")  # the speed that the last search has measured
 
     def decided(self, config: TrainConfig) -> Self:
-        """Return the run with a config in which the keys are decided that its own leaves open."""
+        """Return the run with `config`, which sets keys that the run's own config leaves open."""
         before, after = self.config.model_dump(), config.model_dump()
         left_open = {key: before[key] for key in before if before[key] != after[key]}
         return replace(self, config=config, left_open=left_open)
 
     def train_settings(self) -> dict[str, Any]:
-        """Return `train.json` as JSON values for records: all keys, those left open as they were.
+        """Return all settings as JSON values for records; open keys have their `train.json` value.
 
         So records of runs on different devices with the same files are equal.
         """
@@ -321,7 +321,7 @@ def plain_name(runs_dir: Path, text: str) -> str:
 
 
 def load_run(runs_dir: Path, name: str) -> Run:
-    """Read and check a run's `model.json` and `train.json`; of one of the project's, from there.
+    """Read and check a run's two config files; a shipped run without a copy is read in place.
 
     Raises: UserError: the name is not one plain directory name, the run does not exist, or one of
         its files is missing, unreadable or wrong.
@@ -367,9 +367,9 @@ def make_run_dir(run: Run) -> None:
 def with_defaults(model: ModelConfig, config: TrainConfig) -> tuple[ModelConfig, TrainConfig]:
     """Set the keys of `MUON_DEFAULTS` that are not set, or null; they still count as not set.
 
-    The rates are those of `runs/gpt2-small-muon`: at a width of 128 as below, and smaller by the
-    square root of the width; that of matrices is the same at all widths. With `learning_rate` set,
-    that is the rate of every group without one of its own, except the matrices.
+    The rates are those of `runs/gpt2-small-muon`. `MUON_DEFAULTS` holds them for a width of 128;
+    all but the matrices' rate are divided by sqrt(width / 128). If `learning_rate` is set, it is
+    the rate of every group without a rate of its own, except the matrices.
     """
     if config.optimizer != "muon":
         return model, config
@@ -378,7 +378,7 @@ def with_defaults(model: ModelConfig, config: TrainConfig) -> tuple[ModelConfig,
         for key, value in MUON_DEFAULTS.items()
         if key not in config.model_fields_set or getattr(config, key) is None
     }
-    if config.schedule_learning_rate:
+    if config.schedule_learning_rate:  # it asks for a cosine, which `schedule` would override
         missing.pop("schedule", None)
     for key in WIDTH_DEPENDENT & missing.keys():
         if "learning_rate" in config.model_fields_set:
@@ -392,7 +392,7 @@ def with_defaults(model: ModelConfig, config: TrainConfig) -> tuple[ModelConfig,
 
 def _filled(config: Config, missing: dict[str, Any]) -> Config:
     config = config.model_copy(update=missing)
-    config.model_fields_set.difference_update(missing)
+    config.model_fields_set.difference_update(missing)  # `model_copy` has added these keys
     return config
 
 

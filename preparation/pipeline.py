@@ -77,9 +77,10 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
 def join_parts(
     part_dirs: Sequence[Path], output_dir: Path, *, skip_bad_shards: bool = False
 ) -> Prepared:
-    """Write the dataset of all parts, as `prepare_dataset` does; they are left as they are.
+    """Write the dataset of all parts, as `prepare_dataset` does; the parts are not changed.
 
-    Raises: UserError: a part is missing, damaged, or of another preparation; or as there.
+    Raises: UserError: a part is missing, damaged, or of another preparation; or for the reasons
+        of `prepare_dataset`.
     """
     output_dir = check_output_dir(output_dir)
     source, tokenizer = read_parts(part_dirs)
@@ -292,6 +293,7 @@ class _Preparation:
         if request.part:
             write_part(journal.dataset_dir, dataset, journal.ends_path, self._source.max_bad_files)
         else:
+            # `_split` has copied the tokens from here on to the validation file.
             self._tokens.truncate(last.counts.num_tokens)
             largest = max(
                 int(tokens.max())

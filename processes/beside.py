@@ -40,12 +40,13 @@ FEW_RESOURCES = {
 class Beside:
     """Runs one process at a time, in a thread: training never waits for its start or its end.
 
-    What it writes to standard error is for the user, and how it ended if it failed otherwise.
+    `pop_failure` returns what the process wrote to standard error. If it failed in another way than
+    with status `TOLD` and a line, it also returns how the process ended.
 
     Args:
-        name: of the failpoint where it is asked for.
+        name: the failpoint of `start`, and the name of the thread.
         launch: starts the process, in the thread; None if there is nothing to run.
-        advice: follows what is told of it.
+        advice: appended to what `pop_failure` returns.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Beside:
         self._requests: Queue[None] = Queue(maxsize=1)  # one while another one is worked on
         self._process: subprocess.Popen[Any] | None = None
         self._said: deque[str] = deque()  # by and of the last process
-        # It lives as long as this process: Linux ends a process with the thread that started it.
+        # One thread for the life of this process: after `end_with_parent`, Linux ends a child when
+        # the thread that started it ends.
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def start(self) -> None:
@@ -85,7 +87,7 @@ class Beside:
         began = time.monotonic()
         while self._requests.unfinished_tasks:
             if time.monotonic() >= until():
-                self._launch = None
+                self._launch = None  # a request that waits must not start another process
                 if process := self._process:
                     end_group(process)
                 return f"its process was ended after {time.monotonic() - began:.0f} s{self._advice}"
@@ -105,7 +107,7 @@ class Beside:
         try:
             with launch() as process:
                 self._process = process
-                if self._launch is None:  # it was not waited for while this one started
+                if self._launch is None:  # `finish` gave up while this process started
                     end_group(process)
                 for line in process.stderr or ():
                     self._said.append(one_line(line.decode(errors="replace").rstrip("\n")))
@@ -126,8 +128,8 @@ class Beside:
 def start_module(module: str, run_dir: Path) -> subprocess.Popen[bytes]:
     """Start a module of this project; it inherits no files, so no lock of the run.
 
-    A process group of its own: Ctrl-C does not reach it. No session of its own: Linux may share
-    the cores out by sessions, and a priority counts inside one.
+    It gets its own process group, so Ctrl-C does not reach it. It stays in this session: Linux may
+    divide the cores between sessions, and a priority counts only inside one.
     """
     return subprocess.Popen(
         [*LOWEST, sys.executable, "-m", module, str(run_dir.absolute()), str(os.getpid())],
@@ -157,7 +159,7 @@ def end_group(process: subprocess.Popen[Any], grace_seconds: float = GRACE_SECON
 
 
 def serve(work: Callable[[Path, Callable[[str], None]], None]) -> None:
-    """Be the process: call `work` with the run directory, and what says a line to the user."""
+    """Call `work` in the started process, with the run directory and a function `say(line)`."""
     end_with_parent(int(sys.argv[2]))
     words = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # of packages: it is not shown

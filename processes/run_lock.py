@@ -1,11 +1,11 @@
 """One launch at a time trains a run: its lock and its heartbeat file. Needs no torch.
 
-The kernel releases a lock when the process that has the locked directory open ends, however it
-ends. A launch takes an exclusive lock on the run directory and shares it with rank 0, its child,
-which keeps it to its own end: after a kill of torchrun it may still save for some seconds. So a
-launch waits where the parent of the process with the heartbeat is gone, or nothing is known of it
-yet. Where the file system has no locks, or each machine its own, a launch is also refused while the
-heartbeat of another process changes; two that start at the same time are not held then.
+The kernel releases a lock when the process that holds it ends, however it ends. A launch takes an
+exclusive lock on the run directory and then shares it with rank 0, its child. Rank 0 keeps the lock
+until it ends: after a kill of torchrun, rank 0 may still save for some seconds. So another
+launch waits for a while, unless the process with the heartbeat and its parent both run here. If
+the file system has no locks, or separate ones for each machine, a launch is also refused while the
+heartbeat of another process changes; two launches that start at the same time are then not noticed.
 """
 
 import errno
@@ -76,7 +76,8 @@ def _wait_for_lock(run_dir: Path, *, is_child: bool) -> None:
     began, has_told = time.monotonic(), False
     while True:
         with suppress(BlockingIOError):
-            # Rank 0 is to have it too. Another launch may come in between: it has the run then.
+            # Made shared, so that rank 0 can take it too. If another launch takes it in between,
+            # that launch has the run.
             _locks.append(share_lock(lock_directory(run_dir, is_shared=is_child)))
             return
         # Processes that have lost their torchrun still save before they end: that is waited for.
@@ -93,8 +94,8 @@ def _wait_for_lock(run_dir: Path, *, is_child: bool) -> None:
 def _watch_heartbeat(run_dir: Path, *, has_lock: bool) -> None:
     """Refuse a run whose heartbeat changes within the time of a few.
 
-    A lock says enough of this machine's processes. Some mounts, of object stores for one, lock each
-    machine's files by themselves: it says nothing of the others.
+    For processes of this machine the lock is enough. Some mounts, such as those of object stores,
+    lock files for each machine separately: there the lock says nothing about other machines.
     """
     if not (first := read_heartbeat(run_dir)):
         return

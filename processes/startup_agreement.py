@@ -51,9 +51,9 @@ class Agreement:
         return cls(0, 1, lambda: store)
 
     def connect(self, part: str = "") -> dist.Store:
-        """Return a store with keys for this part of this launch alone.
+        """Return a store whose keys belong only to this part of this launch.
 
-        Each has a connection of its own: one that waits for a key does not block the others.
+        Each store has its own connection: waiting for a key in one does not block the others.
         """
         return dist.PrefixStore(f"{self._name}/{part}", self._open_root())
 
@@ -113,6 +113,7 @@ class Agreement:
         """Record the launch's first step for processes that torchrun may start later."""
         if self._rank == 0:
             # Set once: after a restart the step at which the launch itself began still counts.
+            # Restarted processes have another `_store`. The first value set stays.
             self._root.compare_set(TRAINING_BEGAN, "", str(first_step))
 
     def step_before_restart(self) -> int | None:

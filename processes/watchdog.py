@@ -49,7 +49,7 @@ class Watchdog(AbstractContextManager):
 
     Attributes:
         stop_signal: the number of the stop signal that any process has received; 0 if none has.
-        stop_by: when this process is ended because of it, by `time.monotonic`.
+        stop_by: the latest end of this process after a stop signal, by `time.monotonic`.
         before_exit: called with a status and a reason before the process is ended early.
     """
 
@@ -137,7 +137,7 @@ class Watchdog(AbstractContextManager):
         """Suspend hang detection inside: this process waits for others, which are watched."""
         self._is_suspended = True
         yield
-        self.heartbeat()
+        self.heartbeat()  # first: the watchdog's thread must not take the wait for a hang
         self._is_suspended = False
 
     def stop(self) -> None:
@@ -169,7 +169,8 @@ class Watchdog(AbstractContextManager):
     def fail(self, error: BaseException) -> NoReturn:
         """Exit because of an error; one rank prints one line for the whole run."""
         if self.process.world_size == 1 or not is_caused_by_others(error):
-            # Others can have the same text: CUDA also allocates memory of the machine.
+            # Decided by the type: other errors can have the same text, since CUDA also allocates
+            # memory of the machine.
             if not isinstance(error, UserError | torch.OutOfMemoryError):
                 print_traceback(error)
             advice = SMALLER if is_out_of_gpu_memory(error) else ""
@@ -287,6 +288,7 @@ class Watchdog(AbstractContextManager):
         if now >= self._publish_at:
             self._publish_at = now + self.deadlines.heartbeat
             self._exchange_heartbeats(now, is_silent)
+            # A suspended rank waits for others. If all ranks are silent, all wait: a deadlock.
             if is_silent and len(self._peers.having("silent")) == self.process.world_size:
                 self._diagnose_hang(f"every rank has waited for the others for {silence:.0f} s")
 

@@ -33,8 +33,8 @@ class Window:
 class LossWindow:
     """Losses and gradient norms since the last report, kept on the device until then.
 
-    `longest_skipped` is the longest run of steps with a non-finite gradient that ended in a window
-    read last or still goes on; it is counted across reports.
+    `longest_skipped` is the largest number of consecutive steps with a non-finite gradient, as of
+    the windows that the last `close` has read; steps in earlier windows count if they adjoin.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -41,7 +41,8 @@ class KeyValueCache:
     def next_logits(self, context: list[int]) -> Tensor:
         """Return the logits after some tokens, (V,) float32.
 
-        They are those of the call before and more, or others, which are not more than those.
+        `context` either extends that of the last call, or replaces it and is not longer; then all
+        of it is computed again.
         """
         self._first = self._length if len(context) > self._length else 0
         self._length = len(context)
@@ -117,6 +118,7 @@ def stream_text(
     prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
     return decoded(
         (
+            # A model may have more entries than its tokenizer.
             tokenizer.decode_single_token_bytes(token_id) if token_id < tokenizer.n_vocab else b""
             for token_id in stream_tokens(model, prompt_ids, options, tokenizer.eot_token)
         ),

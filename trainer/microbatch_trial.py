@@ -34,8 +34,8 @@ from trainer.loss_functions import build_training_state
 from trainer.precision import check_attention, resolve_for_device
 
 TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result, prefetches
-# Steps before the timed ones, and these. The second step has optimizer state from the start, and
-# DDP's final buckets: on a CPU, where large microbatches take seconds, it is the timed one.
+# The numbers of warm-up steps and of timed steps. From the second step on, the optimizer state
+# exists and DDP's buckets are final. On a CPU, where steps take seconds, only step 2 is timed.
 STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a trial with its compiling, and of each collective
 TOO_SLOW = f"took longer than {TRIAL_TIMEOUT.total_seconds() / 60:.0f} minutes"
@@ -63,8 +63,8 @@ class MicrobatchTrial:
         self._task = json.loads(os.environ[TRIAL_VARIABLE])
         self._size, self._result_path = self._task["microbatch_size"], Path(self._task["path"])
         self._run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
-        # More than two accumulated microbatches take no more memory. With a global batch it is two
-        # even for a microbatch that is the whole batch: what is smaller than one that fits, fits.
+        # Accumulating more than two microbatches takes no more memory. With a global batch, two are
+        # taken even if one would be the whole batch: so all sizes below one that fits also fit.
         config = self._run.config
         accumulated = (
             config.gradient_accumulation_steps
@@ -89,7 +89,7 @@ class MicrobatchTrial:
             if not self._task["prefetches"]:
                 timer.start()
             if device.type == "cpu":
-                share_cpu_cores(self.process)  # starts threads, which a limit might not leave room
+                share_cpu_cores(self.process)  # starts threads: memory must not be limited yet
             join_process_group(
                 self.process, self._agreement.connect("trial"), timeout=TRIAL_TIMEOUT
             )
@@ -118,7 +118,7 @@ class MicrobatchTrial:
         leave(FAILED)
 
     def _limit_memory(self) -> None:
-        """Limit what this process takes beside what it has; on a CPU its address space."""
+        """Limit the memory that the trial may take; on a CPU, what it adds to the address space."""
         device = self.process.device
         if device.type == "cpu":
             torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads, whose stacks count

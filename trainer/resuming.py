@@ -155,12 +155,14 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
         (run.train_path, "optimizer", run.config.optimizer, meta.optimizer),
         (run.train_path, "random_seed", run.config.random_seed, meta.random_seed),
     ]
-    # Another start would read data twice. A file may be used for the first time.
+    # With another start token, data would be read twice. Only keys that both have are compared: a
+    # run may begin to use its validation file later.
     files = {
         split: f"the {split} file of {run.config.dataset}" for split in ("train", "validation")
     }
     compared += [
         (run.train_path, files.get(key, key), data[key], meta.data[key])
+        # The number of validated sequences may change.
         for key in sorted(data.keys() & meta.data.keys() - {"validation_sequences"})
     ]
     for path, key, found, before in compared:
@@ -174,8 +176,9 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
 
 
 def copied_from(run: Run) -> Path | None:
-    """Return the run directory that this one was copied from, checkpoints included, and not since
-    trained; None if it is no copy. A directory that was only renamed is none.
+    """Return the run directory that this one is a copy of; None if this one is no copy.
+
+    A copy includes the checkpoints and was not trained since. A renamed directory is not a copy.
 
     A copy's summary still has the name of the other run, and both have the same identity.
     """
@@ -191,13 +194,13 @@ def copied_from(run: Run) -> Path | None:
 
 
 def identity_of_launch(run: Run, checkpoint: Checkpoint | None, options: Options) -> Identity:
-    """Return what the launch trains as, anew if it starts over or steps back. Rank 0."""
+    """Return the identity of a launch: new if it starts over, steps back or is a copy. Rank 0."""
     found = read_identity(run.run_dir)
     if checkpoint is None:
         return Identity() if found is None or options.fresh else found
     meta = checkpoint.meta
     found = found or Identity(name=meta.identity)
-    # Later checkpoints may be elsewhere, so each one that is named begins something new.
+    # Later checkpoints may exist elsewhere, so naming one, except `latest`, begins a new identity.
     is_named = options.checkpoint not in (None, LATEST)
     is_new = is_named or copied_from(run) is not None
     if found.includes(meta.identity, meta.global_step) and not is_new:

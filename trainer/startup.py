@@ -83,7 +83,7 @@ def prepare_run(
             ),
         )
     if checkpoint is not None:
-        latest = checkpoint.validation or checkpoint.meta
+        latest = checkpoint.validation or checkpoint.meta  # the later of the two records
         clock.resume(latest.seconds, latest.usd)
     records: list[dict[str, Any]] = []
     energy_kwh = 0.0
@@ -163,9 +163,9 @@ def print_if_finished(prepared: PreparedRun, process: Process) -> None:
 def open_run_dir(
     run: Run, data: RunData, resume: ResumePoint, options: Options, clock: PhaseClock
 ) -> tuple[Identity, Path | None]:
-    """Remove from a run directory what this launch does not go on from, once all agree. Rank 0.
+    """Remove records, and move checkpoints away, that this launch does not continue. Rank 0.
 
-    In this order, so that a kill leaves no other run's records or checkpoints to go on from.
+    Called when all ranks agree. Ordered so that a kill leaves no other run's files to go on from.
     Returns the identity of what is saved from now on, and the directory to which checkpoints that
     the run does not go on from were moved, if any.
     """

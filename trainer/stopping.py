@@ -33,9 +33,9 @@ LAST_CHARTS_SECONDS = 2.0  # an estimate; they are not waited for beyond the bud
 class Stop:
     """Decides after which global step a launch ends. Its methods are collectives: every rank.
 
-    `group` is of gloo, for numbers in host memory. `last_step` is that of this launch, if nothing
-    ends it before; it may be taken already, by an earlier launch, or by this one before torchrun's
-    restart. `reason` is why the launch ends before the run does, if so.
+    `group` is a gloo group, for numbers in host memory. `last_step` is the launch's last step if
+    nothing ends it earlier. An earlier launch, or this one before a restart by torchrun, may have
+    taken that step already. If the launch ends before the run, `reason` says why.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Stop:
 
     def is_asked(self, *, is_spent: bool = False) -> bool:
         """Return whether a signal to any process, or rank 0's budget, ends the launch here."""
+        # A signal may have reached only some ranks: all must end after the same step.
         shared = torch.tensor([self._watchdog.stop_signal, int(is_spent)])
         with self._watchdog.suspended():
             dist.all_reduce(shared, dist.ReduceOp.MAX, self._group)
@@ -92,9 +93,9 @@ class Stop:
     def _is_spent_after(self, global_step: int) -> bool:
         """Return whether the steps up to the next report would exceed the budget. Rank 0.
 
-        By what the parts have taken in this launch. One that has not happened yet is estimated: a
-        validation as forward passes, a third of a step's work each; a checkpoint as written to a
-        slow disk.
+        Uses the times measured in this launch. What has not happened yet is estimated: a validation
+        as forward passes, each a third of a microbatch's work; a checkpoint by the speed of a slow
+        disk.
         """
         clock, config, plan = self._clock, self._config, self._plan
         spent = clock.read_this_launch()
@@ -119,7 +120,7 @@ class Stop:
         # From this step on, whose own validation and checkpoint come after its report.
         for each in range(global_step, stop):
             num_validations += config.is_validation_due(each, num_steps=plan.num_steps)
-            if each != self.last_step:
+            if each != self.last_step:  # its checkpoint ends the launch, and is counted below
                 num_saves += config.is_save_due(each, num_steps=plan.num_steps)
         seconds = (
             (stop - global_step - 1) * step

@@ -134,7 +134,7 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
     All is computed in float32 and summed in float64: the microbatch size does not change the first
     six decimals. The intervals regard blocks of tokens as independent, and are None for fewer than
     `MIN_BLOCKS`. Bits per byte are None if the tokenizer is not known. Raises: UserError: the
-    tokens are not of the model's.
+    dataset has another tokenizer than the model, or ids outside of its vocabulary.
     """
     torch.set_float32_matmul_precision("highest")
     lengths = _token_lengths(target, part.file)
@@ -163,7 +163,7 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
         num_tokens += np.bincount(block, minlength=num_blocks)
         if lengths is not None:
             num_bytes += np.bincount(block, lengths.of(tokens), num_blocks)
-    is_used = num_tokens > 0
+    is_used = num_tokens > 0  # sequences that are longer than blocks leave some empty
     nats, num_tokens, num_bytes = nats[is_used], num_tokens[is_used], num_bytes[is_used]
     loss, bits = ratio(nats, num_tokens), Figure(None, None)
     if num_bytes.any():
