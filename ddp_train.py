@@ -221,7 +221,7 @@ def read_microbatches(
     """Yield this process's microbatches from a step on, each read while the one before is used."""
     process = watchdog.process
     indices = microbatch_indices(data.plan, process.rank, first_step=first_step)
-    with closing(read_ahead(data.train, indices, device=process.device)) as upcoming:
+    with closing(read_ahead(data.training, indices, device=process.device)) as upcoming:
         while True:
             # The first step's wait is part of starting up, not a sign of slow data.
             with clock.phase(COMPILE if clock.current == COMPILE else WAITING):

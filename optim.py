@@ -174,7 +174,9 @@ class Muon(AdamW):
         """Add the gradients to their moving averages in one pass; a skipped step adds nothing.
 
         The fused SGD kernel does this: average + (1 - momentum) (gradient - average) is its step on
-        the average in place of the weight, with a weight decay of 1 and `maximize`.
+        the average in place of the weight, with a weight decay of 1 and `maximize`. No public
+        function of PyTorch leaves its result unchanged where a tensor on the GPU says so
+        (`found_inf`); reading that tensor here would wait for the GPU.
         """
         for parameter in group["params"]:
             if not self.state[parameter]:

@@ -230,7 +230,7 @@ class Training:
             microbatch_indices(self.plan, 0, first_step=first),
             (STEPS - first) * self.plan.gradient_accumulation_steps,
         )
-        microbatches = read_ahead(self.prepared.data.train, indices, device=ONE_PROCESS.device)
+        microbatches = read_ahead(self.prepared.data.training, indices, device=ONE_PROCESS.device)
         for global_step in range(first, STEPS):
             rate = learning_rate_at(self.config, global_step, num_steps=self.plan.num_steps)
             with pytest.MonkeyPatch.context() as patch:

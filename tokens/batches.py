@@ -97,7 +97,7 @@ class RunData:
     """The opened token files of a run, and its batch plan."""
 
     plan: BatchPlan
-    train: Microbatches
+    training: Microbatches
     validation: Microbatches | Any  # None without validation
     tokenizer_name: str | None
     tokenizer_path: Path | None = None  # of its file, beside the token files, if it has one
@@ -120,8 +120,8 @@ class RunData:
     def fingerprints(self) -> dict[str, str]:
         """Identify the data: a fingerprint per split, and by key the part that the run reads."""
         found = {
-            "train": self.train.token_file.fingerprint(),
-            "start_train_token": str(self.train.start_token),
+            "train": self.training.token_file.fingerprint(),
+            "start_train_token": str(self.training.start_token),
         }
         if self.validation is not None:
             found |= {
@@ -141,7 +141,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     config, vocab_size = run.config, run.model.vocab_size
     train_file = TokenFile(dataset_dir / "train.safetensors")
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
-    train = Microbatches(
+    training = Microbatches(
         train_file, plan, start_token=config.start_train_token, vocab_size=vocab_size
     )
     validation = None
@@ -163,7 +163,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
                 f" {wanted:,} sequences, but {file.path} has {found:,} from token"
                 f" {config.start_val_token:,} on; lower it or start_val_token"
             )
-    for part in filter(None, (train, validation)):  # microbatches are checked when they are read
+    for part in filter(None, (training, validation)):  # microbatches are checked when they are read
         stated = part.token_file.metadata.get("max_token_id", "")
         if stated.isdecimal() and len(stated) <= 5 and int(stated) >= vocab_size:
             raise UserError(
@@ -183,7 +183,7 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
         )
     return RunData(
         plan=plan,
-        train=train,
+        training=training,
         validation=validation,
         tokenizer_name=name,
         tokenizer_path=path,

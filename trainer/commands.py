@@ -75,10 +75,10 @@ def prefetch_run(options: Options, process: Process) -> None:
         ["train.safetensors", "validation.safetensors", TOKENIZER_FILE],
     )
     for index in range(data.plan.num_tokens // data.plan.tokens_per_microbatch):
-        data.train[index]  # checks its ids
+        data.training[index]  # checks its ids
     for _ in data.validation or ():
         pass
-    print_line(f"token ids: all are in the vocabulary of {data.train.vocab_size:,}")
+    print_line(f"token ids: all are in the vocabulary of {data.training.vocab_size:,}")
     if data.tokenizer_name is not None:
         load_tokenizer(data.tokenizer_name, data.tokenizer_path)  # fetches GPT-2's vocabulary
     print_line(
