@@ -117,29 +117,24 @@ def _parts(blocks: Iterable[bytes], separator: bytes) -> Iterator[bytes | None]:
     # ends follow it is seen in the next one.
     held = len(separator) + 3 * LINE_ENDS_BYTES
     rest = b""
-    for block in blocks:
-        rest += block
+    for block in itertools.chain(blocks, [None]):
+        is_last = block is None
+        rest += block or b""
         start = 0
         for found, end in _separators(rest, separator):
-            if end + LINE_ENDS_BYTES > len(rest):
+            if end + LINE_ENDS_BYTES > len(rest) and not is_last:
                 break
             if found > start:
                 yield rest[start:found]
             yield None
             start = end
-        stop = max(start, len(rest) - held)
-        if stop > start:
-            yield rest[start:stop]
-        rest = rest[stop:]
-    start = 0
-    for found, end in _separators(rest, separator):
-        if found > start:
-            yield rest[start:found]
-        yield None
-        start = end
-    last = LAST_LINE_ENDS.sub(b"", rest[start:])
-    if last:
-        yield last
+        if is_last:
+            text, rest = LAST_LINE_ENDS.sub(b"", rest[start:]), b""
+        else:
+            stop = max(start, len(rest) - held)
+            text, rest = rest[start:stop], rest[stop:]
+        if text:
+            yield text
 
 
 def _separators(text: bytes, separator: bytes) -> Iterator[tuple[int, int]]:

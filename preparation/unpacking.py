@@ -8,6 +8,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +34,7 @@ def opened(path: Path, encoding: str) -> Iterator[tuple[BinaryIO, Any]]:
         with path.open("rb") as stored:
             file = _unpacked(stored, path.suffix.lower())
             if encoding:
-                file = io.BufferedReader(_InUtf8(file, encoding), BUFFER_BYTES)
+                file = _file_of(_utf8_blocks(file, encoding))
             head = file.peek(3)
             if not encoding and head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise BadShard(f"{path}: is UTF-16; wanted UTF-8, or --encoding utf-16")
@@ -51,63 +52,61 @@ def _unpacked(stored: BinaryIO, suffix: str) -> Any:
     if suffix == ".bz2":
         return bz2.BZ2File(stored)
     if suffix == ".xz":
-        return io.BufferedReader(_Xz(stored), BUFFER_BYTES)
+        return _file_of(_xz_blocks(stored))
     if suffix == ".zst":
         return io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), BUFFER_BYTES)
     return stored
 
 
-class _Xz(io.RawIOBase):
-    """The content of an .xz file, which cannot make `XZ_MEMORY` larger, as lzma.LZMAFile's can."""
-
-    def __init__(self, stored: BinaryIO) -> None:
-        self._stored = stored
-        self._decoder = self._new_decoder()
-
-    def _new_decoder(self) -> lzma.LZMADecompressor:
-        return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = b""
-        while not data:
-            packed = b""
-            if self._decoder.eof:  # another stream may follow, after zeros
-                packed = self._decoder.unused_data or self._stored.read(PACKED_BYTES)
-                packed = packed.lstrip(b"\0")
-                if not packed:
-                    return 0
-                self._decoder = self._new_decoder()
-            elif self._decoder.needs_input:
-                packed = self._stored.read(PACKED_BYTES)
+def _xz_blocks(stored: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of an .xz file. Unlike lzma.LZMAFile, this limits the memory it takes."""
+    packed = b""
+    while True:
+        decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
+        while not decoder.eof:
+            if decoder.needs_input and not packed:
+                packed = stored.read(PACKED_BYTES)
                 if not packed:
                     raise EOFError("it ends in the middle of its data")
-            data = self._decoder.decompress(packed, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+            yield decoder.decompress(packed, BUFFER_BYTES)
+            packed = b""
+        # Another stream may follow, after zeros.
+        packed = (decoder.unused_data or stored.read(PACKED_BYTES)).lstrip(b"\0")
+        if not packed:
+            return
 
 
-class _InUtf8(io.RawIOBase):
-    """A file in another encoding as UTF-8. What is none of its characters becomes a byte that is
-    not UTF-8, so that it is counted like those of other files."""
+def _utf8_blocks(file: Any, encoding: str) -> Iterator[bytes]:
+    """Yield a file in another encoding as UTF-8.
 
-    def __init__(self, file: Any, encoding: str) -> None:
-        self._file, self._data = file, memoryview(b"")
-        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
+    What is none of its characters becomes a byte that is not UTF-8, so that it is counted like
+    those of other files.
+    """
+    blocks = iter(partial(file.read, PACKED_BYTES), b"")
+    for text in codecs.iterdecode(blocks, encoding, "replace"):
+        yield to_bytes(text.replace(REPLACEMENT, NO_CHARACTER))
+
+
+def _file_of(blocks: Iterator[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(_Blocks(blocks), BUFFER_BYTES)
+
+
+class _Blocks(io.RawIOBase):
+    """A file whose content comes in blocks of any size."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._rest = blocks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._data:
-            block = self._file.read(PACKED_BYTES)
-            text = self._decoder.decode(block, final=not block)
-            self._data = memoryview(to_bytes(text.replace(REPLACEMENT, NO_CHARACTER)))
-            if not block:
-                break
-        size = min(len(buffer), len(self._data))
-        buffer[:size] = self._data[:size]
-        self._data = self._data[size:]
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
         return size
