@@ -138,6 +138,11 @@ def kind_of(name: str, *, is_named: bool = True) -> str:
     return SUFFIXES.get(suffix, NAMED_SUFFIXES.get(suffix, "") if is_named else "")
 
 
+def is_plain_text(path: Path) -> bool:
+    """Return whether workers may read a file whole with others: text that is not packed."""
+    return kind_of(path.name) == "text" and path.suffix.lower() not in PACKED
+
+
 def suffix_of(name: str) -> str:
     """Return the suffix of a file's name, of packed documents the last two: .txt.gz."""
     both = "".join(PurePosixPath(name.lower()).suffixes[-2:])

@@ -148,12 +148,14 @@ def _encode_in_worker(task: Task) -> Encoded | BadShard:
     return encode_task(task, _tokenizer)
 
 
-def _result_of(item: Item, pool: ProcessPoolExecutor) -> Future[Result]:
-    if isinstance(item, Task):
+def _result_of(
+    item: Item, tokenizer: Tokenizer, pool: ProcessPoolExecutor | None
+) -> Future[Result]:
+    if pool is not None and isinstance(item, Task):
         return pool.submit(_encode_in_worker, item)
-    itself: Future[Result] = Future()
-    itself.set_result(item)
-    return itself
+    result: Future[Result] = Future()
+    result.set_result(encode_task(item, tokenizer) if isinstance(item, Task) else item)
+    return result
 
 
 def encode(
@@ -166,29 +168,24 @@ def encode(
 
     An item None waits for all tasks submitted so far. Raises: UserError: a worker was killed.
     """
-    if pool is None:
-        for item in items:
-            if item is not None:
-                yield item, encode_task(item, tokenizer) if isinstance(item, Task) else item
-        return
     max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    waiting: deque[tuple[Item, int, Future[Result]]] = deque()
     num_bytes = 0  # of text in the waiting tasks
     try:
         for item in itertools.chain(items, [None]):
-            size = item.num_bytes if isinstance(item, Task) else 0
+            if item is not None:
+                size = item.num_bytes if isinstance(item, Task) else 0
+                waiting.append((item, size, _result_of(item, tokenizer, pool)))
+                num_bytes += size
             while waiting and (
                 item is None
-                or waiting[0][1].done()
-                or len(waiting) >= TASKS_PER_WORKER * num_workers
-                or num_bytes + size > max_bytes
+                or waiting[0][-1].done()
+                or len(waiting) > TASKS_PER_WORKER * num_workers
+                or num_bytes > max_bytes
             ):
-                first, future = waiting.popleft()
-                num_bytes -= first.num_bytes if isinstance(first, Task) else 0
+                first, size, future = waiting.popleft()
+                num_bytes -= size
                 yield first, future.result()
-            if item is not None:
-                waiting.append((item, _result_of(item, pool)))
-                num_bytes += size
     except BrokenExecutor:
         raise UserError(
             "a worker process was killed, perhaps because memory ran out; run the"

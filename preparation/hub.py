@@ -109,15 +109,12 @@ def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
     request = Request(
         source=options.label(),
         revision=info.sha or "",
-        text_column=options.text_column,
-        encoding=options.encoding,
-        document_separator=options.document_separator,
         title=repository,
         licence=licences if len(licences) > 1 else licences[0],
         languages=_names(card and card.language, "en"),
         hub_name=repository,
     )
-    return replace(source_of(request, shards, kinds), raw_dir=raw_dir, keeps_raw=is_kept)
+    return replace(source_of(options, request, shards, kinds), raw_dir=raw_dir, keeps_raw=is_kept)
 
 
 def _names(listed: Any, default: str) -> list[str]:

@@ -286,21 +286,18 @@ class _Preparation:
         if not request.part and not journal.is_split:
             self._split()
         last = journal.last
-        splits = {"train": last.counts}
-        if last.validation is not None:
-            splits["validation"] = last.validation
-        dataset = Prepared(request, splits, last.findings, journal.bad_files)
-        if request.part:
+        dataset = Prepared(request, {"train": last.counts}, last.findings, journal.bad_files)
+        if last.validation is None:
             write_part(journal.dataset_dir, dataset, journal.ends_path, self._source.max_bad_files)
-        else:
-            # `_split` has copied the tokens from here on to the validation file.
-            self._tokens.truncate(last.counts.num_tokens)
-            largest = max(
-                int(tokens.max())
-                for tokens in read_tokens(self._tokens.path, 0, last.counts.num_tokens)
-            )
-            self._tokens.finish(dataset.metadata("train", largest))
-            write_card(journal.dataset_dir, dataset)
+            return dataset
+        dataset.splits["validation"] = last.validation
+        for split, counts in dataset.splits.items():
+            # This cuts off the training tokens that `_split` has copied to the validation file.
+            path = journal.dataset_dir / f"{split}.safetensors"
+            writer = TokenFileWriter(path, num_tokens=counts.num_tokens)
+            chunks = read_tokens(path, 0, counts.num_tokens)
+            writer.finish(dataset.metadata(split, max(int(tokens.max()) for tokens in chunks)))
+        write_card(journal.dataset_dir, dataset)
         return dataset
 
     def _split(self) -> None:
@@ -322,15 +319,11 @@ class _Preparation:
             )
             train = Counts(num_train, start, self._ends.num_text_bytes(num_train))
         writer = TokenFileWriter(journal.dataset_dir / "validation.safetensors")
-        validation, largest = total - train, 0
         for tokens in read_tokens(self._tokens.path, start, total.num_tokens):
             writer.add(tokens)
-            largest = max(largest, int(tokens.max()))
-        dataset = Prepared(
-            self._request, {"validation": validation}, self._findings, journal.bad_files
-        )
-        writer.finish(dataset.metadata("validation", largest))
-        journal.add(Finished(counts=train, validation=validation, findings=self._findings))
+        writer.sync()
+        writer.close()
+        journal.add(Finished(counts=train, validation=total - train, findings=self._findings))
 
     def _check_documents(self) -> None:
         """Refuse a source without text, or one that cannot fill both splits. Raises: UserError."""

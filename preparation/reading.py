@@ -18,7 +18,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from basics.errors import MAX_CAUSE_LENGTH
-from preparation.choosing import PACKED, SourceOptions, kind_of
+from preparation.choosing import SourceOptions, is_plain_text, kind_of
 from preparation.cutting import (
     LARGE_DOCUMENT,
     BadShard,
@@ -120,7 +120,7 @@ def text_tasks(
     sizes = ((path, path.stat().st_size if path.exists() else 0) for path in paths)
     for group, size in grouped(sizes, TASK_BYTES):
         path = group[0]
-        if size <= WHOLE_BYTES and path.suffix.lower() not in PACKED:
+        if size <= WHOLE_BYTES and is_plain_text(path):
             yield Task(partial(_read_texts, group, root, options), size, size)
         else:
             with opened(path, options.encoding) as (stored, file):
@@ -188,7 +188,7 @@ def _given(pieces: Sequence[Piece], _: Reading) -> Iterator[Piece]:
 
 
 def memory_tasks(texts: Sequence[bytes], cuts: Cuts) -> Iterator[Task]:
-    return _in_memory(piece for text in texts for piece in cut_document([text], cuts, "texts"))
+    return _in_memory(_row_pieces(texts, "texts", cuts))
 
 
 def json_tasks(path: Path, options: SourceOptions, cuts: Cuts) -> Iterator[Task]:
@@ -200,33 +200,22 @@ def json_tasks(path: Path, options: SourceOptions, cuts: Cuts) -> Iterator[Task]
         if file.peek(1).lstrip().startswith(b"["):
             objects = _array_texts(file, path, options.text_column)
             yield from _streamed(_row_pieces(objects, path, cuts), stored)
-        else:
-            yield from _line_tasks(
-                path, options.text_column, cuts, _blocks_of_lines(path, stored, file)
-            )
+            return
+        first_line = 1
+        for block, source_bytes in _blocks_of_lines(path, stored, file):
+            read = partial(_read_lines, path, options.text_column, first_line)
+            if len(block) > 2 * TASK_BYTES:  # a large document: split it into several tasks
+                pieces = read(block, Reading(cuts, []))
+                yield from _in_memory(pieces, source_bytes / len(block))
+            else:
+                yield Task(partial(read, bytes(block)), len(block), source_bytes)
+            first_line += block.count(b"\n")
+            del block  # frees its memory before the next one is read
 
 
-def _row_pieces(texts: Iterable[bytes], path: Path, cuts: Cuts) -> Iterator[Piece]:
+def _row_pieces(texts: Iterable[bytes], name: object, cuts: Cuts) -> Iterator[Piece]:
     for text in texts:
-        yield from cut_document([text], cuts, path)
-
-
-def _line_tasks(
-    path: Path, text_column: str, cuts: Cuts, blocks: Iterator[tuple[bytearray, int]]
-) -> Iterator[Task]:
-    first_line = 1
-    for block, source_bytes in blocks:
-        if len(block) > 2 * TASK_BYTES:  # a large document: split it into several tasks
-            pieces = _read_lines(path, first_line, block, text_column, Reading(cuts, []))
-            yield from _in_memory(pieces, source_bytes / len(block))
-        else:
-            yield Task(
-                partial(_read_lines, path, first_line, bytes(block), text_column),
-                len(block),
-                source_bytes,
-            )
-        first_line += block.count(b"\n")
-        del block  # frees its memory before the next one is read
+        yield from cut_document([text], cuts, name)
 
 
 def _blocks_of_lines(path: Path, stored: BinaryIO, file: Any) -> Iterator[tuple[bytearray, int]]:
@@ -244,7 +233,7 @@ def _blocks_of_lines(path: Path, stored: BinaryIO, file: Any) -> Iterator[tuple[
 
 
 def _read_lines(
-    path: Path, first_line: int, lines: bytes | bytearray, text_column: str, reading: Reading
+    path: Path, text_column: str, first_line: int, lines: bytes | bytearray, reading: Reading
 ) -> Iterator[Piece]:
     for number, line in enumerate(io.BytesIO(lines), start=first_line):
         if line.strip():
@@ -391,23 +380,24 @@ def _read_groups(
     path: Path, groups: list[int], text_column: str, reading: Reading
 ) -> Iterator[Piece]:
     with _naming(path):
-        sizes = [_footer(path).row_group(group) for group in groups]
-        row_bytes = (
-            sum(size.total_byte_size for size in sizes)
-            // max(sum(size.num_rows for size in sizes), 1)
-            + 1
-        )
-        num_rows = min(max(BATCH_BYTES // row_bytes, 1), MAX_ROWS)
+        footer = _footer(path)
+        sizes = [footer.row_group(group) for group in groups]
+        num_bytes = sum(size.total_byte_size for size in sizes)
+        num_rows = sum(size.num_rows for size in sizes)
+        row_bytes = num_bytes // max(num_rows, 1) + 1
         # Buffered without read-ahead: this keeps a few rows in memory, not a whole row group.
         with pyarrow.parquet.ParquetFile(
             path,
-            metadata=_footer(path),
+            metadata=footer,
             buffer_size=2**20,
             pre_buffer=False,
             page_checksum_verification=True,
         ) as file:
             for batch in file.iter_batches(
-                num_rows, row_groups=groups, columns=[text_column], use_threads=False
+                min(max(BATCH_BYTES // row_bytes, 1), MAX_ROWS),
+                row_groups=groups,
+                columns=[text_column],
+                use_threads=False,
             ):
                 yield from _column_pieces(_column_in(batch, text_column), reading.cuts, path)
 
@@ -417,10 +407,7 @@ def _column_in(batch: pyarrow.RecordBatch, text_column: str) -> pyarrow.Array:
     if text_column in batch.schema.names:
         return batch.column(text_column)
     first, *fields = text_column.split(".")
-    column = batch.column(first)
-    for field in fields:  # flattened: a null has no fields, which are null then
-        column = column.flatten()[column.type.get_field_index(field)]
-    return column
+    return pyarrow.compute.struct_field(batch.column(first), fields)
 
 
 def _column_pieces(column: pyarrow.Array, cuts: Cuts, path: Path) -> Iterator[Piece]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from basics.errors import UserError, one_line, print_error
-from preparation.choosing import PACKED, SourceOptions, choose_files, kind_of
+from preparation.choosing import SourceOptions, choose_files, is_plain_text, kind_of
 from preparation.cutting import BadShard, Cuts
 from preparation.encoded import Encoded
 from preparation.findings import Findings
@@ -151,51 +151,46 @@ def find_documents(options: SourceOptions) -> Source:
         if not path.exists():
             raise UserError(f"{path}: is a broken link; repair or delete it")
     shards = []
-    for group in _groups(chosen):
-        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in group]
-        shards.append(
-            Shard(
-                name=printable(group[0].relative_to(root)),
-                num_files=len(group),
-                identity=hashlib.sha256(repr(stats).encode()).hexdigest(),
-                num_bytes=sum(size for _, size, _ in stats),
-                tasks=partial(file_tasks, group, root, options),
-                check=partial(check_column, group[0], options),
+    # A shard is one file, or many small text files that follow each other.
+    for is_text, files in itertools.groupby(chosen, is_plain_text):
+        sizes = ((path, path.stat().st_size) for path in files)
+        max_files = TEXT_FILES_PER_SHARD if is_text else 1
+        for group, num_bytes in grouped(sizes, WHOLE_BYTES, max_files):
+            stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in group]
+            shards.append(
+                Shard(
+                    name=printable(group[0].relative_to(root)),
+                    num_files=len(group),
+                    identity=hashlib.sha256(repr(stats).encode()).hexdigest(),
+                    num_bytes=num_bytes,
+                    tasks=partial(file_tasks, group, root, options),
+                    check=partial(check_column, group[0], options),
+                )
             )
-        )
     name = printable(Path(options.label()))
-    request = Request(
-        source=name,
-        title=Path(name).resolve().name,
-        text_column=options.text_column,
-        encoding=options.encoding,
-        document_separator=options.document_separator,
-    )
-    return source_of(request, shards, kinds)
+    request = Request(source=name, title=Path(name).resolve().name)
+    return source_of(options, request, shards, kinds)
 
 
-def source_of(request: Request, shards: Sequence[Shard], kinds: frozenset[str]) -> Source:
-    """Return files as a source: how many may be left out, and how the documents are split."""
+def source_of(
+    options: SourceOptions, request: Request, shards: Sequence[Shard], kinds: frozenset[str]
+) -> Source:
+    """Return files as a source: how many may be left out, and how the documents are split.
+
+    What `request` lacks of `options`, how the files are read, is added.
+    """
     num_files = sum(shard.num_files for shard in shards)
     return Source(
-        request,
+        request.changed(
+            text_column=options.text_column,
+            encoding=options.encoding,
+            document_separator=options.document_separator,
+        ),
         shards,
         kinds,
         max_bad_files=max(num_files // 100, "text" in kinds),
-        is_one_text=kinds == {"text"} and num_files == 1 and not request.document_separator,
+        is_one_text=kinds == {"text"} and num_files == 1 and not options.document_separator,
     )
-
-
-def _groups(paths: Iterable[Path]) -> Iterator[list[Path]]:
-    """Yield the files of each shard: one, or many small text files that follow each other."""
-    for is_text, files in itertools.groupby(paths, _is_plain_text):
-        sizes = ((path, path.stat().st_size) for path in files)
-        for group, _ in grouped(sizes, WHOLE_BYTES, TEXT_FILES_PER_SHARD if is_text else 1):
-            yield group
-
-
-def _is_plain_text(path: Path) -> bool:
-    return kind_of(path.name) == "text" and path.suffix.lower() not in PACKED
 
 
 def _look_for(source: Path) -> tuple[Path, Iterable[Path]]:
