@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,7 +145,7 @@ def check_name(output: Path) -> None:
     """Refuse a directory that train.json could not name. Raises: UserError."""
     from run_config import DATASET_NAME
 
-    name = os.path.basename(os.path.abspath(output))
+    name = Path(os.path.abspath(output)).name
     if name and not re.fullmatch(DATASET_NAME, name):
         raise UserError(
             f"{output}: its name may have only a-z, A-Z, 0-9, '.', '-' and '_', a"
@@ -156,12 +157,9 @@ def check_options(mode: str, *accepted: str) -> None:
     """Refuse options on the command line that `mode` would ignore. Raises: UserError."""
     context = click.get_current_context()
     for option in context.command.params:
-        source = context.get_parameter_source(option.name)
-        if (
-            isinstance(option, click.Option)
-            and option.name not in accepted
-            and (source is not ParameterSource.DEFAULT)
-        ):
+        if isinstance(option, click.Argument) or option.name in accepted:
+            continue
+        if context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
             raise UserError(
                 f"{option.opts[0]}: is not for {mode}, which takes everything from its SOURCE"
             )
@@ -173,21 +171,8 @@ def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -
     from preparation.journal import Journal, check_output_dir
     from preparation.pipeline import PrepareOptions, prepare_dataset
 
-    named = SourceOptions(
-        source,
-        **{
-            key: options.pop(key)
-            for key in (
-                "subset",
-                "split",
-                "revision",
-                "text_column",
-                "encoding",
-                "document_separator",
-                "keep_raw",
-            )
-        },
-    )
+    of_source = {field.name: options.pop(field.name) for field in fields(SourceOptions)[1:]}
+    named = SourceOptions(source, **of_source)
     preparation = PrepareOptions(
         **options, num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS)
     )

@@ -90,15 +90,15 @@ class Prepared:
 
     def metadata(self, split: str, max_token_id: int) -> dict[str, str]:
         """Return the metadata of a token file."""
-        counts, request = self.splits[split], self.request
+        counts = self.splits[split]
         metadata = {
             "num_documents": counts.num_documents,
             "num_tokens": counts.num_tokens,
             "max_token_id": max_token_id,
             "num_text_bytes": counts.num_text_bytes,
-            "tokenizer": request.tokenizer,
-            "source": request.source[:400],
-            "revision": request.revision[:100],
+            "tokenizer": self.request.tokenizer,
+            "source": self.request.source[:400],
+            "revision": self.request.revision[:100],
             "num_bad_files": len(self.bad_files) or None,
             "num_replaced_characters": self.findings.num_replaced or None,
         }
@@ -106,19 +106,20 @@ class Prepared:
 
     def amount(self) -> str:
         """Return the tokens, and the bytes of text unless they are unknown or none."""
-        tokens, num_bytes = self.total.num_tokens, self.total.num_text_bytes
+        num_tokens = self.total.num_tokens
+        num_bytes = self.total.num_text_bytes
+        tokens = f"{num_tokens:,} tokens"
         if not num_bytes:
-            return f"{tokens:,} tokens"
-        return f"{tokens:,} tokens, {num_bytes:,} bytes of text, {num_bytes / tokens:.2f} per token"
+            return tokens
+        return f"{tokens}, {num_bytes:,} bytes of text, {num_bytes / num_tokens:.2f} per token"
 
     def left_out(self) -> str:
         """Name the files that could not be read."""
-        names = [*map(one_line, self.bad_files[:MAX_BAD_NAMES])]
-        more = len(self.bad_files) - len(names)
-        return (
-            f"left out because they could not be read: {len(self.bad_files):,}"
-            f" ({', '.join(names)}{f' and {more:,} more' * bool(more)})"
-        )
+        count = len(self.bad_files)
+        names = ", ".join(one_line(name) for name in self.bad_files[:MAX_BAD_NAMES])
+        if count > MAX_BAD_NAMES:
+            names += f" and {count - MAX_BAD_NAMES:,} more"
+        return f"left out because they could not be read: {count:,} ({names})"
 
     def summary(self, output_dir: Path) -> str:
         """Describe the finished dataset in a few lines."""
@@ -147,7 +148,7 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
     """Write README.md next to the token files, which must be complete."""
     from huggingface_hub import DatasetCardData  # slow to import
 
-    request, total = dataset.request, dataset.total
+    request = dataset.request
     file = file_beside(dataset_dir, request.tokenizer)
     card_data = DatasetCardData(
         license=request.licence,
@@ -163,14 +164,12 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
         for split, counts in dataset.splits.items()
     ]
     revision = f" (revision {request.revision})" if request.revision else ""
-    notes = (
-        ""
-        if request.hub_name
-        else (
+    notes = ""
+    if not request.hub_name:
+        notes = (
             "\nBefore you publish this dataset, set the licence and the language above to those of"
             " the source.\n"
         )
-    )
     if dataset.bad_files:
         notes += f"\nFiles {escaped(dataset.left_out())}.\n"
     if dataset.findings.num_damaged:
@@ -179,7 +178,7 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
         front_matter=card_data.to_yaml(),
         name=escaped(request.title),
         rows="\n".join(rows),
-        documents=counted(total.num_documents, "document"),
+        documents=counted(dataset.total.num_documents, "document"),
         amount=dataset.amount(),
         notes=notes,
         source=escaped(request.source + revision),

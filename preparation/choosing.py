@@ -4,7 +4,7 @@ import codecs
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -208,13 +208,12 @@ def check_kinds(kinds: set[str], options: SourceOptions, place: str) -> None:
 
 
 def _say_what_is_left_out(
-    inside: Iterable[str], files: Iterable[str], options: SourceOptions, place: str
+    inside: Iterable[str], taken: Collection[str], options: SourceOptions, place: str
 ) -> None:
     """Print the numbers of files by suffix, unless all are taken and are of one kind.
 
     Hidden files do not count, nor does the README of a dataset.
     """
-    taken = set(files)
     left = [
         name
         for name in inside
@@ -250,7 +249,8 @@ def subset_of(
     The pattern is compared with directories at any depth, then with the names of configs. Raises:
     UserError: none matches; lists what there is.
     """
-    names, configs = list(names), {config for config, _, _ in patterns}
+    names = list(names)
+    configs = {config for config, _, _ in patterns}
     if not options.subset:
         if len(configs) > 1:
             print_error(
@@ -336,7 +336,8 @@ def split_of(path: str) -> str:
 
 def config_patterns(card_data: Mapping[str, Any]) -> Patterns:
     """Return the patterns in the front matter of a dataset card, which may hold anything."""
-    found, configs = [], card_data.get("configs")
+    found = []
+    configs = card_data.get("configs")
     for config in configs if isinstance(configs, list) else []:
         if isinstance(config, dict):
             folder = config.get("data_dir")
@@ -361,10 +362,11 @@ def _files_of(value: Any, split: str = "") -> Iterator[tuple[str, str]]:
             yield from _files_of(item, split)
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Set[str]) -> str:
     """Join names for an error line, the first ones of many."""
-    first, more = sorted(names)[:MAX_LISTED], max(0, len(set(names)) - MAX_LISTED)
-    return ", ".join(first) + f" and {more} more" * bool(more) if first else "none"
+    first = ", ".join(sorted(names)[:MAX_LISTED]) or "none"
+    more = len(names) - MAX_LISTED
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def matches(name: str, pattern: str) -> bool:

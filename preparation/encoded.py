@@ -30,7 +30,8 @@ class Encoded:
         if self.counts.num_documents < num_documents:
             return self
         last = np.flatnonzero(self.tokens == tokenizer.eot_token)[num_documents - 1]
-        tokens, ends = self.tokens[: last + 1], self.ends[:num_documents]
+        tokens = self.tokens[: last + 1]
+        ends = self.ends[:num_documents]
         replaced = self.replaced[:num_documents]
         return replace(
             self,

@@ -55,7 +55,8 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
     except BadShard as error:
         return error
     together = np.concatenate(tokens)
-    ends_array, replaced_array = np.array(ends, np.int64), np.array(replaced, np.int64)
+    ends_array = np.array(ends, np.int64)
+    replaced_array = np.array(replaced, np.int64)
     return Encoded(
         together,
         Counts(len(ends), together.size, num_bytes),

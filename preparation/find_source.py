@@ -16,7 +16,8 @@ def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
 
     Raises: UserError: there are none, or the hub cannot be reached.
     """
-    source, options = options.source, replace(options, subset=options.subset.strip("/"))
+    options = replace(options, subset=options.subset.strip("/"))
+    source = options.source
     if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
         from preparation.hub import hub_source  # slow to import
 

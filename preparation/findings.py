@@ -6,23 +6,17 @@ from dataclasses import dataclass
 from pydantic import NonNegativeInt
 
 from basics.text import counted
+from preparation.token_stream import Numbers
 from tokens.tokenizer import END_OF_TEXT_TOKENS
 
 
 @dataclass(frozen=True)
-class Findings:
+class Findings(Numbers):
     """Numbers of documents and characters."""
 
     num_empty: NonNegativeInt = 0  # documents without text
     num_damaged: NonNegativeInt = 0  # documents with bytes that were not in their encoding
     num_replaced: NonNegativeInt = 0  # characters that stand for such bytes
-
-    def __add__(self, more: "Findings") -> "Findings":
-        return Findings(
-            self.num_empty + more.num_empty,
-            self.num_damaged + more.num_damaged,
-            self.num_replaced + more.num_replaced,
-        )
 
     def damage(self, encoding: str) -> str:
         """Say how much text was not in its encoding, empty for UTF-8."""

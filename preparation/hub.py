@@ -81,7 +81,8 @@ class HubShard(Shard):
 
 def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
     """Find the documents of a dataset on the hub; see `find_source`."""
-    repository, is_kept = options.source, options.keep_raw is not None
+    repository = options.source
+    is_kept = options.keep_raw is not None
     raw_dir = options.keep_raw or raw_dir
     info = ask_hub(
         repository, lambda: HfApi().dataset_info(repository, revision=options.revision or None)

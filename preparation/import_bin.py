@@ -25,7 +25,8 @@ LLM_C_OTHERS = {
 }
 NPY_MAGIC = b"\x93NUMPY"
 # Of a file without a header, the first numbers tell how wide its tokens are.
-SEEN_NUMBERS, LEAST_NUMBERS = 2**20, 64
+SEEN_NUMBERS = 2**20
+LEAST_NUMBERS = 64
 CHUNK_TOKENS = 2**24
 VALIDATION_FRACTION = 0.01  # of a single file
 Pieces = list[tuple[Path, int, int]]  # of files: the first token, and the end
@@ -40,24 +41,24 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
     is outside the tokenizer's vocabulary.
     """
     output_dir = check_output_dir(output_dir)
-    tokenizer, title = choose_tokenizer(tokenizer_choice), source.resolve().name
+    tokenizer = choose_tokenizer(tokenizer_choice)
+    title = source.resolve().name
     splits = _find(source)  # all are checked before anything is written
     dataset = Prepared(Request(source=title, title=title, tokenizer=tokenizer.name), {})
-    with writing_to(output_dir):
-        journal = Journal(output_dir)
-        with journal.locked():  # an import is not resumed
-            sizes = [stop - first for pieces in splits.values() for _, first, stop in pieces]
-            check_disk_space(journal.dir, 2 * sum(sizes), "tokens")
-            journal.begin(dataset.request, [], tokenizer)
-            for split, pieces in splits.items():
-                writer = TokenFileWriter(journal.dataset_dir / f"{split}.safetensors")
-                dataset.splits[split], largest = _copy(pieces, writer, tokenizer, tokenizer_choice)
-                metadata = dataset.metadata(split, largest)
-                del metadata["revision"], metadata["num_text_bytes"]  # unknown
-                names = ", ".join(path.name for path, _, _ in pieces)
-                writer.finish(metadata | {"source": names[:400]})
-            write_card(journal.dataset_dir, dataset)
-            journal.publish()
+    journal = Journal(output_dir)
+    with writing_to(output_dir), journal.locked():  # an import is not resumed
+        sizes = [stop - first for pieces in splits.values() for _, first, stop in pieces]
+        check_disk_space(journal.dir, 2 * sum(sizes), "tokens")
+        journal.begin(dataset.request, [], tokenizer)
+        for split, pieces in splits.items():
+            writer = TokenFileWriter(journal.dataset_dir / f"{split}.safetensors")
+            dataset.splits[split], largest = _copy(pieces, writer, tokenizer, tokenizer_choice)
+            metadata = dataset.metadata(split, largest)
+            del metadata["revision"], metadata["num_text_bytes"]  # unknown
+            names = ", ".join(path.name for path, _, _ in pieces)
+            writer.finish(metadata | {"source": names[:400]})
+        write_card(journal.dataset_dir, dataset)
+        journal.publish()
     return dataset
 
 
@@ -79,11 +80,11 @@ def _find(source: Path) -> dict[str, Pieces]:
         return {"train": [(source, 0, cut)], "validation": [(source, cut, num_tokens)]}
     found = {}
     for split, name in (("train", "train"), ("validation", "val")):
-        named = (
-            path
-            for path in source.iterdir()
-            if path.suffix in (".bin", ".npy") and name in path.stem.replace("-", "_").split("_")
-        )
+        named = []
+        for path in source.iterdir():
+            words = path.stem.replace("-", "_").split("_")
+            if path.suffix in (".bin", ".npy") and name in words:
+                named.append(path)
         paths = sorted(without_links_out(named, source))
         if len({path.suffix for path in paths}) > 1:  # perhaps the same tokens twice
             raise UserError(f"{source}: has .bin and .npy files of {split}; move some away")
@@ -108,10 +109,13 @@ def _read(path: Path) -> np.ndarray:
         return _read_npy(path)
     if magic in LLM_C_OTHERS:
         raise UserError(f"{path}: is {LLM_C_OTHERS[magic]} of llm.c; wanted a file of tokens")
-    start, kind, num_tokens = 0, "<u2", size // 2
+    start = 0  # of the tokens, in bytes
+    kind = "<u2"
+    num_tokens = size // 2
     if magic in LLM_C_TOKENS:
         version, kind = LLM_C_TOKENS[magic]
-        start, num_tokens = 4 * LLM_C_HEADER, int(header[2])
+        start = 4 * LLM_C_HEADER
+        num_tokens = int(header[2])
         if header[1] != version:
             raise UserError(
                 f"{path}: version {header[1]} of llm.c's format {magic}; wanted version"
@@ -147,13 +151,19 @@ def _check_width(numbers: np.ndarray, path: Path) -> None:
 
     Their upper halves are 0 or small, but not their lower ones. Raises: UserError.
     """
-    sample = numbers[: min(SEEN_NUMBERS, len(numbers) // 4 * 4)].reshape(-1, 4)
-    lower, upper = sample[:, ::2], sample[:, 1::2]
-    if sample.size < LEAST_NUMBERS or upper.max() >= 16 or lower.max() < 16:
+    num_seen = min(SEEN_NUMBERS, len(numbers) // 4 * 4)
+    if num_seen < LEAST_NUMBERS:
         return
-    bits, share = 64, "three of four 16-bit numbers are"
+    sample = numbers[:num_seen].reshape(-1, 4)
+    lower = sample[:, ::2]
+    upper = sample[:, 1::2]
+    if upper.max() >= 16 or lower.max() < 16:
+        return
+    bits = 64
+    share = "three of four 16-bit numbers are"
     if sample[:, 2].any():
-        bits, share = 32, "every second 16-bit number is"
+        bits = 32
+        share = "every second 16-bit number is"
     raise UserError(
         f"{path}: looks like {bits}-bit tokens ({share} small); convert"
         f" it: np.save('{path.stem}', np.fromfile('{path.name}', np.uint{bits}))"

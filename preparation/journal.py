@@ -40,8 +40,10 @@ class Journal:
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
         self.dir = output_dir.parent / f".{output_dir.name}.partial"
-        self.dataset_dir, self.raw_dir = self.dir / "dataset", self.dir / "raw"
-        self.path, self.ends_path = self.dir / "journal.jsonl", self.dir / ENDS
+        self.dataset_dir = self.dir / "dataset"
+        self.raw_dir = self.dir / "raw"
+        self.path = self.dir / "journal.jsonl"
+        self.ends_path = self.dir / ENDS
         self.request: Request | None = None  # of the earlier launch
         self.lines: list[Finished] = []
 

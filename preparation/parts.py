@@ -51,14 +51,16 @@ def parse_part(text: str) -> tuple[int, int]:
 def share_of(source: Source, part: str) -> Source:
     """Return the shards of one part, about as many as of each other. Raises: UserError: there are
     more parts than shards."""
-    (number, total), shards = parse_part(part), source.shards
-    if total > len(shards):
+    number, total = parse_part(part)
+    num_shards = len(source.shards)
+    if total > num_shards:
         raise UserError(
-            f"--part {part}: {source.request.source} has only {len(shards)} shards,"
+            f"--part {part}: {source.request.source} has only {num_shards} shards,"
             " which are files or groups of text files; use fewer parts"
         )
-    first, stop = (place * len(shards) // total for place in (number - 1, number))
-    return replace(source, shards=shards[first:stop])
+    first = (number - 1) * num_shards // total
+    stop = number * num_shards // total
+    return replace(source, shards=source.shards[first:stop])
 
 
 def names_and_sizes(source: Source) -> str:
@@ -92,12 +94,10 @@ def read_parts(part_dirs: Sequence[Path]) -> tuple[Source, Tokenizer]:
     for path in part_dirs:
         part = _read(path)
         number, total = parse_part(part.request.part)
-        first_path, first = next(iter(found.values()), (path, part))
-        own, theirs = (
-            one.request.changed(part=f"of {parse_part(one.request.part)[1]}")
-            for one in (part, first)
-        )
-        if changes := own.difference(theirs):
+        request = part.request.changed(part=f"of {total}")  # the same of all parts
+        if not found:
+            first_path, first, first_request = path, part, request
+        if changes := request.difference(first_request):
             raise UserError(f"{first_path} and {path} do not belong together: {changes}")
         if number in found:
             raise UserError(
@@ -111,15 +111,17 @@ def read_parts(part_dirs: Sequence[Path]) -> tuple[Source, Tokenizer]:
             f"part {', '.join(missing)} of {total} missing; prepare it with --part"
             f" {missing[0]}/{total}, or name its directory"
         )
-    shards = [
-        Shard(
-            name=str(path),
-            identity=part.digest,
-            num_bytes=2 * part.counts.num_tokens,
-            tasks=partial(_stored, path, part),
+    shards = []
+    for number in sorted(found):
+        path, part = found[number]
+        shards.append(
+            Shard(
+                name=str(path),
+                identity=part.digest,
+                num_bytes=2 * part.counts.num_tokens,
+                tasks=partial(_stored, path, part),
+            )
         )
-        for _, (path, part) in sorted(found.items())
-    ]
     name = first.request.tokenizer
     tokenizer = load_tokenizer(name, file_beside(first_path, name))
     request = first.request.changed(part="", names_and_sizes="")
@@ -128,9 +130,8 @@ def read_parts(part_dirs: Sequence[Path]) -> tuple[Source, Tokenizer]:
 
 def _read(path: Path) -> PartFile:
     with suppress(OSError, ValidationError, UserError):
-        part = PartFile.model_validate_json(
-            read_regular_file(path / PART_FILE, max_bytes=MAX_PART_FILE)
-        )
+        content = read_regular_file(path / PART_FILE, max_bytes=MAX_PART_FILE)
+        part = PartFile.model_validate_json(content)
         parse_part(part.request.part)
         if sha256_of(path / TOKENS) == part.digest and sha256_of(path / ENDS) == part.ends_digest:
             return part
@@ -141,14 +142,19 @@ def _read(path: Path) -> PartFile:
 
 
 def _stored(path: Path, part: PartFile, _: Cuts) -> Iterator[Encoded]:
-    """Yield the files that are missing first: they may be too many."""
-    no_tokens, none = np.empty(0, dtype="<u2"), np.empty(0, dtype=np.int64)
+    """Yield the files that are missing first: they may be too many. Then the ends of all documents,
+    and all tokens."""
+    no_tokens = np.empty(0, dtype="<u2")
+    none = np.empty(0, dtype=np.int64)
     bad_files = [BadFile(name, f"{name} of {path}: could not be read") for name in part.bad_files]
     yield Encoded(no_tokens, Counts(), none, none, part.findings, bad_files)
-    num_documents, num_bytes = part.counts.num_documents, 0
+    num_documents = part.counts.num_documents
+    first_byte = 0  # of the text of these documents; `Encoded` counts from it
     for start in range(0, num_documents, CHUNK_TOKENS):
-        ends = read_ends(path / ENDS, start, min(start + CHUNK_TOKENS, num_documents)) - num_bytes
-        yield Encoded(no_tokens, Counts(len(ends), 0, int(ends[-1])), ends, none, Findings())
-        num_bytes += int(ends[-1])
+        stop = min(start + CHUNK_TOKENS, num_documents)
+        ends = read_ends(path / ENDS, start, stop) - first_byte
+        num_bytes = int(ends[-1])
+        yield Encoded(no_tokens, Counts(len(ends), 0, num_bytes), ends, none, Findings())
+        first_byte += num_bytes
     for tokens in read_tokens(path / TOKENS, 0, part.counts.num_tokens):
         yield Encoded(tokens, Counts(num_tokens=tokens.size), none, none, Findings())

@@ -105,19 +105,17 @@ def _prepare(
 
 def _check_disk(source: Source, journal: Journal) -> None:
     """Refuse a disk that has certainly too little space for tokens or downloads."""
-    shards, takes_all = source.shards[len(journal.shards) :], source.request.max_documents is None
+    shards = source.shards[len(journal.shards) :]
+    takes_all = source.request.max_documents is None
     if takes_all and source.kinds <= {"text"}:  # other files may hold much besides the text
         num_bytes = sum(shard.num_bytes for shard in shards)
         check_disk_space(journal.dir, LEAST_TOKEN_BYTES * num_bytes, "tokens")
     if source.raw_dir is not None:
         source.raw_dir.mkdir(parents=True, exist_ok=True)
-        raw = sorted(shard.missing_bytes() for shard in shards)
-        # Of files that are not kept, one is downloaded ahead.
-        check_disk_space(
-            source.raw_dir,
-            sum(raw if source.keeps_raw and takes_all else raw[-2:]),
-            "files from the hub",
-        )
+        sizes = sorted(shard.missing_bytes() for shard in shards)
+        if not (source.keeps_raw and takes_all):
+            sizes = sizes[-2:]  # while one file is read, the next one is downloaded
+        check_disk_space(source.raw_dir, sum(sizes), "files from the hub")
 
 
 def _check_shards(source: Source, journal: Journal, options: PrepareOptions) -> None:
@@ -148,24 +146,24 @@ class _Preparation:
     def __init__(
         self, source: Source, journal: Journal, options: PrepareOptions, tokenizer: Tokenizer
     ) -> None:
-        self._source, self._request, self._journal = source, source.request, journal
+        self._source = source
+        self._request = source.request
+        self._journal = journal
         self._limit = self._request.max_documents or sys.maxsize
         self._max_bad_files = sys.maxsize if options.skip_bad_shards else source.max_bad_files
         is_small = sum(shard.num_bytes for shard in source.shards) < 2 * TASK_BYTES
         self._num_workers = 1 if is_small else options.num_workers
         self._tokenizer = tokenizer
-        self._tokens = TokenFileWriter(
-            journal.dataset_dir / TOKENS, num_tokens=journal.last.counts.num_tokens
-        )
-        self._ends = DocumentEnds(
-            journal.ends_path, num_documents=journal.last.counts.num_documents
-        )
+        counts = journal.last.counts
+        self._tokens = TokenFileWriter(journal.dataset_dir / TOKENS, num_tokens=counts.num_tokens)
+        self._ends = DocumentEnds(journal.ends_path, num_documents=counts.num_documents)
         self._first_reason = "".join(journal.bad_files[:1])  # of an earlier launch only its name
         self._warned_of: set[str] = set()
         self._begin_shard()
 
     def _begin_shard(self, *, is_bad: bool = False) -> None:
-        self._counts, self._findings = self._journal.last.counts, self._journal.last.findings
+        self._counts = self._journal.last.counts
+        self._findings = self._journal.last.findings
         self._bad_files: list[str] = []  # of the shard
         self._is_bad = is_bad
 
@@ -182,7 +180,8 @@ class _Preparation:
 
     def _items(self) -> Iterator[Item | None]:
         """Yield the tasks of all shards that are left, and their ends; see `encode`."""
-        shards, has_limit = self._source.shards, self._request.max_documents is not None
+        shards = self._source.shards
+        has_limit = self._request.max_documents is not None
         cuts = cuts_of(self._tokenizer)
         ahead: Future[None] | None = None
         for number in range(len(self._journal.shards), len(shards)):
@@ -206,12 +205,17 @@ class _Preparation:
             yield shards[number]
 
     def _encode_all(self, results: Iterator[tuple[Item, Result]]) -> None:
-        limit, sizes = self._request.max_documents, [s.num_bytes for s in self._source.shards]
-        done = finished = sum(sizes[: len(self._journal.shards)])  # bytes of the source
+        limit = self._request.max_documents
+        sizes = [shard.num_bytes for shard in self._source.shards]
+        finished = sum(sizes[: len(self._journal.shards)])  # bytes of the source
+        done = finished  # with those of the shard that is read
         if finished:
             print_error(f"continuing after document {self._counts.num_documents:,}")
-        first = self._counts.num_documents if limit else finished
-        with progress_bar(limit or sum(sizes), first, " documents" if limit else "B") as bar:
+        if limit:
+            progress = progress_bar(limit, self._counts.num_documents, " documents")
+        else:
+            progress = progress_bar(sum(sizes), finished, "B")
+        with progress as bar:
             for item, result in results:
                 self._process(result)
                 if isinstance(item, Shard):
@@ -246,16 +250,14 @@ class _Preparation:
             self._begin_shard(is_bad=True)
             self._tokens.truncate(self._counts.num_tokens)
             self._ends.truncate(self._counts.num_documents)
+            shard = self._source.shards[len(self._journal.shards)]
             is_first = self._counts.num_documents == 0
-            self._leave_out(
-                self._source.shards[len(self._journal.shards)].name,
-                str(result),
-                is_fatal=is_first and isinstance(result, NoColumn),
-            )
+            # The others may be like it, and they could be a hundred downloads.
+            is_fatal = is_first and isinstance(result, NoColumn)
+            self._leave_out(shard.name, str(result), is_fatal=is_fatal)
         else:
-            wanted = result.first_documents(
-                self._limit - self._counts.num_documents, self._tokenizer
-            )
+            num_wanted = self._limit - self._counts.num_documents
+            wanted = result.first_documents(num_wanted, self._tokenizer)
             self._tokens.add(wanted.tokens)
             self._ends.add(self._counts.num_text_bytes + wanted.ends)
             self._counts += wanted.counts
@@ -265,8 +267,8 @@ class _Preparation:
                 self._leave_out(file.name, file.reason)
 
     def _leave_out(self, name: str, reason: str, *, is_fatal: bool = False) -> None:
-        """Note a file that cannot be read. Raises: UserError, if there are too many, or if all
-        others may be like it: they could be a hundred downloads."""
+        """Note a file that cannot be read. Raises: UserError: there are too many, or it is fatal
+        unless all may be left out."""
         self._first_reason = self._first_reason or reason
         self._bad_files.append(name)
         count = len(self._journal.bad_files) + len(self._bad_files)
@@ -282,11 +284,11 @@ class _Preparation:
             tqdm.write(one_line(line), file=sys.stderr)
 
     def _finish(self) -> Prepared:
-        journal, request = self._journal, self._request
-        if not request.part and not journal.is_split:
+        journal = self._journal
+        if not self._request.part and not journal.is_split:
             self._split()
         last = journal.last
-        dataset = Prepared(request, {"train": last.counts}, last.findings, journal.bad_files)
+        dataset = Prepared(self._request, {"train": last.counts}, last.findings, journal.bad_files)
         if last.validation is None:
             write_part(journal.dataset_dir, dataset, journal.ends_path, self._source.max_bad_files)
             return dataset
@@ -302,7 +304,8 @@ class _Preparation:
 
     def _split(self) -> None:
         """Copy the last documents to the validation file; of a single text the last tokens."""
-        total, fraction, journal = self._counts, self._request.validation_fraction, self._journal
+        total = self._counts
+        fraction = self._request.validation_fraction
         if self._source.is_one_text and total.num_text_bytes:
             total = replace(total, num_documents=2)
             start = num_training_documents(total.num_tokens, fraction)
@@ -318,38 +321,35 @@ class _Preparation:
                 self._tokenizer.eot_token,
             )
             train = Counts(num_train, start, self._ends.num_text_bytes(num_train))
-        writer = TokenFileWriter(journal.dataset_dir / "validation.safetensors")
+        writer = TokenFileWriter(self._journal.dataset_dir / "validation.safetensors")
         for tokens in read_tokens(self._tokens.path, start, total.num_tokens):
             writer.add(tokens)
         writer.sync()
         writer.close()
-        journal.add(Finished(counts=train, validation=total - train, findings=self._findings))
+        self._journal.add(Finished(counts=train, validation=total - train, findings=self._findings))
 
     def _check_documents(self) -> None:
         """Refuse a source without text, or one that cannot fill both splits. Raises: UserError."""
-        total, num_bad = self._counts, len(self._journal.bad_files)
-        if total.num_documents >= 2 and total.num_text_bytes:
+        num_documents = self._counts.num_documents
+        if num_documents >= 2 and self._counts.num_text_bytes:
             return
+        num_bad = len(self._journal.bad_files)
         self._journal.forget()  # its files may be replaced then
-        if total.num_documents >= 2:
+        source = self._request.source
+        if num_documents >= 2:
             raise UserError(
-                f"{self._request.source}: has no text: all of its"
-                f" {total.num_documents:,} documents are empty"
+                f"{source}: has no text: all of its {num_documents:,} documents are empty"
             )
-        wanted, hint = "wanted at least 2", "a document is a row, a JSON object or a .txt file"
+        wanted = "wanted at least 2"
+        hint = "a document is a row, a JSON object or a .txt file"
         if self._request.document_separator:
             hint = f"is {self._request.document_separator!r} between them? (--document-separator)"
         if num_bad:
-            hint = (
-                f"left out {counted(num_bad, 'file')}{', the first' * (num_bad > 1)}:"
-                f" {self._first_reason}"
-            )
+            first = ", the first" if num_bad > 1 else ""
+            hint = f"left out {counted(num_bad, 'file')}{first}: {self._first_reason}"
             if self._source.kinds:  # no join, which has no such option
                 wanted += ", one of them for the validation split (--validation-fraction)"
-        raise UserError(
-            f"{self._request.source}: {counted(total.num_documents, 'document')} found;"
-            f" {wanted}; {hint}"
-        )
+        raise UserError(f"{source}: {counted(num_documents, 'document')} found; {wanted}; {hint}")
 
 
 def _fetch(shard: Shard) -> Future[None]:

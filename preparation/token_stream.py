@@ -1,11 +1,13 @@
 """Token files that are written in a stream, what is in them, and where they are divided."""
 
 import json
+import operator
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -14,30 +16,28 @@ from basics.files import fsync
 HEADER_BYTES = 4096  # reserved in token files for the header, which is known only at the end
 DATA_START = 8 + HEADER_BYTES
 CHUNK_TOKENS = 2**23
-ENDS_DTYPE, ENDS_BYTES = "<i8", 8  # of `DocumentEnds`
+ENDS_DTYPE = "<i8"  # of `DocumentEnds`
+ENDS_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Counts:
+class Numbers:
+    """Numbers that are added and subtracted field by field."""
+
+    def __add__(self, more: Self) -> Self:
+        return type(self)(*map(operator.add, astuple(self), astuple(more)))
+
+    def __sub__(self, part: Self) -> Self:
+        return type(self)(*map(operator.sub, astuple(self), astuple(part)))
+
+
+@dataclass(frozen=True)
+class Counts(Numbers):
     """What is in some tokens."""
 
     num_documents: int = 0
     num_tokens: int = 0
     num_text_bytes: int = 0  # as UTF-8
-
-    def __add__(self, more: "Counts") -> "Counts":
-        return Counts(
-            self.num_documents + more.num_documents,
-            self.num_tokens + more.num_tokens,
-            self.num_text_bytes + more.num_text_bytes,
-        )
-
-    def __sub__(self, part: "Counts") -> "Counts":
-        return Counts(
-            self.num_documents - part.num_documents,
-            self.num_tokens - part.num_tokens,
-            self.num_text_bytes - part.num_text_bytes,
-        )
 
 
 class NumberFile:
@@ -47,7 +47,9 @@ class NumberFile:
     """
 
     def __init__(self, path: Path, dtype: str, *, start: int, num_kept: int) -> None:
-        self.path, self._dtype, self._start = path, np.dtype(dtype), start
+        self.path = path
+        self._dtype = np.dtype(dtype)
+        self._start = start  # of the numbers in the file, in bytes
         self._file = path.open("r+b" if num_kept else "wb")
         self.truncate(num_kept)
         self.close = self._file.close
@@ -131,7 +133,8 @@ def start_of_last(path: Path, num_tokens: int, num_documents: int, end_of_text: 
         ends = np.flatnonzero(tokens == end_of_text)
         if len(ends) >= num_documents:
             return start + int(ends[-num_documents]) + 1
-        num_documents, stop = num_documents - len(ends), start
+        num_documents -= len(ends)
+        stop = start
 
 
 def num_training_documents(num_documents: int, validation_fraction: float) -> int:
