@@ -42,6 +42,7 @@ SPLIT_WORDS = {  # in names of files and directories, as Hugging Face's datasets
     "evaluation": "test",
 }
 SPLIT_WORD = re.compile(rf"(?<![a-z])({'|'.join(SPLIT_WORDS)})(?![a-z])")
+WILDCARDS = frozenset("*?[")  # of patterns
 MAX_LISTED = 9  # names in an error line
 Patterns = list[tuple[str, str, str]]  # of a dataset's card: config, split, pattern of files
 
@@ -122,11 +123,12 @@ class SourceOptions:
 
     def label(self) -> str:
         """Return the name of the source with its subset and split."""
-        return (
-            self.source
-            + f" {self.subset}" * bool(self.subset)
-            + f" split {self.split}" * bool(self.split)
-        )
+        label = self.source
+        if self.subset:
+            label += f" {self.subset}"
+        if self.split:
+            label += f" split {self.split}"
+        return label
 
 
 def kind_of(name: str, *, is_named: bool = True) -> str:
@@ -185,10 +187,11 @@ def choose_files(
     if not matching:
         _say_what_is_left_out(inside, files, options, place)
     check_kinds(found, options, place)
+    chosen = list(files)
     # Files that SOURCE names are all wanted; text files are rarely named after a split.
-    if not options.split and (found == {"text"} or are_named):
-        return frozenset(found), list(files)
-    return frozenset(found), split_of_files(files, options, place, patterns)
+    if options.split or not (are_named or found == {"text"}):
+        chosen = split_of_files(files, options, place, patterns)
+    return frozenset(found), chosen
 
 
 def in_split(path: str, pattern: str) -> bool:
@@ -236,9 +239,9 @@ def _say_what_is_left_out(
 def by_suffix(names: Iterable[str]) -> str:
     """Return how many files there are of each suffix, the most frequent first."""
     counts = Counter(suffix_of(name) or "other" for name in names).most_common()
-    shown = [f"{number:,} {suffix}" for suffix, number in counts[:MAX_LISTED]]
+    shown = ", ".join(f"{number:,} {suffix}" for suffix, number in counts[:MAX_LISTED])
     more = sum(number for _, number in counts[MAX_LISTED:])
-    return ", ".join(shown) + f" and {more:,} more" * bool(more)
+    return f"{shown} and {more:,} more" if more else shown
 
 
 def subset_of(

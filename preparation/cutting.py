@@ -52,7 +52,8 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts, name: object)
     rest: bytes | memoryview = b""
     num_replaced = 0
     for block in blocks:
-        view, start = memoryview(bytes(rest) + block if rest else block), 0
+        view = memoryview(bytes(rest) + block if rest else block)
+        start = 0
         while cuts != "none" and len(view) - start > LARGE_DOCUMENT:
             limit = min(start + 2 * LARGE_DOCUMENT, len(view)) if cuts == "any" else len(view)
             found = SAFE_CUT.search(view, start + LARGE_DOCUMENT - 1, limit)
@@ -129,17 +130,19 @@ def _parts(blocks: Iterable[bytes], separator: bytes) -> Iterator[bytes | None]:
             yield None
             start = end
         if is_last:
-            text, rest = LAST_LINE_ENDS.sub(b"", rest[start:]), b""
+            text = LAST_LINE_ENDS.sub(b"", rest[start:])
         else:
             stop = max(start, len(rest) - held)
-            text, rest = rest[start:stop], rest[stop:]
+            text = rest[start:stop]
+            rest = rest[stop:]
         if text:
             yield text
 
 
 def _separators(text: bytes, separator: bytes) -> Iterator[tuple[int, int]]:
     """Yield where separators with their line ends begin and end. Much faster than one pattern."""
-    start, place = 0, text.find(separator)
+    start = 0  # of the text after the last separator
+    place = text.find(separator)
     while place >= 0:
         before = text[max(start, place - LINE_ENDS_BYTES) : place]
         start = LINE_ENDS.match(text, place + len(separator)).end()

@@ -98,7 +98,8 @@ def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.
         return [ids.astype(np.uint16) for ids in encoded]
     ids = tokenizer.encode_to_numpy(together, allowed_special={END_OF_TEXT}).astype(np.uint16)
     ends = np.flatnonzero(ids == tokenizer.eot_token).tolist()
-    return [ids[start + 1 : end] for start, end in zip([-1, *ends], [*ends, len(ids)], strict=True)]
+    starts = [0, *(end + 1 for end in ends)]
+    return [ids[start:end] for start, end in zip(starts, [*ends, len(ids)], strict=True)]
 
 
 # An error: the tasks could not be read; a shard: it ends here.

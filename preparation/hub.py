@@ -16,7 +16,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 from tqdm import tqdm
 
 from basics.errors import FAILED, UserError, as_os_error, first_line, one_line
-from preparation.choosing import SourceOptions, choose_files, config_patterns
+from preparation.choosing import WILDCARDS, SourceOptions, choose_files, config_patterns
 from preparation.reading import file_tasks
 from preparation.sources import Request, Shard, Source, source_of
 from tokens.tokenizer import TOKENIZER_FILE
@@ -133,7 +133,7 @@ def _files(repository: str, subset: str, revision: str | None) -> list[RepoFile]
         )
         return [entry for entry in tree if isinstance(entry, RepoFile)]
 
-    if subset and not set("*?[") & set(subset):
+    if subset and not WILDCARDS & set(subset):
         with contextlib.suppress(errors.EntryNotFoundError):
             return files_in(subset)
     return files_in(None)

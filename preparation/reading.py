@@ -163,11 +163,8 @@ def printable(path: Path) -> str:
 def _in_memory(pieces: Iterator[Piece], share: float = 1) -> Iterator[Task]:
     """Yield tasks with text of a file, which has `share` bytes for each of text."""
     for batch, size in _batches(pieces):
-        yield Task(
-            partial(_given, batch),
-            size,
-            int(share * sum(len(piece.text.encode()) for piece in batch)),
-        )
+        num_bytes = sum(len(piece.text.encode()) for piece in batch)
+        yield Task(partial(_given, batch), size, int(share * num_bytes))
 
 
 def _streamed(pieces: Iterator[Piece], stored: BinaryIO) -> Iterator[Task]:
@@ -238,7 +235,8 @@ def _read_lines(
     for number, line in enumerate(io.BytesIO(lines), start=first_line):
         if line.strip():
             try:
-                record = JSON.decode(line.decode("utf-8", "surrogateescape").removeprefix("\ufeff"))
+                content = line.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
+                record = JSON.decode(content)
             except (ValueError, RecursionError):
                 record = None
             text = _text_of(record, f"{path}: line {number}", text_column)
@@ -264,9 +262,10 @@ def _array_texts(file: Any, path: Path, text_column: str) -> Iterator[bytes]:
     """Yield the texts of a JSON array, which need not fit in memory. Raises: BadShard."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     buffer = decoder.decode(file.read(TASK_BYTES)).lstrip().removeprefix("[")
-    start, number = 0, 1
+    start = 0  # of an element in the buffer
+    number = 1  # of the element
     while True:
-        start += len(BETWEEN_ELEMENTS.match(buffer, start)[0])
+        start = BETWEEN_ELEMENTS.match(buffer, start).end()
         if buffer.startswith("]", start):
             break
         try:
@@ -276,11 +275,13 @@ def _array_texts(file: Any, path: Path, text_column: str) -> Iterator[bytes]:
             block = file.read(max(TASK_BYTES, len(buffer) - start))
             if not block or len(buffer) - start > LONGEST_LINE:
                 raise BadShard(f"{path}: element {number} is not a whole JSON object") from None
-            buffer, start = buffer[start:] + decoder.decode(block), 0
+            buffer = buffer[start:] + decoder.decode(block)
+            start = 0
         else:
             yield _text_of(record, f"{path}: element {number}", text_column)
             number += 1
-    if (buffer[start + 1 :] + decoder.decode(file.read(TASK_BYTES))).strip():
+    rest = buffer[start + 1 :] + decoder.decode(file.read(TASK_BYTES))
+    if rest.strip():
         raise BadShard(f"{path}: goes on after the end of its JSON array")
 
 
@@ -353,10 +354,12 @@ def _text_leaf(path: Path, text_column: str) -> tuple[pyarrow.parquet.FileMetaDa
     footer = pyarrow.parquet.read_metadata(path)
     leaves = [footer.schema.column(place) for place in range(footer.num_columns)]
     place = _place_of(text_column, [leaf.path for leaf in leaves], path)
-    kind = leaves[place].logical_type.type
-    if kind not in TEXT_TYPES or leaves[place].max_repetition_level:
-        kind = leaves[place].physical_type if kind == "NONE" else kind
-        in_list = " in a list" * bool(leaves[place].max_repetition_level)
+    leaf = leaves[place]
+    kind = leaf.logical_type.type
+    is_in_list = leaf.max_repetition_level > 0
+    if kind not in TEXT_TYPES or is_in_list:
+        kind = leaf.physical_type if kind == "NONE" else kind
+        in_list = " in a list" if is_in_list else ""
         raise BadShard(
             f"{path}: column {text_column!r} is of type {kind}{in_list}; name a column"
             " of text with --text-column"

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from basics.errors import UserError, one_line, print_error
-from preparation.choosing import SourceOptions, choose_files, is_plain_text, kind_of
+from preparation.choosing import WILDCARDS, SourceOptions, choose_files, is_plain_text, kind_of
 from preparation.cutting import BadShard, Cuts
 from preparation.encoded import Encoded
 from preparation.findings import Findings
@@ -67,7 +67,8 @@ class Request(Record):
             new = getattr(self, key)
             if key not in FACTS and value != new:
                 name = key.replace("_", " ")
-                changes.append(f"{name} was {value or 'none'}, is {str(new or 'none')[:12]}")
+                is_now = str(new or "none")[:12]
+                changes.append(f"{name} was {value or 'none'}, is {is_now}")
         return ", ".join(changes)
 
 
@@ -199,11 +200,11 @@ def _look_for(source: Path) -> tuple[Path, Iterable[Path]]:
         return source, without_links_out(_files_below(source, source), source)
     if source.exists():
         return source.parent, [source]
-    root = next(folder for folder in source.parents if not set("*?[") & set(str(folder)))
-    if not set("*?[") & set(str(source)):
+    if not WILDCARDS & set(str(source)):
         raise UserError(
             f"{source}: no such file or directory, and not the owner/name of a dataset on the hub"
         )
+    root = next(folder for folder in source.parents if not WILDCARDS & set(str(folder)))
     try:
         return root, list(root.glob(str(source.relative_to(root))))
     except ValueError as error:
