@@ -83,17 +83,9 @@ def draw_charts(run_dir: Path, records: Records) -> None:
         config, num_steps = _plan_of(run_dir)
         limit = config.clipping_max_norm if config else None
         draw("grad-norm-chart.png", "gradient norm", partial(_plot_grad_norms, limit=limit), steps)
-        draw(
-            "learning-rate-chart.png",
-            "learning rate",
-            partial(
-                _plot_learning_rates,
-                config=config,
-                num_steps=num_steps,
-                since=max((step for step, _ in recorded_changes(records)), default=0),
-            ),
-            steps,
-        )
+        since = max((step for step, _ in recorded_changes(records)), default=0)
+        plot = partial(_plot_learning_rates, config=config, num_steps=num_steps, since=since)
+        draw("learning-rate-chart.png", "learning rate", plot, steps)
     if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(
             run_dir / "layers-chart.png", lambda figure: plot_layers(figure, measured, title)
@@ -203,7 +195,8 @@ def _add_usd_axis(axes: Axes, steps: Records) -> None:
     x = np.array([record["global_step"] + 1 for record in priced], dtype=float)
     ticks = np.linspace(x[0], x[-1], 5)
     usd = np.interp(ticks, x, [record["usd"] for record in priced])
-    limits, above = axes.get_xlim(), axes.twiny()
+    limits = axes.get_xlim()
+    above = axes.twiny()
     for both in (axes, above):
         both.set_xlim(limits)
     above.set_xticks(ticks, [dollars(value) for value in usd])

@@ -81,7 +81,8 @@ class PhaseClock:
 
     def set_price(self, usd_per_hour: float | None) -> str:
         """Set this launch's price; where it or an earlier one is missing, use the other; say so."""
-        hours, usd = sum(self._earlier_seconds.values()) / 3600, sum(self._earlier_usd.values())
+        hours = sum(self._earlier_seconds.values()) / 3600
+        usd = sum(self._earlier_usd.values())
         self.usd_per_hour = usd_per_hour or (usd / hours if usd and hours else None)
         if usd_per_hour and hours and not usd:
             self._earlier_usd = {
@@ -101,9 +102,11 @@ class PhaseClock:
 
     def enter(self, phase: str) -> str:
         """Book the time from here on to another phase; return the previous one."""
-        before, now = self.current, self._now()
+        before = self.current
+        now = self._now()
         self._spent[before] += now - self._since
-        self.current, self._since = phase, now
+        self.current = phase
+        self._since = now
         return before
 
     def count_diagnostics(self, seconds: float) -> None:
@@ -119,7 +122,9 @@ class PhaseClock:
 
         After an error the phase is not left: it is where the error happened.
         """
-        outer, booked, stay = self.enter(name), self._spent[name], SimpleNamespace()
+        outer = self.enter(name)
+        booked = self._spent[name]
+        stay = SimpleNamespace()
         yield stay
         self.enter(outer)
         stay.seconds = self._spent[name] - booked

@@ -38,13 +38,16 @@ class LossWindow:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._lag = device, LAG[device.type]
-        self._values, self._filled = torch.zeros(2, REPORT_INTERVAL, device=device), 0
+        self._device = device
+        self._lag = LAG[device.type]
+        self._values = torch.zeros(2, REPORT_INTERVAL, device=device)
+        self._filled = 0
         # Each with its values on their way to the host, the start of the first timed step and the
         # end of each, and when the values have arrived.
         self._closed: list[tuple[Window, Tensor, list[DeviceTime], DeviceTime]] = []
         self.restart_timing()
-        self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
+        self._loss_sum_since_checkpoint = 0.0
+        self._steps_since_checkpoint = 0
         self._skipped_in_a_row = self.longest_skipped = 0
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
@@ -78,8 +81,10 @@ class LossWindow:
         ended = DeviceTime(self._device)
         window = Window(global_step, learning_rate, clock.read(), clock.usd())
         self._closed.append((window, on_host, self._times, ended))
-        self._times, self._filled = [ended], 0
-        self.longest_skipped, read = 0, []
+        self._times = [ended]
+        self._filled = 0
+        self.longest_skipped = 0
+        read = []
         while len(self._closed) > (0 if waits else self._lag):
             read.append(self._read(*self._closed.pop(0)))
         return read
@@ -94,21 +99,17 @@ class LossWindow:
         for is_finite in taken.tolist():
             self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
             self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
-        losses, grad_norms = losses[taken], grad_norms[taken]
+        losses = losses[taken]
+        grad_norms = grad_norms[taken]
         self._loss_sum_since_checkpoint += losses.sum().item()
         self._steps_since_checkpoint += len(losses)
         if not len(losses):
             losses = grad_norms = torch.tensor([math.nan])
         num_timed = len(times) - 1
-        slowest = max(
-            (
-                (end.seconds_since(start), step)
-                for step, (start, end) in enumerate(
-                    pairwise(times), window.global_step - num_timed + 1
-                )
-            ),
-            default=(None, None),
-        )
+        durations = [end.seconds_since(start) for start, end in pairwise(times)]
+        first_timed = window.global_step - num_timed + 1
+        timed = ((seconds, step) for step, seconds in enumerate(durations, first_timed))
+        slowest_seconds, slowest_step = max(timed, default=(None, None))
         window.numbers = {
             "train_loss": losses.mean().item(),
             "train_loss_min": losses.min().item(),
@@ -116,8 +117,8 @@ class LossWindow:
             "grad_norm": grad_norms.mean().item(),
             "grad_norm_max": grad_norms.max().item(),
             "skipped_steps": int((~taken).sum()),
-            "slowest_step": slowest[1],
-            "slowest_step_seconds": slowest[0],
+            "slowest_step": slowest_step,
+            "slowest_step_seconds": slowest_seconds,
             "learning_rate": window.learning_rate,
         }
         if num_timed:
@@ -127,5 +128,6 @@ class LossWindow:
     def pop_loss_since_checkpoint(self) -> float:
         """Return the mean loss of the steps reported since the last call, NaN if none. Rank 0."""
         mean = self._loss_sum_since_checkpoint / (self._steps_since_checkpoint or math.nan)
-        self._loss_sum_since_checkpoint, self._steps_since_checkpoint = 0.0, 0
+        self._loss_sum_since_checkpoint = 0.0
+        self._steps_since_checkpoint = 0
         return mean

@@ -31,7 +31,8 @@ class MachineMeter:
     """
 
     def __init__(self, run_dir: Path, gpu_uuids: Sequence[str]) -> None:
-        self._run_dir, self._gpu_uuids = run_dir, gpu_uuids
+        self._run_dir = run_dir
+        self._gpu_uuids = gpu_uuids
         self.energy_kwh: float | None = None
         self._gpus: list[GpuReading] = []
         self._reading: dict[str, Any] = {}  # that no record has yet
@@ -53,7 +54,9 @@ class MachineMeter:
 
     def pop_failure(self) -> str:
         """Return why a reading failed, once, the first time; else ""."""
-        failure, self._failure = self._failure or "", self._failure and ""
+        failure = self._failure or ""
+        if failure:
+            self._failure = ""
         return failure
 
     def stop(self) -> None:
@@ -86,7 +89,8 @@ class MachineMeter:
         }
         if not self._gpu_uuids:
             return reading
-        self._gpus = gpus = read_gpus(self._gpu_uuids)
+        gpus = read_gpus(self._gpu_uuids)
+        self._gpus = gpus
         for key, field in GPU_FIELDS.items():
             values = [getattr(gpu, field) for gpu in gpus]
             if any(value is not None for value in values):
@@ -95,11 +99,9 @@ class MachineMeter:
             reading[THROTTLING] = [", ".join(gpu.throttle_reasons or ()) for gpu in gpus]
         counters = [gpu.energy_joules for gpu in gpus if gpu.energy_joules is not None]
         if len(counters) == len(self._gpu_uuids):
-            before, self._counters = self._counters or counters, counters
-            self._joules += sum(
-                max(0.0, now - then)  # they may be set back
-                for now, then in zip(counters, before, strict=True)
-            )
+            for now, then in zip(counters, self._counters or counters, strict=True):
+                self._joules += max(0.0, now - then)  # they may be set back
+            self._counters = counters
             self.energy_kwh = self._joules / JOULES_PER_KWH
         if self.energy_kwh is not None:
             reading["energy_kwh"] = round(self.energy_kwh, 6)

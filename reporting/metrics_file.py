@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from basics.errors import BAD_INPUT, FAILED, TRANSIENT, UserError
+from basics.errors import FAILED, UserError, status_of_place
 from basics.files import MAX_BYTES, fsync, read_regular_file, write_atomically
 from basics.json_files import parsed_object, to_json
 
@@ -88,11 +88,8 @@ def read_records(path: Path, *, max_bytes: int = MAX_RECORDS_BYTES) -> str:
     except FileNotFoundError:
         return ""
     except OSError as error:
-        advice, status = (
-            ("start again", FAILED)
-            if error.errno in TRANSIENT
-            else ("make it readable, or move it away", BAD_INPUT)
-        )
+        status = status_of_place(error)
+        advice = "start again" if status == FAILED else "make it readable, or move it away"
         raise UserError(f"{path}: cannot be read ({error.strerror}); {advice}", status) from None
 
 
@@ -131,9 +128,8 @@ def _is_valid(key: str, value: Any) -> bool:
         return False
     if key == THROTTLING:
         return all(isinstance(text, str) and text.isprintable() for text in value)
-    return all(
-        one is None or is_number(one, -BOUND, BOUND) for one in (value if is_list(key) else [value])
-    )
+    numbers = value if is_list(key) else [value]
+    return all(one is None or is_number(one, -BOUND, BOUND) for one in numbers)
 
 
 def is_number(value: Any, least: float, most: float = LARGEST) -> bool:

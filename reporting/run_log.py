@@ -37,8 +37,11 @@ class RunLog:
         clock: PhaseClock,
         is_active: bool,
     ) -> None:
-        self.run, self.plan, self.clock = run, plan, clock
-        self.tokenizer, self.is_active = tokenizer, is_active
+        self.run = run
+        self.plan = plan
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.is_active = is_active
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._unwritten = ""  # records that a full disk refused
@@ -85,12 +88,12 @@ class RunLog:
         """Record and show the steps of a window, as of when it was closed, and the machine."""
         if not self.is_active:
             return
-        global_step, num_steps, spent = window.global_step, self.plan.num_steps, window.seconds
-        speed = (
-            None
-            if window.steps_per_second is None
-            else (window.steps_per_second * self.plan.tokens_per_step)
-        )
+        global_step = window.global_step
+        num_steps = self.plan.num_steps
+        spent = window.seconds
+        speed = None
+        if window.steps_per_second is not None:
+            speed = window.steps_per_second * self.plan.tokens_per_step
         self.record(global_step, window.numbers | {"tokens_per_second": speed} | machine, window)
         recurring = sum(spent.values()) - sum(spent[phase] for phase in ONE_TIME_PHASES)
         seconds_left = (num_steps - 1 - global_step) * recurring / (global_step + 1)
@@ -135,18 +138,15 @@ class RunLog:
         spent = self.clock.read() if window is None else window.seconds
         usd = self.clock.usd() if window is None else window.usd
         was_behind = bool(self._unwritten)
-        self._unwritten += (
-            to_json(
-                {
-                    "global_step": global_step,
-                    "tokens": (global_step + 1) * self.plan.tokens_per_step,
-                    "seconds": round(sum(spent.values()), 3),
-                    **values,
-                    **({"usd": round(sum(usd.values()), 6)} if usd else {}),
-                }
-            )
-            + "\n"
-        )
+        record = {
+            "global_step": global_step,
+            "tokens": (global_step + 1) * self.plan.tokens_per_step,
+            "seconds": round(sum(spent.values()), 3),
+            **values,
+        }
+        if usd:
+            record["usd"] = round(sum(usd.values()), 6)
+        self._unwritten += to_json(record) + "\n"
         failure = self._write_records()
         if failure and not was_behind:  # printed once, until a write succeeds
             self.say(
@@ -185,15 +185,14 @@ class RunLog:
 
 def batch_arithmetic(plan: BatchPlan) -> list[str]:
     """Return the sizes of a global batch and of the whole run as text."""
+    steps = f"{plan.num_steps:,} steps = {plan.num_tokens:,} tokens"
+    if plan.epoch_tokens:
+        epochs = plan.num_tokens / plan.epoch_tokens
+        steps += f", {epochs:.2f} times the dataset's {plan.epoch_tokens:,}"
     return [
         f"microbatch {plan.microbatch_size} x accumulation {plan.gradient_accumulation_steps} x"
         f" {counted(plan.world_size, 'process', 'processes')} = global batch"
         f" {plan.global_batch_size} sequences x {plan.context_length:,} tokens ="
         f" {plan.tokens_per_step:,} tokens per step",
-        f"{plan.num_steps:,} steps = {plan.num_tokens:,} tokens"
-        + (
-            f", {plan.num_tokens / plan.epoch_tokens:.2f} times the dataset's {plan.epoch_tokens:,}"
-            if plan.epoch_tokens
-            else ""
-        ),
+        steps,
     ]

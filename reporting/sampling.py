@@ -35,7 +35,9 @@ class KeyValueCache:
     """Keys and values of the tokens so far, so that each token runs through the layers once."""
 
     def __init__(self, model: GPTModel, *, capacity: int) -> None:
-        self._model, self._capacity, self._length = model, capacity, 0
+        self._model = model
+        self._capacity = capacity
+        self._length = 0  # of the last context
         self._layers: dict[Block, tuple[Tensor, Tensor]] = {}  # each (1, H, capacity, D)
 
     def next_logits(self, context: list[int]) -> Tensor:
@@ -60,7 +62,8 @@ class KeyValueCache:
         if block not in self._layers:
             shape = (B, H, self._capacity, D)
             self._layers[block] = k.new_empty(shape), k.new_empty(shape)
-        first, stop = self._first, self._first + T
+        first = self._first
+        stop = first + T
         for cached, new in zip(self._layers[block], (k, v), strict=True):
             cached[:, :, first:stop] = new
         keys, values = (cached[:, :, :stop] for cached in self._layers[block])
@@ -79,7 +82,8 @@ def stream_tokens(
     When the context is full, its older half is dropped and the rest is computed again. The global
     random state does not change. The model is left in eval mode.
     """
-    longest, device = model.config.context_length, model.token_embedding.weight.device
+    longest = model.config.context_length
+    device = model.token_embedding.weight.device
     generator = torch.Generator(device).manual_seed(options.seed)
     cache = KeyValueCache(model, capacity=min(longest, len(prompt) + options.max_new_tokens))
     context = prompt[-longest:]
@@ -131,7 +135,8 @@ def decoded(pieces: Iterable[bytes], stops: tuple[str, ...] = ()) -> Iterator[st
 
     The beginning of a possible stop, and an incomplete character, are held back.
     """
-    decoder, held = codecs.getincrementaldecoder("utf-8")("replace"), ""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    held = ""
     stops = tuple(filter(None, stops))
     for piece in pieces:
         held += decoder.decode(piece)
@@ -164,21 +169,14 @@ class Sampler:
 
     def try_to_write(self, path: Path, prompts: Sequence[str], global_step: int) -> str:
         """Append a JSON line with the continuation of each prompt; return any error as text."""
+        options = SamplingOptions(SAMPLE_TOKENS)
+        lines = ""
         try:
-            append_whole(
-                path,
-                "".join(
-                    to_json(
-                        {
-                            "global_step": global_step,
-                            "prompt": prompt,
-                            "text": self.text(prompt, SamplingOptions(SAMPLE_TOKENS)),
-                        }
-                    )
-                    + "\n"
-                    for prompt in prompts
-                ),
-            )
+            for prompt in prompts:
+                text = self.text(prompt, options)
+                sample = {"global_step": global_step, "prompt": prompt, "text": text}
+                lines += to_json(sample) + "\n"
+            append_whole(path, lines)
         except Exception as error:
             return describe(error)
         finally:

@@ -251,7 +251,8 @@ class Speed:
         gpu = find_gpu(self.device_name)
         if gpu is None:
             return f"{line} (no MFU: the peak speed of {self.device_name} is not known)"
-        mfu, best = gpu.mfu(flops), gpu.high_mfu
+        mfu = gpu.mfu(flops)
+        best = gpu.high_mfu
         line += (
             f", {mfu:.1%} MFU; {gpu.name} should reach up to {best.share:.0%} with such a"
             f" model ({best.origin or 'public figures'})"

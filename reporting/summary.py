@@ -15,7 +15,10 @@ from run_config import Run
 from tokens.batch_plan import BatchPlan
 
 FINISHED = "finished"
-MAX_STEPS, SIGNAL, BUDGET = "--max-steps", "signal", "budget"  # what stops a launch before that
+# What stops a launch before that.
+MAX_STEPS = "--max-steps"
+SIGNAL = "signal"
+BUDGET = "budget"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ def summarise(
     tokens = (end.global_step + 1) * plan.tokens_per_step
     is_finished = plan.is_trained_after(end.global_step) and not end.lacks_validation
     reason = None if is_finished else end.stop_reason
-    seconds, this_launch = clock.read(), clock.read_this_launch()
+    seconds = clock.read()
+    this_launch = clock.read_this_launch()
     num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
     last = {
         key: next((record[key] for record in reversed(records) if key in record), None)
@@ -171,18 +175,19 @@ def final_status(run: Run, status: int) -> int:
 
 def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     """Return a summary as lines of text."""
-    best, saved, price = summary["best"], summary["checkpoints"], run.config.usd_per_hour
+    best = summary["best"]
+    saved = summary["checkpoints"]
+    price = run.config.usd_per_hour
     up = summary["machine"]["up_seconds"]  # also set-up, searches and downloads before the run
     losses = f"training loss {_loss(summary['train_loss'])}"
     if summary["validation_loss"] is not None:
         losses += f", validation loss {_loss(summary['validation_loss'])}"
     because = f" ({summary['reason']})" if summary["reason"] else ""
-    done, wanted = summary["global_step"] + 1, summary["num_steps"]
-    steps = (
-        f"step {done:,} of {wanted:,}"
-        if done <= wanted
-        else (f"step {done:,}, {wanted:,} were wanted")
-    )
+    done = summary["global_step"] + 1
+    wanted = summary["num_steps"]
+    steps = f"step {done:,} of {wanted:,}"
+    if done > wanted:
+        steps = f"step {done:,}, {wanted:,} were wanted"
     lines = [
         f"{run.name} {summary['status']} at {steps}{because}: {losses} (nats per token)",
         _split("time", summary["seconds"], duration),

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -73,24 +74,20 @@ def begin_tracking(run: Run, *, starts_over: bool) -> None:
 
 def tracker_process(run: Run) -> Beside:
     """Return the process of a run's tracker, with nothing to run if it has none."""
-    launch = (
-        None
-        if run.config.tracker == "none"
-        else (lambda: beside.start_module("reporting.tracker", run.run_dir))
-    )
-    return Beside(
-        "tracker",
-        launch,
-        advice=(
-            f"; `lab export-metrics {run.name} --to {run.config.tracker}` adds what is missing"
-        ),
-    )
+    kind = run.config.tracker
+    launch = None
+    if kind != "none":
+        launch = partial(beside.start_module, "reporting.tracker", run.run_dir)
+    advice = f"; `lab export-metrics {run.name} --to {kind}` adds what is missing"
+    return Beside("tracker", launch, advice=advice)
 
 
 def check_tracker(kind: str) -> None:
     """Check, without importing it, that a tracker can be used. Raises: UserError."""
-    found = None if kind == "none" else importlib.util.find_spec(kind)
-    if kind != "none" and (found is None or found.origin is None):  # a directory is no package
+    if kind == "none":
+        return
+    found = importlib.util.find_spec(kind)
+    if found is None or found.origin is None:  # a directory is no package
         raise UserError(
             f'tracker "{kind}" needs the package {kind}: run `uv sync --extra {kind}`'
             f" (or pip install {kind})"
@@ -109,8 +106,10 @@ def send_records(
     At last the figures of the summary, if the run has ended. `is_over` waits a while, and returns
     whether no more records come. `note` takes a line for the user.
     """
-    kind, lines = run.config.tracker, whole_lines(run.metrics_path, 0)
-    records, offset = valid_records(lines.decode(errors="replace")), len(lines)
+    kind = run.config.tracker
+    lines = whole_lines(run.metrics_path, 0)
+    offset = len(lines)
+    records = valid_records(lines.decode(errors="replace"))
     num_before = num_sent = min(len(records), tracked.sent.get(kind, 0))
     last_step = records[num_sent - 1]["global_step"] + 1 if num_sent else 0
 
@@ -120,7 +119,8 @@ def send_records(
 
     save()  # the id must be known before anything appears under it
     tracker = open_tracker(run, tracked.id, last_step, note)
-    new, ends = records[num_sent:], False
+    new = records[num_sent:]
+    ends = False
     while not ends:
         ends = is_over()
         lines = whole_lines(run.metrics_path, offset)
@@ -132,7 +132,8 @@ def send_records(
             save()
             tracker.send([(record["global_step"] + 1, metrics_of(record)) for record in new])
             last_step = new[-1]["global_step"] + 1
-            num_sent, new = num_sent + len(new), []
+            num_sent += len(new)
+            new = []
     summary = read_summary(run)
     figures: dict[str, Any] = final_figures(summary)
     if figures:
@@ -268,9 +269,9 @@ def open_tracker(
     name = f"{run.name[:MAX_NAME_LENGTH]}-{id}"  # no other tracked run has it
     if run.config.tracker == "tensorboard":
         return TensorBoard(run.run_dir / "tensorboard" / id, config, last_step)
-    return (
-        Trackio(name, config) if run.config.tracker == "trackio" else Wandb(run, name, config, note)
-    )
+    if run.config.tracker == "trackio":
+        return Trackio(name, config)
+    return Wandb(run, name, config, note)
 
 
 def track(run_dir: Path, say: Callable[[str], None]) -> None:
