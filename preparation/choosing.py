@@ -167,10 +167,10 @@ def choose_files(
     """
     inside = subset_of(names, options, place, patterns)
     kinds = {name: kind_of(name, is_named=are_named) for name in inside}
-    kinds = {name: kind for name, kind in kinds.items() if kind}
-    matching = {name: kind for name, kind in kinds.items() if in_split(inside[name], options.split)}
-    kinds = matching or kinds  # --split '*.csv' also chooses the kind
-    found = set(kinds.values())
+    documents = [name for name in inside if kinds[name]]
+    matching = [name for name in documents if in_split(inside[name], options.split)]
+    documents = matching or documents  # --split '*.csv' also chooses the kind
+    found = {kinds[name] for name in documents}
     if not found:
         raise UserError(
             f"{place}: contains no documents; wanted {', '.join(MAY_BE_PACKED)} files"
@@ -183,7 +183,7 @@ def choose_files(
                 " --split '*.parquet' or a pattern of files as SOURCE"
             )
         found = {next(kind for kind in PREFERENCE if kind in found)}
-    files = {name: inside[name] for name, kind in kinds.items() if kind in found}
+    files = {name: inside[name] for name in documents if kinds[name] in found}
     if not matching:
         _say_what_is_left_out(inside, files, options, place)
     check_kinds(found, options, place)
@@ -297,18 +297,16 @@ def split_of_files(
     patterns = [row for row in patterns if matches(row[0], options.subset)] or patterns
     splits: dict[str, list[str]] = {}
     for name, path in paths.items():
-        split = split_of(path) or next(
-            (split for _, split, pattern in patterns if matches(name, pattern)), ""
-        )
-        splits.setdefault(split, []).append(name)
+        of_card = (split for _, split, pattern in patterns if matches(name, pattern))
+        splits.setdefault(split_of(path) or next(of_card, ""), []).append(name)
     counts = {
         split: f"{split or 'other'} ({counted(len(names), 'file')})"
         for split, names in sorted(splits.items(), reverse=True)
     }
     if options.split:
-        chosen = splits.get(SPLIT_WORDS.get(options.split, options.split)) or [
-            name for name, path in paths.items() if in_split(path, options.split)
-        ]
+        chosen = splits.get(SPLIT_WORDS.get(options.split, options.split))
+        if not chosen:
+            chosen = [name for name, path in paths.items() if in_split(path, options.split)]
         if not chosen:
             raise UserError(
                 f"{place}: --split {options.split} matches no file; there are"

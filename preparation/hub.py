@@ -89,23 +89,26 @@ def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
     )
     entries = ask_hub(repository, lambda: _files(repository, options.subset, info.sha))
     check_names(repository, [entry.path for entry in entries])
-    files = {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
+    entries.sort(key=lambda entry: entry.path)
+    files = {entry.path: entry for entry in entries}
     card = info.card_data
     patterns = config_patterns(card.to_dict() if card else {})
     kinds, chosen = choose_files(files, options, f"{repository} on the hub", patterns)
-    shards = [
-        HubShard(
-            name=path,
-            identity=lfs.sha256 if (lfs := files[path].lfs) else files[path].blob_id,
-            num_bytes=files[path].size,
-            tasks=partial(file_tasks, [raw_dir / path], raw_dir, options),
-            repository=repository,
-            revision=info.sha,
-            raw_dir=raw_dir,
-            is_kept=is_kept,
+    shards = []
+    for path in chosen:
+        entry = files[path]
+        shards.append(
+            HubShard(
+                name=path,
+                identity=entry.lfs.sha256 if entry.lfs else entry.blob_id,
+                num_bytes=entry.size,
+                tasks=partial(file_tasks, [raw_dir / path], raw_dir, options),
+                repository=repository,
+                revision=info.sha,
+                raw_dir=raw_dir,
+                is_kept=is_kept,
+            )
         )
-        for path in chosen
-    ]
     licences = _names(card and card.license, "unknown")
     request = Request(
         source=options.label(),

@@ -49,8 +49,10 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def share_of(source: Source, part: str) -> Source:
-    """Return the shards of one part, about as many as of each other. Raises: UserError: there are
-    more parts than shards."""
+    """Return the shards of one part; all parts have about the same number of them.
+
+    Raises: UserError: there are more parts than shards.
+    """
     number, total = parse_part(part)
     num_shards = len(source.shards)
     if total > num_shards:

@@ -162,6 +162,7 @@ class _Preparation:
         self._begin_shard()
 
     def _begin_shard(self, *, is_bad: bool = False) -> None:
+        """Count from the end of the last finished shard; of a bad one the rest is dropped."""
         self._counts = self._journal.last.counts
         self._findings = self._journal.last.findings
         self._bad_files: list[str] = []  # of the shard
@@ -229,6 +230,7 @@ class _Preparation:
         return self._journal.is_split or self._counts.num_documents >= self._limit
 
     def _process(self, result: Result) -> None:
+        """Write the tokens of a task, or record that a shard is finished or cannot be read."""
         if isinstance(result, Shard):
             self._tokens.sync()
             self._ends.sync()
@@ -284,6 +286,7 @@ class _Preparation:
             tqdm.write(one_line(line), file=sys.stderr)
 
     def _finish(self) -> Prepared:
+        """Write what a finished part has, or the headers of both splits and the dataset card."""
         journal = self._journal
         if not self._request.part and not journal.is_split:
             self._split()

@@ -144,9 +144,10 @@ def find_documents(options: SourceOptions) -> Source:
         for path in sorted(found)
         if path.is_file() or not path.exists()
     }
-    if options.subset and not source.is_dir():
+    are_named = not source.is_dir()
+    if options.subset and are_named:
         raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
-    kinds, names = choose_files(paths, options, str(source), [], are_named=not source.is_dir())
+    kinds, names = choose_files(paths, options, str(source), [], are_named=are_named)
     chosen = [paths[name] for name in names]
     for path in chosen:
         if not path.exists():
@@ -176,9 +177,9 @@ def find_documents(options: SourceOptions) -> Source:
 def source_of(
     options: SourceOptions, request: Request, shards: Sequence[Shard], kinds: frozenset[str]
 ) -> Source:
-    """Return files as a source: how many may be left out, and how the documents are split.
+    """Return files as a source, with how many may be left out and how the documents are split.
 
-    What `request` lacks of `options`, how the files are read, is added.
+    `request` says where the files are from; how they are read is added from `options`.
     """
     num_files = sum(shard.num_files for shard in shards)
     return Source(
@@ -214,9 +215,10 @@ def _look_for(source: Path) -> tuple[Path, Iterable[Path]]:
 def _files_below(folder: Path, root: Path) -> Iterator[Path]:
     """Walk through a directory, but skip hidden directories and token datasets.
 
-    Files that are no documents are yielded, to be counted, but not links to such. Linked
-    directories are read where they lead to another place in it; one that leads out is yielded
-    itself."""
+    Files of other kinds are yielded too, since they are counted, unless they are links. A link to
+    a directory is followed if it leads to another place inside of `root`; if it leads out, the link
+    itself is yielded, for `without_links_out`.
+    """
     is_dataset = (folder / "train.safetensors").exists()
     for path in folder.iterdir():
         if not path.is_dir():
@@ -234,7 +236,7 @@ def _files_below(folder: Path, root: Path) -> Iterator[Path]:
 
 
 def without_links_out(paths: Iterable[Path], root: Path) -> Iterator[Path]:
-    """Pass on files, but for links to what is outside of a directory; one line names these."""
+    """Yield all paths but links that lead out of `root`; print a line that names the first."""
     outside = []
     for path in paths:
         if path.is_symlink() and path.exists() and not _is_inside(path, root):

@@ -24,17 +24,18 @@ UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowExcept
 
 @contextlib.contextmanager
 def opened(path: Path, encoding: str) -> Iterator[tuple[BinaryIO, Any]]:
-    """Open a file: yield it as it is stored, whose position is the progress, and its text.
+    """Open a file; yield the stored file, whose position tells the progress, and its text.
 
-    The second one is a buffered reader of the unpacked bytes, in UTF-8 where an `encoding` is
-    named, without a byte order mark. Raises: BadShard: the file is damaged or cannot be read, now
-    or in the context, or it is UTF-16 and no encoding is named.
+    The text is a buffered reader of the unpacked bytes without a byte order mark; if an `encoding`
+    is named, they are converted from it to UTF-8. Raises: BadShard: the file is damaged or cannot
+    be read, also if this is found while the context reads it; or it is UTF-16 and no encoding is
+    named.
     """
     try:
         with path.open("rb") as stored:
             file = _unpacked(stored, path.suffix.lower())
             if encoding:
-                file = _file_of(_utf8_blocks(file, encoding))
+                file = io.BufferedReader(_Blocks(_utf8_blocks(file, encoding)), BUFFER_BYTES)
             head = file.peek(3)
             if not encoding and head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise BadShard(f"{path}: is UTF-16; wanted UTF-8, or --encoding utf-16")
@@ -52,7 +53,7 @@ def _unpacked(stored: BinaryIO, suffix: str) -> Any:
     if suffix == ".bz2":
         return bz2.BZ2File(stored)
     if suffix == ".xz":
-        return _file_of(_xz_blocks(stored))
+        return io.BufferedReader(_Blocks(_xz_blocks(stored)), BUFFER_BYTES)
     if suffix == ".zst":
         return io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), BUFFER_BYTES)
     return stored
@@ -79,16 +80,12 @@ def _xz_blocks(stored: BinaryIO) -> Iterator[bytes]:
 def _utf8_blocks(file: Any, encoding: str) -> Iterator[bytes]:
     """Yield a file in another encoding as UTF-8.
 
-    What is none of its characters becomes a byte that is not UTF-8, so that it is counted like
-    those of other files.
+    Bytes that are no character of the encoding become a byte that is not UTF-8 either, so that
+    `cut_document` counts them as it counts damage in files that are not converted.
     """
     blocks = iter(partial(file.read, PACKED_BYTES), b"")
     for text in codecs.iterdecode(blocks, encoding, "replace"):
         yield to_bytes(text.replace(REPLACEMENT, NO_CHARACTER))
-
-
-def _file_of(blocks: Iterator[bytes]) -> io.BufferedReader:
-    return io.BufferedReader(_Blocks(blocks), BUFFER_BYTES)
 
 
 class _Blocks(io.RawIOBase):
