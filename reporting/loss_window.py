@@ -94,13 +94,11 @@ class LossWindow:
     ) -> Window:
         """Wait for the values of a window, losses and gradient norms, (2, n), and average them."""
         ended.wait()
-        losses, grad_norms = values
-        taken = grad_norms.isfinite()
+        taken = values[1].isfinite()
         for is_finite in taken.tolist():
             self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
             self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
-        losses = losses[taken]
-        grad_norms = grad_norms[taken]
+        losses, grad_norms = values[:, taken]
         self._loss_sum_since_checkpoint += losses.sum().item()
         self._steps_since_checkpoint += len(losses)
         if not len(losses):
