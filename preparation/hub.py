@@ -165,11 +165,9 @@ def ask_hub(subject: str, action: Callable[[], T], *, pauses: Sequence[float] = 
             if reason := _permanent_reason(error):
                 raise UserError(f"{subject}: {reason}") from None
             if pause is None:
-                advice = (
-                    "set HF_TOKEN, whose limits are higher, or wait some minutes"
-                    if _status(error) == 429
-                    else "check the network"
-                )
+                advice = "check the network"
+                if _status(error) == 429:
+                    advice = "set HF_TOKEN, whose limits are higher, or wait some minutes"
                 raise UserError(
                     f"{subject}: {_said(error)}; {advice}, then run the same command again", FAILED
                 ) from None
@@ -179,8 +177,9 @@ def ask_hub(subject: str, action: Callable[[], T], *, pauses: Sequence[float] = 
 
 def _permanent_reason(error: Exception) -> str:
     """Return why another attempt cannot help; empty if it may."""
-    if found := [reason for kind, reason in REASONS if isinstance(error, kind)]:
-        return found[0]
+    for kind, reason in REASONS:
+        if isinstance(error, kind):
+            return reason
     status = _status(error)
     if status in (401, 403):
         return NO_REPOSITORY

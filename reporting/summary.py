@@ -164,12 +164,10 @@ def final_status(run: Run, status: int) -> int:
     )
     if summary.get("status") == "running":  # the processes were killed
         signal_name = STOP_SIGNALS.get(status - 128)  # a second signal: they exited at once
-        summary |= (
-            {"status": "stopped", "reason": signal_name}
-            if signal_name
-            else {"status": "failed", "reason": f"ended with status {status}"}
-        )
-        _write(run, summary)
+        ended = {"status": "failed", "reason": f"ended with status {status}"}
+        if signal_name:
+            ended = {"status": "stopped", "reason": signal_name}
+        _write(run, summary | ended)
     return status or stopped_by
 
 
