@@ -16,30 +16,33 @@ class Encoded:
     """The result of a task: tokens, with an end-of-text token after each document."""
 
     tokens: np.ndarray  # (num_tokens,) uint16
-    counts: Counts  # a document counts where it ends
     # Of each document that ends here, (num_documents,) int64: the bytes of this text up to its end,
     # and the characters that stand for bytes that were not in its encoding.
     ends: np.ndarray
     replaced: np.ndarray
     findings: Findings
+    num_text_bytes: int = 0
     bad_files: Sequence[BadFile] = ()
     markers: frozenset[str] = frozenset()  # of the end of a text, that are in the texts
 
+    @property
+    def counts(self) -> Counts:  # a document counts where it ends
+        return Counts(len(self.ends), self.tokens.size, self.num_text_bytes)
+
     def first_documents(self, num_documents: int, tokenizer: Tokenizer) -> "Encoded":
         """Return no more than so many documents."""
-        if self.counts.num_documents < num_documents:
+        if len(self.ends) < num_documents:
             return self
         last = np.flatnonzero(self.tokens == tokenizer.eot_token)[num_documents - 1]
-        tokens = self.tokens[: last + 1]
         ends = self.ends[:num_documents]
         replaced = self.replaced[:num_documents]
         return replace(
             self,
-            tokens=tokens,
+            tokens=self.tokens[: last + 1],
             ends=ends,
             replaced=replaced,
-            counts=Counts(num_documents, tokens.size, int(ends[-1])),
             findings=findings_of(ends, replaced),
+            num_text_bytes=int(ends[-1]),
         )
 
 

@@ -22,7 +22,6 @@ from preparation.encoded import Encoded, findings_of
 from preparation.findings import markers_in
 from preparation.reading import Reading, Task, grouped
 from preparation.sources import Item, Shard
-from preparation.token_stream import Counts
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
 # Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
@@ -36,7 +35,7 @@ _tokenizer: Tokenizer  # of a worker
 def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
     """Tokenise a task; return the error if it cannot be read."""
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
-    tokens: list[np.ndarray] = [end_of_text[:0]]
+    tokens = [end_of_text[:0]]  # a task may have no text
     reading = Reading(cuts_of(tokenizer), [])
     ends: list[int] = []
     replaced: list[int] = []
@@ -54,15 +53,14 @@ def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
                 replaced.append(piece.num_replaced)
     except BadShard as error:
         return error
-    together = np.concatenate(tokens)
     ends_array = np.array(ends, np.int64)
     replaced_array = np.array(replaced, np.int64)
     return Encoded(
-        together,
-        Counts(len(ends), together.size, num_bytes),
+        np.concatenate(tokens),
         ends_array,
         replaced_array,
         findings_of(ends_array, replaced_array),
+        num_bytes,
         reading.bad_files,
         markers,
     )
@@ -97,9 +95,9 @@ def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.
         encoded = (tokenizer.encode_to_numpy(text, disallowed_special=()) for text in texts)
         return [ids.astype(np.uint16) for ids in encoded]
     ids = tokenizer.encode_to_numpy(together, allowed_special={END_OF_TEXT}).astype(np.uint16)
-    ends = np.flatnonzero(ids == tokenizer.eot_token).tolist()
-    starts = [0, *(end + 1 for end in ends)]
-    return [ids[start:end] for start, end in zip(starts, [*ends, len(ids)], strict=True)]
+    separators = np.flatnonzero(ids == tokenizer.eot_token).tolist()
+    places = itertools.pairwise([-1, *separators, len(ids)])
+    return [ids[before + 1 : after] for before, after in places]
 
 
 # An error: the tasks could not be read; a shard: it ends here.

@@ -13,7 +13,7 @@ from basics.files import append_whole, fsync, locked, write_atomically
 from basics.text import gb
 from preparation.findings import Findings
 from preparation.sources import Record, Request, Shard
-from preparation.token_stream import DATA_START, ENDS_BYTES, Counts
+from preparation.token_stream import DATA_START, ENDS_DTYPE, Counts
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
 TOKENS = "train.safetensors"  # all tokens, until the last ones are moved to the validation file
@@ -75,7 +75,7 @@ class Journal:
             self.lines = []
         for path, num_bytes in (
             (self.dataset_dir / TOKENS, DATA_START + 2 * counts.num_tokens),
-            (self.ends_path, ENDS_BYTES * counts.num_documents),
+            (self.ends_path, ENDS_DTYPE.itemsize * counts.num_documents),
         ):
             if not path.exists() or path.stat().st_size < num_bytes:
                 self.lines = []

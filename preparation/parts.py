@@ -21,7 +21,7 @@ from preparation.findings import Findings
 from preparation.journal import ENDS, TOKENS
 from preparation.reading import BadFile
 from preparation.sources import Record, Request, Shard, Source
-from preparation.token_stream import CHUNK_TOKENS, Counts, read_ends, read_tokens
+from preparation.token_stream import Counts, read_ends, read_tokens
 from tokens.tokenizer import Tokenizer, file_beside, load_tokenizer
 
 PART_FILE = "part.json"
@@ -113,17 +113,15 @@ def read_parts(part_dirs: Sequence[Path]) -> tuple[Source, Tokenizer]:
             f"part {', '.join(missing)} of {total} missing; prepare it with --part"
             f" {missing[0]}/{total}, or name its directory"
         )
-    shards = []
-    for number in sorted(found):
-        path, part = found[number]
-        shards.append(
-            Shard(
-                name=str(path),
-                identity=part.digest,
-                num_bytes=2 * part.counts.num_tokens,
-                tasks=partial(_stored, path, part),
-            )
+    shards = [
+        Shard(
+            name=str(path),
+            identity=part.digest,
+            num_bytes=2 * part.counts.num_tokens,
+            tasks=partial(_stored, path, part),
         )
+        for _, (path, part) in sorted(found.items())
+    ]
     name = first.request.tokenizer
     tokenizer = load_tokenizer(name, file_beside(first_path, name))
     request = first.request.changed(part="", names_and_sizes="")
@@ -146,17 +144,14 @@ def _read(path: Path) -> PartFile:
 def _stored(path: Path, part: PartFile, _: Cuts) -> Iterator[Encoded]:
     """Yield the files that are missing first: they may be too many. Then the ends of all documents,
     and all tokens."""
-    no_tokens = np.empty(0, dtype="<u2")
-    none = np.empty(0, dtype=np.int64)
+    no_numbers = np.empty(0, dtype=np.int64)
+    nothing = Encoded(np.empty(0, dtype=np.uint16), no_numbers, no_numbers, Findings())
     bad_files = [BadFile(name, f"{name} of {path}: could not be read") for name in part.bad_files]
-    yield Encoded(no_tokens, Counts(), none, none, part.findings, bad_files)
-    num_documents = part.counts.num_documents
-    first_byte = 0  # of the text of these documents; `Encoded` counts from it
-    for start in range(0, num_documents, CHUNK_TOKENS):
-        stop = min(start + CHUNK_TOKENS, num_documents)
-        ends = read_ends(path / ENDS, start, stop) - first_byte
-        num_bytes = int(ends[-1])
-        yield Encoded(no_tokens, Counts(len(ends), 0, num_bytes), ends, none, Findings())
-        first_byte += num_bytes
+    yield replace(nothing, findings=part.findings, bad_files=bad_files)
+    first_byte = 0  # of the text of a chunk's documents; `Encoded` counts from it
+    for chunk in read_ends(path / ENDS, 0, part.counts.num_documents):
+        ends = chunk - first_byte
+        yield replace(nothing, ends=ends, num_text_bytes=int(ends[-1]))
+        first_byte = int(chunk[-1])
     for tokens in read_tokens(path / TOKENS, 0, part.counts.num_tokens):
-        yield Encoded(tokens, Counts(num_tokens=tokens.size), none, none, Findings())
+        yield replace(nothing, tokens=tokens)

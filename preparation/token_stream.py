@@ -15,9 +15,9 @@ from basics.files import fsync
 
 HEADER_BYTES = 4096  # reserved in token files for the header, which is known only at the end
 DATA_START = 8 + HEADER_BYTES
-CHUNK_TOKENS = 2**23
-ENDS_DTYPE = "<i8"  # of `DocumentEnds`
-ENDS_BYTES = 8
+CHUNK_NUMBERS = 2**23  # tokens or ends that are read at a time
+TOKEN_DTYPE = np.dtype("<u2")
+ENDS_DTYPE = np.dtype("<i8")  # of `DocumentEnds`
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class NumberFile:
     The first `num_kept`, of an earlier launch, are kept.
     """
 
-    def __init__(self, path: Path, dtype: str, *, start: int, num_kept: int) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, *, start: int, num_kept: int) -> None:
         self.path = path
-        self._dtype = np.dtype(dtype)
+        self._dtype = dtype
         self._start = start  # of the numbers in the file, in bytes
         self._file = path.open("r+b" if num_kept else "wb")
         self.truncate(num_kept)
@@ -80,13 +80,8 @@ class DocumentEnds(NumberFile):
     def num_text_bytes(self, num_documents: int) -> int:
         """Return the bytes of text of the first documents, at least one."""
         self._file.flush()
-        (num_bytes,) = read_ends(self.path, num_documents - 1, num_documents)
-        return int(num_bytes)
-
-
-def read_ends(path: Path, start: int, stop: int) -> np.ndarray:
-    """Return the entries of a written `DocumentEnds`, (stop - start,) int64."""
-    return np.fromfile(path, ENDS_DTYPE, count=stop - start, offset=ENDS_BYTES * start)
+        (ends,) = read_ends(self.path, num_documents - 1, num_documents)
+        return int(ends[0])
 
 
 class TokenFileWriter(NumberFile):
@@ -96,10 +91,10 @@ class TokenFileWriter(NumberFile):
     """
 
     def __init__(self, path: Path, *, num_tokens: int = 0) -> None:
-        super().__init__(path, "<u2", start=DATA_START, num_kept=num_tokens)
+        super().__init__(path, TOKEN_DTYPE, start=DATA_START, num_kept=num_tokens)
 
     def finish(self, metadata: dict[str, str]) -> None:
-        """Write the header, and close the file. Raises: ValueError: the metadata is too long.
+        """Write the header, and close the file; the metadata must fit into HEADER_BYTES.
 
         Source: the safetensors format: a length, JSON padded with blanks, then the data.
         """
@@ -107,8 +102,7 @@ class TokenFileWriter(NumberFile):
         facts = {"dtype": "U16", "shape": [num_tokens], "data_offsets": [0, 2 * num_tokens]}
         parts = {"__metadata__": metadata, "tokens": facts}
         header = json.dumps(parts, ensure_ascii=False).encode()
-        if len(header) > HEADER_BYTES:
-            raise ValueError(f"the header has {len(header)} bytes; at most {HEADER_BYTES} fit")
+        assert len(header) <= HEADER_BYTES, f"the header has {len(header)} bytes"
         self.sync()
         self._file.seek(0)
         self._file.write(HEADER_BYTES.to_bytes(8, "little") + header.ljust(HEADER_BYTES))
@@ -118,17 +112,26 @@ class TokenFileWriter(NumberFile):
 
 def read_tokens(path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
     """Yield the tokens of a written file in chunks, each (n,) uint16."""
-    for place in range(start, stop, CHUNK_TOKENS):
-        yield np.fromfile(
-            path, dtype="<u2", offset=DATA_START + 2 * place, count=min(CHUNK_TOKENS, stop - place)
-        )
+    return _read(path, TOKEN_DTYPE, DATA_START, start, stop)
+
+
+def read_ends(path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
+    """Yield the entries of a written `DocumentEnds` in chunks, each (n,) int64."""
+    return _read(path, ENDS_DTYPE, 0, start, stop)
+
+
+def _read(path: Path, dtype: np.dtype, offset: int, start: int, stop: int) -> Iterator[np.ndarray]:
+    """Yield the numbers from `start` to `stop` of a file, whose first one is at byte `offset`."""
+    for place in range(start, stop, CHUNK_NUMBERS):
+        count = min(CHUNK_NUMBERS, stop - place)
+        yield np.fromfile(path, dtype, count, offset=offset + dtype.itemsize * place)
 
 
 def start_of_last(path: Path, num_tokens: int, num_documents: int, end_of_text: int) -> int:
     """Return where the last documents of a written file begin; there must be others before."""
     stop = num_tokens - 1  # without the last document's end
     while True:
-        start = max(0, stop - CHUNK_TOKENS)
+        start = max(0, stop - CHUNK_NUMBERS)
         (tokens,) = read_tokens(path, start, stop)
         ends = np.flatnonzero(tokens == end_of_text)
         if len(ends) >= num_documents:
