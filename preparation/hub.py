@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, errors, get_token, hf_hub_download
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, logging
+from huggingface_hub.utils import disable_progress_bars, logging
 from tqdm import tqdm
 
 from basics.errors import FAILED, UserError, as_os_error, first_line, one_line
@@ -199,8 +199,7 @@ def _said(error: Exception) -> str:
 
 def hide_progress_bars() -> None:
     """Keep the client from drawing bars, which show the names of files as they are."""
-    if not are_progress_bars_disabled():
-        disable_progress_bars()
+    disable_progress_bars()
 
 
 def check_names(repository: str, names: Sequence[str]) -> None:

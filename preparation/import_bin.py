@@ -1,5 +1,6 @@
 """Copy tokens from files of nanoGPT and llm.c, and from NumPy's .npy files."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -82,8 +83,7 @@ def _find(source: Path) -> dict[str, Pieces]:
     for split, name in (("train", "train"), ("validation", "val")):
         named = []
         for path in source.iterdir():
-            words = path.stem.replace("-", "_").split("_")
-            if path.suffix in (".bin", ".npy") and name in words:
+            if path.suffix in (".bin", ".npy") and name in re.split("[-_]", path.stem):
                 named.append(path)
         paths = sorted(without_links_out(named, source))
         if len({path.suffix for path in paths}) > 1:  # perhaps the same tokens twice

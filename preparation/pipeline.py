@@ -209,7 +209,7 @@ class _Preparation:
         limit = self._request.max_documents
         sizes = [shard.num_bytes for shard in self._source.shards]
         finished = sum(sizes[: len(self._journal.shards)])  # bytes of the source
-        done = finished  # with those of the shard that is read
+        num_read = finished  # with those of the shard that is read
         if finished:
             print_error(f"continuing after document {self._counts.num_documents:,}")
         if limit:
@@ -220,11 +220,13 @@ class _Preparation:
             for item, result in results:
                 self._process(result)
                 if isinstance(item, Shard):
-                    done = finished = finished + item.num_bytes
+                    finished += item.num_bytes
+                    num_read = finished  # the sizes of tasks are only estimates
                 elif isinstance(item, Task):
-                    done += item.source_bytes
+                    num_read += item.source_bytes
+                done = self._counts.num_documents if limit else num_read
                 bar.set_postfix_str(f"{self._counts.num_tokens / 1e6:,.0f} M tokens", refresh=False)
-                bar.update((self._counts.num_documents if limit else done) - bar.n)
+                bar.update(done - bar.n)
 
     def _has_all(self) -> bool:  # after the split, new files are too late
         return self._journal.is_split or self._counts.num_documents >= self._limit

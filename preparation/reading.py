@@ -247,8 +247,9 @@ def _text_of(record: Any, place: str, text_column: str) -> bytes:
     """Return the text under a key, or under keys inside of each other. Raises: BadShard."""
     wanted = f'{place} is not a JSON object with a text in "{text_column}"'
     try:
+        keys = [text_column] if text_column in record else text_column.split(".")
         text = record
-        for key in [text_column] if text_column in record else text_column.split("."):
+        for key in keys:
             text = text[key]
         return to_bytes("" if text is None else text)  # a null is an empty document
     except KeyError:
@@ -384,10 +385,11 @@ def _read_groups(
 ) -> Iterator[Piece]:
     with _naming(path):
         footer = _footer(path)
-        sizes = [footer.row_group(group) for group in groups]
-        num_bytes = sum(size.total_byte_size for size in sizes)
-        num_rows = sum(size.num_rows for size in sizes)
+        row_groups = [footer.row_group(group) for group in groups]
+        num_bytes = sum(group.total_byte_size for group in row_groups)
+        num_rows = sum(group.num_rows for group in row_groups)
         row_bytes = num_bytes // max(num_rows, 1) + 1
+        num_rows_at_once = min(max(BATCH_BYTES // row_bytes, 1), MAX_ROWS)
         # Buffered without read-ahead: this keeps a few rows in memory, not a whole row group.
         with pyarrow.parquet.ParquetFile(
             path,
@@ -397,7 +399,7 @@ def _read_groups(
             page_checksum_verification=True,
         ) as file:
             for batch in file.iter_batches(
-                min(max(BATCH_BYTES // row_bytes, 1), MAX_ROWS),
+                num_rows_at_once,
                 row_groups=groups,
                 columns=[text_column],
                 use_threads=False,

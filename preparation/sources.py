@@ -280,8 +280,8 @@ def python_stdlib() -> Source:
         "tests",
         "idle_test",
         "__pycache__",
-        "encodings",
-    }  # tables of code points
+        "encodings",  # tables of code points
+    }
     pieces: set[str] = set()
     for path in root.rglob("*.py"):
         is_build_data = path.name.startswith("_sysconfigdata")  # differs between machines
@@ -291,7 +291,9 @@ def python_stdlib() -> Source:
         text = path.read_text(encoding="utf-8", errors="replace")
         for line in text.splitlines(keepends=True):
             piece += line
-            if len(piece) >= STDLIB_PIECE_CHARACTERS // (1 if line.strip() else 2):
+            # At a blank line half the length is enough; without one a piece ends after any line.
+            enough = STDLIB_PIECE_CHARACTERS if line.strip() else STDLIB_PIECE_CHARACTERS // 2
+            if len(piece) >= enough:
                 pieces.add(piece)
                 piece = ""
         if piece.strip():
