@@ -1,6 +1,7 @@
 """What the page asks for: the states of runs, and the points and samples of one."""
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,15 @@ import numpy as np
 from basics.errors import UserError, visible
 from basics.json_files import parsed_object
 from lab.runs import RUNNING, is_launched, launched_runs, number, read_state, slowdowns, version_of
-from reporting.metrics_file import LARGEST, METRICS, THROTTLING, is_step, valid_records, whole_lines
+from reporting.metrics_file import (
+    LARGEST,
+    METRICS,
+    THROTTLING,
+    is_list,
+    is_step,
+    valid_records,
+    whole_lines,
+)
 
 AXES = {"steps": "global_step", "tokens": "tokens", "time": "seconds", "dollars": "usd"}
 # What can be drawn: of each metric of these kinds a number, or one for each GPU.
@@ -20,13 +29,17 @@ DRAWN = [
     for key, name in METRICS.items()
     if name.startswith(("train/", "validation/", "machine/")) and key != THROTTLING
 ]
-BY_GPU = [key for key in DRAWN if "{gpu}" in METRICS[key]]
-NUMBERS = [*AXES.values(), *(key for key in DRAWN if key not in BY_GPU)]
+BY_GPU = [key for key in DRAWN if is_list(key)]
+NUMBERS = [*AXES.values(), *(key for key in DRAWN if not is_list(key))]
 SLOWED_DOWN = "gpus_slowed_down"
+# An extreme is part of the line whose extreme it is.
+LINES = [key for key in ("usd", *DRAWN, SLOWED_DOWN) if not key.endswith(("_min", "_max"))]
 RISING = ("usd", "energy_kwh")  # sums: their means would be those of the past
 MAX_POINTS = 1000  # of one line
 BLOCK_BYTES = 2**24  # no longer line can be parsed by pyarrow
-SAMPLES_BYTES, MAX_SAMPLES, MAX_TEXT = 2**18, 40, 4000  # the end of the file; newest; characters
+SAMPLES_BYTES = 2**18  # of the end of the file, in which samples are looked for
+MAX_SAMPLES = 40  # the newest ones
+MAX_TEXT = 4000  # characters of a prompt or of a text
 
 Answer = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -37,7 +50,8 @@ class Watched:
     """The runs that are watched: some of a directory, or all that have been launched."""
 
     def __init__(self, runs_dir: Path, names: tuple[str, ...] = ()) -> None:
-        self.runs_dir, self.names = runs_dir, names
+        self.runs_dir = runs_dir
+        self.names = names
         self._columns: dict[str, Columns] = {}
         self._lock = threading.Lock()
 
@@ -51,14 +65,12 @@ class Watched:
         for name in launched:
             if self.names and name not in self.names:
                 continue
-            run_dir = self.runs_dir / name
-            metrics = version_of(run_dir / "metrics.jsonl")
-            samples = version_of(run_dir / "samples.jsonl")
-            summary = version_of(run_dir / "summary.json")
-            times = [version[2] for version in (metrics, samples, summary) if version]
+            files = ("metrics.jsonl", "samples.jsonl", "summary.json")
+            versions = [version_of(self.runs_dir / name / file) for file in files]
+            times = [version[2] for version in versions if version]
             run = asdict(read_state(self.runs_dir, name))
-            run["changed"] = max(times, default=0) / 1e9
-            run["version"] = str((metrics, samples))
+            run["changed"] = max(times, default=0) / 1e9  # seconds since the epoch
+            run["version"] = str(versions[:2])
             runs.append(run)
         return {"runs": sorted(runs, key=lambda run: (run["status"] != RUNNING, run["name"]))}
 
@@ -73,15 +85,19 @@ class Watched:
 
     def samples(self, name: str) -> list[Answer]:
         """Return a run's newest samples, the newest first, with orders to a terminal escaped."""
-        path, content, found = self.runs_dir / name / "samples.jsonl", b"", []
-        if version := version_of(path):
-            content = whole_lines(path, max(0, version[1] - SAMPLES_BYTES))
+        path = self.runs_dir / name / "samples.jsonl"
+        version = version_of(path)
+        if version is None:
+            return []
+        content = whole_lines(path, max(0, version[1] - SAMPLES_BYTES))
+        found = []
         for line in content.decode(errors="replace").split("\n"):
             sample = parsed_object(line)
-            step, *texts = (sample.get(key) for key in ("global_step", "prompt", "text"))
-            if is_step(step) and all(isinstance(text, str) for text in texts):
-                prompt, text = (visible(text[:MAX_TEXT]) for text in texts)
-                found.append({"step": step + 1, "prompt": prompt, "text": text})
+            step = sample.get("global_step")
+            texts = {key: sample.get(key) for key in ("prompt", "text")}
+            if is_step(step) and all(isinstance(text, str) for text in texts.values()):
+                shown = {key: visible(text[:MAX_TEXT]) for key, text in texts.items()}
+                found.append({"step": step + 1} | shown)
         return sorted(found[-MAX_SAMPLES:], key=lambda sample: -sample["step"])
 
 
@@ -89,8 +105,10 @@ class Columns:
     """The columns of a run's records. While it trains, only what it appended is parsed."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path, self._columns = run_dir / "metrics.jsonl", _parsed(b"")
-        self._inode, self._offset = 0, 0
+        self._path = run_dir / "metrics.jsonl"
+        self._columns = _parsed(b"")
+        self._inode = 0
+        self._offset = 0  # bytes that have been parsed
 
     def read(self) -> Arrays:
         """Return a number a row by key, each (n,); NaN where a record has none.
@@ -99,7 +117,9 @@ class Columns:
         """
         inode, size, _ = version_of(self._path) or (0, 0, 0)
         if inode != self._inode or size < self._offset:  # removed, or replaced
-            self._columns, self._inode, self._offset = _parsed(b""), inode, 0
+            self._columns = _parsed(b"")
+            self._inode = inode
+            self._offset = 0
         if size > self._offset:
             content = whole_lines(self._path, self._offset)
             if content:
@@ -126,34 +146,34 @@ def _parsed(content: bytes) -> Arrays:
     table = _table(content)
     columns = {key: table[key].to_numpy().astype(np.float64) for key in NUMBERS}
     for key in BY_GPU:
-        values, rows, starts = _flattened(table[key])
-        values = values.to_numpy(zero_copy_only=False)
-        values = np.where((values >= 0) & (values <= LARGEST), values, np.nan)
-        for name, combine in (
-            (key, _means),
-            (f"{key}_min", np.fmin.reduceat),
-            (f"{key}_max", np.fmax.reduceat),
-        ):
-            columns[name] = np.full(len(table), np.nan)
-            if len(rows):
-                columns[name][rows] = combine(values, starts)
-    texts, rows, starts = _flattened(table[THROTTLING])
-    columns[SLOWED_DOWN] = np.full(len(table), np.nan)
-    if len(rows):
-        # There are few different texts, and each is looked at once.
-        is_slow = {text: float(bool(slowdowns(text or ""))) for text in texts.unique().to_pylist()}
-        found = [is_slow[text] for text in texts.to_pylist()]
-        columns[SLOWED_DOWN][rows] = np.add.reduceat(found, starts)
+        lists = table[key].combine_chunks()
+        values = lists.flatten().to_numpy(zero_copy_only=False)
+        is_measured = (values >= 0) & (values <= LARGEST)
+        values = np.where(is_measured, values, np.nan)
+        columns[key] = _by_row(lists, values, _means)
+        columns[f"{key}_min"] = _by_row(lists, values, np.fmin.reduceat)
+        columns[f"{key}_max"] = _by_row(lists, values, np.fmax.reduceat)
+    lists = table[THROTTLING].combine_chunks()
+    texts = lists.flatten().to_pylist()
+    # There are few different texts, and each is looked at once.
+    is_slow = {text: float(bool(slowdowns(text or ""))) for text in set(texts)}
+    values = np.array([is_slow[text] for text in texts])
+    columns[SLOWED_DOWN] = _by_row(lists, values, np.add.reduceat)
     return columns
 
 
-def _flattened(column: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Return the items of a column of lists, the rows that have some, and where each begins."""
-    lists = column.combine_chunks()
+def _by_row(lists: Any, values: np.ndarray, combine: Callable[..., np.ndarray]) -> np.ndarray:
+    """Combine the values of each row, those of all lists one after the other; NaN if it has none.
+
+    `combine` gets the values, and the places where a row's begin, as `ufunc.reduceat` does.
+    """
     lengths = lists.value_lengths().fill_null(0).to_numpy()
     rows = np.flatnonzero(lengths)
-    starts = np.cumsum(lengths) - lengths
-    return lists.flatten(), rows, starts[rows]
+    combined = np.full(len(lengths), np.nan)
+    if len(rows):
+        starts = np.cumsum(lengths) - lengths
+        combined[rows] = combine(values, starts[rows])
+    return combined
 
 
 def _table(content: bytes) -> Any:
@@ -186,7 +206,7 @@ def _table(content: bytes) -> Any:
     for record in valid_records(content.decode(errors="replace")):
         row: dict[str, Any] = {key: number(record.get(key)) for key in NUMBERS}
         for key in BY_GPU:
-            row[key] = [number(value) for value in record.get(key, ())] or None
+            row[key] = [number(value) for value in record.get(key, ())]
         row[THROTTLING] = record.get(THROTTLING)
         rows.append(row)
     return pa.Table.from_pylist(rows, schema=schema)
@@ -200,62 +220,56 @@ def points_of(columns: Arrays, within: Range | None = None) -> Answer:
     of the steps in a report, and of the GPUs. `is_long`: a point is more than one record. A range
     has one more value at each end.
     """
-    first, num_rows = 0, len(columns["global_step"])
+    x = {axis: columns[key] for axis, key in AXES.items()}
+    x["steps"] = x["steps"] + 1  # people count from 1
+    first = 0
+    end = len(x["steps"])
     if within is not None:
         axis, smallest, largest = within
-        values = columns[AXES[axis]]
-        if axis == "steps":
-            values = values + 1  # people count from 1
-        before = np.flatnonzero(values < smallest)
-        after = np.flatnonzero(values > largest)
-        first = before[-1] if len(before) else 0
-        end = after[0] + 1 if len(after) else num_rows
-        num_rows = end - first
-    if not num_rows:
-        return {"x": dict.fromkeys(AXES, ()), "lines": {}, "is_long": False}
+        before = np.flatnonzero(x[axis] < smallest)
+        if len(before):
+            first = before[-1]
+        after = np.flatnonzero(x[axis] > largest)
+        if len(after):
+            end = after[0] + 1
     size = 1  # rows of a point: a power of two, so that only the last one moves when rows are added
-    while -(-num_rows // size) > MAX_POINTS:
+    while end - first > size * MAX_POINTS:
         size *= 2
-    rows, starts = slice(first, first + num_rows), np.arange(0, num_rows, size)
-    ends = first + np.append(starts[1:], num_rows) - 1
-    return {
-        "x": {
-            axis: _short(columns[key][ends] + (axis == "steps"), 10) for axis, key in AXES.items()
-        },
-        "lines": {
-            key: _line(key, columns, rows, starts)
-            for key in ("usd", *DRAWN, SLOWED_DOWN)
-            if not key.endswith(("_min", "_max")) and not np.isnan(columns[key][rows]).all()
-        },
-        "is_long": size > 1,
+    starts = np.arange(0, end - first, size)
+    last = np.minimum(first + starts + size, end) - 1
+    rows = slice(first, end)
+    lines = {
+        key: _line(key, columns, rows, starts)
+        for key in LINES
+        if not np.isnan(columns[key][rows]).all()
     }
+    shown = {axis: _short(values[last], 10) for axis, values in x.items()}
+    return {"x": shown, "lines": lines, "is_long": size > 1}
 
 
 def _line(key: str, columns: Arrays, rows: slice, starts: np.ndarray) -> Answer:
     """Return the numbers of one line in some rows, a bucket at each of `starts` among them."""
-    values, least, most = (
-        columns.get(f"{key}{end}", columns[key])[rows] for end in ("", "_min", "_max")
-    )
-    low, high = np.fmin.reduceat(least, starts), np.fmax.reduceat(most, starts)
+    values = columns[key]
+    low = np.fmin.reduceat(columns.get(f"{key}_min", values)[rows], starts)
+    high = np.fmax.reduceat(columns.get(f"{key}_max", values)[rows], starts)
     # Losses are shown with four decimals: if they were rounded before, the last would differ.
     digits = 10 if key.endswith("_loss") else 6
     if key in RISING:
         return {"y": _short(high, digits)}
-    line = {"y": _short(_means(values, starts), digits)}
-    return (
-        line
-        if np.array_equal(low, high, equal_nan=True)
-        else line | {"low": _short(low, digits), "high": _short(high, digits)}
-    )
+    line = {"y": _short(_means(values[rows], starts), digits)}
+    if not np.array_equal(low, high, equal_nan=True):
+        line["low"] = _short(low, digits)
+        line["high"] = _short(high, digits)
+    return line
 
 
 def _means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Return the mean of the numbers in each bucket; NaN if it has none."""
     is_known = np.isfinite(values)
+    sums = np.add.reduceat(np.where(is_known, values, 0), starts)
+    counts = np.add.reduceat(is_known.astype(int), starts)
     with np.errstate(invalid="ignore"):  # 0 / 0
-        return np.add.reduceat(np.where(is_known, values, 0), starts) / np.add.reduceat(
-            is_known.astype(int), starts
-        )
+        return sums / counts
 
 
 def _short(values: np.ndarray, digits: int) -> list[float | None]:

@@ -61,7 +61,8 @@ class Server(ThreadingHTTPServer):
     sends it as a header. So neither another user of the machine nor another site can ask.
     """
 
-    daemon_threads, block_on_close = True, False
+    daemon_threads = True
+    block_on_close = False
     request_queue_size = 64  # of connections that are not yet accepted
 
     def __init__(self, watched: Watched, port: int, allowed_hosts: tuple[str, ...] = ()) -> None:
@@ -71,7 +72,8 @@ class Server(ThreadingHTTPServer):
             allowed_hosts: names of this machine that a proxy in front of this server passes on.
         """
         self.allowed_hosts = {name.lower() for name in allowed_hosts}
-        self.watched, self.token = watched, secrets.token_urlsafe(16)
+        self.watched = watched
+        self.token = secrets.token_urlsafe(16)
         self._connections: dict[socket.socket, None] = {}  # the open ones, the oldest first
         try:
             super().__init__(("127.0.0.1", port), Handler)
@@ -107,7 +109,9 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one connection; `BaseHTTPRequestHandler` refuses methods other than GET."""
 
     server: Server
-    protocol_version, server_version, sys_version = "HTTP/1.1", "lab-watch", ""
+    protocol_version = "HTTP/1.1"
+    server_version = "lab-watch"
+    sys_version = ""
     timeout = 60.0  # of an idle connection
     headers = Message()  # of a request that is too malformed to have any
 
@@ -150,7 +154,8 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer with the status alone, and close: nothing of the request is repeated."""
         # Without a status line the answer to a malformed request would be none.
-        self.close_connection, self.request_version = True, self.protocol_version
+        self.close_connection = True
+        self.request_version = self.protocol_version
         status = HTTPStatus(code)
         self._send(status, f"{status.value} {status.phrase}\n".encode(), "text/plain")
 
@@ -174,10 +179,12 @@ def _answer(watched: Watched, path: str, query: str) -> Answer | None:
 
 def exported_page(watched: Watched) -> str:
     """Return an HTML page with all that it needs inside, which may ask for nothing else."""
-    nonce, runs = secrets.token_urlsafe(16), watched.runs()["runs"]
+    nonce = secrets.token_urlsafe(16)
+    runs = watched.runs()["runs"]
 
     def content(found: re.Match[str]) -> str:
-        name, tag = found[1] or found[2], "style" if found[1] else "script"
+        name = found[1] or found[2]
+        tag = "style" if found[1] else "script"
         return f'<{tag} nonce="{nonce}">{(STATIC / name).read_text(encoding="utf-8")}</{tag}>'
 
     policy = (

@@ -22,8 +22,12 @@ from reporting.summary import duration
 
 SECONDS_BETWEEN = 2.0
 BLOCKS = "▁▂▃▄▅▆▇█"
-MAX_SPARKLINE, LABEL_WIDTH, BAR = 80, 12, 20  # characters
-MAX_SAMPLES, MAX_SAMPLE_LENGTH = 2, 400  # the newest ones of a run; characters
+# Widths in characters.
+MAX_SPARKLINE = 80
+LABEL_WIDTH = 12
+BAR = 20
+MAX_SAMPLES = 2  # the newest ones of a run
+MAX_SAMPLE_LENGTH = 400  # characters
 STYLES = {"running": "green", "finished": "cyan", "failed": "red", "no heartbeat": "red"}
 
 
@@ -52,7 +56,9 @@ def screen(watched: Watched, width: int) -> RenderableType:
     parts: list[RenderableType] = [_panel(watched, state, width) for state in panels]
     if rest := states[len(panels) :]:
         parts.append(Text(table_of(rest).terminal(width), no_wrap=True, overflow="crop"))
-    return Group(*parts) if parts else Text("no run has been launched yet")
+    if not states:
+        parts.append(Text("no run has been launched yet"))
+    return Group(*parts)
 
 
 def _panel(watched: Watched, state: RunState, width: int) -> Panel:
@@ -61,23 +67,23 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
     rows.add_column(width=LABEL_WIDTH, style="dim")
     rows.add_column(overflow="fold")
     if state.global_step is not None and state.num_steps:
-        rows.add_row("progress", _progress(state, state.global_step + 1))
+        rows.add_row("progress", _progress(state))
     room = max(10, min(MAX_SPARKLINE, width - LABEL_WIDTH - 20))
-    for label, key, last in (
-        ("loss", "train_loss", state.train_loss),
-        ("validation", "validation_loss", state.validation_loss),
-    ):
+    for label, key in (("loss", "train_loss"), ("validation", "validation_loss")):
+        last = getattr(state, key)
         if last is not None:
             line = answer["lines"].get(key, {"y": ()})
             values = [y for y in line["y"] if y is not None]
             rows.add_row(label, f"{last:.4f}  {sparkline(values, room)}")
-    for label, text in (("speed", _speed(state)), ("spent", _spent(state))):
-        if text:
-            rows.add_row(label, text)
+    if speed := _speed(state):
+        rows.add_row("speed", speed)
+    if spent := _spent(state):
+        rows.add_row("spent", spent)
     for warning in state.warnings:
         rows.add_row("warning", Text(one_line(warning), style="yellow"))
     for sample in answer["samples"][:MAX_SAMPLES]:
-        shown = Text(" ".join(visible(sample["prompt"] + sample["text"]).split()))
+        words = visible(sample["prompt"] + sample["text"]).split()
+        shown = Text(" ".join(words))
         shown.truncate(MAX_SAMPLE_LENGTH, overflow="ellipsis")
         rows.add_row(f"step {sample['step']:,}", shown)
     status = state.status
@@ -120,12 +126,15 @@ def _spent(state: RunState) -> str:
     return text.removeprefix(", ")
 
 
-def _progress(state: RunState, done: int) -> str:
+def _progress(state: RunState) -> str:
+    done = state.global_step + 1
     share = min(1.0, done / state.num_steps)
-    text = f"{'━' * round(BAR * share):{BAR}}  {share:.0%}, step {done:,} of {state.num_steps:,}"
+    bar = "━" * round(BAR * share)
+    text = f"{bar:{BAR}}  {share:.0%}, step {done:,} of {state.num_steps:,}"
     if state.seconds_left:
         end = time.localtime(time.time() + state.seconds_left)
-        text += f", {duration(state.seconds_left)} left (until {time.strftime('%a %H:%M', end)})"
+        until = time.strftime("%a %H:%M", end)
+        text += f", {duration(state.seconds_left)} left (until {until})"
     return text
 
 
@@ -138,6 +147,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return ""
     parts = np.array_split(np.asarray(values), min(width, len(values)))
     means = np.array([part.mean() for part in parts])
-    low, high = means.min(), means[len(means) // 10 :].max()
-    scaled = (means - low) / (high - low) if high > low else np.zeros(len(means))
-    return "".join(BLOCKS[round(level * (len(BLOCKS) - 1))] for level in scaled.clip(0, 1))
+    low = means.min()
+    high = means[len(means) // 10 :].max()
+    height = high - low or 1.0  # equal means have the lowest block
+    levels = ((means - low) / height).clip(0, 1) * (len(BLOCKS) - 1)
+    return "".join(BLOCKS[round(level)] for level in levels)
