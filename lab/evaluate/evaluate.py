@@ -82,14 +82,11 @@ def command(
     targets: tuple[str, ...],
     checkpoints: str,
     dataset: str | None,
-    split: str,
-    start_token: int | None,
-    num_tokens: int | None,
     microbatch_size: int,
     tasks: tuple[str, ...],
     as_json: bool,
     runs_dir: Path,
-    datasets_dir: Path,
+    **which_tokens: Any,
 ) -> None:
     """Measure models on held-out tokens and print one table, lowest loss first.
 
@@ -102,28 +99,26 @@ def command(
     # Imported here so that --help does not wait for torch.
     from lab.evaluate.measure import choose_models, measure_all, open_slices
 
-    records, failed = [], None
+    records = []
+    failed = None
     with stdout_to_stderr(as_json):
         models = choose_models(targets, checkpoints, dataset, runs_dir)
         quizzes = [read_quiz(*text.partition("=")[::2]) for text in tasks]
-        slices = (
-            {} if quizzes else open_slices(models, datasets_dir, split, start_token, num_tokens)
-        )
+        slices = {} if quizzes else open_slices(models, **which_tokens)
         try:
             for record in measure_all(models, slices, quizzes, runs_dir, microbatch_size):
                 records.append(record)
         except UserError as error:  # loses no result of an earlier model
             failed = error
-    if records:
-        if as_json:
-            print_json(as_document(records))
-        else:
-            click.echo(visible(table(records).terminal()))
-        try:
-            for path in draw_over_tokens(records, runs_dir):
-                print_error(f"chart: {path}")
-        except OSError as error:
-            print_error(f"warning: no chart: {error}")
+    if records and as_json:
+        print_json(as_document(records))
+    elif records:
+        click.echo(visible(table(records).terminal()))
+    try:
+        for path in draw_over_tokens(records, runs_dir):
+            print_error(f"chart: {path}")
+    except OSError as error:
+        print_error(f"warning: no chart: {error}")
     if failed is not None:
         raise failed
 
@@ -145,33 +140,25 @@ def table(records: list[Record]) -> Table:
             value if "loss" in record else -value,
         )
 
-    before, after = (
-        {},
-        {
-            "tokens": "{num_tokens:,}",
-            "start token": "{start_token:,}",
-            "dataset": "{dataset} {split}",
-        },
-    )
+    before = {}  # the heads of columns, and the texts of their cells as formats of records
+    after = {
+        "tokens": "{num_tokens:,}",
+        "start token": "{start_token:,}",
+        "dataset": "{dataset} {split}",
+    }
     if tasks != [None]:
-        before, after = {"task": "{benchmark}"}, {"questions": "{questions:,}"}
+        before = {"task": "{benchmark}"}
+        after = {"questions": "{questions:,}"}
     keys = [key for key in DECIMALS if any(key in record for record in records)]
-    heads = [*before, *(f"{key.replace('_', ' ')} [95%]" for key in keys), *after]
-    return Table(
-        [Column("model", "left"), *map(Column, heads)],
-        [
-            [
-                f"{record['target']} ({record['checkpoint']})"
-                if record["checkpoint"]
-                else record["target"],
-                *(text.format(**record) for text in before.values()),
-                *(_cell(record, key) for key in keys),
-                *(text.format(**record) for text in after.values()),
-            ]
-            for record in sorted(records, key=rank)
-        ],
-        notes=_notes(records),
-    )
+    figures = [f"{key.replace('_', ' ')} [95%]" for key in keys]
+    rows = []
+    for record in sorted(records, key=rank):
+        model = "{target} ({checkpoint})" if record["checkpoint"] else "{target}"
+        head = [text.format(**record) for text in (model, *before.values())]
+        tail = [text.format(**record) for text in after.values()]
+        rows.append([*head, *(_cell(record, key) for key in keys), *tail])
+    columns = [Column("model", "left"), *map(Column, (*before, *figures, *after))]
+    return Table(columns, rows, notes=_notes(records))
 
 
 def _notes(records: list[Record]) -> list[str]:
@@ -191,10 +178,11 @@ def _notes(records: list[Record]) -> list[str]:
 def _cell(record: Record, key: str) -> str:
     if record.get(key) is None:
         return "-"
-    value, decimals = f"{record[key]:.{DECIMALS[key]}f}", min(DECIMALS[key], 4)
+    decimals = DECIMALS[key]
+    value = f"{record[key]:.{decimals}f}"
     if record[f"{key}_interval"] is None:
         return value
-    low, high = (f"{bound:.{decimals}f}" for bound in record[f"{key}_interval"])
+    low, high = (f"{bound:.{min(decimals, 4)}f}" for bound in record[f"{key}_interval"])
     return f"{value} [{low}, {high}]"
 
 
@@ -208,34 +196,30 @@ def as_document(records: list[Record]) -> dict[str, Any]:
     models: dict[tuple[str, str | None], dict[str, Any]] = {}
     for record in records:
         figures = {key: value for key, value in record.items() if key not in ABOUT}
-        model = models.setdefault(
-            (record["target"], record["checkpoint"]),
-            {
-                "name": record["target"],
-                "checkpoint": record["checkpoint"],
-                "trained_tokens": record["trained_tokens"],
-                "loss": None,
-                "tasks": [],
-            },
-        )
+        new = {
+            "name": record["target"],
+            "checkpoint": record["checkpoint"],
+            "trained_tokens": record["trained_tokens"],
+            "loss": None,
+            "tasks": [],
+        }
+        model = models.setdefault((record["target"], record["checkpoint"]), new)
         if "loss" in record:
             model["loss"] = figures
         else:
             model["tasks"].append(figures)
-    return {"schema": "evaluate/1", "models": [*models.values()]}
+    return {"schema": "evaluate/1", "models": list(models.values())}
 
 
 def draw_over_tokens(records: list[Record], runs_dir: Path) -> list[Path]:
     """Draw a chart in the directory of each run with several checkpoints. Raises: OSError."""
-    of_targets = {
-        name: [record for record in records if record["target"] == name]
-        for name in dict.fromkeys(record["target"] for record in records)
-    }
-    return [
-        draw_by_hand(runs_dir / name / "evaluations-chart.png", partial(_plot, records=found))
-        for name, found in of_targets.items()
-        if len({record["trained_tokens"] for record in found}) > 1
-    ]
+    paths = []
+    for name in dict.fromkeys(record["target"] for record in records):
+        found = [record for record in records if record["target"] == name]
+        if len({record["trained_tokens"] for record in found}) > 1:
+            path = runs_dir / name / "evaluations-chart.png"
+            paths.append(draw_by_hand(path, partial(_plot, records=found)))
+    return paths
 
 
 def _plot(chart: "Figure", records: list[Record]) -> None:
@@ -244,27 +228,23 @@ def _plot(chart: "Figure", records: list[Record]) -> None:
 
     axes = chart.subplots()
     for place, task in enumerate(dict.fromkeys(record.get("benchmark") for record in records)):
-        found = sorted(
-            (record for record in records if record.get("benchmark") == task),
-            key=lambda record: record["trained_tokens"],
-        )
-        key, tokens = _main_key(found[0]), [record["trained_tokens"] for record in found]
-        color = "tab:red" if key == "loss" else f"C{place}"
-        label = (task or "held-out loss, 95% intervals") + ", by length" * (
-            key == "normalised_accuracy"
-        )
-        axes.plot(
-            tokens,
-            [record[key] for record in found],
-            color=color,
-            marker="o",
-            markersize=5,
-            label=label,
-        )
+        found = [record for record in records if record.get("benchmark") == task]
+        found.sort(key=lambda record: record["trained_tokens"])
+        key = _main_key(found[0])
+        if key == "loss":
+            color = "tab:red"
+            label = "held-out loss, 95% intervals"
+            axes.set_ylabel("loss (nats per token)")
+        else:
+            color = f"C{place}"
+            label = f"{task}, by length" if key == "normalised_accuracy" else task
+            axes.set_ylabel("accuracy")
+        tokens = [record["trained_tokens"] for record in found]
+        values = [record[key] for record in found]
+        axes.plot(tokens, values, color=color, marker="o", markersize=5, label=label)
         for x, record in zip(tokens, found, strict=True):
             if (bounds := record[f"{key}_interval"]) is not None:
                 axes.plot([x, x], bounds, color=color, linewidth=1.5)
-        axes.set_ylabel("loss (nats per token)" if key == "loss" else "accuracy")
     chart.suptitle(records[0]["target"].replace("$", r"\$"))
     axes.set_xlabel("tokens of training")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -52,11 +52,9 @@ def measure_all(
             continue
         about: Record = {"target": target.name, "checkpoint": None, "trained_tokens": None}
         if checkpoint := target.checkpoint:
-            about |= {
-                "checkpoint": checkpoint.name,
-                "trained_tokens": checkpoint.meta.tokens,
-                "global_step": checkpoint.meta.global_step,
-            }
+            about["checkpoint"] = checkpoint.name
+            about["trained_tokens"] = checkpoint.meta.tokens
+            about["global_step"] = checkpoint.meta.global_step
         if about not in done:
             done.append(about)
             for record in _records(target, slices.get(model.name), quizzes, microbatch_size):
@@ -87,23 +85,24 @@ def choose_models(
     for text in targets:
         name, _, own = text.partition("@")
         if directory_of(Path(text)).is_dir():
-            name, own = text, ""  # a directory may have an @ in its name
+            name = text  # a directory may have an @ in its name
+            own = ""
         check_name(name, runs_dir)
         if is_run(name, runs_dir):
-            run, wanted = load_run(runs_dir, name), own or checkpoints
-            present = [path.name for path in named_as_checkpoints(run.checkpoints_dir)]
-            names = (
-                present
-                if wanted == "all"
-                else [
+            run = load_run(runs_dir, name)
+            wanted = own or checkpoints
+            is_all = wanted == "all"
+            if is_all:
+                names = [path.name for path in named_as_checkpoints(run.checkpoints_dir)]
+            else:
+                # An error names a checkpoint that is missing; of "best" there may be none yet.
+                names = [
                     each for each in wanted.split(",") if find_checkpoint(run.checkpoints_dir, each)
                 ]
-            )
             if not names:
                 raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
-            found += [
-                Chosen(name, dataset or run.config.dataset, each, wanted == "all") for each in names
-            ]
+            dataset_of_run = dataset or run.config.dataset
+            found += [Chosen(name, dataset_of_run, each, is_all) for each in names]
         elif own:
             raise UserError(
                 f"{text}: {name} is no run, so it has no checkpoints; give {name} alone"
@@ -126,12 +125,13 @@ def open_slices(
     same text in other tokens are measured on all of it, each on its own dataset. What is missing is
     downloaded or prepared. Raises: UserError.
     """
-    slices, first = {}, next(filter(None, (model.dataset for model in models)), None)
-    if first is None:
+    named = [model.dataset for model in models if model.dataset]
+    if not named:
         raise UserError(
             "--dataset: name the dataset to evaluate all targets on (no target is a run)"
         )
-    datasets = {model.name: model.dataset or first for model in models}
+    datasets = {model.name: model.dataset or named[0] for model in models}
+    slices = {}
     for dataset in dict.fromkeys(datasets.values()):
         if not re.fullmatch(DATASET_NAME, dataset):
             raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")

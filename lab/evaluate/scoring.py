@@ -31,7 +31,8 @@ from trainer.models import LoadedModel
 # blocks of many documents are close to independent. A short text has smaller blocks, down to a few
 # documents each. With fewer than `MIN_BLOCKS` their spread says next to nothing.
 BLOCK_TOKENS = 16_384
-MIN_BLOCKS, MIN_BLOCK_DOCUMENTS = 8, 4
+MIN_BLOCKS = 8
+MIN_BLOCK_DOCUMENTS = 4
 TEXT_FACTS = ("source", "revision", "num_documents", "num_text_bytes")  # metadata of a text
 TOKENS_PER_CHUNK = 1024  # whose logits exist at a time: 0.2 GiB with a vocabulary of 50,257
 Z_95 = 1.959964  # of the normal distribution
@@ -53,12 +54,13 @@ class Figure(NamedTuple):
 
 def share(is_right: np.ndarray) -> Figure:
     """Return the share of right questions, (N,) bool, with its interval. Source: Wilson 1927."""
-    found, num_questions, z2 = float(is_right.mean()), len(is_right), Z_95**2
+    found = float(is_right.mean())
+    num_questions = len(is_right)
+    z2 = Z_95**2
     scale = 1 + z2 / num_questions
     middle = (found + z2 / (2 * num_questions)) / scale
-    half = (
-        Z_95 / scale * math.sqrt(found * (1 - found) / num_questions + z2 / (4 * num_questions**2))
-    )
+    variance = found * (1 - found) / num_questions + z2 / (4 * num_questions**2)
+    half = Z_95 / scale * math.sqrt(variance)
     return Figure(found, (max(0.0, middle - half), min(1.0, middle + half)))
 
 
@@ -71,12 +73,14 @@ def ratio(x: np.ndarray, y: np.ndarray) -> Figure:
 
     Source: Cochran 1977, "Sampling Techniques", section 6.4 (the variance of a ratio).
     """
-    n, total = len(x), float(y.sum())
+    n = len(x)
+    total = float(y.sum())
     found = float(x.sum()) / total
     if n < 2 or not math.isfinite(found):
         return Figure(found, None)
     deviations = x - found * y
-    half = t_95(n - 1) * math.sqrt(n / (n - 1) * float((deviations**2).sum())) / total
+    variance = n / (n - 1) * float((deviations**2).sum())  # of sum(x)
+    half = t_95(n - 1) * math.sqrt(variance) / total
     return Figure(found, (max(0.0, found - half), found + half))
 
 
@@ -114,9 +118,8 @@ class Slice:
         facts = [self.file.metadata.get(key) for key in TEXT_FACTS]
         if None in facts or self.num_tokens != self.file.num_tokens - 1:
             return None
-        return hashlib.blake2b(
-            json.dumps([self.file.path.stem, *facts]).encode(), digest_size=8
-        ).hexdigest()
+        identity = json.dumps([self.file.path.stem, *facts])
+        return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
 class Text(NamedTuple):
@@ -142,8 +145,7 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
     longest = config.context_length
     block_tokens = part.block_tokens()
     num_blocks = -(-part.num_tokens // block_tokens)
-    # Sums over the tokens of each block, (num_blocks,).
-    nats, num_tokens, num_bytes = (np.zeros(num_blocks) for _ in range(3))
+    sums = np.zeros((3, num_blocks))  # of each block's nats, tokens and bytes
     stride = microbatch_size * longest
     for place in tqdm(
         range(0, part.num_tokens, stride),
@@ -153,23 +155,26 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
         disable=None,
     ):
         first = part.start_token + place
-        tokens = part.file.read(first, part.start_token + min(place + stride, part.num_tokens) + 1)
+        count = min(stride, part.num_tokens - place)
+        tokens = part.file.read(first, first + count + 1)
         check_token_ids(tokens, part.file.path, first=first, vocab_size=config.vocab_size)
         losses = _losses(target.model, tokens)
         # A sequence belongs to the block in which it begins.
         sequence = (place + np.arange(len(losses))) // longest
         block = sequence * longest // block_tokens
-        nats += np.bincount(block, losses, num_blocks)
-        num_tokens += np.bincount(block, minlength=num_blocks)
+        sums[0] += np.bincount(block, losses, num_blocks)
+        sums[1] += np.bincount(block, minlength=num_blocks)
         if lengths is not None:
-            num_bytes += np.bincount(block, lengths.of(tokens), num_blocks)
-    is_used = num_tokens > 0  # sequences that are longer than blocks leave some empty
-    nats, num_tokens, num_bytes = nats[is_used], num_tokens[is_used], num_bytes[is_used]
-    loss, bits = ratio(nats, num_tokens), Figure(None, None)
+            sums[2] += np.bincount(block, lengths.of(tokens), num_blocks)
+    # Sequences that are longer than blocks leave some blocks empty.
+    nats, num_tokens, num_bytes = sums[:, sums[1] > 0]
+    loss = ratio(nats, num_tokens)
+    bits = Figure(None, None)
     if num_bytes.any():
         bits = ratio(nats, num_bytes).through(lambda nats_per_byte: nats_per_byte / math.log(2))
     if len(nats) < MIN_BLOCKS:
-        loss, bits = loss._replace(interval=None), bits._replace(interval=None)
+        loss = loss._replace(interval=None)
+        bits = bits._replace(interval=None)
     return {
         "dataset": part.dataset,
         "split": part.file.path.stem,
@@ -187,25 +192,27 @@ def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Recor
 
 def _token_lengths(target: LoadedModel, file: TokenFile) -> ByteLengths | None:
     """Return the text bytes of each token id; None if no tokenizer is known."""
-    made_with, own = file.metadata.get("tokenizer"), target.tokenizer_name
+    made_with = file.metadata.get("tokenizer")
+    own = target.tokenizer_name
     if made_with and own and made_with != own:
         raise UserError(
             f"{file.path}: the tokenizer is {short_name(made_with)}, but that of"
             f" {target.name} is {short_name(own)}; name another --dataset"
         )
-    if not (made_with or own):
-        return None
     if own:
         tokenizer = target.load_tokenizer()
-    else:
+    elif made_with:
         tokenizer = load_tokenizer(made_with, file_beside(file.path.parent, made_with))
+    else:
+        return None
     return byte_lengths(tokenizer, num_ids=target.model.config.vocab_size)
 
 
 def _losses(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
     """Return each token's loss: (N + 1,) uint16, the first only an input, to (N,) float64."""
     token_ids = torch.from_numpy(tokens.astype(np.int64)).to(model.token_embedding.weight.device)
-    num_tokens, longest = len(token_ids) - 1, model.config.context_length
+    num_tokens = len(token_ids) - 1
+    longest = model.config.context_length
     # Padding follows the last, shorter sequence: causality hides it.
     inputs = F.pad(token_ids[:-1], (0, -num_tokens % longest)).view(-1, longest)  # (B, T)
     x = model.transform(model.embed(inputs)).flatten(0, 1)[:num_tokens]  # (N, C)
@@ -215,12 +222,12 @@ def _losses(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
 def _head_losses(model: GPTModel, x: Tensor, targets: Tensor) -> Tensor:
     """Return each token's loss, and 1 where another is likelier: (N, C), (N,) to (N, 2) float64."""
     found = []
-    for part, wanted in zip(
-        model.final_norm(x).split(TOKENS_PER_CHUNK), targets.split(TOKENS_PER_CHUNK), strict=True
-    ):
+    parts = model.final_norm(x).split(TOKENS_PER_CHUNK)
+    for part, wanted in zip(parts, targets.split(TOKENS_PER_CHUNK), strict=True):
         logits = F.linear(part, model.head_weight)
-        losses = F.cross_entropy(logits, wanted, reduction="none")
-        found.append(torch.stack([losses.double(), (logits.argmax(1) != wanted).double()], 1))
+        losses = F.cross_entropy(logits, wanted, reduction="none").double()
+        is_missed = (logits.argmax(1) != wanted).double()
+        found.append(torch.stack([losses, is_missed], 1))
     return torch.cat(found)
 
 
@@ -232,7 +239,7 @@ def encode_questions(target: LoadedModel, quiz: Quiz) -> list[list[Text]]:
     for question in quiz.questions:
         before = tokenizer.encode_ordinary(question.context.rstrip())
         start = [] if before else [tokenizer.eot_token]
-        found.append([])
+        texts = []
         for choice in question.choices:
             tokens = start + tokenizer.encode_ordinary(f"{question.context} {choice}")
             num_new = len(tokens) - len(start or before)
@@ -242,7 +249,8 @@ def encode_questions(target: LoadedModel, quiz: Quiz) -> list[list[Text]]:
                     f" {num_new:,} tokens, but {target.name} has a context of"
                     f" {longest - 1:,}; leave the question out, or name another model"
                 )
-            found[-1].append(Text(tuple(tokens[-longest:]), num_new, len(tokens) > longest))
+            texts.append(Text(tuple(tokens[-longest:]), num_new, len(tokens) > longest))
+        found.append(texts)
     return found
 
 
@@ -261,27 +269,27 @@ def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], microbatch_s
     with tqdm(
         total=len(unique), desc=one_line(target.name), unit="text", leave=False, disable=None
     ) as bar:
-        while len(results) < len(unique):  # a batch begins with its longest text
-            num_inputs = len(unique[len(results)].tokens) - 1
-            size = max(1, batch_tokens // max(1, num_inputs))
-            batch = unique[len(results) : len(results) + size]
+        while len(results) < len(unique):
+            rest = unique[len(results) :]
+            num_inputs = len(rest[0].tokens) - 1  # of the longest text of the batch
+            batch = rest[: max(1, batch_tokens // max(1, num_inputs))]
             results.update(zip(batch, _score(target, batch), strict=True))
             bar.update(len(batch))
-    is_likeliest = []  # the right choice has the highest log probability of all choices
+    has_choice = len(quiz.questions[0].choices) > 1  # else the task is to predict the last word
+    is_right = []
     is_likeliest_per_character = []
-    is_greedy = []  # each token of the right choice is the likeliest of all tokens
     losses = []  # minus the log probability of the right choice
     for question, of_one in zip(quiz.questions, texts, strict=True):
-        sums = np.array([results[text][0] for text in of_one])
-        lengths = np.array([len(choice) for choice in question.choices])
-        log_probability, all_likeliest = results[of_one[question.right]]
-        is_likeliest.append(sums.argmax() == question.right)
-        is_likeliest_per_character.append((sums / lengths).argmax() == question.right)
-        is_greedy.append(all_likeliest)
+        log_probabilities = np.array([results[text][0] for text in of_one])
+        lengths = [len(choice) for choice in question.choices]
+        log_probability, is_greedy = results[of_one[question.right]]
+        is_likeliest = log_probabilities.argmax() == question.right
+        is_right.append(is_likeliest if has_choice else is_greedy)
+        likeliest_per_character = (log_probabilities / lengths).argmax()
+        is_likeliest_per_character.append(likeliest_per_character == question.right)
         losses.append(-log_probability)
-    has_choice = len(quiz.questions[0].choices) > 1  # else the task is to predict the last word
     figures = {
-        "accuracy": share(np.array(is_likeliest if has_choice else is_greedy)),
+        "accuracy": share(np.array(is_right)),
         "normalised_accuracy": share(np.array(is_likeliest_per_character)),
         "perplexity": ratio(np.array(losses), np.ones(len(losses))).through(exp),
     }
@@ -311,9 +319,11 @@ def _score(target: LoadedModel, texts: list[Text]) -> list[tuple[float, bool]]:
         length = len(text.tokens)
         tokens[row, :length] = torch.tensor(text.tokens)  # padding follows: causality hides it
         is_new[row, length - 1 - text.num_new : length - 1] = True
-    tokens, is_new = tokens.to(target.device), is_new.to(target.device)
+    tokens = tokens.to(target.device)
+    is_new = is_new.to(target.device)
     model = target.model
     x = model.transform(model.embed(tokens[:, :-1]))[is_new]  # (new tokens, C)
+    found = _head_losses(model, x, tokens[:, 1:][is_new])
     sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=target.device)
-    sums.index_add_(0, is_new.nonzero()[:, 0], _head_losses(model, x, tokens[:, 1:][is_new]))
+    sums.index_add_(0, is_new.nonzero()[:, 0], found)
     return [(-loss, num_misses == 0) for loss, num_misses in sums.tolist()]

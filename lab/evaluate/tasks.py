@@ -45,7 +45,8 @@ class TaskRecord(BaseModel):
 class HellaSwag(TaskRecord):
     """How a description of everyday life goes on."""
 
-    name, hub_name = "hellaswag", "Rowan/hellaswag"
+    name = "hellaswag"
+    hub_name = "Rowan/hellaswag"
 
     activity_label: str
     ctx_a: str
@@ -67,7 +68,9 @@ def _without_markup(text: str) -> str:
 class LAMBADA(TaskRecord):
     """The last word of a passage."""
 
-    name, hub_name, split = "lambada", "EleutherAI/lambada_openai", "test"
+    name = "lambada"
+    hub_name = "EleutherAI/lambada_openai"
+    split = "test"
     hub_files = rf"(^|^default/|^data/)(lambada_)?test{FILE}"
     figures = ("accuracy", "perplexity")
 
@@ -81,7 +84,9 @@ class LAMBADA(TaskRecord):
 class ARC(TaskRecord):
     """Questions of science lessons, with choices."""
 
-    name, hub_name, split = "arc_easy", "allenai/ai2_arc", "test"
+    name = "arc_easy"
+    hub_name = "allenai/ai2_arc"
+    split = "test"
     hub_files = rf"ARC-Easy/(ARC-Easy-)?test{FILE}"
 
     question: str
@@ -99,7 +104,8 @@ class ARC(TaskRecord):
 class PIQA(TaskRecord):
     """Two ways to a goal in the physical world."""
 
-    name, hub_name = "piqa", "baber/piqa"
+    name = "piqa"
+    hub_name = "baber/piqa"
 
     goal: str
     sol1: str
@@ -113,7 +119,9 @@ class PIQA(TaskRecord):
 class BLiMP(TaskRecord):
     """A sentence with good grammar, and one without."""
 
-    name, hub_name, split = "blimp", "nyu-mll/blimp", "train"
+    name = "blimp"
+    hub_name = "nyu-mll/blimp"
+    split = "train"
     hub_files = r"\.(parquet|jsonl)$"
     figures = ("accuracy",)
 
@@ -153,11 +161,14 @@ def read_quiz(name: str, source: str = "") -> Quiz:
         )
     task = TASKS[name]
     place = Path(source or task.hub_name)
-    title, paths, split = place.resolve().name, [place], None
+    title = place.resolve().name
+    paths = [place]
+    split = None
     if place.is_dir():
         paths = sorted(file for file in place.iterdir() if file.suffix in KINDS and file.is_file())
     elif not place.exists() and HUB_NAME.fullmatch(str(place)):
-        title, paths = str(place), _download(str(place), task)
+        title = str(place)
+        paths = _download(str(place), task)
         split = task.split if title == task.hub_name else None
     questions = [question for path in paths for question in _questions(path, task)]
     if not questions:
@@ -187,11 +198,9 @@ def _questions(path: Path, task: type[TaskRecord]) -> Iterator[Question]:
                 )
             yield question
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        reason = (
-            describe(error)
-            if isinstance(error, ValidationError)
-            else getattr(error, "strerror", None) or first_line(error)
-        )
+        reason = getattr(error, "strerror", None) or first_line(error)
+        if isinstance(error, ValidationError):
+            reason = describe(error)
         raise UserError(
             f"{path}: not {task.__name__}'s questions ({reason}); each needs"
             f" {', '.join(task.model_fields)}"
@@ -205,9 +214,8 @@ def _download(repository: str, task: type[TaskRecord]) -> list[Path]:
     from preparation.hub import ask_hub, check_names, hide_progress_bars
 
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
-    names = [
-        file.rfilename for file in info.siblings or () if re.search(task.hub_files, file.rfilename)
-    ]
+    present = [file.rfilename for file in info.siblings or ()]
+    names = [name for name in present if re.search(task.hub_files, name)]
     check_names(repository, names)
     hide_progress_bars()
     if not names:
@@ -216,12 +224,5 @@ def _download(repository: str, task: type[TaskRecord]) -> list[Path]:
             f" questions; give {task.hub_name} or a local file"
         )
     tables = [name for name in names if name.endswith(".parquet")]
-    return [
-        Path(
-            ask_hub(
-                repository,
-                partial(hf_hub_download, repository, name, revision=info.sha, repo_type="dataset"),
-            )
-        )
-        for name in sorted(tables or names)
-    ]
+    download = partial(hf_hub_download, repository, revision=info.sha, repo_type="dataset")
+    return [Path(ask_hub(repository, partial(download, name))) for name in sorted(tables or names)]
