@@ -24,7 +24,8 @@ from processes.run_lock import trained_by
 from run_config import RUN_NAME, load_run
 
 COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
-MIN_WIDTH, WIDEST = 30, 100  # characters: of what was found, of a report
+MIN_WIDTH = 30  # characters of what was found
+WIDEST = 100  # characters of a line of the report
 ANSWER_SECONDS = 8.0  # for the driver and a run's files; a network disk may never answer
 
 
@@ -58,17 +59,13 @@ def command(as_json: bool, **about: Any) -> None:
         found |= check_nodes(bool(subject.busy), subject.time_limit)
     is_fit = PROBLEM not in [each.verdict for each in found.values()]
     if is_first and as_json:
+        checks = [{"name": name} | each._asdict() for name, each in found.items()]
         print_json(
             {
                 "schema": "doctor/1",
                 "run": subject.run_name,
                 "is_fit": is_fit,
-                "reports": [
-                    {
-                        "title": socket.gethostname(),
-                        "checks": [{"name": name} | each._asdict() for name, each in found.items()],
-                    }
-                ],
+                "reports": [{"title": socket.gethostname(), "checks": checks}],
             }
         )
     elif is_first:
@@ -92,7 +89,9 @@ def examine(subject: Subject) -> tuple[Subject, Checks]:
 
 def with_machine(subject: Subject) -> Subject:
     """Read the GPUs and the memory that there is."""
-    every, gpus, failure = [], [], machine_checks.NO_ANSWER
+    every = []
+    gpus = []
+    failure = machine_checks.NO_ANSWER
     with suppress(TimeoutError):
         every = within(ANSWER_SECONDS, read_gpus)
         gpus = within(
@@ -115,7 +114,8 @@ def with_machine(subject: Subject) -> Subject:
 
 def with_run(subject: Subject) -> tuple[Subject, Checks]:
     """Read the run, if named, and what is wrong with its configs. Raises: UserError: none such."""
-    runs_dir, name = subject.runs_dir, subject.run_name
+    runs_dir = subject.runs_dir
+    name = subject.run_name
     if name is None:
         return subject, {}
     try:
@@ -137,28 +137,19 @@ def with_run(subject: Subject) -> tuple[Subject, Checks]:
 
 def print_checks(found: Checks, run_name: str | None) -> None:
     """Print what was found and what to do about it, then what follows from all of it."""
-    table = Table(
-        [Column("", "left"), Column("check", "left"), Column("found", "left", MIN_WIDTH)],
-        [
-            [each.verdict, name, "\n-> ".join(filter(None, [each.text, each.advice]))]
-            for name, each in found.items()
-        ],
-    )
+    columns = [Column("", "left"), Column("check", "left"), Column("found", "left", MIN_WIDTH)]
+    rows = [
+        [each.verdict, name, "\n-> ".join(filter(None, [each.text, each.advice]))]
+        for name, each in found.items()
+    ]
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 0)).columns)
-    for line in table.terminal(width).splitlines():
+    for line in Table(columns, rows).terminal(width).splitlines():
         verdict = line.partition(" ")[0]
-        click.echo(
-            click.style(visible(verdict), fg=COLORS.get(verdict))
-            + visible(line.removeprefix(verdict))
-        )
+        click.echo(click.style(visible(verdict), fg=COLORS.get(verdict)), nl=False)
+        click.echo(visible(line.removeprefix(verdict)))
     verdicts = [each.verdict for each in found.values()]
-    click.echo(
-        click.style(
-            visible(
-                f"{'not ' * (PROBLEM in verdicts)}fit to train{f' {run_name}' if run_name else ''}:"
-                f" {counted(verdicts.count(PROBLEM), PROBLEM)},"
-                f" {counted(verdicts.count(WARNING), WARNING)}"
-            ),
-            bold=True,
-        )
-    )
+    fit = "not fit" if PROBLEM in verdicts else "fit"
+    what = f"train {run_name}" if run_name else "train"
+    problems = counted(verdicts.count(PROBLEM), PROBLEM)
+    warnings = counted(verdicts.count(WARNING), WARNING)
+    click.echo(click.style(visible(f"{fit} to {what}: {problems}, {warnings}"), bold=True))

@@ -29,10 +29,13 @@ from processes.distributed import Process, join_process_group, share_cpu_cores, 
 from processes.signals import end_with_parent
 from processes.startup_agreement import open_torchrun_store
 
-MATMUL_SIZE, MATMUL_SIZE_ON_CPU = 8192, 1024
+MATMUL_SIZE = 8192
+MATMUL_SIZE_ON_CPU = 1024
 MATMUL_SECONDS = 0.5
-REDUCED_BYTES, REDUCED_BYTES_ON_CPU = 256 * 2**20, 16 * 2**20
-NUM_REDUCTIONS, NUM_REDUCTIONS_ON_CPU = 10, 2
+REDUCED_BYTES = 256 * 2**20
+REDUCED_BYTES_ON_CPU = 16 * 2**20
+NUM_REDUCTIONS = 10
+NUM_REDUCTIONS_ON_CPU = 2
 MEET_SECONDS = 60.0  # more than the checks of a node take, without its load tests
 
 
@@ -83,11 +86,14 @@ def matrix_products(device: torch.device) -> dict[str, Any]:
 
     A defective GPU, or one that PyTorch has no code for, fails here.
     """
-    size, dtype, on_gpu = MATMUL_SIZE_ON_CPU, torch.float32, device.type == "cuda"
+    size = MATMUL_SIZE_ON_CPU
+    dtype = torch.float32
+    on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        size, dtype = MATMUL_SIZE, torch.bfloat16 if has_bf16 else torch.float16
+        size = MATMUL_SIZE
+        dtype = torch.bfloat16 if has_bf16 else torch.float16
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -111,11 +117,12 @@ def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[st
 
     With GPUs also once over gloo, which training uses too.
     """
-    on_gpu = process.device.type == "cuda"
     join_process_group(process, store, timeout=limit)
-    size, number = (
-        (REDUCED_BYTES, NUM_REDUCTIONS) if on_gpu else (REDUCED_BYTES_ON_CPU, NUM_REDUCTIONS_ON_CPU)
-    )
+    size = REDUCED_BYTES
+    number = NUM_REDUCTIONS
+    if process.device.type == "cpu":
+        size = REDUCED_BYTES_ON_CPU
+        number = NUM_REDUCTIONS_ON_CPU
     tensor = torch.full((size // 4,), process.rank + 1.0, device=process.device)
     dist.all_reduce(tensor)
     is_right = bool((tensor == process.world_size * (process.world_size + 1) / 2).all())
@@ -149,24 +156,19 @@ def check_nodes(is_busy: bool, time_limit: float) -> Checks:
         "the project's code": code_digest(),
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
-    store, ranks = open_torchrun_store(), range(int(os.environ["WORLD_SIZE"]))
-    store.set(
-        f"process/{os.environ['RANK']}",
-        json.dumps(
-            {"node": int(os.environ["GROUP_RANK"]), "is_busy": is_busy, "versions": versions}
-        ),
-    )
+    facts = {"node": int(os.environ["GROUP_RANK"]), "is_busy": is_busy, "versions": versions}
+    keys = [f"process/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    store = open_torchrun_store()
+    store.set(f"process/{os.environ['RANK']}", json.dumps(facts))
     try:
-        store.wait(
-            [f"process/{rank}" for rank in ranks], timedelta(seconds=MEET_SECONDS + time_limit)
-        )
+        store.wait(keys, timedelta(seconds=MEET_SECONDS + time_limit))
     except RuntimeError:
-        missing = [str(rank) for rank in ranks if not store.check([f"process/{rank}"])]
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         return {"nodes": problem(f"no answer from rank {', '.join(missing)}", OTHER_MACHINE)}
-    facts = [json.loads(store.get(f"process/{rank}")) for rank in ranks]
+    of_all = [json.loads(store.get(key)) for key in keys]
     nodes = ok(f"{', '.join(versions)}: the same on all")
     for what in versions:
-        found = {each["versions"][what]: each["node"] for each in facts}
+        found = {each["versions"][what]: each["node"] for each in of_all}
         if len(found) > 1:
             values = ", ".join(f"{value} on node {node}" for value, node in found.items())
             nodes = problem(
@@ -174,28 +176,17 @@ def check_nodes(is_busy: bool, time_limit: float) -> Checks:
                 "bring all nodes to the same commit and"
                 " run uv sync on each; runs/ is best shared between them",
             )
-    if busy := [str(each["node"]) for each in facts if each["is_busy"]]:
-        return {
-            "nodes": nodes,
-            "all-reduce of all nodes": warning(
-                f"left out, because of node {', '.join(busy)}", "see that node's report"
-            ),
-        }
+    if busy := [str(each["node"]) for each in of_all if each["is_busy"]]:
+        exchange = warning(f"left out, because of node {', '.join(busy)}", "see that node's report")
+        return {"nodes": nodes, "all-reduce of all nodes": exchange}
+    limit = timedelta(seconds=time_limit)
     try:
-        exchange = judge_exchange(
-            [
-                within(
-                    time_limit,
-                    lambda: all_reduce(this_process(), store, timedelta(seconds=time_limit)),
-                )
-            ]
-        )
+        found = within(time_limit, lambda: all_reduce(this_process(), store, limit))
+        exchange = judge_exchange([found])
     except Exception as error:  # whatever it is, the report is printed
-        text = (
-            f"has not ended after {time_limit:g} s"
-            if isinstance(error, TimeoutError)
-            else describe(error)
-        )
+        text = describe(error)
+        if isinstance(error, TimeoutError):
+            text = f"has not ended after {time_limit:g} s"
         exchange = problem(text, advice_on(EXCHANGE, text))
     return {"nodes": nodes, "all-reduce of all nodes": exchange}
 

@@ -23,7 +23,8 @@ HANG_SECONDS = 8.0  # in one part, since the last process has begun it
 LITTLE_OF_PEAK = 0.5  # of a GPU's peak; large products reach 60 to 90%
 MUCH_SLOWER = 0.8  # of the fastest GPU's speed
 SLOW_BUS = 4e9  # bytes a second; PCIe without peer-to-peer access has more
-PRODUCTS, EXCHANGE = "matrix products", "all-reduce"
+PRODUCTS = "matrix products"
+EXCHANGE = "all-reduce"
 PARTS = ("PyTorch", PRODUCTS, EXCHANGE)
 ADVICE = {  # by the part that fails
     "PyTorch": "install it again: uv sync --reinstall-package torch",
@@ -51,18 +52,18 @@ class Outcome:
     @classmethod
     def read(cls, path: Path, process: subprocess.Popen[bytes]) -> Self:
         """Read what a process has written; the last line may be cut off."""
-        outcome, status = cls(), process.poll()
+        outcome = cls()
+        status = process.poll()
         with suppress(OSError, ValueError):  # nothing is written yet
             for line in path.read_text().splitlines():
                 record = json.loads(line)
                 outcome.parts.setdefault(record.pop("part"), {}).update(record)
-        if status:
+        if status and status < 0:
+            outcome.end = f"killed by {signal.Signals(-status).name}"
+        elif status:
             said = path.with_suffix(".log").read_text(errors="replace").strip()
-            outcome.end = (
-                f"killed by {signal.Signals(-status).name}"
-                if status < 0
-                else said.rpartition("\n")[2].strip()[:120] or f"exit status {status}"
-            )
+            last_line = said.rpartition("\n")[2].strip()
+            outcome.end = last_line[:120] or f"exit status {status}"
         return outcome
 
     def found(self, part: str) -> Any:
@@ -81,34 +82,29 @@ def load_tests(subject: Subject) -> list[Outcome]:
         "is_loading": not subject.busy,
         "seconds": subject.time_limit,
     }
-    path = os.pathsep.join(filter(None, (str(PROJECT_DIR), os.environ.get("PYTHONPATH"))))
-    processes, deadline = [], time.monotonic() + subject.time_limit
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(PROJECT_DIR), os.environ.get("PYTHONPATH")))
+        ),
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        "GROUP_WORLD_SIZE": "1",
+    }
+    processes = []
+    deadline = time.monotonic() + subject.time_limit
     with tempfile.TemporaryDirectory(prefix="lab-doctor-", ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, "-m", PROCESS, folder, json.dumps(spec)]
         try:
             for rank in range(number):
                 with Path(folder, f"{rank}.log").open("wb") as log:
-                    processes.append(
-                        subprocess.Popen(
-                            [
-                                sys.executable,
-                                "-m",
-                                PROCESS,
-                                folder,
-                                json.dumps(spec),
-                            ],
-                            stdout=log,
-                            stderr=log,
-                            stdin=subprocess.DEVNULL,
-                            env=os.environ
-                            | {
-                                "PYTHONPATH": path,
-                                "RANK": str(rank),
-                                "WORLD_SIZE": str(number),
-                                "LOCAL_WORLD_SIZE": str(number),
-                                "GROUP_WORLD_SIZE": "1",
-                            },
-                        )
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=environment | {"RANK": str(rank)},
                     )
+                processes.append(process)
             statuses: list[int | None] = [None]
             while time.monotonic() < deadline and None in statuses and not any(statuses):
                 time.sleep(0.05)
@@ -134,32 +130,23 @@ def judge_part(part: str, processes: list[Outcome]) -> Finding | None:
     """Judge a part; None if no process has come to it, or there is nothing to say."""
     records = [process.parts.get(part, {}) for process in processes]
     for rank, (process, record) in enumerate(zip(processes, records, strict=True)):
-        has_stopped_here = [PARTS[0], *process.parts][-1] == part
-        if error := record.get("error") or process.end * has_stopped_here:
+        error = record.get("error", "")
+        if process.end and part == [PARTS[0], *process.parts][-1]:  # the last one it has begun
+            error = error or process.end
+        if error:
             return problem(f"failed on rank {rank}: {error}", advice_on(part, error))
-    missing = [rank for rank, record in enumerate(records) if not record]
-    waiting = {
-        rank: record["begun"]
-        for rank, record in enumerate(records)
-        if record and "found" not in record
-    }
-    if missing:
-        is_known = not any(records) and part != PARTS[0]  # an earlier part tells it
-        return None if is_known else unknown(f"rank {missing[0]} has not come to it", MORE_TIME)
+    for rank, record in enumerate(records):
+        if not record:
+            is_known = not any(records) and part != PARTS[0]  # an earlier part tells it
+            return None if is_known else unknown(f"rank {rank} has not come to it", MORE_TIME)
+    waiting = [rank for rank, record in enumerate(records) if "found" not in record]
     if waiting:
-        seconds = time.time() - max(waiting.values())
-        may_be_slow = (
-            part != EXCHANGE
-            and (  # a CPU
-                processes[0].found(PARTS[0]) or {}
-            ).get("num_gpus")
-            == 0
-        )
+        seconds = time.time() - max(records[rank]["begun"] for rank in waiting)
+        facts = processes[0].found(PARTS[0]) or {}
+        may_be_slow = part != EXCHANGE and facts.get("num_gpus") == 0  # a CPU
         if seconds < HANG_SECONDS or may_be_slow:
             return unknown("it has not ended in time", MORE_TIME)
-        return problem(
-            f"has not ended on rank {min(waiting)} after {seconds:.0f} s", advice_on(part)
-        )
+        return problem(f"has not ended on rank {waiting[0]} after {seconds:.0f} s", advice_on(part))
     found = [record["found"] for record in records]
     if part == PARTS[0]:
         return ok(found[0]["version"])
@@ -175,9 +162,11 @@ def advice_on(part: str, error: str = "") -> str:
 
 def judge_products(found: list[Mapping[str, Any]]) -> Finding:
     """Compare each GPU's speed with its peak and with the others."""
-    speeds, name = [each["flops"] for each in found], found[0]["gpu"]
+    speeds = [each["flops"] for each in found]
+    name = found[0]["gpu"]
     size, unit = (1e12, "TFLOP/s") if name else (1e9, "GFLOP/s")
-    slowest, fastest = min(speeds), max(speeds)
+    slowest = min(speeds)
+    fastest = max(speeds)
     values = dict.fromkeys(f"{speed / size:,.3g}" for speed in (slowest, fastest))
     text = f"{' to '.join(values)} {unit} in {found[0]['dtype']}"
     if not name:
@@ -201,7 +190,8 @@ def judge_exchange(found: list[Mapping[str, Any]]) -> Finding:
     """Judge the sums and the speed of the exchange between some processes."""
     if not all(each["is_right"] for each in found):
         return problem("gives wrong sums", "the machine is defective: take another one")
-    backend, number = found[0]["backend"], found[0]["world_size"]
+    backend = found[0]["backend"]
+    number = found[0]["world_size"]
     slowest = max(each["seconds"] for each in found)
     speed = 2 * (number - 1) / number * found[0]["bytes"] / slowest  # as nccl-tests counts
     return ok_if(

@@ -23,7 +23,9 @@ from basics.gpu_readings import GpuReading, read_gpus
 from basics.machine import within
 from run_config import Run
 
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
+OK = "ok"
+WARNING = "warning"
+PROBLEM = "problem"
 OTHER_CONFIG = "see docs/configuration.md"
 OTHER_MACHINE = "restart the machine, or take another one"
 INSTALL_TORCH = "install a PyTorch that is built for this GPU: https://pytorch.org"
@@ -31,10 +33,12 @@ CHECK_SECONDS = 12.0  # for one check; the disks' and the hub's take a few
 OTHER_PLACE = "name another place with --runs-dir or --datasets-dir"
 NO_ANSWER = "the driver does not answer"
 MAX_PARTS = 7  # of a GPU (MIG)
-BUSY_MEMORY_SHARE, BUSY_PERCENT = 0.1, 30  # of a GPU in use; an idle one's driver takes less
+BUSY_MEMORY_SHARE = 0.1  # of a GPU in use; an idle one's driver takes less
+BUSY_PERCENT = 30  # of the time, the same
 TEST_BYTES = 32 * 2**20  # written to measure a disk
 SLOW_DISK = 50e6  # bytes a second: the 2 GB of a checkpoint of GPT-2 take 40 seconds
-SHARED_MEMORY, SMALL_SHARED_MEMORY = Path("/dev/shm"), 2**30
+SHARED_MEMORY = Path("/dev/shm")
+SMALL_SHARED_MEMORY = 2**30
 SHARED_MEMORY_PER_PROCESS = 16 * 2**20  # NCCL's, without peer-to-peer access
 
 
@@ -115,7 +119,7 @@ def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuRe
     """
     found = list(gpus)
     if variable is not None:
-        entries = list(filter(None, map(str.strip, variable.split(","))))
+        entries = [entry.strip() for entry in variable.split(",")]
         if parts := [entry for entry in entries if entry.startswith("MIG-")]:
             return read_gpus(parts[:1])
         found = [
@@ -136,33 +140,34 @@ def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuRe
 
 
 def in_use(gpus: Sequence[GpuReading]) -> str:
-    used = [
-        f"GPU {number} ({gpu.memory_used_gib or 0:,.1f} GiB, {gpu.use_percent or 0:.0f}%)"
-        for number, gpu in enumerate(gpus)
-        if (gpu.use_percent or 0) >= BUSY_PERCENT
-        or (gpu.memory_used_gib or 0) >= BUSY_MEMORY_SHARE * (gpu.memory_total_gib or 1e9)
-    ]
-    return f"in use: {', '.join(used)}" if used else ""
+    found = []
+    for number, gpu in enumerate(gpus):
+        percent = gpu.use_percent or 0
+        used = gpu.memory_used_gib or 0
+        much = BUSY_MEMORY_SHARE * (gpu.memory_total_gib or 1e9)
+        if percent >= BUSY_PERCENT or used >= much:
+            found.append(f"GPU {number} ({used:,.1f} GiB, {percent:.0f}%)")
+    return f"in use: {', '.join(found)}" if found else ""
 
 
 def compare_gpus(subject: Subject, facts: Mapping[str, Any]) -> Finding:
     """Compare the GPUs that the driver sees with PyTorch's `torch_facts`, empty if unknown."""
-    seen, by_torch, version = len(subject.gpus), facts.get("num_gpus"), facts.get("version")
+    seen = len(subject.gpus)
+    by_torch = facts.get("num_gpus")
+    version = facts.get("version")
     cause, remedy = facts.get("problem") or ("", "")
     if cause:
         return problem(f"PyTorch {version} cannot use them: {cause}", remedy)
     if subject.nvml_failure == NO_ANSWER:
         return problem(NO_ANSWER, OTHER_MACHINE)
     if not subject.all_gpus:
-        what = (
-            f"PyTorch sees {by_torch}, which are not tested"
-            if by_torch
-            else ("training runs on the CPU, slowly")
-        )
+        what = "training runs on the CPU, slowly"
+        if by_torch:
+            what = f"PyTorch sees {by_torch}, which are not tested"
         return warning(
             f"none ({subject.nvml_failure or 'the driver sees none'}): {what}",
-            "if the machine has"
-            " NVIDIA GPUs, install their driver, or start the container with --gpus all",
+            "if the machine has NVIDIA GPUs, install their driver,"
+            " or start the container with --gpus all",
         )
     names = Counter(gpu.name or "a GPU that does not answer" for gpu in subject.gpus)
     text = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
@@ -188,13 +193,11 @@ def compare_gpus(subject: Subject, facts: Mapping[str, Any]) -> Finding:
 
 
 def check_use(subject: Subject) -> Finding | None:
-    return (
-        warning(
-            f"{subject.busy}: the tests that load the machine are left out",
-            "run this again when it is idle",
-        )
-        if subject.busy
-        else None
+    if not subject.busy:
+        return None
+    return warning(
+        f"{subject.busy}: the tests that load the machine are left out",
+        "run this again when it is idle",
     )
 
 
@@ -205,11 +208,9 @@ def check_ecc(subject: Subject) -> Finding | None:
         for number, gpu in enumerate(subject.gpus)
         if gpu.uncorrected_ecc_errors
     ]
-    return (
-        warning("; ".join(wrong), f"{OTHER_MACHINE}: such an error ends a training")
-        if wrong
-        else None
-    )
+    if not wrong:
+        return None
+    return warning("; ".join(wrong), f"{OTHER_MACHINE}: such an error ends a training")
 
 
 def check_compiler(subject: Subject) -> Finding | None:
@@ -283,10 +284,12 @@ def check_datasets_disk(subject: Subject) -> Finding | None:
 
 def check_disk(place: Path) -> Finding:
     """Judge the room on a disk and its speed; the file that is written for that has no name."""
-    place, here = existing(place), Path.cwd()
+    place = existing(place)
+    here = Path.cwd()
     shown = place.relative_to(here) if place.is_relative_to(here) else place
     text = f"{shutil.disk_usage(place).free / 1e9:,.1f} GB free in {shown}"
-    content, began = os.urandom(TEST_BYTES), time.perf_counter()
+    content = os.urandom(TEST_BYTES)
+    began = time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=place, prefix=".doctor-") as file:
             file.write(content)

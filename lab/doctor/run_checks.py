@@ -15,7 +15,8 @@ from reporting.speed import find_gpu, usable_gib
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile
 
-PROCESS_GIB, CPU_PROCESS_GIB = 3.0, 0.5  # of RAM, estimated: PyTorch with CUDA and without
+PROCESS_GIB = 3.0  # of RAM, estimated: PyTorch with CUDA
+CPU_PROCESS_GIB = 0.5  # without
 MUCH_TOO_LARGE = 1.25  # times the memory there is: the estimate is not that far off
 OWN_GIB = 1.0  # of a GPU, which CUDA and NCCL take beside a process's tensors
 ASK_SECONDS = 8.0  # for an answer of the hub
@@ -72,22 +73,29 @@ def check_dataset(subject: Subject) -> Finding:
 
 def check_ram(subject: Subject) -> Finding:
     """Compare the RAM with what the processes and the snapshot of a checkpoint need."""
-    on_gpu, available = bool(subject.gpus), subject.available_gib
-    process_gib = PROCESS_GIB if on_gpu else CPU_PROCESS_GIB + training_gib(subject)
-    snapshot = (estimate.pinned_bytes if on_gpu else estimate.bytes_of_checkpoint)(subject.run)
+    run = subject.run
+    available = subject.available_gib
+    advice = "end other programs, or take a machine with more RAM"
+    if subject.gpus:
+        process_gib = PROCESS_GIB
+        snapshot = estimate.pinned_bytes(run)
+    else:
+        process_gib = CPU_PROCESS_GIB + training_gib(subject)
+        snapshot = estimate.bytes_of_checkpoint(run)
+        advice += "; a smaller microbatch_size or fewer processes need less"
     needed = subject.num_processes * process_gib + snapshot / 2**30
     return ok_if(
         available >= needed,
         f"{available:,.1f} GiB available; training needs about {gib(needed * 2**30)}",
-        "end other programs, or take a machine with more RAM"
-        + ("" if on_gpu else "; a smaller microbatch_size or fewer processes need less"),
+        advice,
         is_fatal=available < needed / 2,
     )
 
 
 def training_gib(subject: Subject) -> float:
     """Return the GiB of a process's tensors at the peak of a step, as `lab plan` estimates."""
-    config, on_gpu = subject.run.config, bool(subject.gpus)
+    config = subject.run.config
+    on_gpu = bool(subject.gpus)
     precision = config.precision or "fp32"
     if on_gpu:
         precision = estimate.default_precision(config, find_gpu(subject.gpus[0].name or ""))
@@ -121,11 +129,9 @@ def check_microbatch(subject: Subject) -> Finding | None:
         if gpu.memory_total_gib
     }
     if not free:
-        return (
-            machine_checks.unknown("the driver does not tell the GPUs' memory")
-            if subject.gpus
-            else None
-        )
+        if not subject.gpus:
+            return None
+        return machine_checks.unknown("the driver does not tell the GPUs' memory")
     there = usable_gib(min(subject.gpus[number].memory_total_gib for number in free))
     needed = training_gib(subject)
     text = (
@@ -151,12 +157,11 @@ def check_microbatch(subject: Subject) -> Finding | None:
 
 def check_checkpoints(subject: Subject) -> Finding:
     """Check that the disk has room for the next checkpoint, and for all that the run keeps."""
-    run, size = subject.run, estimate.bytes_of_checkpoint(subject.run)
+    run = subject.run
+    size = estimate.bytes_of_checkpoint(subject.run)
     free = shutil.disk_usage(existing(run.checkpoints_dir)).free
-    text, advice = (
-        f"{gb(size)} each, {gb(free)} free",
-        ("make room, set keep_checkpoints, or name another place with --runs-dir"),
-    )
+    text = f"{gb(size)} each, {gb(free)} free"
+    advice = "make room, set keep_checkpoints, or name another place with --runs-dir"
     has_length = run.config.min_train_tokens != -1 or is_complete(
         subject.datasets_dir / run.config.dataset
     )
