@@ -44,7 +44,9 @@ FILES = {
     *formats.GGUF_FILES,
 }
 TOKEN_FILES = ("train.safetensors", "validation.safetensors")
-ASIDE, EARLIER = ".{}.ddp-train-", "earlier"  # names of directories beside an export
+# Names of directories beside an export: of the new one with a process id, of the earlier one.
+ASIDE = ".{}.ddp-train-"
+EARLIER = "earlier"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def write_export(target: LoadedModel, output_dir: Path, extras: Extras) -> Path:
     if extras.with_gguf:
         formats.check_gguf(target)
     aside = ASIDE.format(output_dir.name)
-    new_dir, old_dir = (output_dir.with_name(aside + end) for end in (str(os.getpid()), EARLIER))
+    new_dir = output_dir.with_name(f"{aside}{os.getpid()}")
+    old_dir = output_dir.with_name(aside + EARLIER)
     try:
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         for path in output_dir.parent.iterdir():
@@ -103,7 +106,8 @@ def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
     for name, values in (("config.json", config), ("generation_config.json", ends)):
         (directory / name).write_text(json.dumps(values, indent=2) + "\n")
     ours = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-    weights, length = to_gpt2(ours, model.config), model.config.context_length
+    weights = to_gpt2(ours, model.config)
+    length = model.config.context_length
     write_tensors(directory / "model.safetensors", weights, {"format": "pt"})
     if isinstance(tokenizer, FileTokenizer):
         formats.write_own_tokenizer(directory, tokenizer.content, context_length=length)
@@ -114,9 +118,10 @@ def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
         formats.write_json(path, read_json_object(path) | {"chat_template": extras.chat_template})
     if extras.with_gguf:
         formats.write_gguf_files(target, weights, directory)
-    for path in (extras.charts_dir / name for name in CHARTS if extras.charts_dir):
-        if is_own_file(path):
-            shutil.copyfile(path, directory / path.name)
+    if extras.charts_dir:
+        for name in CHARTS:
+            if is_own_file(extras.charts_dir / name):
+                shutil.copyfile(extras.charts_dir / name, directory / name)
 
 
 def put_back(output_dir: Path) -> None:
@@ -191,9 +196,8 @@ def export_model(request: Request) -> Upload:
     of_run = is_run(request.source, request.runs_dir)
     if not of_run and not is_export(source):
         load_run(request.runs_dir, request.source)  # its error lists the runs
-    output_dir = (
-        request.output_dir or (request.runs_dir / request.source / "export" if of_run else source)
-    ).absolute()
+    default = request.runs_dir / request.source / "export" if of_run else source
+    output_dir = (request.output_dir or default).absolute()
     check_output(output_dir)
     target = load_model(
         request.source if of_run else str(source),
@@ -202,9 +206,12 @@ def export_model(request: Request) -> Upload:
         device=torch.device("cpu"),
     )
     if of_run:
-        card, charts_dir, template = model_card(target, request), target.run.run_dir, None
+        card = model_card(target, request)
+        charts_dir = target.run.run_dir
+        template = None
     else:  # once more, with what the command line adds to it
-        card, charts_dir = changed_card(source / "README.md", request), source
+        card = changed_card(source / "README.md", request)
+        charts_dir = source
         template = found_object(source / "tokenizer_config.json").get("chat_template")
     write_export(target, output_dir, Extras(card, charts_dir, template, request.with_gguf))
     return Upload(output_dir, sorted(path.name for path in output_dir.iterdir()), "model")

@@ -38,7 +38,8 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
             "\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8"
         )
     else:
-        vocabulary, merges = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}, []
+        vocabulary = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
+        merges = []
     as_bytes = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -114,7 +115,8 @@ def check_gguf(target: LoadedModel) -> None:
     """Check before the work that a model can be written. Raises: UserError."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError("--gguf needs the package gguf: uv run --extra gguf lab publish ...")
-    tokenizer, vocab_size = target.load_tokenizer(), target.model.config.vocab_size
+    tokenizer = target.load_tokenizer()
+    vocab_size = target.model.config.vocab_size
     largest = max(float(weight.abs().max()) for weight in target.model.state_dict().values())
     reason = ""
     if tokenizer.n_vocab > vocab_size:
@@ -141,7 +143,8 @@ def write_gguf_files(target: LoadedModel, gpt2_weights: dict[str, Any], director
     from gguf.quants import quantize
     from huggingface_hub import ModelCard
 
-    config, types = target.model.config, gguf.GGMLQuantizationType
+    config = target.model.config
+    types = gguf.GGMLQuantizationType
     template = read_json_object(directory / "tokenizer_config.json").get("chat_template")
     name = ModelCard.load(directory / "README.md").data.get("model_name")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layers)
@@ -160,7 +163,8 @@ def write_gguf_files(target: LoadedModel, gpt2_weights: dict[str, Any], director
         if template:
             writer.add_chat_template(template)
         for theirs, weight in gpt2_weights.items():
-            tensor, stored_as = names.get_name(theirs, (".weight", ".bias")), types[kind]
+            tensor = names.get_name(theirs, (".weight", ".bias"))
+            stored_as = types[kind]
             if weight.dim() == 1 or tensor == "position_embd.weight":
                 stored_as = types.F32  # as llama.cpp expects
             matrix = (weight.T if TRANSPOSED.search(theirs) else weight).contiguous().numpy()
@@ -177,14 +181,17 @@ def _add_tokenizer(writer: GGUFWriter, target: LoadedModel, path: Path) -> None:
     """Add a byte-level BPE; ids that only pad the model's vocabulary become unused tokens."""
     from gguf import TokenType
 
-    parts, end_of_text = json.loads(path.read_bytes()), target.load_tokenizer().eot_token
+    parts = json.loads(path.read_bytes())
+    end_of_text = target.load_tokenizer().eot_token
     vocab_size = target.model.config.vocab_size
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     kinds = [int(TokenType.UNUSED)] * vocab_size
     for token, number in parts["model"]["vocab"].items():
-        tokens[number], kinds[number] = token, int(TokenType.NORMAL)
+        tokens[number] = token
+        kinds[number] = int(TokenType.NORMAL)
     for added in parts["added_tokens"]:
-        tokens[added["id"]], kinds[added["id"]] = added["content"], int(TokenType.CONTROL)
+        tokens[added["id"]] = added["content"]
+        kinds[added["id"]] = int(TokenType.CONTROL)
     merges = [
         merge if isinstance(merge, str) else " ".join(merge) for merge in parts["model"]["merges"]
     ]

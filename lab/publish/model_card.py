@@ -80,25 +80,17 @@ def model_card(target: LoadedModel, request: Request) -> str:
 
     The run's JSON files may have changed since training; they are read only without a summary.
     """
-    written, config = RunFiles.read(target.run.run_dir), target.model.config
-    meta, is_bytes = target.checkpoint.meta, target.tokenizer_name == "bytes"
+    run_dir = target.run.run_dir
+    written = RunFiles.read(run_dir)
+    config = target.model.config
+    meta = target.checkpoint.meta
     settings = meta.settings or written.part("train") or target.run.config.model_dump()
-    if settings.get("init_from") is not None:
-        name = public_name(str(settings["init_from"]), beside=target.run.run_dir)
-        settings = settings | {"init_from": name}
-    start, dataset = settings.get("init_from"), one_line(str(settings.get("dataset")))
+    start = settings.get("init_from")
+    if start is not None:
+        start = public_name(str(start), beside=run_dir)
+        settings = settings | {"init_from": start}
+    dataset = one_line(str(settings.get("dataset")))
     found = measurements(target, dataset)
-    changes = histories(
-        record
-        for record in read_metrics(target.run.metrics_path)
-        if record["global_step"] < meta.global_step
-    )
-    num_steps = number(written.summary.get("num_steps"))
-    charts = [
-        f"![{title}]({name})"
-        for name, title in CHARTS.items()
-        if (target.run.run_dir / name).is_file()
-    ]
     licence, languages = declared_of(dataset, request.datasets_dir)
     front_matter = ModelCardData(  # the licence of other weights that it began with counts too
         license=request.licence or (licence if start is None else None),
@@ -110,39 +102,45 @@ def model_card(target: LoadedModel, request: Request) -> str:
         datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None,
         eval_results=found or None,
     )
+    step = f"{meta.global_step + 1:,}"
     so_far = ""
     if written.status == RUNNING:
-        so_far = (
-            f" so far:\nthese are the weights after step {meta.global_step + 1:,}; training goes on"
-        )
-    step = f"{meta.global_step + 1:,}"
-    if num_steps:
+        so_far = f" so far:\nthese are the weights after step {step}; training goes on"
+    if num_steps := number(written.summary.get("num_steps")):
         step += f" of {num_steps:,.0f}"
     tokenizer = target.tokenizer_name or "unknown tokenizer"
     if target.tokenizer_path:
         tokenizer = TOKENIZER_FILE
+    prompt = "Every effort moves you"
+    notes = ""
+    if target.tokenizer_name == "bytes":
+        prompt = "def "
+        notes = "Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n"
     results = {f"{one.metric_name}, {one.dataset_name}": f"{one.metric_value:.6f}" for one in found}
-    more = charts + [GGUF] if request.with_gguf else charts
+    records = read_metrics(target.run.metrics_path)
+    until_here = [record for record in records if record["global_step"] < meta.global_step]
+    more = [f"![{title}]({name})" for name, title in CHARTS.items() if (run_dir / name).is_file()]
+    if request.with_gguf:
+        more.append(GGUF)
     return template("base_model.md").format(
         front_matter=front_matter.to_yaml(),
         title=request.source,
         config=config,
         meta=meta,
         address=request.repository or HERE,
-        num_parameters=config.num_parameters,
-        start=f"the weights of {code(str(start))}" if start else "scratch",
+        start=f"the weights of {code(start)}" if start else "scratch",
         dataset=code(dataset),
         so_far=so_far,
         tokenizer=tokenizer,
         head="tied to the token embedding" if config.tie_weights else "separate",
         biases="yes" if config.qkv_bias else "no (stored as zeros)",
         results=_rows(results),
-        prompt="def " if is_bytes else "Every effort moves you",
-        notes="Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n" * is_bytes,
+        prompt=prompt,
+        notes=notes,
         step=step,
         train_loss="-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
         hours=sum(meta.seconds.values()) / 3600,
-        training=_rows(_training(meta, written) | changes),
+        training=_rows(_training(meta, written) | histories(until_here)),
         settings=json.dumps(_changed(meta.model, settings), indent=2),
         more="".join(f"\n\n{part}" for part in more),
     )
@@ -182,7 +180,8 @@ def declared_of(dataset: str, datasets_dir: Path) -> tuple[str | None, list[str]
         values = DatasetCard(read_regular_file(datasets_dir / dataset / "README.md")).data
     except Exception:  # there is none, or it is damaged; the YAML library has errors of its own
         return None, []
-    licence, languages = str(values.get("license")), values.get("language")
+    licence = str(values.get("license"))
+    languages = values.get("language")
     if not LICENCE_NAME.fullmatch(licence) or licence == "unknown":  # nobody has filled it in
         return None, []
     codes = [*map(str, languages if isinstance(languages, list) else [languages])]
@@ -196,24 +195,10 @@ def measurements(target: LoadedModel, dataset: str) -> list[EvalResult]:
     others, and values that are not numbers are left out.
     """
     checkpoint = target.checkpoint
-    found: dict[tuple[str, str], tuple[Any, str, float]] = {}  # split, metric, value
-    if target.run.config.validates and checkpoint.loss is not None:
-        found[dataset, "validation loss during training (nats per token)"] = (
-            "validation",
-            "loss",
-            checkpoint.loss,
-        )
-    for record in read_metrics(target.run.evaluations_path):
-        is_task = "benchmark" in record
-        split = record.get("split", None if is_task else "validation")
-        if record.get("checkpoint") != checkpoint.name or (not is_task and split != "validation"):
-            continue
-        where = one_line(str(record.get("benchmark") or record.get("dataset")))
-        for metric, name in MEASURED.items():
-            if (value := number(record.get(metric))) is not None:
-                found[where, name + _of_what(record)] = split, metric, value
-    return [
-        EvalResult(
+    found: dict[tuple[str, str], EvalResult] = {}
+
+    def add(where: str, name: str, split: Any, metric: str, value: float) -> None:
+        found[where, name] = EvalResult(
             task_type="text-generation",
             task_name="Language modelling",
             dataset_type=where,
@@ -223,13 +208,26 @@ def measurements(target: LoadedModel, dataset: str) -> list[EvalResult]:
             metric_name=name,
             metric_value=value,
         )
-        for (where, name), (split, metric, value) in found.items()
-    ]
+
+    if target.run.config.validates and checkpoint.loss is not None:
+        name = "validation loss during training (nats per token)"
+        add(dataset, name, "validation", "loss", checkpoint.loss)
+    for record in read_metrics(target.run.evaluations_path):
+        is_task = "benchmark" in record
+        split = record.get("split", None if is_task else "validation")
+        if record.get("checkpoint") != checkpoint.name or (not is_task and split != "validation"):
+            continue
+        where = one_line(str(record.get("benchmark") or record.get("dataset")))
+        for metric, name in MEASURED.items():
+            if (value := number(record.get(metric))) is not None:
+                add(where, name + _of_what(record), split, metric, value)
+    return list(found.values())
 
 
 def _of_what(record: Record) -> str:
     """Say on which tokens a loss was measured, or on which questions that are not the task's."""
-    count, start = number(record.get("num_tokens")), number(record.get("start_token"))
+    count = number(record.get("num_tokens"))
+    start = number(record.get("start_token"))
     if "benchmark" not in record and count is not None and start is not None:
         return f", {count:,.0f} tokens from token {start:,.0f}"
     if "questions_from" in record and not isinstance(record.get("split"), str):
@@ -239,30 +237,23 @@ def _of_what(record: Record) -> str:
 
 def _training(meta: CheckpointMeta, written: RunFiles) -> dict[str, str]:
     """Return what else is known of the training; a run's own files may be damaged."""
-    machine, batch, facts = written.part("machine"), written.part("batch"), {}
+    machine = written.part("machine")
+    batch = written.part("batch")
+    facts = {}
     if meta.usd:
         facts["US$"] = dollars(sum(meta.usd.values()))
     if epoch_tokens := number(batch.get("epoch_tokens")):
         facts["passes over the dataset"] = f"{meta.tokens / epoch_tokens:.2f}"
-    sizes = [
-        number(batch.get(key))
-        for key in (
-            "microbatch_size",
-            "gradient_accumulation_steps",
-            "world_size",
-            "context_length",
-        )
-    ]
+    keys = ("microbatch_size", "gradient_accumulation_steps", "world_size", "context_length")
+    sizes = [number(batch.get(key)) for key in keys]
     if all(sizes):
         text = "{:.0f} x {:.0f} x {:.0f} sequences of {:,.0f} tokens"
         facts["global batch"] = text.format(*sizes)
     if machine:
         processes = int(number(machine.get("processes")) or 1)
-        each = (
-            counted(processes, "process on", "processes on")
-            if machine.get("device_type") == "cpu"
-            else f"{processes} x"
-        )
+        each = f"{processes} x"
+        if machine.get("device_type") == "cpu":
+            each = counted(processes, "process on", "processes on")
         facts["hardware"] = f"{each} {machine.get('device')}"
         facts["precision"] = str(machine.get("precision"))
         facts["software"] = f"PyTorch {machine.get('torch')}, Python {machine.get('python')}"
