@@ -52,7 +52,8 @@ def command(source: str, output: Path, **options: Any) -> None:
     from preparation.find_source import find_source
     from preparation.journal import check_output_dir
 
-    vocab_size, max_bytes = options.pop("vocab_size"), options.pop("max_megabytes") * 10**6
+    vocab_size = options.pop("vocab_size")
+    max_bytes = options.pop("max_megabytes") * 10**6
     output_dir = check_output_dir(output)
     partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
     shutil.rmtree(partial_dir, ignore_errors=True)  # of a command that was killed
@@ -92,7 +93,9 @@ def first_pieces(source: "Source", *, max_bytes: int) -> tuple[list[Piece], int]
     """
     from preparation.reading import Reading, Task
 
-    pieces, num_bytes, errors = [], 0, []
+    pieces = []
+    num_bytes = 0
+    errors = []
     for shard in source.shards:
         shard.fetch()
         try:

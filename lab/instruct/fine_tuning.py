@@ -59,7 +59,8 @@ def encode_entries(
     The end of text is a target too, after the response, so that the model learns to stop. Entries
     whose prompt exceeds the context are left out. Return also how many examples were cut.
     """
-    examples, num_cut = [], 0
+    examples = []
+    num_cut = 0
     for entry in entries:
         # Encode each separately: when answering, the prompt is encoded without a response.
         prompt = tokenizer.encode_ordinary(entry.prompt())
@@ -81,7 +82,8 @@ def mean_loss(
     device = model.token_embedding.weight.device
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     model.train(optimizer is not None)
-    total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    num_targets = 0
     for start in tqdm(range(0, len(examples), batch_size), unit="batch", disable=None, leave=False):
         rows = examples[start : start + batch_size]
         # Padding is ignored as a target, and causal attention hides it from earlier tokens.
@@ -116,7 +118,9 @@ def tune(
         model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay, fused=True
     )
     epochs: list[Epoch] = []
-    best, best_weights, train_loss = None, {}, None
+    best = None
+    best_weights = {}
+    train_loss = None
     for number in range(options.max_epochs + 1):
         if number:
             # Order and dropout depend on the seed and the epoch's number only.
@@ -130,10 +134,9 @@ def tune(
         click.echo(f"epoch {number}: {head}, validation loss {loss:.4f} nats per token")
         if best and not loss < best["validation_loss"]:
             break
-        best, best_weights = (
-            epochs[-1],
-            {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()},
-        )
+        best = epochs[-1]
+        weights = model.state_dict()
+        best_weights = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
     model.load_state_dict(best_weights)
     model.eval()
     return epochs, best
@@ -143,7 +146,8 @@ def run(
     target: LoadedModel, data: Data, options: TuneOptions, output: Path, model_output: Path
 ) -> None:
     """Fine-tune, write the tuned model whole or not at all, then its answers. Raises: UserError."""
-    tokenizer, length = target.load_tokenizer(), target.model.config.context_length
+    tokenizer = target.load_tokenizer()
+    length = target.model.config.context_length
     (train, num_cut), (validation, more_cut) = (
         encode_entries(part, tokenizer, context_length=length, loss_on=options.loss_on)
         for part in (data.train, data.validation)
@@ -192,9 +196,11 @@ def run(
 
 
 def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list[dict[str, str]]:
-    model, tokenizer = target.model, target.load_tokenizer()
+    model = target.model
+    tokenizer = target.load_tokenizer()
     greedy = SamplingOptions(max_new_tokens, temperature=0, top_k=0)
-    answers, num_long = [], 0
+    answers = []
+    num_long = 0
     for entry in tqdm(test, desc="answering", unit="question", disable=None, leave=False):
         prompt = entry.prompt()
         num_long += len(tokenizer.encode_ordinary(prompt)) > model.config.context_length
@@ -209,7 +215,8 @@ def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list
 
 def tuned_card(target: LoadedModel, data: Data, record: dict[str, Any]) -> str:
     """Return the card of a tuned model, made of what it was tuned from, on and how."""
-    base, checkpoint = one_line(public_name(target.name)), target.checkpoint
+    base = one_line(public_name(target.name))
+    checkpoint = target.checkpoint
     title = f"{base.rpartition('/')[2]}-tuned"
     front_matter = ModelCardData(
         library_name="transformers",

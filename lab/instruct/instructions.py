@@ -91,7 +91,8 @@ def load_entries(path: Path) -> Data:
             f"{path}: has {count} entries; give {MIN_ENTRIES} or more, for training,"
             " validation and test"
         )
-    first, second = int(count * 0.85), int(count * 0.85) + int(count * 0.1)
+    first = int(count * 0.85)
+    second = int(count * 0.85) + int(count * 0.1)
     return Data(
         path,
         hashlib.sha256(content).hexdigest(),

@@ -87,7 +87,8 @@ def command(
         for number, question in enumerate(first.answers)
     ]
     path = output or files[0].parent / "judgements.jsonl"
-    known, reason = read_judgements(path), ""
+    known = read_judgements(path)
+    reason = ""
     if missing := {each.key: each for each in comparisons if each.key not in known}:
         check_writable(path)  # before any request is paid for
         if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):  # a kill has cut it short
@@ -128,7 +129,8 @@ def command(
         click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
     for name, (score, interval) in found.items():
         where, answers = by_name[name]
-        run_dir, at = where.parent, CHECKPOINT_NAME.fullmatch(answers.checkpoint or "")
+        run_dir = where.parent
+        at = CHECKPOINT_NAME.fullmatch(answers.checkpoint or "")
         if run_dir.name == answers.model and (run_dir / "model.json").is_file():
             step = {"global_step": int(at[1])} if at else {}  # a launch drops those of later steps
             append_evaluation(
@@ -194,7 +196,8 @@ def judge_all(
     Each judgement is added to `known` and to its file at once, also of requests in flight when an
     error or Ctrl-C ends the others: no question is paid for twice. Raises: UserError.
     """
-    one_writer, reason = threading.Lock(), ""
+    one_writer = threading.Lock()
+    reason = ""
 
     def work(comparison: Comparison) -> None:
         if judge.stopped.is_set():
@@ -245,7 +248,8 @@ def summarise(scores: list[float], *, seed: int) -> Score:
 
     Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", section 13.3.
     """
-    values, generator = np.asarray(scores), np.random.default_rng(seed)
+    values = np.asarray(scores)
+    generator = np.random.default_rng(seed)
     if len(scores) < 2:
         return scores[0], None
     # The same seed draws the same questions for every model.

@@ -83,7 +83,8 @@ class Comparison:
 
     def read_scores(self, reply: str) -> dict[str, float]:
         """Return each model's score; other text may surround it. Raises: UnusableReplyError."""
-        usable, problem = [], "it contains no JSON object in which each label is there once"
+        usable = []
+        problem = "it contains no JSON object in which each label is there once"
         found = (parsed_object(text, unique_keys=True) for text in FLAT_OBJECT.findall(reply))
         for scores in filter(None, found):
             wrong = [
@@ -134,7 +135,8 @@ class Judge:
                 " characters: set it to your key, or name a server that needs none with"
                 " --base-url"
             )
-        self.model, self.url = model, (base_url or OPENAI).rstrip("/")
+        self.model = model
+        self.url = (base_url or OPENAI).rstrip("/")
         # To be shown: without a name and a password in it.
         self.address = re.sub(r"^(\w*://)?.*@", r"\1", self.url, flags=re.DOTALL)
         try:
@@ -148,7 +150,9 @@ class Judge:
 
     def score(self, comparison: Comparison) -> dict[str, float]:
         """Ask until a reply is usable. Raises: UnusableReplyError; UserError: none ever will be."""
-        complaint, num_failed, problem = "", 0, Exception()
+        complaint = ""
+        num_failed = 0
+        problem = Exception()
         for pause in PAUSES:
             ask = partial(self._post, comparison.messages(complaint))
             try:
@@ -164,7 +168,9 @@ class Judge:
                     wanted = max(0.0, float(headers.get("Retry-After")))
                     pause = pause and min(LONGEST_PAUSE, wanted)
             except UnusableReplyError as error:
-                complaint, num_failed, pause = str(error), num_failed + 1, 0.0
+                complaint = str(error)
+                num_failed = num_failed + 1
+                pause = 0.0
                 problem = UnusableReplyError(f"the reply cannot be used: {complaint}")
             except (requests.Timeout, TimeoutError):
                 raise UnusableReplyError("the judge did not answer in time") from None

@@ -102,7 +102,8 @@ def command(
         places = target.run.run_dir / "instruction-answers.json", target.run.run_dir / "tuned"
     else:
         places = Path(f"{base.resolve().name}-answers.json"), Path(f"{base.resolve().name}-tuned")
-    output, model_output = output or places[0], (model_output or places[1]).absolute()
+    output = output or places[0]
+    model_output = (model_output or places[1]).absolute()
     if target.run is None and base.is_dir() and base.resolve() == model_output.resolve():
         raise UserError(
             f"{model_output}: is the model that is to be tuned, which would be"
