@@ -134,8 +134,9 @@ class Columns:
         """
         largest = {}
         for key in AXES.values():
-            last = self._columns[key][-1:]  # empty at first
-            largest[key] = np.fmax.accumulate(np.concatenate([last, new[key]]))[len(last) :]
+            before = self._columns[key]
+            whole = np.concatenate([before, new[key]])
+            largest[key] = np.fmax.accumulate(whole)[len(before) :]
         is_next = new["global_step"] >= largest["global_step"]
         for key, values in (new | largest).items():
             self._columns[key] = np.concatenate([self._columns[key], values[is_next]])
@@ -202,14 +203,14 @@ def _table(content: bytes) -> Any:
         is_odd = (values < 0) | (values > LARGEST)
         if not table["global_step"].null_count and not is_odd.any():
             return table
-    rows = []
-    for record in valid_records(content.decode(errors="replace")):
-        row: dict[str, Any] = {key: number(record.get(key)) for key in NUMBERS}
-        for key in BY_GPU:
-            row[key] = [number(value) for value in record.get(key, ())]
-        row[THROTTLING] = record.get(THROTTLING)
-        rows.append(row)
-    return pa.Table.from_pylist(rows, schema=schema)
+    records = valid_records(content.decode(errors="replace"))
+    columns: dict[str, list] = {
+        key: [number(record.get(key)) for record in records] for key in NUMBERS
+    }
+    for key in BY_GPU:
+        columns[key] = [[number(value) for value in record.get(key, ())] for record in records]
+    columns[THROTTLING] = [record.get(THROTTLING) for record in records]
+    return pa.table(columns, schema=schema)
 
 
 def points_of(columns: Arrays, within: Range | None = None) -> Answer:

@@ -117,7 +117,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
-        hosts, tokens = (self.headers.get_all(name, []) for name in ("Host", TOKEN_HEADER))
+        hosts = self.headers.get_all("Host", [])
+        tokens = self.headers.get_all(TOKEN_HEADER, [])
         if len(hosts) != 1 or not self._is_allowed(hosts[0].strip()):
             self.send_error(HTTPStatus.FORBIDDEN)
         elif path in FILES:
@@ -130,9 +131,8 @@ class Handler(BaseHTTPRequestHandler):
         elif (answer := _answer(self.server.watched, path, query)) is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
-            self._send(
-                HTTPStatus.OK, json.dumps(answer, separators=(",", ":")).encode(), TYPES[".json"]
-            )
+            body = json.dumps(answer, separators=(",", ":"))
+            self._send(HTTPStatus.OK, body.encode(), TYPES[".json"])
 
     def _is_allowed(self, host: str) -> bool:
         return HOST.fullmatch(host) is not None or host.lower() in self.server.allowed_hosts
@@ -170,10 +170,11 @@ def _answer(watched: Watched, path: str, query: str) -> Answer | None:
         if path == "/runs":
             return watched.runs()
         if path == "/run" and watched.has(asked["run"]):
-            within = (
-                None if "x" not in asked else (asked["x"], float(asked["from"]), float(asked["to"]))
-            )
-            return watched.run(asked["run"], within) if not within or within[0] in AXES else None
+            if "x" not in asked:
+                return watched.run(asked["run"])
+            within = asked["x"], float(asked["from"]), float(asked["to"])
+            if asked["x"] in AXES:
+                return watched.run(asked["run"], within)
     return None
 
 
@@ -191,14 +192,12 @@ def exported_page(watched: Watched) -> str:
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}';"
         " img-src data:; base-uri 'none'; form-action 'none'"
     )
-    data = json.dumps(
-        {
-            "runs": runs,
-            "run": {run["name"]: watched.run(run["name"]) for run in runs},
-            "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        },
-        separators=(",", ":"),
-    ).translate(ESCAPED)
+    exported = {
+        "runs": runs,
+        "run": {run["name"]: watched.run(run["name"]) for run in runs},
+        "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+    data = json.dumps(exported, separators=(",", ":")).translate(ESCAPED)
     page = LOADED.sub(content, (STATIC / "page.html").read_text(encoding="utf-8"))
     for place, new in (
         ('<link rel="icon" href="icon.svg">', '<link rel="icon" href="data:,">'),
