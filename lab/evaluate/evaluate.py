@@ -103,7 +103,8 @@ def command(
     failed = None
     with stdout_to_stderr(as_json):
         models = choose_models(targets, checkpoints, dataset, runs_dir)
-        quizzes = [read_quiz(*text.partition("=")[::2]) for text in tasks]
+        named = [text.partition("=") for text in tasks]
+        quizzes = [read_quiz(name, source) for name, _, source in named]
         slices = {} if quizzes else open_slices(models, **which_tokens)
         try:
             for record in measure_all(models, slices, quizzes, runs_dir, microbatch_size):
@@ -140,25 +141,23 @@ def table(records: list[Record]) -> Table:
             value if "loss" in record else -value,
         )
 
-    before = {}  # the heads of columns, and the texts of their cells as formats of records
-    after = {
+    keys = [key for key in DECIMALS if any(key in record for record in records)]
+    figures = {f"{key.replace('_', ' ')} [95%]": f"{{{key}}}" for key in keys}
+    columns = figures | {  # by head, the format of a cell
         "tokens": "{num_tokens:,}",
         "start token": "{start_token:,}",
         "dataset": "{dataset} {split}",
     }
     if tasks != [None]:
-        before = {"task": "{benchmark}"}
-        after = {"questions": "{questions:,}"}
-    keys = [key for key in DECIMALS if any(key in record for record in records)]
-    figures = [f"{key.replace('_', ' ')} [95%]" for key in keys]
+        columns = {"task": "{benchmark}"} | figures | {"questions": "{questions:,}"}
     rows = []
     for record in sorted(records, key=rank):
-        model = "{target} ({checkpoint})" if record["checkpoint"] else "{target}"
-        head = [text.format(**record) for text in (model, *before.values())]
-        tail = [text.format(**record) for text in after.values()]
-        rows.append([*head, *(_cell(record, key) for key in keys), *tail])
-    columns = [Column("model", "left"), *map(Column, (*before, *figures, *after))]
-    return Table(columns, rows, notes=_notes(records))
+        model = record["target"]
+        if record["checkpoint"]:
+            model += f" ({record['checkpoint']})"
+        shown = record | {key: _cell(record, key) for key in keys}
+        rows.append([model, *(text.format(**shown) for text in columns.values())])
+    return Table([Column("model", "left"), *map(Column, columns)], rows, notes=_notes(records))
 
 
 def _notes(records: list[Record]) -> list[str]:
@@ -191,9 +190,9 @@ def _main_key(record: Record) -> str:
     return next(key for key in ("normalised_accuracy", "accuracy", "loss") if key in record)
 
 
-def as_document(records: list[Record]) -> dict[str, Any]:
+def as_document(records: list[Record]) -> Record:
     """Return the document of --json: the models in the order in which they were measured."""
-    models: dict[tuple[str, str | None], dict[str, Any]] = {}
+    models: dict[Any, Record] = {}  # by target and checkpoint
     for record in records:
         figures = {key: value for key, value in record.items() if key not in ABOUT}
         new = {
