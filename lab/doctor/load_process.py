@@ -24,7 +24,7 @@ from basics.json_files import to_json
 from basics.machine import code_digest, cuda_problem, within
 from basics.tensors import DeviceTime
 from lab.doctor.load_tests import EXCHANGE, PRODUCTS, advice_on, judge_exchange
-from lab.doctor.machine_checks import OTHER_MACHINE, Checks, ok, problem, warning
+from lab.doctor.machine_checks import OTHER_MACHINE, Checks, Facts, ok, problem, warning
 from processes.distributed import Process, join_process_group, share_cpu_cores, this_process
 from processes.signals import end_with_parent
 from processes.startup_agreement import open_torchrun_store
@@ -46,11 +46,11 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
     """
     rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
 
-    def do(part: str, work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    def do(part: str, work: Callable[..., Facts], *arguments: Any) -> Facts:
         with (folder / str(rank)).open("a", buffering=1) as file:
             file.write(to_json({"part": part, "begun": time.time()}) + "\n")
             try:
-                outcome: dict[str, Any] = {"found": work(*arguments)}
+                outcome: Facts = {"found": work(*arguments)}
             except Exception as error:  # whatever it is, the other parts go on
                 outcome = {"error": describe(error)}
             file.write(to_json({"part": part} | outcome) + "\n")
@@ -72,7 +72,7 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
         )
 
 
-def torch_facts() -> dict[str, Any]:
+def torch_facts() -> Facts:
     """Report what PyTorch sees. Puts nothing on a GPU."""
     return {
         "version": torch.__version__,
@@ -81,7 +81,7 @@ def torch_facts() -> dict[str, Any]:
     }
 
 
-def matrix_products(device: torch.device) -> dict[str, Any]:
+def matrix_products(device: torch.device) -> Facts:
     """Measure products in the 16 bits that training uses, in float32 on a CPU.
 
     A defective GPU, or one that PyTorch has no code for, fails here.
@@ -112,7 +112,7 @@ def matrix_products(device: torch.device) -> dict[str, Any]:
     }
 
 
-def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> dict[str, Any]:
+def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> Facts:
     """Add up a tensor over all processes, check the sum, and measure the time. Every rank.
 
     With GPUs also once over gloo, which training uses too.

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Self
 from basics.machine import PROJECT_DIR, num_cpu_cores
 from basics.text import counted
 from lab.doctor import machine_checks
-from lab.doctor.machine_checks import Checks, Finding, Subject, ok, ok_if, problem, unknown
+from lab.doctor.machine_checks import Checks, Facts, Finding, Subject, ok, ok_if, problem, unknown
 from reporting.speed import find_gpu
 
 HANG_SECONDS = 8.0  # in one part, since the last process has begun it
@@ -46,7 +45,7 @@ class Outcome:
     `found`, or the `error`; a process that crashes or hangs has neither.
     """
 
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: dict[str, Facts] = field(default_factory=dict)
     end: str = ""  # too early: a signal or an error
 
     @classmethod
@@ -160,7 +159,7 @@ def advice_on(part: str, error: str = "") -> str:
     )
 
 
-def judge_products(found: list[Mapping[str, Any]]) -> Finding:
+def judge_products(found: list[Facts]) -> Finding:
     """Compare each GPU's speed with its peak and with the others."""
     speeds = [each["flops"] for each in found]
     name = found[0]["gpu"]
@@ -186,7 +185,7 @@ def judge_products(found: list[Mapping[str, Any]]) -> Finding:
     )
 
 
-def judge_exchange(found: list[Mapping[str, Any]]) -> Finding:
+def judge_exchange(found: list[Facts]) -> Finding:
     """Judge the sums and the speed of the exchange between some processes."""
     if not all(each["is_right"] for each in found):
         return problem("gives wrong sums", "the machine is defective: take another one")

@@ -52,6 +52,7 @@ class Finding(NamedTuple):
 
 ok, warning, problem = (partial(Finding, verdict) for verdict in (OK, WARNING, PROBLEM))
 Checks = dict[str, Finding]  # by the name of what was checked
+Facts = dict[str, Any]  # what a part of the load tests reports
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def in_use(gpus: Sequence[GpuReading]) -> str:
     return f"in use: {', '.join(found)}" if found else ""
 
 
-def compare_gpus(subject: Subject, facts: Mapping[str, Any]) -> Finding:
+def compare_gpus(subject: Subject, facts: Facts) -> Finding:
     """Compare the GPUs that the driver sees with PyTorch's `torch_facts`, empty if unknown."""
     seen = len(subject.gpus)
     by_torch = facts.get("num_gpus")
