@@ -76,18 +76,13 @@ def command(
 
     loaded = load_model(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
     tokenizer = loaded.load_tokenizer()
+    prompt = as_utf8(prompt)
     for number in range(num_samples):
         if num_samples > 1:
             click.echo(visible(f"--- {number + 1} of {num_samples}, seed {seed + number}"))
-        prompt = as_utf8(prompt)
         click.echo(visible(prompt), nl=False)
-        for piece in stream_text(
-            loaded.model,
-            tokenizer,
-            prompt,
-            SamplingOptions(**sampling, seed=seed + number),
-            stops=stops,
-        ):
+        options = SamplingOptions(**sampling, seed=seed + number)
+        for piece in stream_text(loaded.model, tokenizer, prompt, options, stops=stops):
             click.echo(visible(piece), nl=False)
         click.echo()
 

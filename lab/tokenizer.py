@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from basics.cli import PLACE
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from preparation.choosing import SourceOptions, source_options
 from preparation.cutting import BadShard, Piece
@@ -14,7 +15,8 @@ from preparation.cutting import BadShard, Piece
 if TYPE_CHECKING:
     from preparation.sources import Source
 
-SMALLEST, MAX_ENTRIES = 257, 2**16  # the 256 bytes and the end of text; ids have 16 bits
+SMALLEST = 257  # entries: the 256 bytes and the end of text
+MAX_ENTRIES = 2**16  # ids have 16 bits
 
 
 @click.command()
@@ -27,7 +29,7 @@ SMALLEST, MAX_ENTRIES = 257, 2**16  # the 256 bytes and the end of text; ids hav
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=PLACE,
     required=True,
     metavar="DIR",
     help="Write the tokenizer to this directory.",
@@ -70,9 +72,10 @@ def command(source: str, output: Path, **options: Any) -> None:
                 f" {num_entries:,} entries, not {vocab_size:,}; give {more}, or a"
                 f" --vocab-size of at most {num_entries:,}"
             )
-        (partial_dir / "tokenizer").mkdir(parents=True)
-        write_own_tokenizer(partial_dir / "tokenizer", content)
-        (partial_dir / "tokenizer").rename(output_dir)  # replaces an empty directory
+        new_dir = partial_dir / "tokenizer"
+        new_dir.mkdir(parents=True)
+        write_own_tokenizer(new_dir, content)
+        new_dir.rename(output_dir)  # replaces an empty directory
     except OSError as error:
         raise cannot_be_written(output_dir, error) from None
     finally:

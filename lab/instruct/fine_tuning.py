@@ -24,7 +24,7 @@ from lab.publish.model_card import MARK, public_name, template
 from reporting.sampling import SamplingOptions, stream_text
 from tokens.tokenizer import Tokenizer
 from trainer.models import HUB_NAME, LoadedModel
-from trainer.precision import autocast
+from trainer.precision import autocast, has_precision
 
 IGNORED = -100  # a target that cross-entropy ignores
 COMPUTED_ON = {"response": "the response only", "all": "prompt and response"}
@@ -80,7 +80,7 @@ def mean_loss(
 ) -> float:
     """Return the examples' mean loss in nats per token; train on them if there is an optimizer."""
     device = model.token_embedding.weight.device
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = device.type == "cuda" and has_precision(device, "bf16")
     model.train(optimizer is not None)
     total = torch.zeros((), dtype=torch.float64, device=device)
     num_targets = 0
@@ -225,25 +225,17 @@ def tuned_card(target: LoadedModel, data: Data, record: dict[str, Any]) -> str:
         base_model=base if HUB_NAME.fullmatch(base) else None,
         tags=["gpt2", MARK, "instruction-tuning"],
     ).to_yaml()
-    trained = (
-        ""
-        if checkpoint is None
-        else (f" after {checkpoint.meta.tokens:,} tokens (checkpoint `{checkpoint.name}`)")
-    )
-    losses = [
-        (
-            epoch["number"],
-            *(
-                "-" if epoch[key] is None else f"{epoch[key]:.6f}"
-                for key in ("train_loss", "validation_loss")
-            ),
-        )
-        for epoch in record["epochs"]
-    ]
+    described = code(base)
+    if checkpoint is not None:
+        described += f" after {checkpoint.meta.tokens:,} tokens (checkpoint `{checkpoint.name}`)"
+    losses = []
+    for epoch in record["epochs"]:
+        train_loss = "-" if epoch["train_loss"] is None else f"{epoch['train_loss']:.6f}"
+        losses.append(f"| {epoch['number']} | {train_loss} | {epoch['validation_loss']:.6f} |")
     return template("tuned_model.md").format(
         front_matter=front_matter,
         title=escaped(title),
-        base=code(base) + trained,
+        base=described,
         num_parameters=target.model.config.num_parameters,
         prompt=Entry(instruction="Name the largest planet.", output="").prompt().rstrip("\n"),
         input=INPUT.replace("\n", "\\n"),
@@ -251,6 +243,6 @@ def tuned_card(target: LoadedModel, data: Data, record: dict[str, Any]) -> str:
         sha256=data.sha256,
         num_entries=len(data.train) + len(data.test) + len(data.validation),
         loss_on=COMPUTED_ON[record["options"]["loss_on"]],
-        losses="\n".join("| {} | {} | {} |".format(*row) for row in losses),
+        losses="\n".join(losses),
         **record,
     )

@@ -12,13 +12,14 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from basics.checkpoint_files import CHECKPOINT_NAME
+from basics.cli import PLACE
 from basics.errors import UserError, one_line, visible, writing_to
 from basics.files import append_whole
 from basics.json_files import parsed_object
 from basics.text import counted
 from lab.instruct.instructions import AnswersFile, check_writable, read_entries
 from lab.instruct.judge_endpoint import Comparison, Judge, UnusableReplyError, compare
-from lab.runs import append_evaluation
+from lab.runs import Record, append_evaluation
 from lab.table import Column, Table
 
 LINE_START = b'{"key":"'  # of every line of a file of judgements
@@ -29,9 +30,7 @@ Score = tuple[float, tuple[float, float] | None]  # the mean and its interval
 
 
 @click.command()
-@click.argument(
-    "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
-)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PLACE)
 @click.option("--model", required=True, help="The judge's name at its endpoint.")
 @click.option(
     "--base-url",
@@ -41,7 +40,7 @@ Score = tuple[float, tuple[float, float] | None]  # the mean and its interval
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=PLACE,
     metavar="FILE",
     help="Save judgements here.  [default: judgements.jsonl beside the first FILE]",
 )
@@ -77,15 +76,10 @@ def command(
     """
     by_name = _by_name(files)
     _, first = next(iter(by_name.values()))
-    comparisons = [
-        compare(
-            question,
-            {name: other.answers[number].answer for name, (_, other) in by_name.items()},
-            judge_model=model,
-            seed=seed,
-        )
-        for number, question in enumerate(first.answers)
-    ]
+    comparisons = []
+    for number, question in enumerate(first.answers):
+        answers = {name: other.answers[number].answer for name, (_, other) in by_name.items()}
+        comparisons.append(compare(question, answers, judge_model=model, seed=seed))
     path = output or files[0].parent / "judgements.jsonl"
     known = read_judgements(path)
     reason = ""
@@ -93,9 +87,8 @@ def command(
         check_writable(path)  # before any request is paid for
         if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):  # a kill has cut it short
             append_whole(path, "\n")
-        reason = judge_all(
-            Judge(base_url, model), [*missing.values()], path, known, concurrency=concurrency
-        )
+        judge = Judge(base_url, model)
+        reason = judge_all(judge, [*missing.values()], path, known, concurrency=concurrency)
     judged = [known[each.key] for each in comparisons if each.key in known]
     if not judged:
         raise UserError(
@@ -104,21 +97,7 @@ def command(
         )
     found = {name: summarise([scores[name] for scores in judged], seed=seed) for name in judged[0]}
     found = dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
-    click.echo(
-        visible(
-            Table(
-                [Column("model", "left"), Column("mean score"), Column("95% interval", "left")],
-                [
-                    [
-                        one_line(name),
-                        f"{mean:.2f}",
-                        "{:.2f} to {:.2f}".format(*interval) if interval else "-",
-                    ]
-                    for name, (mean, interval) in found.items()
-                ],
-            ).terminal()
-        )
-    )
+    click.echo(visible(_table(found).terminal()))
     click.echo(
         visible(
             f"\n{len(judged)} of {len(comparisons)} questions judged by {model},"
@@ -128,23 +107,31 @@ def command(
     if reason:
         click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
     for name, (score, interval) in found.items():
-        where, answers = by_name[name]
+        where, file = by_name[name]
         run_dir = where.parent
-        at = CHECKPOINT_NAME.fullmatch(answers.checkpoint or "")
-        if run_dir.name == answers.model and (run_dir / "model.json").is_file():
-            step = {"global_step": int(at[1])} if at else {}  # a launch drops those of later steps
-            append_evaluation(
-                run_dir / "evaluations.jsonl",
-                step
-                | {
-                    "target": answers.model,
-                    "checkpoint": answers.checkpoint,
-                    "judge": model,
-                    "score": score,
-                    "score_interval": interval and [*interval],
-                    "questions": len(judged),
-                },
-            )
+        if run_dir.name != file.model or not (run_dir / "model.json").is_file():
+            continue
+        record: Record = {}
+        if at := CHECKPOINT_NAME.fullmatch(file.checkpoint or ""):
+            record["global_step"] = int(at[1])  # a launch drops records of later steps
+        record |= {
+            "target": file.model,
+            "checkpoint": file.checkpoint,
+            "judge": model,
+            "score": score,
+            "score_interval": interval,
+            "questions": len(judged),
+        }
+        append_evaluation(run_dir / "evaluations.jsonl", record)
+
+
+def _table(found: dict[str, Score]) -> Table:
+    rows = []
+    for name, (mean, interval) in found.items():
+        shown = "{:.2f} to {:.2f}".format(*interval) if interval else "-"
+        rows.append([one_line(name), f"{mean:.2f}", shown])
+    columns = [Column("model", "left"), Column("mean score"), Column("95% interval", "left")]
+    return Table(columns, rows)
 
 
 def _by_name(paths: tuple[Path, ...]) -> dict[str, tuple[Path, AnswersFile]]:

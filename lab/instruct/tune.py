@@ -97,14 +97,15 @@ def command(
     from trainer.models import load_model
 
     target = load_model(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)
-    base = Path(target_name)
+    base = Path(target_name).resolve()
     if target.run is not None:
-        places = target.run.run_dir / "instruction-answers.json", target.run.run_dir / "tuned"
+        output = output or target.run.run_dir / "instruction-answers.json"
+        model_output = model_output or target.run.run_dir / "tuned"
     else:
-        places = Path(f"{base.resolve().name}-answers.json"), Path(f"{base.resolve().name}-tuned")
-    output = output or places[0]
-    model_output = (model_output or places[1]).absolute()
-    if target.run is None and base.is_dir() and base.resolve() == model_output.resolve():
+        output = output or Path(f"{base.name}-answers.json")
+        model_output = model_output or Path(f"{base.name}-tuned")
+    model_output = model_output.absolute()
+    if target.run is None and base.is_dir() and base == model_output.resolve():
         raise UserError(
             f"{model_output}: is the model that is to be tuned, which would be"
             " replaced; name another directory with --model-output"
