@@ -44,7 +44,8 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
 
     Nothing is loaded unless `is_loading`, nor if PyTorch sees other GPUs than the driver.
     """
-    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
 
     def do(part: str, work: Callable[..., Facts], *arguments: Any) -> Facts:
         with (folder / str(rank)).open("a", buffering=1) as file:
@@ -63,13 +64,8 @@ def main(folder: Path, spec: SimpleNamespace) -> None:
     process = Process(rank, rank, world_size, device)
     share_cpu_cores(process)
     if do(PRODUCTS, matrix_products, device) and world_size > 1:
-        do(
-            EXCHANGE,
-            all_reduce,
-            process,
-            dist.FileStore(str(folder / "store"), world_size),
-            timedelta(seconds=spec.seconds),
-        )
+        store = dist.FileStore(str(folder / "store"), world_size)
+        do(EXCHANGE, all_reduce, process, store, timedelta(seconds=spec.seconds))
 
 
 def torch_facts() -> Facts:
@@ -94,7 +90,8 @@ def matrix_products(device: torch.device) -> Facts:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         size = MATMUL_SIZE
         dtype = torch.bfloat16 if has_bf16 else torch.float16
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    b = torch.randn_like(a)
     out = torch.empty_like(a)
 
     def seconds(number: int) -> float:
@@ -125,7 +122,8 @@ def all_reduce(process: Process, store: dist.Store, limit: timedelta) -> Facts:
         number = NUM_REDUCTIONS_ON_CPU
     tensor = torch.full((size // 4,), process.rank + 1.0, device=process.device)
     dist.all_reduce(tensor)
-    is_right = bool((tensor == process.world_size * (process.world_size + 1) / 2).all())
+    wanted = process.world_size * (process.world_size + 1) / 2  # 1 + 2 + ... + world_size
+    is_right = bool((tensor == wanted).all())
     tensor.zero_()  # or the sums would grow without limit
     dist.all_reduce(tensor)
     began = DeviceTime(process.device)

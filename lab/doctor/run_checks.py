@@ -171,9 +171,11 @@ def check_checkpoints(subject: Subject) -> Finding:
         number = estimate.most_checkpoints(run, plan_of(subject))
     except UserError:
         return ok(text)  # the line on the batch tells it
-    present = sum(path.is_dir() and not path.is_symlink() for path in run.checkpoints_dir.glob("*"))
+    present = [
+        path for path in run.checkpoints_dir.glob("*") if path.is_dir() and not path.is_symlink()
+    ]
     return ok_if(
-        (number - present) * size <= free,
+        (number - len(present)) * size <= free,
         f"{text}; at most {number:,} are kept: {gb(number * size)}",
         advice,
     )

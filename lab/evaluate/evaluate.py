@@ -178,11 +178,11 @@ def _cell(record: Record, key: str) -> str:
     if record.get(key) is None:
         return "-"
     decimals = DECIMALS[key]
-    value = f"{record[key]:.{decimals}f}"
-    if record[f"{key}_interval"] is None:
-        return value
-    low, high = (f"{bound:.{min(decimals, 4)}f}" for bound in record[f"{key}_interval"])
-    return f"{value} [{low}, {high}]"
+    text = f"{record[key]:.{decimals}f}"
+    if interval := record[f"{key}_interval"]:
+        of_bounds = min(decimals, 4)
+        text += f" [{interval[0]:.{of_bounds}f}, {interval[1]:.{of_bounds}f}]"
+    return text
 
 
 def _main_key(record: Record) -> str:

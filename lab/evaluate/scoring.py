@@ -213,8 +213,9 @@ def _losses(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
     token_ids = torch.from_numpy(tokens.astype(np.int64)).to(model.token_embedding.weight.device)
     num_tokens = len(token_ids) - 1
     longest = model.config.context_length
+    num_missing = -num_tokens % longest
     # Padding follows the last, shorter sequence: causality hides it.
-    inputs = F.pad(token_ids[:-1], (0, -num_tokens % longest)).view(-1, longest)  # (B, T)
+    inputs = F.pad(token_ids[:-1], (0, num_missing)).view(-1, longest)  # (B, T)
     x = model.transform(model.embed(inputs)).flatten(0, 1)[:num_tokens]  # (N, C)
     return _head_losses(model, x, token_ids[1:])[:, 0].cpu().numpy()
 

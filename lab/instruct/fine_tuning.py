@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -64,14 +65,16 @@ def encode_entries(
     for entry in entries:
         # Encode each separately: when answering, the prompt is encoded without a response.
         prompt = tokenizer.encode_ordinary(entry.prompt())
-        token_ids = [*prompt, *tokenizer.encode_ordinary(entry.output), tokenizer.eot_token]
         if len(prompt) > context_length:
             continue
+        token_ids = [*prompt, *tokenizer.encode_ordinary(entry.output), tokenizer.eot_token]
+        inputs = token_ids[:-1]
         targets = token_ids[1:]
         if loss_on == "response":
-            targets = [IGNORED] * (len(prompt) - 1) + targets[len(prompt) - 1 :]
+            num_ignored = len(prompt) - 1  # the last token of the prompt predicts the response
+            targets[:num_ignored] = [IGNORED] * num_ignored
         num_cut += len(targets) > context_length
-        examples.append(Example(token_ids[:-1][:context_length], targets[:context_length]))
+        examples.append(Example(inputs[:context_length], targets[:context_length]))
     return examples, num_cut
 
 
@@ -148,22 +151,24 @@ def run(
     """Fine-tune, write the tuned model whole or not at all, then its answers. Raises: UserError."""
     tokenizer = target.load_tokenizer()
     length = target.model.config.context_length
-    (train, num_cut), (validation, more_cut) = (
-        encode_entries(part, tokenizer, context_length=length, loss_on=options.loss_on)
-        for part in (data.train, data.validation)
+    encode = partial(
+        encode_entries, tokenizer=tokenizer, context_length=length, loss_on=options.loss_on
     )
+    train, num_cut = encode(data.train)
+    validation, more_cut = encode(data.validation)
     if not (train and validation):
         raise UserError(
             f"{data.path}: no entry for {'validation' if train else 'training'} has a"
             f" prompt that fits {target.name}'s context of {length} tokens; give"
             " shorter ones with --data"
         )
+    num_encoded = len(train) + len(validation)
     counts = {
         "train": len(train),
         "validation": len(validation),
         "test": len(data.test),
         "cut": num_cut + more_cut,
-        "skipped": len(data.train) - len(train) + len(data.validation) - len(validation),
+        "skipped": len(data.train) + len(data.validation) - num_encoded,
     }
     click.echo(
         visible(

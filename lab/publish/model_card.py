@@ -119,7 +119,10 @@ def model_card(target: LoadedModel, request: Request) -> str:
     results = {f"{one.metric_name}, {one.dataset_name}": f"{one.metric_value:.6f}" for one in found}
     records = read_metrics(target.run.metrics_path)
     until_here = [record for record in records if record["global_step"] < meta.global_step]
-    more = [f"![{title}]({name})" for name, title in CHARTS.items() if (run_dir / name).is_file()]
+    more = []
+    for name, title in CHARTS.items():
+        if (run_dir / name).is_file():
+            more.append(f"![{title}]({name})")
     if request.with_gguf:
         more.append(GGUF)
     return template("base_model.md").format(
@@ -184,7 +187,9 @@ def declared_of(dataset: str, datasets_dir: Path) -> tuple[str | None, list[str]
     languages = values.get("language")
     if not LICENCE_NAME.fullmatch(licence) or licence == "unknown":  # nobody has filled it in
         return None, []
-    codes = [*map(str, languages if isinstance(languages, list) else [languages])]
+    if not isinstance(languages, list):
+        languages = [languages]
+    codes = [str(language) for language in languages]
     return licence, codes if all(map(LANGUAGE_CODE.fullmatch, codes)) else []
 
 
