@@ -52,7 +52,10 @@ def command(as_json: bool, **about: Any) -> None:
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its node, which it examines
     spans_nodes = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
-    subject, found = examine(Subject(**about)) if is_first else (Subject(**about), {})
+    subject = Subject(**about)
+    found: Checks = {}
+    if is_first:
+        subject, found = examine(subject)
     if spans_nodes:
         from lab.doctor.load_process import check_nodes
 
@@ -113,7 +116,10 @@ def with_machine(subject: Subject) -> Subject:
 
 
 def with_run(subject: Subject) -> tuple[Subject, Checks]:
-    """Read the run, if named, and what is wrong with its configs. Raises: UserError: none such."""
+    """Read the run if one is named, or find what is wrong with it.
+
+    Raises: UserError: there is no such run.
+    """
     runs_dir = subject.runs_dir
     name = subject.run_name
     if name is None:

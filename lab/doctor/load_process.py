@@ -1,7 +1,7 @@
 """One process that loads one GPU: `python -m lab.doctor.load_process FOLDER SPEC`.
 
-It appends a line to FOLDER/RANK when it begins a part of the tests, and one with what it found: a
-process that crashes or hangs leaves the part in which it did. On several nodes, the processes of
+It appends a line to FOLDER/RANK when it begins a part of the tests, and one with what it found. So
+the file of a process that crashes or hangs tells in which part. On several nodes, the processes of
 `lab doctor` itself exchange data over all of them.
 """
 

@@ -1,4 +1,4 @@
-"""What a check is and what it finds; those of a machine: its GPUs, memory and disks."""
+"""What all checks have in common, and the checks of a machine: its GPUs, memory and disks."""
 
 import itertools
 import os
@@ -141,6 +141,7 @@ def visible_gpus(gpus: Sequence[GpuReading], variable: str | None) -> list[GpuRe
 
 
 def in_use(gpus: Sequence[GpuReading]) -> str:
+    """Say which GPUs other programs use; empty if none. A GPU that tells nothing is not in use."""
     found = []
     for number, gpu in enumerate(gpus):
         percent = gpu.use_percent or 0

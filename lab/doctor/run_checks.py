@@ -24,7 +24,7 @@ TOKEN_FILES = ("train.safetensors", "validation.safetensors", "tokenizer.json")
 
 
 def check_configs(subject: Subject) -> Finding:
-    """Warn of a run that needs a price, which the command line may have; its configs are read."""
+    """Warn of a run that needs a price: the training command may be given one on its line."""
     try:
         subject.run.priced(None)
     except UserError as error:

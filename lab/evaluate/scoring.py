@@ -39,7 +39,7 @@ Z_95 = 1.959964  # of the normal distribution
 
 
 class Figure(NamedTuple):
-    """A result and its 95% interval, None if there is none: how far off it may be by sampling."""
+    """A result and its 95% interval, which tells how far off it may be by sampling; or None."""
 
     value: float | None
     interval: tuple[float, float] | None

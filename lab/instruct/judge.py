@@ -96,6 +96,7 @@ def command(
             f" failure: {reason}"
         )
     found = {name: summarise([scores[name] for scores in judged], seed=seed) for name in judged[0]}
+    # The best first; of equal means by name.
     found = dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
     click.echo(visible(_table(found).terminal()))
     click.echo(

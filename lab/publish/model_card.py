@@ -78,7 +78,8 @@ class Request:
 def model_card(target: LoadedModel, request: Request) -> str:
     """Return the card of a run's model, made of its checkpoint, summary and evaluations.
 
-    The run's JSON files may have changed since training; they are read only without a summary.
+    The run's configs may have changed since training: they count only where neither the checkpoint
+    nor the summary has the settings.
     """
     run_dir = target.run.run_dir
     written = RunFiles.read(run_dir)

@@ -111,7 +111,7 @@ class Columns:
         self._offset = 0  # bytes that have been parsed
 
     def read(self) -> Arrays:
-        """Return a number a row by key, each (n,); NaN where a record has none.
+        """Return the columns by key, each (n,) float64; NaN where a record has no number.
 
         Steps that were taken again after a kill are left out: no axis goes back.
         """
@@ -143,7 +143,7 @@ class Columns:
 
 
 def _parsed(content: bytes) -> Arrays:
-    """Return the columns of some records; of a list with a number for each GPU three columns."""
+    """Return the columns of some lines; of numbers of GPUs the mean, the smallest, the largest."""
     table = _table(content)
     columns = {key: table[key].to_numpy().astype(np.float64) for key in NUMBERS}
     for key in BY_GPU:
@@ -216,10 +216,11 @@ def _table(content: bytes) -> Any:
 def points_of(columns: Arrays, within: Range | None = None) -> Answer:
     """Return at most `MAX_POINTS` points: `x` by axis, and `lines` by key, over the same points.
 
-    A point is a bucket of consecutive rows: x is that of the last one, and a line has the mean `y`
-    of its numbers. Where they differ it also has the extremes, `low` and `high`: of the bucket,
-    of the steps in a report, and of the GPUs. `is_long`: a point is more than one record. A range
-    has one more value at each end.
+    A point is a bucket of consecutive rows. Its x is that of the last row, its `y` the mean of the
+    rows' numbers; of the sums in `RISING` it is the largest. A line also has the extremes, `low`
+    and `high`, if numbers differ within a bucket, within the steps of a report or between GPUs.
+    `is_long`: a point is more than one record. With a range, one row before and one after it are
+    added, so that lines reach its ends.
     """
     x = {axis: columns[key] for axis, key in AXES.items()}
     x["steps"] = x["steps"] + 1  # people count from 1
