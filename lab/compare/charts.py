@@ -13,7 +13,7 @@ import numpy as np
 from numpy.polynomial import Polynomial
 
 from lab.compare.results import Result
-from lab.compare.rows import LOSS_NAMES, Row, deciding_loss, tokenizers
+from lab.compare.rows import LOSS_NAMES, Row, bits_key, deciding_loss, has_several_tokenizers
 from lab.runs import bytes_per_token, number
 from reporting.charts import draw_by_hand
 
@@ -37,20 +37,12 @@ NEEDED_FOR_PARABOLA, NEEDED_FOR_LINE = 3, 2  # different x
 Points = dict[str, dict[tuple[float, float], Row | None]]
 
 
-def loss_points(rows: list[Row], kind: str, *, in_bits: bool = False) -> Points:
+def loss_points(rows: list[Row], key: str) -> Points:
     """Group the rows that have this loss by all settings that change it, except the batch size."""
-    return _grouped(
-        (
-            (
-                row.first.loss_group,
-                row,
-                row.values["global_batch_size"],
-                row.bits(kind) if in_bits else row.loss(kind),
-            )
-            for row in rows
-        ),
-        NEEDED_FOR_PARABOLA,
+    found = (
+        (row.first.loss_group, row, row.values["global_batch_size"], row.loss(key)) for row in rows
     )
+    return _grouped(found, NEEDED_FOR_PARABOLA)
 
 
 def memory_points(rows: list[Row]) -> Points:
@@ -60,18 +52,16 @@ def memory_points(rows: list[Row]) -> Points:
     the largest microbatch is a line of its own.
     """
     results = [(row, result) for row in rows for result in row.results]
-    searches = {
+    searches: Points = {
         f"--find-max-microbatch of {result.name}": dict.fromkeys(result.search)
         for _, result in results
         if len(dict(result.search)) >= NEEDED_FOR_LINE
     }
-    return searches | _grouped(
-        (
-            (result.memory_group, row, result.figures["microbatch_size"], result.memory_gib)
-            for row, result in results
-        ),
-        NEEDED_FOR_LINE,
+    found = (
+        (result.memory_group, row, result.figures["microbatch_size"], result.memory_gib)
+        for row, result in results
     )
+    return searches | _grouped(found, NEEDED_FOR_LINE)
 
 
 def _grouped(
@@ -82,12 +72,13 @@ def _grouped(
     for group, row, x, y in found:
         if group and x and y is not None:
             groups.setdefault(group, {}).setdefault((x, y), row)
-    curves = [points for points in groups.values() if len({x for x, _ in points}) >= needed]
-    firsts = [next(iter(points.values())) for points in curves]
-    return {
-        "published" if first.is_published else f"runs like {first.short_name}": points
-        for first, points in zip(firsts, curves, strict=True)
-    }
+    curves: Points = {}
+    for points in groups.values():
+        if len({x for x, _ in points}) >= needed:
+            first = next(iter(points.values()))
+            label = "published" if first.is_published else f"runs like {first.short_name}"
+            curves[label] = points
+    return curves
 
 
 def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list[str]]:
@@ -109,28 +100,28 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
             missing.append(f"not drawn: {name}: needs {needed}")
 
     recorded = [row for row in rows if _has_curve(row)]
-    in_bits = len(tokenizers(recorded)) > 1
+    in_bits = has_several_tokenizers(recorded)
     if in_bits:
-        for row in recorded:
-            if not _has_bits(row):
-                missing.append(
-                    f"not drawn in loss-curves.png: {row.name}: the tokenizers of these runs"
-                    " differ, and its bits per byte are not known"
-                )
-        recorded = [row for row in recorded if _has_bits(row)]
-    curves = partial(_plot_curves, recorded, _unit(in_bits), in_bits=in_bits)
+        missing += [
+            f"not drawn in loss-curves.png: {row.name}: the tokenizers of these runs"
+            " differ, and its bits per byte are not known"
+            for row in recorded
+            if not _has_bits(row)
+        ]
+        recorded = list(filter(_has_bits, recorded))
+    curves = partial(_plot_curves, recorded, in_bits=in_bits)
     draw("loss-curves.png", recorded, curves, "a run with records")
 
     kind = deciding_loss([row for row in rows if not row.is_published] or rows)
     if not loss_points(rows, kind):
         kind = "test_loss"  # that of the published rows
-    in_bits = len(tokenizers([row for row in rows if row.loss(kind) is not None])) > 1
+    in_bits = has_several_tokenizers(row for row in rows if row.loss(kind) is not None)
     if in_bits:
         missing.append(
             "loss-over-batch.png: in bits per byte, as the tokenizers differ; without"
             " the runs and published results of which these are not known"
         )
-    losses = loss_points(rows, kind, in_bits=in_bits)
+    losses = loss_points(rows, bits_key(kind) if in_bits else kind)
     labels = ("global batch (sequences)", f"{LOSS_NAMES[kind]} ({_unit(in_bits)})")
     draw(
         "loss-over-batch.png",
@@ -151,8 +142,8 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
 
 
 def _has_curve(row: Row) -> bool:
-    points = [_points_of(result, key, "global_step")[0] for result in row.results for key in CURVES]
-    return any(len(x) for x in points)
+    records = [record for result in row.results for record in result.records]
+    return any(number(record.get(key)) is not None for record in records for key in CURVES)
 
 
 def _has_bits(row: Row) -> bool:
@@ -164,11 +155,9 @@ def _unit(in_bits: bool) -> str:
 
 
 def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
-    points = []
-    for record in result.records:
-        place, value = number(record.get(x_key)), number(record.get(key))
-        if place is not None and value is not None:
-            points.append((place, value))
+    """Return x and y of a run's curve as arrays of float64, (points,)."""
+    recorded = [(number(record.get(x_key)), number(record.get(key))) for record in result.records]
+    points = [point for point in recorded if None not in point]
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
     if key == "train_loss" and len(x):  # averages of at most MAX_POINTS groups
         groups = np.array_split(np.arange(len(x)), min(len(x), MAX_POINTS))
@@ -177,21 +166,17 @@ def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     return (x + 1 if x_key == "global_step" else x), y  # people count from 1
 
 
-def _plot_curves(rows: list[Row], loss_unit: str, figure: Figure, *, in_bits: bool) -> None:
+def _plot_curves(rows: list[Row], figure: Figure, *, in_bits: bool) -> None:
     """Plot the losses of all runs, a panel for each axis that is recorded."""
     from matplotlib.ticker import EngFormatter
 
     records = [record for row in rows for result in row.results for record in result.records]
-    longest = max((number(record.get("seconds")) or 0.0 for record in records), default=0.0)
-    time_axis = (
-        ("minutes", "seconds", 60)
-        if longest < MINUTES_BELOW_SECONDS
-        else ("hours", "seconds", 3600)
-    )
+    longest = max(number(record.get("seconds")) or 0.0 for record in records)
+    is_short = longest < MINUTES_BELOW_SECONDS
     every_axis = [
         ("global step", "global_step", 1),
         ("tokens", "tokens", 1),
-        time_axis,
+        ("minutes", "seconds", 60) if is_short else ("hours", "seconds", 3600),
         ("US$", "usd", 1),
     ]  # label, key in a record, and how many of its units are one
     recorded = [
@@ -203,36 +188,29 @@ def _plot_curves(rows: list[Row], loss_unit: str, figure: Figure, *, in_bits: bo
     figure.set_size_inches(6 * shape[1], 4.5 * shape[0])
     panels = figure.subplots(*shape, sharey=True, squeeze=False).flatten()
     for axes, (label, x_key, unit) in zip(panels, recorded, strict=True):
-        axes.set(xlabel=label, ylabel=f"loss ({loss_unit})")
+        axes.set(xlabel=label, ylabel=f"loss ({_unit(in_bits)})")
         axes.tick_params(labelleft=True)  # on every panel, though they share the axis
         for place, row in enumerate(rows):
             for result, key in itertools.product(row.results, CURVES):
                 x, y = _points_of(result, key, x_key)
+                if not len(x):
+                    continue
                 if in_bits:
                     y = y / math.log(2) / bytes_per_token(result.records)
                 is_marked = key == "validation_loss" and len(y) <= FEW_VALIDATIONS
-                if len(x):
-                    axes.plot(
-                        x / unit,
-                        y,
-                        color=f"C{place % 10}",
-                        marker="o" if is_marked else None,
-                        **CURVES[key],
-                    )
+                marker = "o" if is_marked else None
+                axes.plot(x / unit, y, color=f"C{place}", marker=marker, **CURVES[key])
         if axes.get_xlim()[1] >= 1000:  # smaller x would have an m, read as M
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     losses = [line.get_ydata() for line in panels[0].lines]
-    low, high = (
-        min(y.min() for y in losses),
-        max(y[int(len(y) * HIGH_START) :].max() for y in losses),
-    )
+    low = min(y.min() for y in losses)
+    high = max(y[int(len(y) * HIGH_START) :].max() for y in losses)
     margin = MARGIN * (high - low) or 0.5
     panels[0].set_ylim(low - margin, high + margin)
     figure.suptitle("training (thin, smoothed) and validation (bold)")
     for place, row in enumerate(rows[:MAX_NAMES]):
-        panels[0].plot(
-            [], [], color=f"C{place % 10}", linewidth=2.5, label=without_formulas(row.short_name)
-        )
+        name = without_formulas(row.short_name)
+        panels[0].plot([], [], color=f"C{place}", linewidth=2.5, label=name)
     figure.legend(
         loc="outside lower center", ncols=min(4, len(rows)), frameon=False, fontsize="small"
     )
@@ -250,7 +228,7 @@ def plot_points(
     axes = figure.subplots()
     for place, (label, points) in enumerate(groups.items()):
         x, y = map(list, zip(*points, strict=True))
-        color = f"C{place % 10}"
+        color = f"C{place}"
         axes.plot(
             x,
             y,

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,16 +48,14 @@ class Row:
     def short_name(self) -> str:
         return self.name if len(self.name) <= 40 else f"{self.name[:40]}..."  # in a chart
 
-    def loss(self, kind: str) -> float | None:
-        """Return a loss if it can be compared with those of the other rows."""
-        return None if kind == "test_loss" and self.is_of_other_text else self.values[kind]
-
-    def bits(self, kind: str) -> float | None:
-        """Return the same loss in bits per byte of text, which does not depend on the tokenizer."""
-        return None if self.loss(kind) is None else self.values.get(bits_key(kind))
+    def loss(self, key: str) -> float | None:
+        """Return a loss, or its `bits_key`, if it can be compared with those of the other rows."""
+        is_other = key.startswith("test_") and self.is_of_other_text
+        return None if is_other else self.values.get(key)
 
 
 def bits_key(kind: str) -> str:
+    """Name the same loss in bits per byte of text, which does not depend on the tokenizer."""
     return kind.replace("loss", "bits_per_byte")
 
 
@@ -108,9 +107,9 @@ def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
     return Comparison(rows, [*filter(None, notes)], sorted_by, reference)
 
 
-def tokenizers(rows: list[Row]) -> set[str]:
-    """Return the known tokenizers of rows; losses in nats per token of several do not compare."""
-    return {row.first.tokenizer for row in rows if row.first.tokenizer is not None}
+def has_several_tokenizers(rows: Iterable[Row]) -> bool:
+    """Return whether the known tokenizers differ: losses in nats per token do not compare then."""
+    return len({row.first.tokenizer for row in rows} - {None}) > 1
 
 
 def _group_seeds(results: list[Result]) -> list[Row]:
@@ -236,19 +235,18 @@ def deciding_loss(rows: list[Row]) -> str:
 
 def _bits_note(rows: list[Row], kind: str) -> str:
     """Say how rows with different tokenizers are sorted; empty if their losses can be compared."""
-    known = [row for row in rows if row.loss(kind) and row.bits(kind)]
-    if not known or len(tokenizers([row for row in rows if row.loss(kind) is not None])) < 2:
+    measured = [row for row in rows if row.loss(kind) is not None]
+    known = [row for row in measured if row.loss(kind) and row.loss(bits_key(kind))]
+    if not known or not has_several_tokenizers(measured):
         return ""
     lengths = [row.values[kind] / math.log(2) / row.values[bits_key(kind)] for row in known]
-    text = (
-        ""
-        if kind == "test_loss"
-        else (
+    text = ""
+    if kind != "test_loss":
+        text = (
             "; the bits are not of the same text: measure runs on the same documents together with"
             " lab evaluate, else each with --dataset on a few MB of documents prepared with its"
             " tokenizer"
         )
-    )
     return (
         f"sorted by bits per byte of the {LOSS_NAMES[kind]}, best first: tokenizers differ"
         f" ({min(lengths):.2f} to {max(lengths):.2f} bytes per token), so losses (nats per"

@@ -844,7 +844,7 @@ def test_curves_have_a_panel_for_each_recorded_axis_with_its_numbers(runs, secon
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     figure = Figure()
     comparison_charts._plot_curves(
-        compare(find_results(runs.dir, ["a"])).rows, "nats per token", figure, in_bits=False
+        compare(find_results(runs.dir, ["a"])).rows, figure, in_bits=False
     )
     figure.draw_without_rendering()
     assert [axes.get_xlabel() for axes in figure.axes] == labels
