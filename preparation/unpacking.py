@@ -71,10 +71,13 @@ def _xz_blocks(stored: BinaryIO) -> Iterator[bytes]:
                     raise EOFError("it ends in the middle of its data")
             yield decoder.decompress(packed, BUFFER_BYTES)
             packed = b""
-        # Another stream may follow, after zeros.
-        packed = (decoder.unused_data or stored.read(PACKED_BYTES)).lstrip(b"\0")
-        if not packed:
-            return
+        # Another stream may follow, after zeros, which may fill whole blocks.
+        packed = decoder.unused_data.lstrip(b"\0")
+        while not packed:
+            block = stored.read(PACKED_BYTES)
+            if not block:
+                return
+            packed = block.lstrip(b"\0")
 
 
 def _utf8_blocks(file: Any, encoding: str) -> Iterator[bytes]:

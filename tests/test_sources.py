@@ -33,6 +33,7 @@ from preparation.journal import Journal
 from preparation.pipeline import prepare_dataset
 from preparation.reading import Reading, Task, csv_tasks, json_tasks, parquet_tasks, text_tasks
 from preparation.sources import python_stdlib
+from preparation.unpacking import PACKED_BYTES
 from tests.support.hub_server import (
     Fault,
     Hub,
@@ -551,10 +552,11 @@ def test_columns_of_every_text_type(tmp_path, kind):
         list(parquet_tasks(path, SourceOptions("x", text_column="body"), "any"))
 
 
-def test_packed_files_may_have_several_parts(tmp_path):
+@pytest.mark.parametrize("num_zeros", [8, 2 * PACKED_BYTES, 2 * PACKED_BYTES + 8])
+def test_packed_files_may_have_several_parts(tmp_path, num_zeros):
     lines = [json_lines([text]) for text in ("a", "b")]
     for packed, pack in PACK.items():
-        padding = bytes(8) if packed == ".xz" else b""  # of zeros, as the format allows
+        padding = bytes(num_zeros) if packed == ".xz" else b""  # as the format allows
         path = tmp_path / f"a.jsonl{packed}"
         path.write_bytes(pack(lines[0]) + padding + pack(lines[1]) + padding)
         assert documents(json_tasks(path, PLAIN, "any")) == ["a", "b"]
