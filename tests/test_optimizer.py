@@ -168,7 +168,7 @@ def test_the_wait_for_a_microbatch_is_booked_as_waiting(monkeypatch, now):
             yield item
 
     monkeypatch.setattr(ddp_train, "read_ahead", slow)
-    data = SimpleNamespace(plan=None, train=None)
+    data = SimpleNamespace(plan=None, training=None)
     watchdog, clock = MagicMock(process=ONE_PROCESS), PhaseClock()
     waiting = ddp_train.read_microbatches(data, 0, watchdog, clock)
     assert [next(waiting), next(waiting)] == [0, 1]
