@@ -169,7 +169,7 @@ class Judge:
                     pause = pause and min(LONGEST_PAUSE, wanted)
             except UnusableReplyError as error:
                 complaint = str(error)
-                num_failed = num_failed + 1
+                num_failed += 1
                 pause = 0.0
                 problem = UnusableReplyError(f"the reply cannot be used: {complaint}")
             except (requests.Timeout, TimeoutError):
