@@ -109,15 +109,16 @@ def estimate(
         name: flops_of(run, plan) / gpu.peak(setting.precision) / share / 3600
         for name, share in shares.items()
     }
-    saved = num_checkpoints(run, plan) * bytes_of_checkpoint(run)
-    hours["high"] += saved / speed.SLOW_DISK_BYTES_PER_SECOND / 3600
+    checkpoints = num_checkpoints(run, plan)
+    saving_seconds = checkpoints * bytes_of_checkpoint(run) / speed.SLOW_DISK_BYTES_PER_SECOND
+    hours["high"] += saving_seconds / 3600
     usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
     return found | {
         "microbatch_size": size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "global_batch_size": plan.global_batch_size,
         "steps": plan.num_steps,
-        "checkpoints": num_checkpoints(run, plan),
+        "checkpoints": checkpoints,
         "checkpoints_kept": most_checkpoints(run, plan),
         "hours": hours,
         "usd": usd,
@@ -134,12 +135,13 @@ def flops_of(run: Run, plan: BatchPlan) -> float:
     training = plan.num_tokens * per_token / plan.world_size
     if not run.config.validates:
         return training
-    number = -(-plan.num_steps // run.config.validation_interval)
+    num_validations = -(-plan.num_steps // run.config.validation_interval)
     num_microbatches = -(-sequences // plan.microbatch_size)
     share = 1.0
     if run.config.validate_on == "all":  # rank 0's: all ranks take whole microbatches
         share = -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
-    return training + number * share * sequences * plan.context_length * per_token * FORWARD_SHARE
+    tokens = num_validations * share * sequences * plan.context_length
+    return training + tokens * per_token * FORWARD_SHARE
 
 
 def num_checkpoints(run: Run, plan: BatchPlan) -> int:
@@ -154,8 +156,8 @@ def num_checkpoints(run: Run, plan: BatchPlan) -> int:
 
 def most_checkpoints(run: Run, plan: BatchPlan) -> int:
     """Return the most checkpoints on disk at a time: newest, best and the one being written."""
-    kept = run.config.keep_checkpoints
-    return min(num_checkpoints(run, plan), UNLIMITED_TOKENS if kept is None else kept + 2)
+    count, kept = num_checkpoints(run, plan), run.config.keep_checkpoints
+    return count if kept is None else min(count, kept + 2)
 
 
 def bytes_of_checkpoint(run: Run) -> int:

@@ -12,11 +12,11 @@ from basics.errors import UserError, visible
 from basics.text import dollars, gb, gib
 from lab.plan import estimate
 from lab.plan.estimate import amount, bytes_of_checkpoint, default_precision, pinned_bytes
-from lab.plan.memory import Setting, largest_microbatch, peak_memory, size_name
+from lab.plan.memory import Memory, Setting, largest_microbatch, peak_memory, size_name
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
 from reporting.speed import CARDS_GIB, GPUS, find_gpu, usable_gib
-from run_config import Run, load_run
+from run_config import Run, TrainConfig, load_run
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
 NUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element
@@ -119,14 +119,40 @@ def command(
         name: Setting(loaded.model, loaded.config, default_precision(loaded.config), number)
         for name, number in (("one_gpu", 1), ("several_gpus", 8))
     }
+    size = loaded.config.microbatch_size
+    peaks = {name: peak_memory(setting, size) for name, setting in settings.items()}
+    largest = [
+        {"card_gib": card}
+        | {name: largest_microbatch(one, usable_gib(reported)) for name, one in settings.items()}
+        for card, reported in CARDS_GIB.items()
+    ]
     num_tokens = tokens or loaded.config.min_train_tokens
     if options["as_json"]:
-        print_json(_document(loaded, settings, machines, num_tokens))
+        print_json(
+            {
+                "schema": "plan/1",
+                "run": loaded.name,
+                "model": size_name(loaded.model),
+                "parameters": loaded.model.num_parameters,
+                "tokens": num_tokens,
+                "flops_per_token": loaded.model.flops_per_token,
+                "checkpoint_bytes": bytes_of_checkpoint(loaded),
+                "pinned_bytes": pinned_bytes(loaded),
+                "memory_bytes": {
+                    name: asdict(peak) | {"total": peak.total} for name, peak in peaks.items()
+                },
+                "largest_microbatch": largest,
+                "machines": machines,
+            }
+        )
         return
-    tables = [*_memory_tables(loaded, settings), _machine_table(loaded, machines, budget)]
-    click.echo(
-        visible("\n\n".join([_about(loaded, num_tokens), *(table.terminal() for table in tables)]))
-    )
+    tables = [
+        _memory_table(loaded.config, [*peaks.values()]),
+        _microbatch_table(largest),
+        _machine_table(loaded, machines, budget),
+    ]
+    texts = [_about(loaded, num_tokens), *(table.terminal() for table in tables)]
+    click.echo(visible("\n\n".join(texts)))
 
 
 def _about(run: Run, num_tokens: int) -> str:
@@ -149,61 +175,40 @@ def _about(run: Run, num_tokens: int) -> str:
     )
 
 
-def _memory_tables(run: Run, settings: dict[str, Setting]) -> list[Table]:
-    size = run.config.microbatch_size
-    peaks = [peak_memory(setting, size) for setting in settings.values()]
+def _memory_table(config: TrainConfig, peaks: list[Memory]) -> Table:
     factor, unit = (2**30, "GiB") if peaks[0].total >= 2**30 else (2**20, "MiB")
-    head = f"{unit} at the peak, {default_precision(run.config)}, microbatch {size:,}"
-    return [
-        Table(
-            [Column(head, "left"), *BY_GPUS],
-            [
-                [name, *(f"{getattr(peak, key) / factor:,.2f}" for peak in peaks)]
-                for key, name in PARTS.items()
-            ],
-        ),
-        Table(
-            [Column("largest microbatch, by card", "left"), *BY_GPUS],
-            [
-                [
-                    f"{card} GiB",
-                    *(
-                        f"{largest_microbatch(setting, usable_gib(reported)):,}"
-                        for setting in settings.values()
-                    ),
-                ]
-                for card, reported in CARDS_GIB.items()
-            ],
-            [
-                "computed with the activations of code that is not compiled, which needs more;",
-                "ddp_train.py --find-max-microbatch measures the code that will run",
-            ],
-        ),
+    precision, size = default_precision(config), config.microbatch_size
+    head = f"{unit} at the peak, {precision}, microbatch {size:,}"
+    rows = [
+        [name, *(f"{getattr(peak, key) / factor:,.2f}" for peak in peaks)]
+        for key, name in PARTS.items()
     ]
+    return Table([Column(head, "left"), *BY_GPUS], rows)
+
+
+def _microbatch_table(largest: list[dict[str, int]]) -> Table:
+    rows = [
+        [f"{card} GiB", *(f"{size:,}" for size in sizes)]
+        for card, *sizes in (found.values() for found in largest)
+    ]
+    return Table(
+        [Column("largest microbatch, by card", "left"), *BY_GPUS],
+        rows,
+        [
+            "computed with the activations of code that is not compiled, which needs more;",
+            "ddp_train.py --find-max-microbatch measures the code that will run",
+        ],
+    )
 
 
 def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | None) -> Table:
-    rows, possible = [], [found for found in machines if not found["reason"]]
+    rows = []
     for found in machines:
-        row = [found["name"], amount(found["usd_per_hour"])]
-        if found["reason"]:
-            rows.append(
-                [
-                    *row,
-                    UNKNOWN,
-                    f"{found['largest_microbatch']:,}",
-                    *[UNKNOWN] * 8,
-                    found["reason"],
-                    *([] if budget is None else [""]),
-                ]
-            )
-            continue
-        hours, usd, kept = found["hours"], found["usd"], found["checkpoints_kept"]
-        rows.append(
-            [
-                *row,
-                f"{found['microbatch_size']:,} x {found['gradient_accumulation_steps']:,}",
-                f"{found['largest_microbatch']:,}",
+        batch, figures = UNKNOWN, [UNKNOWN] * 8
+        if not found["reason"]:
+            hours, usd, kept = found["hours"], found["usd"], found["checkpoints_kept"]
+            batch = f"{found['microbatch_size']:,} x {found['gradient_accumulation_steps']:,}"
+            figures = [
                 f"{found['global_batch_size']:,}",
                 f"{found['steps']:,}",
                 f"{kept:,} ({gb(kept * bytes_of_checkpoint(run))})",
@@ -212,13 +217,23 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
                 amount(usd["expected"]),
                 f"{amount(usd['low'])} to {amount(usd['high'])}",
                 f"{found['mfu']:.0%}",
-                found["source"],
-                *([] if budget is None else [found["budget"]]),
+            ]
+        rows.append(
+            [
+                found["name"],
+                amount(found["usd_per_hour"]),
+                batch,
+                f"{found['largest_microbatch']:,}",
+                *figures,
+                found["reason"] or found["source"],
+                *([] if budget is None else [found.get("budget", "")]),
             ]
         )
-    gpus = [find_gpu(name) for name in dict.fromkeys(found["gpu"] for found in possible)]
-    notes = (
-        [
+    possible = [found for found in machines if not found["reason"]]
+    notes = ["no machine in the table can train this run"]
+    if possible:
+        gpus = [find_gpu(name) for name in dict.fromkeys(found["gpu"] for found in possible)]
+        notes = [
             "Hours and US$ count validation, not startup; prices are those of December 2025, or of"
             " --machine.",
             "microbatch: with a global_batch_size the largest one that fits and divides it",
@@ -231,9 +246,6 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
                 f"  {found['gpu']}, {found['source']}: {found['detail']}" for found in possible
             ),
         ]
-        if possible
-        else ["no machine in the table can train this run"]
-    )
     of_budget = [] if budget is None else [Column(f"budget\n${dollars(budget)}", "left")]
     lines = [
         line
@@ -241,33 +253,3 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
         for line in textwrap.wrap(note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     ]
     return Table([*MACHINE_COLUMNS, *of_budget], rows, lines, (HOURS_RANGE, USD_PRICE))
-
-
-def _document(
-    run: Run, settings: dict[str, Setting], machines: list[dict[str, Any]], num_tokens: int
-) -> dict[str, Any]:
-    """Return what the tables show, with all digits: bytes, hours and US dollars."""
-    size = run.config.microbatch_size
-    peaks = {name: peak_memory(setting, size) for name, setting in settings.items()}
-    return {
-        "schema": "plan/1",
-        "run": run.name,
-        "model": size_name(run.model),
-        "parameters": run.model.num_parameters,
-        "tokens": num_tokens,
-        "flops_per_token": run.model.flops_per_token,
-        "checkpoint_bytes": bytes_of_checkpoint(run),
-        "pinned_bytes": pinned_bytes(run),
-        "memory_bytes": {
-            name: asdict(peak) | {"total": peak.total} for name, peak in peaks.items()
-        },
-        "largest_microbatch": [
-            {"card_gib": card}
-            | {
-                name: largest_microbatch(setting, usable_gib(reported))
-                for name, setting in settings.items()
-            }
-            for card, reported in CARDS_GIB.items()
-        ],
-        "machines": machines,
-    }
