@@ -60,30 +60,22 @@ def _parse_value(text: str) -> Any:
 
 
 def label(changes: Changes) -> str:
-    texts = {
-        key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in changes.items()
-    }
-    return (
-        ",".join(
-            f"{key}={text[:LONGEST_VALUE]}{'...' * (len(text) > LONGEST_VALUE)}"
-            for key, text in texts.items()
-        )
-        or "baseline"
-    )
+    texts = []
+    for key, value in changes.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        texts.append(f"{key}={text[:LONGEST_VALUE]}{'...' * (len(text) > LONGEST_VALUE)}")
+    return ",".join(texts) or "baseline"
 
 
 def _with_values(config: Config, changes: Changes) -> Config:
     """Return a config with those changes that are keys of it."""
-    values = config.model_dump(exclude_unset=True) | changes
+    known = {
+        key: value
+        for key, value in (config.model_dump(exclude_unset=True) | changes).items()
+        if value is not None and key in type(config).model_fields
+    }
     try:
-        return type(config).model_validate(
-            {
-                key: value
-                for key, value in values.items()
-                if value is not None and key in type(config).model_fields
-            }
-        )
+        return type(config).model_validate(known)
     except ValidationError as error:
         raise UserError(f"--change {label(changes)}: {describe(error)}") from None
 

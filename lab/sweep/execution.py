@@ -6,7 +6,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,12 +41,9 @@ class Outcome:
         has_no_loss = state == FINISHED and result.figures["validation_loss"] is None
         if has_no_loss or exit_status == NON_FINITE or NOT_FINITE in result.reason:
             state = DIVERGED
-        elif (
-            exit_status
-            and state not in (FINISHED, "stopped")
-            and (exit_status - 128 not in STOP_SIGNALS)
-        ):
-            state = f"failed (status {exit_status})"
+        elif exit_status and state not in (FINISHED, "stopped"):
+            if exit_status - 128 not in STOP_SIGNALS:
+                state = f"failed (status {exit_status})"
         return cls(run, result, state)
 
     @property
@@ -57,6 +54,11 @@ class Outcome:
     def loss(self) -> float | None:
         """The final validation loss; None unless finished."""
         return self.figures["validation_loss"] if self.state == FINISHED else None
+
+
+def total(outcomes: Iterable[Outcome], key: str) -> float:
+    """Return the sum of a figure over runs; one that is not known counts as 0."""
+    return sum(one.figures[key] or 0.0 for one in outcomes)
 
 
 def start(command: list[str]) -> subprocess.Popen:
@@ -134,22 +136,21 @@ class Execution:
         A run takes the seconds per token of the finished runs, of the same variant if there are
         any, times the tokens that are left; nothing is known until a run has finished.
         """
-        figures = [one.figures for one in self.outcomes.values()]
+        outcomes = self.outcomes.values()
         left, needed = math.inf, 0.0
         if self.budget_hours is not None:
-            left = self.budget_hours * 3600 - sum(one["seconds"] or 0.0 for one in figures)
+            left = self.budget_hours * 3600 - total(outcomes, "seconds")
         if self.budget_usd is not None:
-            usd = self.budget_usd - sum(one["usd"] or 0.0 for one in figures)
+            usd = self.budget_usd - total(outcomes, "usd")
             left = min(left, usd / self.usd_per_hour * 3600)
         finished = [
             one
-            for one in self.outcomes.values()
+            for one in outcomes
             if one.state == FINISHED and one.figures["seconds"] and one.figures["tokens"]
         ]
         if alike := [one for one in finished if one.run.changes == run.changes] or finished:
-            seconds, tokens = (
-                statistics.fmean(one.figures[key] for one in alike) for key in ("seconds", "tokens")
-            )
+            seconds = statistics.fmean(one.figures["seconds"] for one in alike)
+            tokens = statistics.fmean(one.figures["tokens"] for one in alike)
             wanted = tokens if run.config.min_train_tokens == -1 else run.config.min_train_tokens
             done = self.outcomes[run.run_dir].figures["tokens"] or 0.0
             needed = seconds / tokens * max(0.0, wanted - done)
@@ -173,11 +174,10 @@ class Execution:
             "--datasets-dir",
             str(self.datasets_dir),
         ]
-        for name, value in (
-            ("--nproc-per-node", self.nproc_per_node),
-            ("--usd-per-hour", self.usd_per_hour),
-        ):
-            command += [] if value is None else [name, str(value)]
+        if self.nproc_per_node is not None:
+            command += ["--nproc-per-node", str(self.nproc_per_node)]
+        if self.usd_per_hour is not None:
+            command += ["--usd-per-hour", str(self.usd_per_hour)]
         self._process = start(command)
         if self.stop_reason:  # a signal came before there was a process to pass it on to
             self._process.send_signal(signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from lab.compare.rows import compare
 from lab.runs import number
 from lab.stats import Difference, pooled_deviation, seeds_needed
 from lab.sweep.definition import Changes, Sweep, label
-from lab.sweep.execution import Outcome
+from lab.sweep.execution import Outcome, total
 from lab.table import UNKNOWN, Column, Table, short_count
 from reporting.charts import draw_by_hand
 from reporting.summary import duration
@@ -31,7 +32,6 @@ COLUMNS = [
     Column("against noise", "left"),
     *map(Column, ("tokens to\nbaseline's loss", "seconds", "US$")),
 ]
-NEEDED_FOR_FIT = 3  # different values
 ROUND_DIFFERENCE = 0.01  # nats; the number of seeds that it needs is always named
 LONGEST_LABEL = 40  # characters, in a chart
 LOWER = "lower, noise unknown"  # a verdict with one seed
@@ -60,12 +60,11 @@ class Entry:
     @property
     def unfinished(self) -> str:
         """The states of the seeds that have not finished; empty if all have."""
-        states = [found.state for found in self.outcomes if found.loss is None]
+        states = Counter(found.state for found in self.outcomes if found.loss is None)
+        if len(self.outcomes) == 1:
+            return ", ".join(states)
         return ", ".join(
-            state
-            if len(self.outcomes) == 1
-            else f"{states.count(state)} of {len(self.outcomes)} {state}"
-            for state in dict.fromkeys(states)
+            f"{count} of {len(self.outcomes)} {state}" for state, count in states.items()
         )
 
     @property
@@ -83,15 +82,13 @@ class Entry:
 
 def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
     """Return the variants with what their runs have come to; the baseline first."""
-    groups = [
-        [found for found in outcomes.values() if found.run.changes == changes]
-        for changes in sweep.variants
-    ]
-    entries = []
-    for name, changes, group in zip(sweep.names, sweep.variants, groups, strict=True):
+    entries: list[Entry] = []
+    for name, changes in zip(sweep.names, sweep.variants, strict=True):
+        group = [found for found in outcomes.values() if found.run.changes == changes]
+        baseline = entries[0].outcomes if entries else group
         pairs = [
             (own, base)
-            for own, base in zip(group, groups[0], strict=True)
+            for own, base in zip(group, baseline, strict=True)
             if own.loss is not None and base.loss is not None
         ]
         is_comparable = all(
@@ -132,11 +129,10 @@ def add_stack(sweep: Sweep, entries: list[Entry]) -> str:
         sweep.add(together)
     except UserError as error:
         return f"stack: {label(together)} cannot be trained: {error}"
-    return f"stack: {label(together)}" + (
-        "; with one seed the noise is not known: all changes with a lower loss are taken"
-        if better[0].verdict == LOWER
-        else ""
-    )
+    doubt = ""
+    if better[0].verdict == LOWER:
+        doubt = "; with one seed the noise is not known: all changes with a lower loss are taken"
+    return f"stack: {label(together)}{doubt}"
 
 
 def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float]]:
@@ -154,18 +150,18 @@ def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float
     own["global_batch_size"] = own["global_batch_size"] or entries[0].mean("global_batch_size")
     ranges = {}
     for key, losses in found.items():
-        if len(losses) > 1:
-            if number(own[key]) is not None:
-                losses.setdefault(own[key], []).extend(entries[0].losses)
-            ranges[key] = {
-                value: statistics.fmean(losses[value]) for value in sorted(losses) if losses[value]
-            }
+        if len(losses) < 2:
+            continue
+        if number(own[key]) is not None:
+            losses.setdefault(own[key], []).extend(entries[0].losses)
+        trained = sorted((value, each) for value, each in losses.items() if each)
+        ranges[key] = {value: statistics.fmean(each) for value, each in trained}
     return ranges
 
 
 def has_fit(points: dict[float, float]) -> bool:
     """Return whether a quadratic in the value's logarithm can be fitted."""
-    return len(points) >= NEEDED_FOR_FIT and min(points) > 0
+    return len(points) >= charts.NEEDED_FOR_PARABOLA and min(points) > 0
 
 
 def _range_note(key: str, points: dict[float, float]) -> str:
@@ -193,27 +189,20 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
     rows = []
     for entry in entries:
         found, usd = entry.difference, entry.mean("usd")
-        states = [
-            entry.verdict,
-            "" if entry.is_comparable else "other validation tokens",
-            entry.unfinished,
-        ]
-        reached = UNKNOWN
+        interval = "{:+.4f} to {:+.4f}".format(*found.interval) if found and found.interval else ""
+        tokens = "other validation tokens" * (not entry.is_comparable)
+        reached = "not reached" if found else ""
         if entry.reached:
             reached = short_count(entry.reached.tokens)
-        elif found:
-            reached = "not reached"
         rows.append(
             [
                 label(entry.changes),
                 f"{len(entry.losses)}/{len(entry.outcomes)}",
-                text(statistics.fmean(entry.losses) if entry.losses else None, ".4f"),
+                text(entry.mean("validation_loss"), ".4f"),
                 text(found.mean if found else None, "+.4f"),
-                "{:+.4f} to {:+.4f}".format(*found.interval)
-                if found and found.interval
-                else UNKNOWN,
-                "; ".join(filter(None, states)) or UNKNOWN,
-                reached,
+                interval or UNKNOWN,
+                "; ".join(filter(None, (entry.verdict, tokens, entry.unfinished))) or UNKNOWN,
+                reached or UNKNOWN,
                 text(entry.mean("seconds"), ",.0f"),
                 UNKNOWN if usd is None else dollars(usd),
             ]
@@ -223,15 +212,16 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
 
 def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
     """Explain the table: the noise and how many seeds it asks for, ranges, the cost."""
-    figures = [found.figures for entry in entries for found in entry.outcomes]
-    usd = sum(one["usd"] or 0.0 for one in figures)
+    outcomes = [found for entry in entries for found in entry.outcomes]
+    spent = f"all runs: {duration(total(outcomes, 'seconds'))}"
+    if usd := total(outcomes, "usd"):
+        spent += f", US${dollars(usd)}"
     return [
         "loss: final validation loss (nats per token), mean over seeds; difference: to"
         f" {sweep.base.name} with the same seeds",
         *noise_notes([entry.difference for entry in entries if entry.difference]),
-        *(_range_note(*found) for found in ranges_of(sweep, entries).items()),
-        f"all runs: {duration(sum(one['seconds'] or 0.0 for one in figures))}"
-        + (f", US${dollars(usd)}" if usd else ""),
+        *(_range_note(key, points) for key, points in ranges_of(sweep, entries).items()),
+        spent,
     ]
 
 
@@ -277,7 +267,7 @@ def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[st
                     {"run": str(found.run.run_dir), "state": found.state, "loss": found.loss}
                     for found in entry.outcomes
                 ],
-                "loss": statistics.fmean(entry.losses) if entry.losses else None,
+                "loss": entry.mean("validation_loss"),
                 "difference": entry.difference and entry.difference.mean,
                 "interval": entry.difference and entry.difference.interval,
                 "against_noise": entry.verdict or None,
@@ -300,23 +290,17 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
     ]
     written, _ = charts.draw_comparison(compare(results).rows, sweep.sweep_dir)
     if compared := [entry for entry in entries if entry.difference]:
-        written.append(
-            draw_by_hand(sweep.sweep_dir / "differences.png", partial(_plot_differences, compared))
-        )
+        path = sweep.sweep_dir / "differences.png"
+        written.append(draw_by_hand(path, partial(_plot_differences, compared)))
     for key, points in ranges_of(sweep, entries).items():
         if len(points) > 1:
-            group = {"mean over seeds": dict.fromkeys(points.items())}
-            written.append(
-                draw_by_hand(
-                    sweep.sweep_dir / f"range-{key}.png",
-                    partial(
-                        charts.plot_points,
-                        group,
-                        charts.plot_fit if has_fit(points) else lambda *_: None,
-                        (key, "final validation loss (nats per token)"),
-                    ),
-                )
+            plot = partial(
+                charts.plot_points,
+                {"mean over seeds": dict.fromkeys(points.items())},
+                charts.plot_fit if has_fit(points) else lambda *_: None,
+                (key, "final validation loss (nats per token)"),
             )
+            written.append(draw_by_hand(sweep.sweep_dir / f"range-{key}.png", plot))
     return written
 
 
@@ -325,14 +309,13 @@ def _plot_differences(entries: list[Entry], figure: Figure) -> None:
     axes = figure.subplots()
     axes.axvline(0, color="black", linewidth=1)
     for position, entry in enumerate(entries):
-        color, found = VERDICT_COLORS.get(entry.verdict, "tab:gray"), entry.difference
+        found = entry.difference
+        color = VERDICT_COLORS.get(entry.verdict, "tab:gray")
         if found.interval is not None:
             axes.plot(found.interval, [position] * 2, color=color, linewidth=2.5, path_effects=[])
         axes.plot(found.mean, position, color=color, marker="o", markersize=8)
-    axes.set_yticks(
-        range(len(entries)),
-        [charts.without_formulas(label(entry.changes)[:LONGEST_LABEL]) for entry in entries],
-    )
+    labels = [charts.without_formulas(label(entry.changes)[:LONGEST_LABEL]) for entry in entries]
+    axes.set_yticks(range(len(entries)), labels)
     axes.set_ylim(len(entries) - 0.5, -0.5)  # the first one at the top
     axes.margins(x=0.08)
     figure.supxlabel(
