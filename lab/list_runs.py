@@ -31,20 +31,22 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
     for path in [] if runs else sorted(runs_dir.iterdir()):
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
             print_error(f"warning: {path}: cannot be read (no permission): left out")
-    with_config = [path.parent.name for path in runs_dir.glob("*/train.json")]
     new = sorted(
-        name
-        for name in with_config
-        if name not in launched and RUN_NAME.fullmatch(name) and (name in runs or not runs)
+        path.parent.name
+        for path in runs_dir.glob("*/train.json")
+        if path.parent.name not in launched and RUN_NAME.fullmatch(path.parent.name)
     )
     if runs:
+        new = [name for name in new if name in runs]
         others = [name for name in runs if name not in new]
         launched = chosen_runs(runs_dir, others) if others else []
-    states = sorted(
-        (read_state(runs_dir, name) for name in launched), key=lambda state: state.status != RUNNING
-    )
+    states = [read_state(runs_dir, name) for name in launched]
+    states.sort(key=lambda state: state.status != RUNNING)
     states += [RunState(name, NEW) for name in new]
-    if not states and not as_json:
+    if as_json:
+        print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})
+        return
+    if not states:
         click.echo(
             visible(
                 f"no run in {runs_dir}: a run is a directory there with model.json and"
@@ -53,15 +55,12 @@ def command(runs: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
             )
         )
         return
-    if as_json:
-        print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})
-        return
     priced = [state.usd for state in states if state.usd is not None]
     total = f"in all: {duration(sum(state.seconds or 0.0 for state in states))}"
     if priced:
         total += f", US${dollars(sum(priced))}"
-    if priced and (rest := len(launched) - len(priced)):
-        total += f" and {rest} of {len(launched)} runs without a price"
+        if rest := len(launched) - len(priced):
+            total += f" and {rest} of {len(launched)} runs without a price"
     click.echo(visible(f"{table_of(states).terminal()}\n{total}"))
 
 
@@ -70,15 +69,13 @@ def table_of(states: Sequence[RunState]) -> Table:
     rows = []
     for state in states:
         step = UNKNOWN if state.global_step is None else f"{state.global_step + 1:,}"
+        losses = state.train_loss, state.validation_loss
         rows.append(
             [
                 state.name,
                 f"{state.status} ({state.reason})" if state.reason else state.status,
                 f"{step}/{state.num_steps:,}" if state.num_steps else step,
-                *(
-                    UNKNOWN if loss is None else f"{loss:.4f}"
-                    for loss in (state.train_loss, state.validation_loss)
-                ),
+                *(UNKNOWN if loss is None else f"{loss:.4f}" for loss in losses),
                 UNKNOWN if state.seconds is None else duration(state.seconds),
                 UNKNOWN if state.usd is None else dollars(state.usd),
             ]

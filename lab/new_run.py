@@ -79,13 +79,9 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
     dataset_dir = datasets_dir / dataset
     provide_dataset(dataset_dir, dataset)
     before = model | train
-    lines = fit_to_dataset(model, train, dataset, dataset_dir)
+    changes = fit_to_dataset(model, train, dataset, dataset_dir)
     after = model | train
-    reasons = []  # for keys that have changed; a line begins with its key
-    for line in lines:
-        key = line.split()[0]
-        if after.get(key) != before.get(key):
-            reasons.append(line)
+    reasons = [line for key, line in changes.items() if after.get(key) != before.get(key)]
     try:
         configs = with_defaults(
             ModelConfig.model_validate(model), TrainConfig.model_validate(train)
@@ -133,8 +129,8 @@ def read_settings(runs_dir: Path, like: str) -> tuple[dict[str, Any], dict[str, 
 
 def fit_to_dataset(
     model: dict[str, Any], train: dict[str, Any], dataset: str, dataset_dir: Path
-) -> list[str]:
-    """Change the settings so that they fit a dataset; return a line for each change.
+) -> dict[str, str]:
+    """Set what depends on the dataset; return a line with the reason by key.
 
     Raises: UserError: the dataset cannot be read, or is too short.
     """
@@ -149,52 +145,49 @@ def fit_to_dataset(
     for key in OF_ANOTHER_DATASET:
         train.pop(key, None)
     train["dataset"] = dataset
-    reasons = [f"  dataset {dataset}"]
+    reasons = {"dataset": dataset}
 
     model["vocab_size"], why = vocabulary_of(files, dataset_dir)
-    reasons.append(f"  vocab_size {model['vocab_size']:,}: {why}")
+    reasons["vocab_size"] = f"{model['vocab_size']:,}: {why}"
 
     num_validation = files["validation"].num_tokens
-    if num_validation <= model["context_length"]:
-        model["context_length"] = 2 ** int(math.log2(max(1, num_validation - 1)))
-        reasons.append(
-            f"  context_length {model['context_length']:,}: the validation file has only"
-            f" {num_validation:,} tokens"
+    context_length = model["context_length"]
+    if num_validation <= context_length:
+        context_length = model["context_length"] = 2 ** int(math.log2(max(1, num_validation - 1)))
+        reasons["context_length"] = (
+            f"{context_length:,}: the validation file has only {num_validation:,} tokens"
         )
-    if model["context_length"] < SMALLEST_CONTEXT:
+    if context_length < SMALLEST_CONTEXT:
         raise UserError(
             f"{files['validation'].path}: has only {num_validation:,} tokens; prepare more text"
         )
 
     sequences = like.global_batch_size or like.microbatch_size * like.gradient_accumulation_steps
-    step_tokens = sequences * model["context_length"]
+    step_tokens = sequences * context_length
     num_tokens = files["train"].num_tokens
     wanted = num_tokens if like.min_train_tokens == -1 else like.min_train_tokens
     num_steps = max(1, min(wanted, MAX_PASSES * num_tokens) // step_tokens)
-    train["min_train_tokens"] = num_steps * step_tokens
-    passes = train["min_train_tokens"] / num_tokens
-    reasons.append(
-        f"  min_train_tokens {train['min_train_tokens']:,}: {passes:.3g} passes over the"
-        f" {num_tokens:,} training tokens" + "; more passes help little" * (passes > MAX_PASSES - 1)
+    to_train = train["min_train_tokens"] = num_steps * step_tokens
+    passes = to_train / num_tokens
+    advice = "; more passes help little" if passes > MAX_PASSES - 1 else ""
+    reasons["min_train_tokens"] = (
+        f"{to_train:,}: {passes:.3g} passes over the {num_tokens:,} training tokens{advice}"
     )
-    if train["min_train_tokens"] >= num_tokens:
+    if to_train >= num_tokens:
         train["repeat_data"] = True
 
-    available = (num_validation - 1) // model["context_length"]
     if like.validates:
-        train["validation_sequences"] = min(like.num_validation_sequences, available)
-        train["validation_interval"] = math.ceil(num_steps / VALIDATIONS)
-        reasons.append(
-            f"  validation_sequences {train['validation_sequences']:,}: of the"
-            f" {available:,} that the validation file has; every"
-            f" {train['validation_interval']:,} steps"
+        available = (num_validation - 1) // context_length
+        sequences = train["validation_sequences"] = min(like.num_validation_sequences, available)
+        interval = train["validation_interval"] = math.ceil(num_steps / VALIDATIONS)
+        reasons["validation_sequences"] = (
+            f"{sequences:,}: of the {available:,} that the validation file has; every"
+            f" {interval:,} steps"
         )
     if like.sample_prompts and (prompt := first_words(files["validation"], dataset_dir)):
         train["sample_prompts"] = [prompt]
-        reasons.append(
-            f"  sample_prompts {to_json([prompt])}: the first words of the validation text"
-        )
-    return reasons
+        reasons["sample_prompts"] = f"{to_json([prompt])}: the first words of the validation text"
+    return {key: f"  {key} {reason}" for key, reason in reasons.items()}
 
 
 def vocabulary_of(files: dict[str, Any], dataset_dir: Path) -> tuple[int, str]:

@@ -49,18 +49,21 @@ class Table:
     def terminal(self, width: int = 0) -> str:
         """Format the table for so many characters or the terminal; wider if its least width is."""
         width = width or shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
+        rows = [[visible(cell) for cell in row] for row in self.rows]
         least = {}  # widths by place
         for place, column in enumerate(self.columns):
-            cells = [*column.head.split("\n"), *(visible(row[place]) for row in self.rows)]
+            cells = [*column.head.split("\n"), *(row[place] for row in rows)]
             whole = max(map(cell_len, cells))
             least[place] = min(whole, column.min_width or whole)
-        places, hidden = (
-            {column.key or column.whole_head: place for place, column in enumerate(self.columns)},
-            [],
-        )
+
+        def least_width() -> int:
+            return sum(least.values()) + GAP * (len(least) - 1)
+
+        keys = [column.key or column.whole_head for column in self.columns]
+        hidden = []
         for key in self.hidden_first:
-            if sum(least.values()) + GAP * (len(least) - 1) > width and key in places:
-                del least[places[key]]
+            if least_width() > width and key in keys:
+                del least[keys.index(key)]
                 hidden.append(key)
         grid = Grid(box=RULED, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
         for place, min_width in least.items():
@@ -73,64 +76,47 @@ class Table:
                 min_width=min_width,
                 overflow="fold",
             )
-        for row in self.rows:
-            grid.add_row(*(Text(visible(row[place])) for place in least))
+        for row in rows:
+            grid.add_row(*(Text(row[place]) for place in least))
         output = io.StringIO()
-        console = Console(
-            file=output,
-            color_system=None,
-            height=1,
-            width=max(width, sum(least.values()) + GAP * (len(least) - 1)),
-        )
+        console = Console(file=output, color_system=None, height=1, width=max(width, least_width()))
         console.print(grid)
-        notes = [
-            *self.notes,
-            *(
-                [f"hidden columns: {', '.join(hidden)}; a wider terminal shows them"]
-                if hidden
-                else []
-            ),
-        ]
         lines = [line.rstrip() for line in output.getvalue().splitlines()]
-        return "\n".join([*lines, *(["", *notes] if notes else [])])
+        notes = list(self.notes)
+        if hidden:
+            notes.append(f"hidden columns: {', '.join(hidden)}; a wider terminal shows them")
+        if notes:
+            lines += ["", *notes]
+        return "\n".join(lines)
 
     def markdown(self) -> str:
         """Format the table in Markdown; special characters in cells are escaped."""
+        heads = [column.whole_head for column in self.columns]
         marks = [":---" if column.align == "left" else "---:" for column in self.columns]
-        lines = [
-            [column.whole_head for column in self.columns],
-            marks,
-            *([escaped(cell) for cell in row] for row in self.rows),
-        ]
-        return "\n".join(
-            [
-                *(f"| {' | '.join(line)} |" for line in lines),
-                *(["", *(f"- {escaped(note)}" for note in self.notes)] if self.notes else []),
-            ]
-        )
+        cells = [[escaped(cell) for cell in row] for row in self.rows]
+        lines = [f"| {' | '.join(line)} |" for line in (heads, marks, *cells)]
+        if self.notes:
+            lines += ["", *(f"- {escaped(note)}" for note in self.notes)]
+        return "\n".join(lines)
 
     def html(self) -> str:
         """Format the table in HTML; a table that is too wide for its window can be scrolled."""
 
-        def line(tag: str, cells: list[str]) -> str:
-            return (
-                "<tr>"
-                + "".join(
-                    f'<{tag} class="{column.align}">{html.escape(visible(cell))}</{tag}>'
-                    for column, cell in zip(self.columns, cells, strict=True)
-                )
-                + "</tr>"
-            )
-
-        return "\n".join(
-            [
-                '<div class="table"><table>',
-                line("th", [c.whole_head for c in self.columns]),
-                *(line("td", row) for row in self.rows),
-                "</table></div>",
-                *(f"<p>{html.escape(visible(note))}</p>" for note in self.notes),
+        def line(tag: str, texts: list[str]) -> str:
+            cells = [
+                f'<{tag} class="{column.align}">{html.escape(visible(text))}</{tag}>'
+                for column, text in zip(self.columns, texts, strict=True)
             ]
-        )
+            return f"<tr>{''.join(cells)}</tr>"
+
+        lines = [
+            '<div class="table"><table>',
+            line("th", [column.whole_head for column in self.columns]),
+            *(line("td", row) for row in self.rows),
+            "</table></div>",
+            *(f"<p>{html.escape(visible(note))}</p>" for note in self.notes),
+        ]
+        return "\n".join(lines)
 
     def csv(self) -> str:
         """Format the values in CSV; text that a spreadsheet would run is quoted."""
