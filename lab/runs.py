@@ -80,13 +80,14 @@ def _last_records(path: Path, version: Version) -> tuple[Record, ...]:
     except OSError:  # removed or replaced meanwhile
         return ()
     before, content = content[:-END_BYTES], content[-END_BYTES:]
-    place = -1 if VALIDATION in content else before.rfind(VALIDATION)
-    line = before[before.rfind(b"\n", 0, place) + 1 :].partition(b"\n")[0] if place >= 0 else b""
+    line = b""  # with the last validation, if that is before the end
+    if VALIDATION not in content and (place := before.rfind(VALIDATION)) >= 0:
+        line = before[before.rfind(b"\n", 0, place) + 1 :].partition(b"\n")[0]
     return tuple(valid_records(b"\n".join((line, content)).decode(errors="replace")))
 
 
-def last_value(records: Iterable[Record], key: str) -> float | None:
-    for record in reversed(tuple(records)):
+def last_value(records: Sequence[Record], key: str) -> float | None:
+    for record in reversed(records):
         value = number(record.get(key))
         if value is not None:
             return value
@@ -115,9 +116,9 @@ def launched_runs(runs_dir: Path) -> list[str]:
 
 
 def is_launched(runs_dir: Path, name: str) -> bool:
-    return bool(RUN_NAME.fullmatch(name)) and any(
-        (found := version_of(runs_dir / name / file)) and found[1] for file in LAUNCHED
-    )
+    versions = [version_of(runs_dir / name / file) for file in LAUNCHED]
+    has_contents = any(version and version[1] for version in versions)
+    return has_contents and bool(RUN_NAME.fullmatch(name))
 
 
 def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
@@ -126,8 +127,7 @@ def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
     names = list(dict.fromkeys(plain_name(runs_dir, name) for name in names))
     for name in names:
         if name not in launched:
-            is_run = RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir()
-            if is_run:
+            if RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir():
                 raise UserError(
                     f"{runs_dir / name}: has not been trained yet; train it with: uv run"
                     f" ddp_train.py {name}"
@@ -150,15 +150,15 @@ class RunFiles:
     @classmethod
     def read(cls, run_dir: Path) -> Self:
         summary, beat = map(found_object, (run_dir / "summary.json", run_dir / "heartbeat.json"))
-        age, status = seconds_since(run_dir, "heartbeat.json"), words(summary.get("status"))
-        is_alive = age is not None and age <= HEARTBEAT_SECONDS
-        if status is None and is_alive:  # it starts
-            status = RUNNING
+        age = seconds_since(run_dir, "heartbeat.json")
+        status = words(summary.get("status"))
+        if status in (None, RUNNING) and age is not None and age <= HEARTBEAT_SECONDS:
+            status = RUNNING  # without a status it starts
         elif status is None:
             has_summary = (run_dir / "summary.json").exists()
             status = "summary damaged" if has_summary else NO_SUMMARY
         elif status == RUNNING and age is not None:
-            status = RUNNING if is_alive else NO_HEARTBEAT
+            status = NO_HEARTBEAT
         elif status == RUNNING:
             written = seconds_since(run_dir, "summary.json", "metrics.jsonl") or 0.0
             status = LAST_WRITTEN if written > HEARTBEAT_SECONDS else RUNNING
@@ -178,7 +178,7 @@ class RunFiles:
         numbers = {key: number(value) for key, value in self.part(kind).items()}
         return {key: value for key, value in numbers.items() if value is not None}
 
-    def spent(self, records: Iterable[Record]) -> tuple[float | None, float | None]:
+    def spent(self, records: Sequence[Record]) -> tuple[float | None, float | None]:
         """Return the seconds and the US dollars of all launches until now.
 
         The summary of a run that has not ended has those of its start: the last record and the
@@ -187,7 +187,8 @@ class RunFiles:
         seconds, usd = self.phases("seconds"), self.phases("usd").get("total")
         if self.has_ended and seconds:
             return sum(seconds.values()), usd
-        recorded, dollars = (last_value(records, key) or 0.0 for key in ("seconds", "usd"))
+        recorded = last_value(records, "seconds") or 0.0
+        dollars = last_value(records, "usd") or 0.0
         latest = max(sum(seconds.values()), recorded, number(self.beat.get("seconds")) or 0.0)
         if dollars and recorded:  # at the same price until now
             dollars *= max(1.0, latest / recorded)
@@ -237,8 +238,9 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     if step is None:
         step = max((record["global_step"] for record in records), default=None)
     seconds, usd = files.spent(records)
+    pace = _seconds_per_step(records)
     left = at_end = price = None
-    if is_running and None not in (step, num_steps, pace := _seconds_per_step(records)):
+    if is_running and None not in (step, num_steps, pace):
         left = max(0, num_steps - 1 - step) * pace
         if usd and seconds:
             price = usd / seconds * 3600
@@ -313,7 +315,8 @@ def _seconds_per_step(records: tuple[Record, ...]) -> float | None:
         for record in records
         if first["global_step"] < record["global_step"] <= last["global_step"]
     )
-    return min(pace + validating / steps, max(pace, (last["seconds"] - first["seconds"]) / steps))
+    overall = (last["seconds"] - first["seconds"]) / steps
+    return min(pace + validating / steps, max(pace, overall))
 
 
 def _warnings(files: RunFiles, records: tuple[Record, ...]) -> list[str]:
@@ -322,11 +325,10 @@ def _warnings(files: RunFiles, records: tuple[Record, ...]) -> list[str]:
         return [f"last written {ago} ago, and no heartbeat.json: a copy, or it was killed"]
     if files.status not in (RUNNING, NO_HEARTBEAT):
         return []
-    found = (
-        []
-        if files.status == RUNNING
-        else [f"no heartbeat for {duration(files.heartbeat_seconds)}: the run may have been killed"]
-    )
+    found = []
+    if files.status == NO_HEARTBEAT:
+        ago = duration(files.heartbeat_seconds)
+        found.append(f"no heartbeat for {ago}: the run may have been killed")
     if skipped := sum(record.get("skipped_steps") or 0 for record in records[-PACE_RECORDS:]):
         found.append(f"{skipped:.0f} of the last steps skipped: a gradient was not finite")
     by_reason: dict[str, list[str]] = {}

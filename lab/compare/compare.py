@@ -228,11 +228,11 @@ def table_of(comparison: Comparison) -> Table:
 
 def _texts(comparison: Comparison, row: Row) -> dict[str, str]:
     """Return the cells of a row by key, empty where nothing is known; losses with their marks."""
-    values, texts = row.values, {"run": row.name}
+    values = row.values
+    texts = {"run": row.name}
     texts |= {key: values[key] or "" for key in ("differs", "model", "machine")}
-    texts |= {
-        key: "" if values[key] is None else form(values[key]) for key, (_, form) in SHOWN.items()
-    }
+    for key, (_, form) in SHOWN.items():
+        texts[key] = "" if values[key] is None else form(values[key])
     if row.is_published:  # no more digits than were published
         texts |= {key: texts[key].removesuffix("0") for key in LOSS_NAMES}
     if len(row.results) == 1 and None not in (values["ift_low"], values["ift_high"]):
@@ -243,14 +243,12 @@ def _texts(comparison: Comparison, row: Row) -> dict[str, str]:
     texts[kind] += " ≈" * values["is_within_spread"]
     texts["test_loss"] += " †" * row.is_of_other_text
     tokens, usd = values["tokens_to_loss"], values["usd_to_loss"]
-    texts["tokens_to_loss"] = (
-        ""
-        if tokens is None
-        else (
-            f"{short_count(tokens)}, {tokens / comparison.reference.values['tokens']:.0%}"
-            + ("" if usd is None else f", ${dollars(usd)}")
-        )
-    )
+    texts["tokens_to_loss"] = ""
+    if tokens is not None:
+        share = tokens / comparison.reference.values["tokens"]
+        texts["tokens_to_loss"] = f"{short_count(tokens)}, {share:.0%}"
+        if usd is not None:
+            texts["tokens_to_loss"] += f", ${dollars(usd)}"
     return texts
 
 

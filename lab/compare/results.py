@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import ValidationError
 
 from basics.errors import UserError, one_line
-from basics.json_files import FrozenConfig, parsed_object
+from basics.json_files import parsed_object
 from lab.plan.memory import size_name
 from lab.runs import Record, RunFiles, last_value, number
 from reporting.metrics_file import read_metrics, read_records
@@ -80,9 +80,10 @@ class Result:
     reason: str = ""  # why it ended or stopped, as its summary says
     # `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
     config: dict[str, Any] = field(default_factory=dict)
+    # The same as text; of a setting that was changed during the run all its values.
+    settings: dict[str, str] = field(default_factory=dict)
     # On held-out tokens, by the text or the slice; the longest first.
     tests: dict[str, Record] = field(default_factory=dict)
-    changes: dict[str, str] = field(default_factory=dict)  # of settings during the run
     tokenizer: str | None = None
     code: str = ""  # the version of the code that ended the run, if it recorded one
     notes: str = ""
@@ -95,11 +96,6 @@ class Result:
     loss_group: tuple[str, ...] = ()  # of a curve of the loss over the batch size
     memory_group: tuple[str, ...] = ()  # of a line of the memory over the microbatch
     search: tuple[tuple[float, float], ...] = ()  # tried by --find-max-microbatch, and their GiB
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """The settings as text; of one that was changed during the run all its values."""
-        return {key: shown(value) for key, value in self.config.items()} | self.changes
 
     @property
     def validation_slice(self) -> tuple[str, ...]:
@@ -131,42 +127,33 @@ def shown(value: Any) -> str:
 
 def read_result(run_dir: Path) -> Result:
     """Read the files of one run. Raises: UserError: one of them is too large."""
-    files, records = RunFiles.read(run_dir), tuple(read_metrics(run_dir / "metrics.jsonl"))
-    evaluations = [
-        parsed_object(line) for line in read_records(run_dir / "evaluations.jsonl").split("\n")
+    files = RunFiles.read(run_dir)
+    records = tuple(read_metrics(run_dir / "metrics.jsonl"))
+    evaluations = [*map(parsed_object, read_records(run_dir / "evaluations.jsonl").split("\n"))]
+    scores = [
+        line for line in evaluations if number(line.get("score")) is not None and "judge" in line
     ]
-    judged: Record = next(
-        (
-            line
-            for line in reversed(evaluations)  # the last line of `lab judge`
-            if number(line.get("score")) is not None and "judge" in line
-        ),
-        {},
-    )
+    judged = scores[-1] if scores else {}  # the last line of `lab judge`
     tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
-    changes = {key: text for key, text in histories(records).items() if key in config}
+    settings = {key: shown(value) for key, value in config.items()}
+    settings |= {key: text for key, text in histories(records).items() if key in config}
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
     tokenizers = [record.get("tokenizer") for record in (files.summary, *tests)]
+    model = {key: config[key] for key in ModelConfig.model_fields if key in config}
     try:
-        size = size_name(
-            ModelConfig.model_validate(
-                {key: config[key] for key in ModelConfig.model_fields if key in config}
-            )
-        )
+        size = size_name(ModelConfig.model_validate(model))
     except ValidationError:
         size = ""
 
     def group(*keys: str) -> tuple[str, ...]:
-        return tuple(
-            changes.get(key, shown(config.get(key))) for key in (*ModelConfig.model_fields, *keys)
-        )
+        return tuple(settings.get(key, "null") for key in (*ModelConfig.model_fields, *keys))
 
     return Result(
         name=run_dir.name,
         status=files.status,
         config=config,
-        changes=changes,
+        settings=settings,
         machine=machine,
         size=size,
         reason=str(files.summary.get("reason") or ""),
@@ -187,28 +174,24 @@ def read_result(run_dir: Path) -> Result:
 def _figures(
     files: RunFiles, records: tuple[Record, ...], config: dict[str, Any], judged: Record
 ) -> Figures:
-    found = {
-        key: number(
-            next(
-                (record[key] for record in (files.summary, *reversed(records)) if key in record),
-                None,
-            )
-        )  # a loss of null is not finite
-        for key in FROM_RECORDS
-    }
+    found: Figures = {}
+    for key in FROM_RECORDS:
+        values = (record[key] for record in (files.summary, *reversed(records)) if key in record)
+        found[key] = number(next(values, None))  # a loss of null is not finite
     last_step = last_value([*records, files.summary], "global_step")
-    steps, (seconds, usd) = None if last_step is None else last_step + 1, files.spent(records)
-    validation = (
-        files.phases("seconds").get("validation", 0.0)
-        if files.has_ended
-        else sum(record.get("validation_seconds") or 0.0 for record in records)
-    )
+    steps = None if last_step is None else last_step + 1
+    seconds, usd = files.spent(records)
+    if files.has_ended:
+        validation = files.phases("seconds").get("validation", 0.0)
+    else:
+        validation = sum(record.get("validation_seconds") or 0.0 for record in records)
     batch = number(config.get("global_batch_size"))
     context_length = number(config.get("context_length"))
     if found["tokens"] and steps and context_length:
         batch = round(found["tokens"] / steps / context_length)
     interval, machine = judged.get("score_interval"), files.part("machine")
     low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
+    is_on_gpus = machine.get("device_type") == "cuda"
     return found | {
         "steps": steps,
         "seconds": seconds,
@@ -219,9 +202,7 @@ def _figures(
         "ift_score": number(judged.get("score")),
         "ift_low": number(low),
         "ift_high": number(high),
-        "num_gpus": number(machine.get("processes"))
-        if machine.get("device_type") == "cuda"
-        else None,
+        "num_gpus": number(machine.get("processes")) if is_on_gpus else None,
     }
 
 
@@ -268,14 +249,11 @@ def _config(files: RunFiles) -> dict[str, Any]:
     The summary has them even if the files were edited later. Settings that an older version did
     not have get their defaults.
     """
-    types: dict[str, type[FrozenConfig]] = {"model": ModelConfig, "train": TrainConfig}
-    if all(map(files.part, types)):
-        return {
-            key: files.part(name).get(key, known.default)
-            for name, kind in types.items()
-            for key, known in kind.model_fields.items()
-            if key in files.part(name) or not known.is_required()
-        }
+    fields = ModelConfig.model_fields | TrainConfig.model_fields
+    if files.part("model") and files.part("train"):
+        known = {key: one.default for key, one in fields.items() if not one.is_required()}
+        known |= files.part("model") | files.part("train")
+        return {key: known[key] for key in fields if key in known}
     try:
         configs = with_defaults(
             load_config(files.run_dir / "model.json", ModelConfig),
@@ -283,27 +261,28 @@ def _config(files: RunFiles) -> dict[str, Any]:
         )
     except UserError:
         return {}
-    return {key: value for one in configs for key, value in one.model_dump(mode="json").items()}
+    model, train = (config.model_dump(mode="json") for config in configs)
+    return model | train
 
 
 def read_published() -> list[Result]:
     """Read the published results; dollars follow from their seconds and the machine's price."""
-    published, results = json.loads(PUBLISHED_PATH.read_text(encoding="utf-8")), []
+    published = json.loads(PUBLISHED_PATH.read_text(encoding="utf-8"))
     where = published["test_slice"]
+    results = []
     for row in published["rows"]:
         num_gpus, _, device = row.get("machine", "").partition("x ")
         # The original's fit has one point per run: of two checkpoints the best.
         is_in_fit = row.get("dataset") == "FineWeb" and row.get("checkpoint") != "latest"
+        test = {slice_of(where): where | {"loss": row["test_loss"]}} if "test_loss" in row else {}
+        figures = {key: row.get(key) for key in FIGURES}
         result = Result(
             name=row["name"],
             status=PUBLISHED,
             notes=row.get("notes", ""),
             size=row["model"],
-            figures={key: row.get(key) for key in FIGURES}
-            | {"num_gpus": int(num_gpus) if device else None},
-            tests={slice_of(where): where | {"loss": row["test_loss"]}}
-            if "test_loss" in row
-            else {},
+            figures=figures | {"num_gpus": int(num_gpus) if device else None},
+            tests=test,
             device=device or None,
             memory_gib=row.get("gib_per_gpu"),
             loss_group=(PUBLISHED, row["dataset"], str(row.get("tokens"))) if is_in_fit else (),

@@ -81,12 +81,11 @@ def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
     sorted_by = bits_key(kind) if bits_note else kind
 
     def order(row: Row) -> tuple:
-        values = (
-            [row.values[sorted_by]]
-            if bits_note
-            else [row.loss(name) for name in (kind, *LOSS_NAMES)]
-        )
-        return (*((value is None, value or 0.0) for value in values), row.name)
+        if bits_note:
+            losses = [row.values[sorted_by]]
+        else:
+            losses = [row.loss(name) for name in (kind, *LOSS_NAMES)]
+        return [(loss is None, loss or 0.0) for loss in losses], row.name
 
     rows.sort(key=order)
     for row in rows:
@@ -119,15 +118,13 @@ def _group_seeds(results: list[Result]) -> list[Row]:
     losses are those on the published text, else on the most common one, of several the longest. A
     run without that text has its own longest test.
     """
-    published = [result.tests for result in results if result.status == PUBLISHED]
-    counts = Counter(
-        text for tests in published or [result.tests for result in results] for text in tests
-    )
+    sources = [result for result in results if result.status == PUBLISHED] or results
+    counts = Counter(text for result in sources for text in result.tests)
     text = counts.most_common(1)[0][0] if counts else ""
     groups: dict[object, list[Result]] = {}
     times_seen: Counter[object] = Counter()
     for result in results:
-        config = result.settings
+        config = dict(result.settings)
         seed = config.pop(SEED, None)
         key = (
             tuple(sorted(config.items())),
@@ -145,16 +142,19 @@ def _row_of(group: list[Result], text: str) -> Row:
     first, is_one = group[0], len(group) == 1
     chosen = text if text in first.tests else next(iter(first.tests), text)
     tests = [result.tests.get(chosen, {}) for result in group]
-    each = {key: [result.figures[key] for result in group] for key in FIGURES} | {
-        f"test_{key}": [number(test.get(key)) for test in tests]
-        for key in ("loss", "bits_per_byte")
-    }
+    each = {key: [result.figures[key] for result in group] for key in FIGURES}
+    for key in ("loss", "bits_per_byte"):
+        each[f"test_{key}"] = [number(test.get(key)) for test in tests]
     found: dict[str, Any] = {}
     for key, values in each.items():
         if None in values:
             found[key] = None
         else:
             found[key] = values[0] if is_one else statistics.fmean(values)
+    spreads = {
+        f"{kind}_spread": None if is_one or None in each[kind] else statistics.stdev(each[kind])
+        for kind in LOSS_NAMES
+    }
     seconds, usd, validation = found["seconds"], found["usd"], found.pop("validation_seconds")
     training = None if None in (seconds, validation) else seconds - validation
     return Row(
@@ -174,12 +174,7 @@ def _row_of(group: list[Result], text: str) -> Row:
             "usd_per_megatoken": _ratio(usd, _ratio(found["tokens"], 1e6)),
             "ift_judge": first.judge,
             "machine": first.device,
-            **{
-                f"{kind}_spread": None
-                if is_one or None in each[kind]
-                else statistics.stdev(each[kind])
-                for kind in LOSS_NAMES
-            },
+            **spreads,
             "sorted_by": "",
             "is_within_spread": False,
             "test_slice": slice_of(tests[0]) if tests[0] else "",
@@ -211,14 +206,12 @@ def _mark_differences(rows: list[Row]) -> str:
             if value is not None and count > len(known) / 2:
                 common[key] = value
     for row, config in zip(rows, configs, strict=True):
-        row.values["differs"] = (
-            " ".join(
-                f"{key}={config[key]}"
-                for key in differing
-                if key in config and config[key] != common.get(key)
-            )
-            or row.first.notes
-        )
+        unusual = [
+            f"{key}={config[key]}"
+            for key in differing
+            if config.get(key) not in (None, common.get(key))
+        ]
+        row.values["differs"] = " ".join(unusual) or row.first.notes
     values = " ".join(f"{key}={value}" for key, value in common.items())
     return f"settings, unless a row shows another value: {values}" if values else ""
 
@@ -288,37 +281,23 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
     notes = []
     for is_other, start in ((False, "test loss on"), (True, "† not comparable: test loss on")):
         slices = {row.values["test_slice"] for row in rows if row.is_of_other_text == is_other}
-        notes += [f"{start} {'; '.join(sorted(slices - {''}))}"] if slices - {""} else []
-    if any(
-        None not in (row.values["test_loss"], row.values["validation_loss"])
-        for row in rows
-        if not row.is_published
-    ):
+        if slices - {""}:
+            notes.append(f"{start} {'; '.join(sorted(slices - {''}))}")
+    validated = [row for row in rows if row.values["validation_loss"] is not None]
+    if any(row.values["test_loss"] is not None and not row.is_published for row in validated):
         notes.append(
             "validation loss: on the tokens on which a run validates, so not that of the"
             " test, also where both are of one file"
         )
-    if (
-        len(
-            {
-                row.first.validation_slice
-                for row in rows
-                if row.values["validation_loss"] is not None
-            }
-        )
-        > 1
-    ):
+    if len({row.first.validation_slice for row in validated}) > 1:
         notes.append("validation losses were measured on different tokens: see the differences")
     if any(row.values["ift_score"] is not None for row in rows):
-        notes.append(
-            "; ".join(
-                [
-                    "IFT: mean score of answers to instructions, 0 to 100 (95% interval); only"
-                    " those of one judge compare, and no published ones",
-                    *(f"{row.name} by {row.first.judge}" for row in rows if row.first.judge),
-                ]
-            )
+        about = (
+            "IFT: mean score of answers to instructions, 0 to 100 (95% interval); only"
+            " those of one judge compare, and no published ones"
         )
+        judges = [f"{row.name} by {row.first.judge}" for row in rows if row.first.judge]
+        notes.append("; ".join([about, *judges]))
     if any(row.is_published for row in rows):
         notes.append(
             "* published results of the original system; US$ computed from its seconds"
@@ -346,20 +325,15 @@ def _mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
     if of_run is None and len(usable) < 2:
         return None
     reference = max(usable, key=lambda row: row.values["validation_loss"])
-    losses = {
-        shown(run.config.get(SEED)): run.figures["validation_loss"] for run in reference.results
-    }  # of another seed: the mean
+    mean = reference.values["validation_loss"]
+    by_seed = {run.settings.get(SEED): run.figures["validation_loss"] for run in reference.results}
     for row in rows:
         found = None
         if row is reference:  # to its end
             found = row.values["tokens"], row.values["usd"]
         elif row.first.validation_slice == reference.first.validation_slice:
-            found = mean_reached(
-                (
-                    run.records,
-                    losses.get(shown(run.config.get(SEED)), reference.values["validation_loss"]),
-                )
-                for run in row.results
+            found = mean_reached(  # each to the loss of its seed; of another seed to the mean
+                (run.records, by_seed.get(run.settings.get(SEED), mean)) for run in row.results
             )
         if found:
             row.values["tokens_to_loss"], row.values["usd_to_loss"] = found
