@@ -11,7 +11,7 @@ from basics.cli import RUNS_DIR, print_json
 from basics.errors import print_error, visible
 from basics.text import dollars
 from lab.runs import NEW, RUNNING, RunState, chosen_runs, launched_runs, read_state
-from lab.table import UNKNOWN, Column, Table
+from lab.table import UNKNOWN, Column, Table, cell
 from reporting.summary import duration
 from run_config import RUN_NAME
 
@@ -69,15 +69,15 @@ def table_of(states: Sequence[RunState]) -> Table:
     rows = []
     for state in states:
         step = UNKNOWN if state.global_step is None else f"{state.global_step + 1:,}"
-        losses = state.train_loss, state.validation_loss
         rows.append(
             [
                 state.name,
                 f"{state.status} ({state.reason})" if state.reason else state.status,
                 f"{step}/{state.num_steps:,}" if state.num_steps else step,
-                *(UNKNOWN if loss is None else f"{loss:.4f}" for loss in losses),
-                UNKNOWN if state.seconds is None else duration(state.seconds),
-                UNKNOWN if state.usd is None else dollars(state.usd),
+                cell(state.train_loss, "{:.4f}".format),
+                cell(state.validation_loss, "{:.4f}".format),
+                cell(state.seconds, duration),
+                cell(state.usd, dollars),
             ]
         )
     return Table(

@@ -47,6 +47,11 @@ def number(value: Any) -> float | None:
     return value if is_number(value, 0) else None
 
 
+def number_of(record: Record, key: str) -> float | None:
+    """Return a number in a record, as `number` does; None without such a key."""
+    return number(record.get(key))
+
+
 def words(value: object) -> str | None:
     """Return a text of a run on one line of limited length; None if there is none."""
     return one_line(value[:MAX_WORDS]) if isinstance(value, str) and value else None
@@ -87,8 +92,9 @@ def _last_records(path: Path, version: Version) -> tuple[Record, ...]:
 
 
 def last_value(records: Sequence[Record], key: str) -> float | None:
+    """Return the last number under a key that a run can have measured; None if there is none."""
     for record in reversed(records):
-        value = number(record.get(key))
+        value = number_of(record, key)
         if value is not None:
             return value
     return None
@@ -116,6 +122,7 @@ def launched_runs(runs_dir: Path) -> list[str]:
 
 
 def is_launched(runs_dir: Path, name: str) -> bool:
+    """Return whether a run has a file that a launch writes, with something in it."""
     versions = [version_of(runs_dir / name / file) for file in LAUNCHED]
     has_contents = any(version and version[1] for version in versions)
     return has_contents and bool(RUN_NAME.fullmatch(name))
@@ -189,7 +196,7 @@ class RunFiles:
             return sum(seconds.values()), usd
         recorded = last_value(records, "seconds") or 0.0
         dollars = last_value(records, "usd") or 0.0
-        latest = max(sum(seconds.values()), recorded, number(self.beat.get("seconds")) or 0.0)
+        latest = max(sum(seconds.values()), recorded, number_of(self.beat, "seconds") or 0.0)
         if dollars and recorded:  # at the same price until now
             dollars *= max(1.0, latest / recorded)
         return latest or None, max(usd or 0.0, dollars) or usd
@@ -234,7 +241,7 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     files = RunFiles.read(runs_dir / name)
     records = last_records(runs_dir / name / "metrics.jsonl")
     is_running = files.status == RUNNING
-    step, num_steps = (number(files.summary.get(key)) for key in ("global_step", "num_steps"))
+    step, num_steps = (number_of(files.summary, key) for key in ("global_step", "num_steps"))
     if step is None:
         step = max((record["global_step"] for record in records), default=None)
     seconds, usd = files.spent(records)
@@ -267,7 +274,7 @@ def read_state(runs_dir: Path, name: str) -> RunState:
         usd_at_end=at_end,
         memory_gib=max(
             (gib for gib in gpus if gib),
-            default=number(files.part("machine").get("peak_memory_gib")),
+            default=number_of(files.part("machine"), "peak_memory_gib"),
         ),
         tokenizer=words(files.summary.get("tokenizer")),
         bytes_per_token=bytes_per_token(told),
@@ -279,7 +286,7 @@ def bytes_per_token(records: Sequence[Record]) -> float | None:
     """Return the mean length of the validation text's tokens: its last loss is in both units."""
     for record in reversed(records):
         nats, bits = (
-            number(record.get(key)) for key in ("validation_loss", "validation_bits_per_byte")
+            number_of(record, key) for key in ("validation_loss", "validation_bits_per_byte")
         )
         if nats and bits:
             return nats / math.log(2) / bits
@@ -299,7 +306,7 @@ def _seconds_per_step(records: tuple[Record, ...]) -> float | None:
     reports = [
         record
         for record in records
-        if None not in (number(record.get("train_loss")), number(record.get("seconds")))
+        if None not in (number_of(record, "train_loss"), number_of(record, "seconds"))
     ][-PACE_RECORDS:]
     rates = []  # seconds a step
     for before, after in pairwise(reports):

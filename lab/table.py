@@ -4,6 +4,7 @@ import csv
 import html
 import io
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -134,6 +135,11 @@ def _csv_cell(value: Any) -> str:
     if not isinstance(value, str):
         return str(value).lower().removesuffix(".0")  # true, 36
     return f"'{value}" if value[:1] in tuple("=+-@") else value
+
+
+def cell(value: float | None, form: Callable[[float], str]) -> str:
+    """Format a figure; UNKNOWN if it is None."""
+    return UNKNOWN if value is None else form(value)
 
 
 def short_count(value: float) -> str:

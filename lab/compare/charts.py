@@ -14,7 +14,7 @@ from numpy.polynomial import Polynomial
 
 from lab.compare.results import Result
 from lab.compare.rows import LOSS_NAMES, Row, bits_key, deciding_loss, has_several_tokenizers
-from lab.runs import bytes_per_token, number
+from lab.runs import bytes_per_token, number_of
 from reporting.charts import draw_by_hand
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ MARGIN = 0.08  # share of an axis between its ends and the points
 FEW_VALIDATIONS = 15  # up to this number, each one is marked
 NEEDED_FOR_PARABOLA, NEEDED_FOR_LINE = 3, 2  # different x
 
-# What a curve is fitted through, by label: rows by x and y, so that equal points count once.
-Points = dict[str, dict[tuple[float, float], Row | None]]
+# What a curve is fitted through: rows by x and y, so that equal points count once.
+Curve = dict[tuple[float, float], Row | None]
+Points = dict[str, Curve]  # by label
 
 
 def loss_points(rows: list[Row], key: str) -> Points:
@@ -68,7 +69,7 @@ def _grouped(
     found: Iterable[tuple[tuple[str, ...], Row, float | None, float | None]], needed: int
 ) -> Points:
     """Group points, each with its group, row, x and y; `needed` different x are a curve."""
-    groups: dict[tuple[str, ...], dict[tuple[float, float], Row | None]] = {}
+    groups: dict[tuple[str, ...], Curve] = {}
     for group, row, x, y in found:
         if group and x and y is not None:
             groups.setdefault(group, {}).setdefault((x, y), row)
@@ -143,7 +144,7 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
 
 def _has_curve(row: Row) -> bool:
     records = [record for result in row.results for record in result.records]
-    return any(number(record.get(key)) is not None for record in records for key in CURVES)
+    return any(number_of(record, key) is not None for record in records for key in CURVES)
 
 
 def _has_bits(row: Row) -> bool:
@@ -156,14 +157,19 @@ def _unit(in_bits: bool) -> str:
 
 def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     """Return x and y of a run's curve as arrays of float64, (points,)."""
-    recorded = [(number(record.get(x_key)), number(record.get(key))) for record in result.records]
-    points = [point for point in recorded if None not in point]
+    points = []
+    for record in result.records:
+        point = number_of(record, x_key), number_of(record, key)
+        if None not in point:
+            points.append(point)
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
     if key == "train_loss" and len(x):  # averages of at most MAX_POINTS groups
         groups = np.array_split(np.arange(len(x)), min(len(x), MAX_POINTS))
         x = np.array([x[group[-1]] for group in groups])
         y = np.array([y[group].mean() for group in groups])
-    return (x + 1 if x_key == "global_step" else x), y  # people count from 1
+    if x_key == "global_step":
+        x = x + 1  # people count from 1
+    return x, y
 
 
 def _plot_curves(rows: list[Row], figure: Figure, *, in_bits: bool) -> None:
@@ -171,7 +177,7 @@ def _plot_curves(rows: list[Row], figure: Figure, *, in_bits: bool) -> None:
     from matplotlib.ticker import EngFormatter
 
     records = [record for row in rows for result in row.results for record in result.records]
-    longest = max(number(record.get("seconds")) or 0.0 for record in records)
+    longest = max(number_of(record, "seconds") or 0.0 for record in records)
     is_short = longest < MINUTES_BELOW_SECONDS
     every_axis = [
         ("global step", "global_step", 1),
@@ -182,7 +188,7 @@ def _plot_curves(rows: list[Row], figure: Figure, *, in_bits: bool) -> None:
     recorded = [
         axis
         for axis in every_axis
-        if any(number(record.get(axis[1])) is not None for record in records)
+        if any(number_of(record, axis[1]) is not None for record in records)
     ]
     shape = (2, 2) if len(recorded) == 4 else (1, len(recorded))
     figure.set_size_inches(6 * shape[1], 4.5 * shape[0])
@@ -203,8 +209,9 @@ def _plot_curves(rows: list[Row], figure: Figure, *, in_bits: bool) -> None:
         if axes.get_xlim()[1] >= 1000:  # smaller x would have an m, read as M
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     losses = [line.get_ydata() for line in panels[0].lines]
+    after_start = [y[int(len(y) * HIGH_START) :] for y in losses]
     low = min(y.min() for y in losses)
-    high = max(y[int(len(y) * HIGH_START) :].max() for y in losses)
+    high = max(y.max() for y in after_start)
     margin = MARGIN * (high - low) or 0.5
     panels[0].set_ylim(low - margin, high + margin)
     figure.suptitle("training (thin, smoothed) and validation (bold)")
@@ -217,7 +224,8 @@ def _plot_curves(rows: list[Row], figure: Figure, *, in_bits: bool) -> None:
 
 
 def without_formulas(text: str) -> str:
-    return text.replace("$", r"\$")  # matplotlib parses text between two dollar signs as a formula
+    """Escape dollar signs: matplotlib parses text between two of them as a formula."""
+    return text.replace("$", r"\$")
 
 
 def plot_points(

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from basics.errors import UserError, one_line
 from basics.json_files import parsed_object
 from lab.plan.memory import size_name
-from lab.runs import Record, RunFiles, last_value, number
+from lab.runs import Record, RunFiles, last_value, number, number_of
 from reporting.metrics_file import read_metrics, read_records
 from reporting.setting_changes import histories
 from reporting.summary import FINISHED
@@ -106,6 +106,8 @@ class Result:
         return tuple(shown(self.config.get(key)) for key in keys)
 
     def priced(self, usd_per_hour: float) -> Self:
+        """Return this result with the dollars of all its time at one price."""
+
         def usd(seconds: float | None) -> float | None:
             return None if seconds is None else seconds * usd_per_hour / 3600
 
@@ -131,7 +133,7 @@ def read_result(run_dir: Path) -> Result:
     records = tuple(read_metrics(run_dir / "metrics.jsonl"))
     evaluations = [*map(parsed_object, read_records(run_dir / "evaluations.jsonl").split("\n"))]
     scores = [
-        line for line in evaluations if number(line.get("score")) is not None and "judge" in line
+        line for line in evaluations if number_of(line, "score") is not None and "judge" in line
     ]
     judged = scores[-1] if scores else {}  # the last line of `lab judge`
     tests = _tests(files, evaluations)
@@ -163,7 +165,7 @@ def read_result(run_dir: Path) -> Result:
         tests={str(test.get("text") or slice_of(test)): test for test in tests},  # later ones win
         tokenizer=next((name for name in tokenizers if isinstance(name, str)), None),
         code=shown(code) if code else "",
-        memory_gib=number(facts.get("peak_memory_gib")),
+        memory_gib=number_of(facts, "peak_memory_gib"),
         judge=f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else "",
         loss_group=group(*LOSS_SETTINGS) if files.status == FINISHED else (),
         memory_group=(*machine, *group(*MEMORY_SETTINGS)),
@@ -176,8 +178,8 @@ def _figures(
 ) -> Figures:
     found: Figures = {}
     for key in FROM_RECORDS:
-        values = (record[key] for record in (files.summary, *reversed(records)) if key in record)
-        found[key] = number(next(values, None))  # a loss of null is not finite
+        told = [record[key] for record in (*records, files.summary) if key in record]
+        found[key] = number(told[-1]) if told else None  # a loss of null is not finite
     last_step = last_value([*records, files.summary], "global_step")
     steps = None if last_step is None else last_step + 1
     seconds, usd = files.spent(records)
@@ -185,8 +187,8 @@ def _figures(
         validation = files.phases("seconds").get("validation", 0.0)
     else:
         validation = sum(record.get("validation_seconds") or 0.0 for record in records)
-    batch = number(config.get("global_batch_size"))
-    context_length = number(config.get("context_length"))
+    batch = number_of(config, "global_batch_size")
+    context_length = number_of(config, "context_length")
     if found["tokens"] and steps and context_length:
         batch = round(found["tokens"] / steps / context_length)
     interval, machine = judged.get("score_interval"), files.part("machine")
@@ -199,10 +201,10 @@ def _figures(
         "validation_seconds": validation,
         "global_batch_size": batch,
         "microbatch_size": number((files.part("batch") or config).get("microbatch_size")),
-        "ift_score": number(judged.get("score")),
+        "ift_score": number_of(judged, "score"),
         "ift_low": number(low),
         "ift_high": number(high),
-        "num_gpus": number(machine.get("processes")) if is_on_gpus else None,
+        "num_gpus": number_of(machine, "processes") if is_on_gpus else None,
     }
 
 
@@ -211,32 +213,36 @@ def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
     tests = [
         line
         for line in evaluations
-        if number(line.get("loss")) is not None and line.get("split") == "validation"
+        if number_of(line, "loss") is not None and line.get("split") == "validation"
     ]  # not of tokens trained on
     best = files.part("best").get("checkpoint")
-    last = number(files.summary.get("global_step"))
+    last = number_of(files.summary, "global_step")
+    steps = [number_of(line, "global_step") for line in tests]
     if best is None and last is None:  # the run has not ended: use its last measured checkpoint
-        steps = [number(line.get("global_step")) for line in tests]
         last = max((step for step in steps if step is not None), default=None)
-    found = [line for line in tests if last is not None and number(line.get("global_step")) == last]
-    found += [line for line in tests if best is not None and line.get("checkpoint") == best]
-    return sorted(found, key=lambda line: -(number(line.get("num_tokens")) or 0))
+    found = []
+    if last is not None:
+        found += [line for line, step in zip(tests, steps, strict=True) if step == last]
+    if best is not None:
+        found += [line for line in tests if line.get("checkpoint") == best]
+    return sorted(found, key=lambda line: number_of(line, "num_tokens") or 0, reverse=True)
 
 
 def _trials(run_dir: Path) -> tuple[tuple[float, float], ...]:
     """Return the microbatches that fitted in --find-max-microbatch --save, and the GiB of each."""
     trials = parsed_object(read_records(run_dir / "microbatch-search.json")).get("trials")
-    found = [
-        (number(trial.get("microbatch_size")), number(trial.get("demand_gib")))
-        for trial in (trials if isinstance(trials, list) else ())
-        if isinstance(trial, dict) and trial.get("fits") is True
-    ]
-    return tuple((size, gib) for size, gib in found if size and gib is not None)
+    found = []
+    for trial in trials if isinstance(trials, list) else []:
+        if isinstance(trial, dict) and trial.get("fits") is True:
+            size, gib = number_of(trial, "microbatch_size"), number_of(trial, "demand_gib")
+            if size and gib is not None:
+                found.append((size, gib))
+    return tuple(found)
 
 
 def slice_of(test: Record) -> str:
     """Describe the tokens that a test loss was measured on."""
-    start, count = (number(test.get(key)) for key in ("start_token", "num_tokens"))
+    start, count = (number_of(test, key) for key in ("start_token", "num_tokens"))
     if start is None or count is None:
         return "unknown tokens"
     where = f"{shown(test.get('dataset'))}/{shown(test.get('split'))}"
@@ -307,7 +313,7 @@ def first_reaching(records: Iterable[Record], loss: float) -> Reached | None:
     """
     before: tuple[float, Reached] | None = None
     for record in records:
-        now, tokens, usd = (number(record.get(key)) for key in ("validation_loss", "tokens", "usd"))
+        now, tokens, usd = (number_of(record, key) for key in ("validation_loss", "tokens", "usd"))
         if now is None or tokens is None:
             continue
         if now > loss:

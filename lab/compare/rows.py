@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from basics.errors import UserError
 from basics.text import counted
 from lab.compare.results import FIGURES, PUBLISHED, Result, mean_reached, shown, slice_of
-from lab.runs import number
+from lab.runs import number_of
 from lab.stats import pooled_deviation, t_95
 from reporting.summary import FINISHED
 
@@ -46,7 +46,8 @@ class Row:
 
     @property
     def short_name(self) -> str:
-        return self.name if len(self.name) <= 40 else f"{self.name[:40]}..."  # in a chart
+        """The name as it fits into a chart and its legend."""
+        return self.name if len(self.name) <= 40 else f"{self.name[:40]}..."
 
     def loss(self, key: str) -> float | None:
         """Return a loss, or its `bits_key`, if it can be compared with those of the other rows."""
@@ -134,7 +135,8 @@ def _group_seeds(results: list[Result]) -> list[Row]:
             result.figures["global_batch_size"],
         )
         times_seen[key, seed] += 1
-        groups.setdefault((key, times_seen[key, seed]) if config else id(result), []).append(result)
+        group = (key, times_seen[key, seed]) if config else id(result)
+        groups.setdefault(group, []).append(result)
     return [_row_of(group, text) for group in groups.values()]
 
 
@@ -144,7 +146,7 @@ def _row_of(group: list[Result], text: str) -> Row:
     tests = [result.tests.get(chosen, {}) for result in group]
     each = {key: [result.figures[key] for result in group] for key in FIGURES}
     for key in ("loss", "bits_per_byte"):
-        each[f"test_{key}"] = [number(test.get(key)) for test in tests]
+        each[f"test_{key}"] = [number_of(test, key) for test in tests]
     found: dict[str, Any] = {}
     for key, values in each.items():
         if None in values:
@@ -190,17 +192,26 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def _mark_differences(rows: list[Row]) -> str:
-    """Set the settings in which rows differ; values of more than half of them go into a note."""
+    """Set `differs` of each row to its settings that not all rows have.
+
+    A value that more than half of the rows have stands in the returned note instead, which is
+    empty if there is none.
+    """
     configs = []
     for row in rows:
         seeds = [shown(result.config[SEED]) for result in row.results if SEED in result.config]
         codes = sorted({result.code for result in row.results if result.code})
-        several = {SEED: ",".join(seeds), "code": ",".join(codes)}
-        configs.append(row.first.settings | {key: text for key, text in several.items() if text})
+        config = dict(row.first.settings)
+        if seeds:
+            config[SEED] = ",".join(seeds)
+        if codes:
+            config["code"] = ",".join(codes)
+        configs.append(config)
     known = [config for config in configs if config]
     common, differing = {}, []
     for key in dict.fromkeys(key for config in known for key in config):
-        (value, count), *others = Counter(config.get(key) for config in known).most_common()
+        counts = Counter(config.get(key) for config in known)
+        (value, count), *others = counts.most_common()
         if others:
             differing.append(key)
             if value is not None and count > len(known) / 2:
@@ -232,7 +243,10 @@ def _bits_note(rows: list[Row], kind: str) -> str:
     known = [row for row in measured if row.loss(kind) and row.loss(bits_key(kind))]
     if not known or not has_several_tokenizers(measured):
         return ""
-    lengths = [row.values[kind] / math.log(2) / row.values[bits_key(kind)] for row in known]
+    lengths = []  # bytes per token
+    for row in known:
+        bits_per_token = row.values[kind] / math.log(2)
+        lengths.append(bits_per_token / row.values[bits_key(kind)])
     text = ""
     if kind != "test_loss":
         text = (
@@ -266,7 +280,8 @@ def _mark_within_spread(rows: list[Row], kind: str) -> str:
         return ""
     best = rows[0]
     for row in rows[1:]:
-        limit = t_95(freedom) * spread * math.sqrt(1 / len(best.results) + 1 / len(row.results))
+        inverse_counts = 1 / len(best.results) + 1 / len(row.results)
+        limit = t_95(freedom) * spread * math.sqrt(inverse_counts)
         loss = row.loss(kind)
         row.values["is_within_spread"] = loss is not None and loss - best.values[kind] <= limit
     return (
@@ -307,7 +322,11 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
 
 
 def _mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
-    """Set when each row reached the final validation loss of one of them; return that one."""
+    """Set tokens and dollars until each row reached the final validation loss of a reference.
+
+    Returns the reference: the row of this run, else of finished rows the one with the highest
+    loss; None if there are not two. Raises: UserError: the named run cannot be one.
+    """
     usable = [
         row
         for row in rows

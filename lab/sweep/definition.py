@@ -60,10 +60,13 @@ def _parse_value(text: str) -> Any:
 
 
 def label(changes: Changes) -> str:
+    """Name a variant in tables and messages: KEY=VALUE,..., with long values cut."""
     texts = []
     for key, value in changes.items():
         text = value if isinstance(value, str) else json.dumps(value)
-        texts.append(f"{key}={text[:LONGEST_VALUE]}{'...' * (len(text) > LONGEST_VALUE)}")
+        if len(text) > LONGEST_VALUE:
+            text = f"{text[:LONGEST_VALUE]}..."
+        texts.append(f"{key}={text}")
     return ",".join(texts) or "baseline"
 
 

@@ -19,7 +19,7 @@ from lab.runs import number
 from lab.stats import Difference, pooled_deviation, seeds_needed
 from lab.sweep.definition import Changes, Sweep, label
 from lab.sweep.execution import Outcome, total
-from lab.table import UNKNOWN, Column, Table, short_count
+from lab.table import UNKNOWN, Column, Table, cell, short_count
 from reporting.charts import draw_by_hand
 from reporting.summary import duration
 
@@ -54,6 +54,7 @@ class Entry:
         return [found.loss for found in self.outcomes if found.loss is not None]
 
     def mean(self, key: str) -> float | None:
+        """Return the mean of a figure over the finished seeds; None if it is not known of all."""
         values = [found.figures[key] for found in self.outcomes if found.loss is not None]
         return statistics.fmean(values) if values and None not in values else None
 
@@ -183,12 +184,9 @@ def _range_note(key: str, points: dict[float, float]) -> str:
 def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
     """Return the result as a table with its notes."""
 
-    def text(value: float | None, form: str) -> str:
-        return UNKNOWN if value is None else format(value, form)
-
     rows = []
     for entry in entries:
-        found, usd = entry.difference, entry.mean("usd")
+        found = entry.difference
         interval = "{:+.4f} to {:+.4f}".format(*found.interval) if found and found.interval else ""
         tokens = "other validation tokens" * (not entry.is_comparable)
         reached = "not reached" if found else ""
@@ -198,13 +196,13 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
             [
                 label(entry.changes),
                 f"{len(entry.losses)}/{len(entry.outcomes)}",
-                text(entry.mean("validation_loss"), ".4f"),
-                text(found.mean if found else None, "+.4f"),
+                cell(entry.mean("validation_loss"), "{:.4f}".format),
+                f"{found.mean:+.4f}" if found else UNKNOWN,
                 interval or UNKNOWN,
                 "; ".join(filter(None, (entry.verdict, tokens, entry.unfinished))) or UNKNOWN,
                 reached or UNKNOWN,
-                text(entry.mean("seconds"), ",.0f"),
-                UNKNOWN if usd is None else dollars(usd),
+                cell(entry.mean("seconds"), "{:,.0f}".format),
+                cell(entry.mean("usd"), dollars),
             ]
         )
     return Table(COLUMNS, rows, notes_of(sweep, entries))

@@ -89,7 +89,9 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
     from lab.sweep.report import add_stack, document_of, draw_sweep, entries_of, table_of
     from run_config import RUN_NAME, load_run
 
-    wanted = [*map(parse_change, changes), *(one for text in ranges for one in parse_range(text))]
+    wanted = [parse_change(text) for text in changes]
+    for text in ranges:
+        wanted += parse_range(text)
     loaded = load_run(options["runs_dir"], base)
     name, sweeps_dir = options["name"] or base, options["sweeps_dir"]
     if not RUN_NAME.fullmatch(name):
@@ -124,9 +126,12 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
         click.echo(visible(f"\n{table.terminal()}"))  # whatever fails below, it is seen
         with writing_to(sweep.sweep_dir):
             drawn = draw_sweep(sweep, entries) if options["charts"] else []
-            images = [f"![{chart.stem}]({chart.name})" for chart in drawn]
-            write_atomically(path, "\n".join([table.markdown(), *[""] * bool(drawn), *images, ""]))
-        click.echo(visible("\n".join(f"written: {file}" for file in [path, *drawn])), err=True)
+            lines = [table.markdown()]
+            if drawn:
+                lines += ["", *(f"![{chart.stem}]({chart.name})" for chart in drawn)]
+            write_atomically(path, "\n".join([*lines, ""]))
+        for file in (path, *drawn):
+            click.echo(visible(f"written: {file}"), err=True)
         if execution.stop_reason:
             click.echo(
                 visible(
