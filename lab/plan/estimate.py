@@ -175,6 +175,7 @@ def amount(value: float) -> str:
 
 
 def verdict(usd: dict[str, float], budget: float) -> str:
+    """Say whether a run of these dollars (`low`, `expected`, `high`) fits a budget."""
     if usd["high"] <= budget:
         return "fits"
     if usd["expected"] <= budget:

@@ -62,11 +62,10 @@ def size_name(model: ModelConfig) -> str:
     """Name a model by its size, the same wherever it is shown: "GPT-2 small, untied (163M)"."""
     sizes = model.n_layers, model.emb_dim
     name = GPT2_SIZES.get(sizes, "{} layers, {} wide".format(*sizes))
+    untied = "" if model.tie_weights else ", untied"
     millions = model.num_parameters / 1e6
-    return (
-        f"{name}{'' if model.tie_weights else ', untied'}"
-        f" ({millions:,.{0 if millions >= 10 else 2}f}M)"
-    )
+    digits = 0 if millions >= 10 else 2
+    return f"{name}{untied} ({millions:,.{digits}f}M)"
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,8 @@ def _in_backward(setting: Setting, microbatch_size: int) -> Iterator[float]:
     """Yield the bytes of temporary tensors at each moment that may be the peak."""
     V, C, e = setting.model.vocab_size, setting.model.emb_dim, setting.element
     config = setting.config.model_copy(update={"microbatch_size": microbatch_size})
-    tokens, head = microbatch_size * setting.model.context_length, FLOAT32 * V * C
+    tokens = microbatch_size * setting.model.context_length
+    head = FLOAT32 * V * C
     is_low = e < FLOAT32  # what is computed is then cast to float32
     is_compiled = setting.on_gpu and config.compile is not False  # without float32 logits
     chunk = head_chunk_tokens(setting.model, config, is_eager_on_cpu=setting.is_eager_on_cpu)
@@ -175,8 +175,8 @@ def _orthogonalising_bytes(setting: Setting, num_matrices: int, *, columns: int)
 def _held(setting: Setting, microbatch_size: int, temporary: float) -> Memory:
     """Return what is held at a moment: temporary tensors, and all that lasts longer."""
     model, is_distributed = setting.model, setting.num_processes > 1
-    weights, matrices = FLOAT32 * model.num_parameters, model.num_matrix_parameters
-    matmul_weights = matrices + model.vocab_size * model.emb_dim
+    weights = FLOAT32 * model.num_parameters
+    matmul_weights = model.num_matrix_parameters + model.vocab_size * model.emb_dim
     tokens = microbatch_size * model.context_length
     wanted = setting.config.global_batch_size
     if wanted is None:

@@ -176,7 +176,9 @@ def _about(run: Run, num_tokens: int) -> str:
 
 
 def _memory_table(config: TrainConfig, peaks: list[Memory]) -> Table:
-    factor, unit = (2**30, "GiB") if peaks[0].total >= 2**30 else (2**20, "MiB")
+    factor, unit = 2**20, "MiB"
+    if peaks[0].total >= 2**30:
+        factor, unit = 2**30, "GiB"
     precision, size = default_precision(config), config.microbatch_size
     head = f"{unit} at the peak, {precision}, microbatch {size:,}"
     rows = [

@@ -58,6 +58,7 @@ class Measurement(FrozenConfig):
     source: str  # the command or document, and the date
 
     def mfu(self, gpu: Gpu) -> float:
+        """Return the share of the peak in this precision that one process reaches."""
         flops = self.tokens_per_second * self.model.flops_per_token / self.processes
         return flops / gpu.peak(self.precision)
 
@@ -149,11 +150,8 @@ def measured_speed(run: Run) -> tuple[float, int, str]:
                 and record["model"] == run.model.model_dump()
                 and all(record["train"][key] == getattr(run.config, key) for key in SPEED_KEYS)
             ):
-                return (
-                    speed,
-                    world_size,
-                    (f"{speed:,.0f} tokens/s on {world_size}x {one_line(device)} ({path.name})"),
-                )
+                where = f"{world_size}x {one_line(device)} ({path.name})"
+                return speed, world_size, f"{speed:,.0f} tokens/s on {where}"
     raise UserError(
         f"{run.run_dir}: no speed was measured with its settings on this machine; run"
         f" ddp_train.py {run.name} --find-max-microbatch --save, without a GPU with"
@@ -167,18 +165,14 @@ def expected_speed(
     """Return the figure of the first source that has one; of its runs that of the nearest model."""
     for name, found in measured.items():
         if fitting := [one for one in found if one.fits(wanted, gpu)]:
-            nearest = min(
-                fitting, key=lambda one: _size_ratio(wanted, one.model.flops_per_token)
-            )  # of equals the first one
-            return ExpectedSpeed(
-                nearest.mfu(gpu),
-                name,
-                (
-                    f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
-                    f" {nearest.device}, {nearest.model.num_parameters:,} parameters"
-                    f" ({nearest.source})"
-                ),
+            # Of equally near ones the first.
+            nearest = min(fitting, key=lambda one: _size_ratio(wanted, one.model.flops_per_token))
+            detail = (
+                f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
+                f" {nearest.device}, {nearest.model.num_parameters:,} parameters"
+                f" ({nearest.source})"
             )
+            return ExpectedSpeed(nearest.mfu(gpu), name, detail)
     config, known = wanted.config, gpu.public_mfu
     mfu = gpu.expected_mfu * (RECOMPUTING if config.activation_checkpointing else 1)
     is_other = (
@@ -189,20 +183,19 @@ def expected_speed(
         or wanted.precision not in LOW_PRECISIONS
         or _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO
     )
-    detail = (
-        f"{known} in public runs on several GPUs, none of this trainer"
-        if known
-        else f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
-        f" {EXPECTED_SHARE:.0%} of {gpu.high_mfu}"
-    )
-    if is_other:
-        return ExpectedSpeed(
-            mfu,
-            ROUGH,
-            f"{detail}; a guess, as public runs are of GPT-2 small,"
-            " compiled, in 16 bits, without dropout and recomputation",
+    if known:
+        detail = f"{known} in public runs on several GPUs, none of this trainer"
+    else:
+        detail = (
+            f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
+            f" {EXPECTED_SHARE:.0%} of {gpu.high_mfu}"
         )
-    return ExpectedSpeed(mfu, PUBLIC if known else ROUGH, detail)
+    if is_other:
+        detail += (
+            "; a guess, as public runs are of GPT-2 small,"
+            " compiled, in 16 bits, without dropout and recomputation"
+        )
+    return ExpectedSpeed(mfu, ROUGH if is_other or not known else PUBLIC, detail)
 
 
 def _size_ratio(wanted: Setting, flops: float) -> float:
