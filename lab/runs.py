@@ -123,9 +123,10 @@ def launched_runs(runs_dir: Path) -> list[str]:
 
 def is_launched(runs_dir: Path, name: str) -> bool:
     """Return whether a run has a file that a launch writes, with something in it."""
+    if not RUN_NAME.fullmatch(name):  # a name from a browser could be a path out of the directory
+        return False
     versions = [version_of(runs_dir / name / file) for file in LAUNCHED]
-    has_contents = any(version and version[1] for version in versions)
-    return has_contents and bool(RUN_NAME.fullmatch(name))
+    return any(version and version[1] for version in versions)
 
 
 def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
@@ -241,7 +242,8 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     files = RunFiles.read(runs_dir / name)
     records = last_records(runs_dir / name / "metrics.jsonl")
     is_running = files.status == RUNNING
-    step, num_steps = (number_of(files.summary, key) for key in ("global_step", "num_steps"))
+    step = number_of(files.summary, "global_step")
+    num_steps = number_of(files.summary, "num_steps")
     if step is None:
         step = max((record["global_step"] for record in records), default=None)
     seconds, usd = files.spent(records)
@@ -285,9 +287,8 @@ def read_state(runs_dir: Path, name: str) -> RunState:
 def bytes_per_token(records: Sequence[Record]) -> float | None:
     """Return the mean length of the validation text's tokens: its last loss is in both units."""
     for record in reversed(records):
-        nats, bits = (
-            number_of(record, key) for key in ("validation_loss", "validation_bits_per_byte")
-        )
+        nats = number_of(record, "validation_loss")
+        bits = number_of(record, "validation_bits_per_byte")
         if nats and bits:
             return nats / math.log(2) / bits
     return None
