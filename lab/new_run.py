@@ -178,10 +178,10 @@ def fit_to_dataset(
 
     if like.validates:
         available = (num_validation - 1) // context_length
-        sequences = train["validation_sequences"] = min(like.num_validation_sequences, available)
+        validated = train["validation_sequences"] = min(like.num_validation_sequences, available)
         interval = train["validation_interval"] = math.ceil(num_steps / VALIDATIONS)
         reasons["validation_sequences"] = (
-            f"{sequences:,}: of the {available:,} that the validation file has; every"
+            f"{validated:,}: of the {available:,} that the validation file has; every"
             f" {interval:,} steps"
         )
     if like.sample_prompts and (prompt := first_words(files["validation"], dataset_dir)):

@@ -242,7 +242,7 @@ def _trials(run_dir: Path) -> tuple[tuple[float, float], ...]:
 
 def slice_of(test: Record) -> str:
     """Describe the tokens that a test loss was measured on."""
-    start, count = (number_of(test, key) for key in ("start_token", "num_tokens"))
+    start, count = number_of(test, "start_token"), number_of(test, "num_tokens")
     if start is None or count is None:
         return "unknown tokens"
     where = f"{shown(test.get('dataset'))}/{shown(test.get('split'))}"
@@ -313,7 +313,8 @@ def first_reaching(records: Iterable[Record], loss: float) -> Reached | None:
     """
     before: tuple[float, Reached] | None = None
     for record in records:
-        now, tokens, usd = (number_of(record, key) for key in ("validation_loss", "tokens", "usd"))
+        now = number_of(record, "validation_loss")
+        tokens, usd = number_of(record, "tokens"), number_of(record, "usd")
         if now is None or tokens is None:
             continue
         if now > loss:

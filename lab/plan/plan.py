@@ -190,8 +190,8 @@ def _memory_table(config: TrainConfig, peaks: list[Memory]) -> Table:
 
 def _microbatch_table(largest: list[dict[str, int]]) -> Table:
     rows = [
-        [f"{card} GiB", *(f"{size:,}" for size in sizes)]
-        for card, *sizes in (found.values() for found in largest)
+        [f"{found['card_gib']} GiB", f"{found['one_gpu']:,}", f"{found['several_gpus']:,}"]
+        for found in largest
     ]
     return Table(
         [Column("largest microbatch, by card", "left"), *BY_GPUS],
