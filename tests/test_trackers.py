@@ -17,7 +17,7 @@ from reporting import tracker
 from reporting.metrics_file import remove_metrics_from
 from reporting.tracker import TrackedRun, begin_tracking, check_tracker, send_records
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.runs import wait_for
+from tests.support.runs import thorough_but, wait_for
 from tests.support.stand_ins import environment_of_refusal
 from tests.support.trackers import (
     add_records,
@@ -171,7 +171,7 @@ def kept(run, tmp_path):
     return in_tensorboard(run.run_dir / "tensorboard" / id)
 
 
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("kind", thorough_but(["tensorboard"], ["tensorboard", "wandb", "trackio"]))
 def test_a_resumed_run_goes_on_in_the_same_tracked_run_and_asks_no_other_machine(
     offline, workplace, tmp_path, kind
 ):
@@ -240,6 +240,7 @@ def test_without_a_key_wandb_does_not_ask_in_a_terminal(offline, workplace):
     assert exported.returncode == 0 and exported.stdout == "wandb: 1 record added\n"
 
 
+@pytest.mark.thorough
 def test_a_server_of_wandb_that_cannot_be_reached_is_a_note(
     offline, workplace, tmp_path, monkeypatch
 ):

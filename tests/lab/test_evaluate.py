@@ -336,6 +336,7 @@ def test_a_user_error_is_one_line_and_nothing_is_recorded(trained, arguments, me
 # Tasks
 
 
+@pytest.mark.thorough  # importing lm-eval alone takes as long as a hundred other tests
 def test_lm_eval_gives_an_export_the_same_scores(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # read at the first import
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
