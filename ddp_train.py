@@ -25,7 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from basics.cli import exit_with
 from basics.entry_points import keep_freed_memory
-from basics.errors import DISK_FULL, NON_FINITE, UserError, describe, drop_unwritable_output
+from basics.errors import (
+    BEHIND_REFERENCE,
+    DISK_FULL,
+    NON_FINITE,
+    UserError,
+    describe,
+    drop_unwritable_output,
+)
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.machine import code_version
@@ -38,11 +45,12 @@ from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.metrics_file import CHANGED
+from reporting.reference import Comparison, ReferenceCurve
 from reporting.run_log import RunLog, batch_arithmetic
 from reporting.sampling import Sampler
 from reporting.setting_changes import change_lines, settings_of
 from reporting.speed import SPEED_CHECK_STEPS
-from reporting.summary import RunEnd, final_status
+from reporting.summary import BEHIND, RunEnd, final_status
 from run_config import Run, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, RunData, dropout_seed, read_ahead
@@ -148,7 +156,9 @@ def train_run(
     state = agreement.run("state", lambda: build_state(run, data, resume, options, process))
     watchdog.expect_steps(run.config.hang_timeout_seconds)
     with process_group(process, agreement.connect("group"), run.config) as group:
-        trainer = Trainer(run, data, resume, options, state, watchdog, clock, group)
+        trainer = Trainer(
+            run, data, resume, prepared.reference, options, state, watchdog, clock, group
+        )
         global_step = trainer.train(agreement, prepared.warnings + warnings, prepared.energy_kwh)
     if process.is_main:
         trainer.end(global_step)
@@ -305,6 +315,7 @@ class Trainer:
         run: Run,
         data: RunData,
         resume: ResumePoint,
+        reference: ReferenceCurve | None,
         options: Options,
         state: TrainingState,
         watchdog: Watchdog,
@@ -312,7 +323,7 @@ class Trainer:
         group: dist.ProcessGroup,
     ) -> None:
         self.run, self.config, self.data, self.plan = run, run.config, data, data.plan
-        self.resume, self.options, self.state = resume, options, state
+        self.resume, self.reference, self.options, self.state = resume, reference, options, state
         self.watchdog, self.process, self.clock, self.group = (
             watchdog,
             watchdog.process,
@@ -320,8 +331,14 @@ class Trainer:
             group,
         )
         self.measurements = Measurements(run, self.plan, state.model, self.process)
+        comparison = Comparison(reference, self.config)
         self.log = RunLog(
-            run, self.plan, data.tokenizer_name, clock=clock, is_active=self.process.is_main
+            run,
+            self.plan,
+            data.tokenizer_name,
+            clock=clock,
+            comparison=comparison,
+            is_active=self.process.is_main,
         )
         self.beside = SideProcesses(run, options, log=self.log, clock=clock, watchdog=watchdog)
         self.saver = BackgroundSaver(
@@ -340,6 +357,7 @@ class Trainer:
             watchdog=watchdog,
             group=group,
             saver=self.saver,
+            comparison=comparison,
         )
         self.sampler = Sampler(
             state.model, data.tokenizer_name, watchdog.heartbeat, data.tokenizer_path
@@ -387,7 +405,7 @@ class Trainer:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
         if self.process.is_main:
             self.identity, aside_dir = open_run_dir(
-                self.run, self.data, self.resume, self.options, self.clock
+                self.run, self.data, self.resume, self.reference, self.options, self.clock
             )
             self.log.start(self.resume.first_step)
             if aside_dir is not None:
@@ -599,6 +617,9 @@ class Trainer:
             )
         if not self.watchdog.stop_signal:  # the notice of a preemption may be 30 s long
             self.say_sample()
+        is_trained = self.plan.is_trained_after(global_step)
+        if not is_trained and end.stop_reason and end.stop_reason.kind == BEHIND:
+            raise UserError(f"{self.run.run_dir}: {end.stop_reason.text}", BEHIND_REFERENCE)
         if command_failure:
             raise command_failed("--after-checkpoint", command_failure)
 

@@ -103,6 +103,20 @@ class ModelConfig(FrozenConfig):
         return 6 * matmul_parameters + attention
 
 
+class StopIfBehind(FrozenConfig):
+    """How far a run may be above its reference: `std` or `loss`, in `reports` reports in a row."""
+
+    std: float | None = Field(default=None, gt=0, le=1e6)  # of the reference's noise
+    loss: float | None = Field(default=None, gt=0, le=1e6)  # nats per token
+    reports: int = Field(default=3, ge=1, le=2**31)
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if (self.std is None) == (self.loss is None):
+            raise ValueError("stop_if_behind wants either std or loss; set one of them")
+        return self
+
+
 class TrainConfig(FrozenConfig):
     """`train.json`: data, batch, optimizer and intervals of a run."""
 
@@ -151,6 +165,8 @@ class TrainConfig(FrozenConfig):
     head_chunks: int | None = Field(default=None, ge=1, le=2**16)
     activation_checkpointing: bool = False
     deterministic: bool = False
+    reference: str | None = Field(default=None, min_length=1, max_length=64)
+    stop_if_behind: StopIfBehind | None = None
     random_seed: int = Field(default=42, ge=0, lt=2**63)
     usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD_PER_HOUR)  # of all machines
     max_cost_usd: float | None = Field(default=None, gt=0, le=1e9)
@@ -287,6 +303,7 @@ class Run:
     summary_path = _inside("summary.json")  # losses, times, cost and machine
     heartbeat_path = _inside("heartbeat.json")  # progress of the processes, for monitoring
     train_path = _inside("train.json")  # that `train` was read from
+    reference_path = _inside("reference.json")  # the curve that the last launch compared with
     search_path = _inside("microbatch-search.json")  # the speed that the last search has measured
 
     def decided(self, config: TrainConfig) -> Self:
@@ -301,6 +318,16 @@ class Run:
         So records of runs on different devices with the same files are equal.
         """
         return self.config.model_dump(mode="json") | self.left_open
+
+    def compared_with(self, reference: str | None) -> Self:
+        """Return the run with the command line's reference, if any. Raises: UserError."""
+        reference = reference or self.config.reference
+        if self.config.stop_if_behind and not reference:
+            raise UserError(
+                f"{self.train_path}: stop_if_behind needs a curve to compare with; set reference,"
+                " or pass --reference"
+            )
+        return replace(self, config=self.config.model_copy(update={"reference": reference}))
 
     def priced(self, usd_per_hour: float | None) -> Self:
         """Return the run with the command line's price, if any. Raises: UserError: it needs one."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Exit statuses, beside 0 and 128 + n for a run that signal n stopped.
-FAILED, BAD_INPUT, NON_FINITE, DISK_FULL, HANG = 1, 2, 3, 4, 5
+FAILED, BAD_INPUT, NON_FINITE, DISK_FULL, HANG, BEHIND_REFERENCE = 1, 2, 3, 4, 5, 6
 STOP_SIGNALS = {
     int(number): number.name
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -29,6 +29,7 @@ class Options:
     max_steps: int | None = None
     fresh: bool = False
     usd_per_hour: float | None = None
+    reference: str | None = None
     after_checkpoint: str | None = None
     find_max_microbatch: bool = False
     find_learning_rate: bool = False
@@ -116,6 +117,11 @@ class Options:
     type=USD_PER_HOUR,
     metavar="USD",
     help="Price of the machine; overrides usd_per_hour in train.json.",
+)
+@click.option(
+    "--reference",
+    metavar="NAME",
+    help="Compare the losses with this curve; overrides reference in train.json.",
 )
 @click.option(
     "-f",

@@ -21,6 +21,8 @@ SECTIONS = {
         "train_loss",
         "train_loss_min",
         "train_loss_max",
+        "train_reference_loss",
+        "train_reference_tokens",
         "learning_rate",
         "grad_norm",
         "grad_norm_max",
@@ -32,6 +34,8 @@ SECTIONS = {
     ),
     ("validation", "validation_"): (
         "validation_loss",
+        "validation_reference_loss",
+        "validation_reference_tokens",
         "validation_bits_per_byte",
         "validation_seconds",
     ),

@@ -17,6 +17,7 @@ from basics.text import counted, dollars
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from reporting.loss_window import Window
 from reporting.metrics_file import read_metrics
+from reporting.reference import Comparison, Kind
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
 from run_config import Run
 from tokens.batch_plan import BatchPlan
@@ -35,16 +36,19 @@ class RunLog:
         tokenizer: str | None,
         *,
         clock: PhaseClock,
+        comparison: Comparison,
         is_active: bool,
     ) -> None:
         self.run = run
         self.plan = plan
         self.tokenizer = tokenizer
         self.clock = clock
+        self.comparison = comparison
         self.is_active = is_active
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._unwritten = ""  # records that a full disk refused
+        self._warned_behind = False
 
     def say(self, line: str) -> None:
         """Print one line without tearing the bar."""
@@ -94,11 +98,13 @@ class RunLog:
         speed = None
         if window.steps_per_second is not None:
             speed = window.steps_per_second * self.plan.tokens_per_step
-        self.record(global_step, window.numbers | {"tokens_per_second": speed} | machine, window)
+        compared, difference = self._compare("train", global_step, window.numbers["train_loss"])
+        numbers = window.numbers | compared | {"tokens_per_second": speed}
+        self.record(global_step, numbers | machine, window)
         recurring = sum(spent.values()) - sum(spent[phase] for phase in ONE_TIME_PHASES)
         seconds_left = (num_steps - 1 - global_step) * recurring / (global_step + 1)
         said = (
-            f"loss {window.numbers['train_loss']:.4f}"
+            f"loss {window.numbers['train_loss']:.4f}{difference}"
             f" | grad norm {window.numbers['grad_norm']:.2f}"
             f" | lr {window.learning_rate:.2e} | {speed or 0:,.0f} tok/s"
             f" | {spent[VALIDATION] / sum(spent.values()):.0%} in validation"
@@ -115,6 +121,7 @@ class RunLog:
             self.say(
                 f"step {global_step + 1:,}/{num_steps:,} | {said} | {duration(seconds_left)} left"
             )
+        self._warn_if_behind()
 
     def report_validation(
         self, global_step: int, loss: float, seconds: float, *, bytes_per_token: float | None = None
@@ -123,11 +130,27 @@ class RunLog:
         record = {"validation_loss": loss, "validation_seconds": seconds}
         if bytes_per_token is not None:
             record["validation_bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        compared, difference = self._compare("validation", global_step, loss)
+        record |= compared
         self.record(global_step, record)
         self.say(
             f"step {global_step + 1:,}/{self.plan.num_steps:,} | validation loss {loss:.4f}"
-            f" | {seconds:.1f} s"
+            f"{difference} | {seconds:.1f} s"
         )
+        self._warn_if_behind()
+
+    def _compare(self, kind: Kind, global_step: int, loss: float) -> tuple[dict[str, float], str]:
+        """Return a report's numbers and text of the comparison with the reference, if any."""
+        tokens = (global_step + 1) * self.plan.tokens_per_step
+        numbers, text = self.comparison.compare(kind, tokens, loss)
+        return numbers, f", {text}" if text else ""
+
+    def _warn_if_behind(self) -> None:
+        """Warn once each time that the run falls behind its reference."""
+        failure = self.comparison.failure
+        if failure and not self._warned_behind:
+            self.say(f"warning: {failure}")
+        self._warned_behind = bool(failure)
 
     def record(
         self, global_step: int, values: dict[str, Any], window: Window | None = None

@@ -10,16 +10,19 @@ from typing import Any
 from reporting.metrics_file import CHANGED
 from run_config import Run
 
-PRICE = "usd_per_hour"  # of a machine; the clock compares prices
+# Settings that change no weight. The clock compares prices itself.
+NOT_OF_TRAINING = ("usd_per_hour", "reference", "stop_if_behind")
 
 Changes = dict[str, list[Any]]  # by key: the value before and the value after
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """Return the settings of `model.json` and `train.json` in one dictionary, as JSON has them."""
+    """Return the settings of `model.json` and `train.json` in one dictionary, as JSON has them.
+
+    Those that change no weight are left out.
+    """
     settings = run.model.model_dump(mode="json") | run.train_settings()
-    del settings[PRICE]
-    return settings
+    return {key: value for key, value in settings.items() if key not in NOT_OF_TRAINING}
 
 
 def find_changes(before: dict[str, Any], after: dict[str, Any]) -> Changes:

@@ -19,13 +19,14 @@ FINISHED = "finished"
 MAX_STEPS = "--max-steps"
 SIGNAL = "signal"
 BUDGET = "budget"
+BEHIND = "behind"
 
 
 @dataclass(frozen=True)
 class StopReason:
     """Why a launch ends before the run does."""
 
-    kind: str  # MAX_STEPS, SIGNAL or BUDGET
+    kind: str  # MAX_STEPS, SIGNAL, BUDGET or BEHIND
     text: str  # such as the signal's name
 
 
@@ -191,8 +192,11 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         _split("time", summary["seconds"], duration),
     ]
     if summary["status"] == "stopped":
-        raised = "raise max_cost_usd or max_hours, then " if summary["stopped_by"] == BUDGET else ""
-        lines.append(f"to continue: {raised}run the same command again")
+        first = {
+            BUDGET: "raise max_cost_usd or max_hours, then ",
+            BEHIND: "raise or remove stop_if_behind, then ",
+        }.get(summary["stopped_by"], "")
+        lines.append(f"to continue: {first}run the same command again")
     if summary["usd"]:
         lines.append(_split("cost", summary["usd"], lambda usd: f"${dollars(usd)}"))
     if price:

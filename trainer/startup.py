@@ -11,7 +11,8 @@ import checkpointing
 from basics.checkpoint_files import Identity, read_manifest, write_identity
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
-from basics.files import existing
+from basics.files import existing, write_atomically
+from basics.json_files import to_json
 from basics.machine import num_cpu_cores
 from basics.text import gb
 from checkpointing import TrainingState
@@ -23,6 +24,7 @@ from processes.run_lock import seconds_before
 from processes.startup_agreement import Agreement
 from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
+from reporting.reference import ReferenceCurve, find_reference
 from reporting.speed import checkpoint_bytes
 from reporting.summary import write_status
 from reporting.tracker import check_tracker
@@ -42,6 +44,7 @@ class PreparedRun:
     run: Run  # with what its config leaves open: `decide_for_device` is next
     data: RunData
     resume: ResumePoint
+    reference: ReferenceCurve | None
     warnings: list[str]
     energy_kwh: float = 0.0  # that earlier launches have used
 
@@ -55,7 +58,12 @@ def prepare_run(
         or the processes read different ones.
     """
     run = agreement.run(
-        "configs", lambda: load_run(options.runs_dir, options.run).priced(options.usd_per_hour)
+        "configs",
+        lambda: (
+            load_run(options.runs_dir, options.run)
+            .priced(options.usd_per_hour)
+            .compared_with(options.reference)
+        ),
     )
     config = run.config
     failpoint("prepare")
@@ -71,6 +79,7 @@ def prepare_run(
     data = agreement.run(
         "data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size)
     )
+    reference = agreement.run("reference", lambda: load_reference(run, data))
     # After the data: a checkpoint belongs to the run only if it was trained on these files.
     resume, warnings = find_resume_point(run, data, options, process, agreement)
     checkpoint = resume.checkpoint
@@ -118,7 +127,27 @@ def prepare_run(
     # Nodes may have run directories of their own: all must be about to train the same.
     saved = checkpoint and (checkpoint.name, checkpoint.validation, read_manifest(checkpoint.path))
     agreement.require_same("run", (run.model, config, data.plan, data.fingerprints, saved))
-    return PreparedRun(run, data, resume, list(filter(None, warnings)), energy_kwh)
+    return PreparedRun(run, data, resume, reference, list(filter(None, warnings)), energy_kwh)
+
+
+def load_reference(run: Run, data: RunData) -> ReferenceCurve | None:
+    """Return the curve that the run is compared with, in nats per token of the run, if any.
+
+    Raises: UserError: there is no such curve, or it cannot be compared with this run.
+    """
+    config = run.config
+    if config.reference is None:
+        return None
+    curve = find_reference(config.reference, run.run_dir.parent)
+    bytes_per_token = data.bytes_per_token if curve.bytes_per_token else None
+    curve = curve.in_units_of(data.tokenizer_name, run.model.vocab_size, bytes_per_token)
+    limit = config.stop_if_behind
+    if limit and limit.std and curve.train_std is None and curve.validation_std is None:
+        raise UserError(
+            f"{run.train_path}: stop_if_behind has std, but the noise of reference {curve.name} is"
+            " not known; set loss instead"
+        )
+    return curve
 
 
 def decide_for_device(run: Run, plan: BatchPlan, device: torch.device) -> tuple[Run, list[str]]:
@@ -161,7 +190,12 @@ def print_if_finished(prepared: PreparedRun, process: Process) -> None:
 
 
 def open_run_dir(
-    run: Run, data: RunData, resume: ResumePoint, options: Options, clock: PhaseClock
+    run: Run,
+    data: RunData,
+    resume: ResumePoint,
+    reference: ReferenceCurve | None,
+    options: Options,
+    clock: PhaseClock,
 ) -> tuple[Identity, Path | None]:
     """Remove records, and move checkpoints away, that this launch does not continue. Rank 0.
 
@@ -173,6 +207,11 @@ def open_run_dir(
     write_identity(run.run_dir, identity)
     for path in (run.metrics_path, run.samples_path, run.evaluations_path):
         remove_metrics_from(path, resume.first_step, lacks_validation=resume.lacks_validation)
+    # The charts and the page read it here, where it moves with the run.
+    if reference is None:
+        run.reference_path.unlink(missing_ok=True)
+    else:
+        write_atomically(run.reference_path, to_json(reference.model_dump()) + "\n")
     write_status(
         run,
         clock,

@@ -1,4 +1,4 @@
-"""When a launch ends: its last step, --max-steps, a signal or a budget."""
+"""When a launch ends: its last step, --max-steps, a signal, a budget or a better reference."""
 
 import math
 
@@ -20,8 +20,9 @@ from reporting.clock import (
     nearest_limit,
 )
 from reporting.loss_window import REPORT_INTERVAL
+from reporting.reference import Comparison
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND, checkpoint_bytes
-from reporting.summary import BUDGET, MAX_STEPS, SIGNAL, StopReason
+from reporting.summary import BEHIND, BUDGET, MAX_STEPS, SIGNAL, StopReason
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 from trainer.background_saver import BackgroundSaver
@@ -49,9 +50,11 @@ class Stop:
         watchdog: Watchdog,
         group: dist.ProcessGroup,
         saver: BackgroundSaver,
+        comparison: Comparison,
     ) -> None:
         self._config, self._plan, self._first_step = run.config, plan, first_step
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
+        self._comparison = comparison
         self._checkpoint_bytes = checkpoint_bytes(run.model, run.config)
         began_at = first_step if options.began_at is None else options.began_at
         num_steps = plan.num_steps
@@ -75,12 +78,16 @@ class Stop:
         return self.is_asked(is_spent=is_spent) or global_step >= self.last_step
 
     def is_asked(self, *, is_spent: bool = False) -> bool:
-        """Return whether a signal to any process, or rank 0's budget, ends the launch here."""
+        """Return whether a signal to any process, rank 0's budget or its reference ends the launch.
+
+        A collective: every rank.
+        """
+        is_behind = self._comparison.stops and bool(self._comparison.failure)
         # A signal may have reached only some ranks: all must end after the same step.
-        shared = torch.tensor([self._watchdog.stop_signal, int(is_spent)])
+        shared = torch.tensor([self._watchdog.stop_signal, int(is_spent), int(is_behind)])
         with self._watchdog.suspended():
             dist.all_reduce(shared, dist.ReduceOp.MAX, self._group)
-        number, is_spent = shared.tolist()
+        number, is_spent, is_behind = shared.tolist()
         if number:
             self.reason = StopReason(SIGNAL, STOP_SIGNALS[number])
             self._watchdog.note_stop(number)  # it may not have heard of it yet
@@ -88,7 +95,9 @@ class Stop:
             left, spent = nearest_limit(self._config, self._clock)
             reserve = "; the rest is a reserve, too small for the next steps and a checkpoint"
             self.reason = StopReason(BUDGET, spent + (reserve if left > 0 else ""))
-        return bool(number or is_spent)
+        elif is_behind:
+            self.reason = StopReason(BEHIND, self._comparison.failure)
+        return bool(number or is_spent or is_behind)
 
     def _is_spent_after(self, global_step: int) -> bool:
         """Return whether the steps up to the next report would exceed the budget. Rank 0.
