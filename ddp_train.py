@@ -25,14 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from basics.cli import exit_with
 from basics.entry_points import keep_freed_memory
-from basics.errors import (
-    BEHIND_REFERENCE,
-    DISK_FULL,
-    NON_FINITE,
-    UserError,
-    describe,
-    drop_unwritable_output,
-)
+from basics.errors import DISK_FULL, NON_FINITE, UserError, describe, drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.machine import code_version
@@ -50,7 +43,7 @@ from reporting.run_log import RunLog, batch_arithmetic
 from reporting.sampling import Sampler
 from reporting.setting_changes import change_lines, settings_of
 from reporting.speed import SPEED_CHECK_STEPS
-from reporting.summary import BEHIND, RunEnd, final_status
+from reporting.summary import RunEnd, final_status
 from run_config import Run, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, RunData, dropout_seed, read_ahead
@@ -617,9 +610,6 @@ class Trainer:
             )
         if not self.watchdog.stop_signal:  # the notice of a preemption may be 30 s long
             self.say_sample()
-        is_trained = self.plan.is_trained_after(global_step)
-        if not is_trained and end.stop_reason and end.stop_reason.kind == BEHIND:
-            raise UserError(f"{self.run.run_dir}: {end.stop_reason.text}", BEHIND_REFERENCE)
         if command_failure:
             raise command_failed("--after-checkpoint", command_failure)
 

@@ -303,7 +303,7 @@ class Run:
     summary_path = _inside("summary.json")  # losses, times, cost and machine
     heartbeat_path = _inside("heartbeat.json")  # progress of the processes, for monitoring
     train_path = _inside("train.json")  # that `train` was read from
-    reference_path = _inside("reference.json")  # the curve that the last launch compared with
+    reference_path = _inside("reference.json")  # the curve that the last launch is compared with
     search_path = _inside("microbatch-search.json")  # the speed that the last search has measured
 
     def decided(self, config: TrainConfig) -> Self:

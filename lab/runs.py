@@ -23,6 +23,7 @@ from basics.files import append_whole
 from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import found_object, to_json
 from reporting.metrics_file import MAX_RECORDS_BYTES, THROTTLING, is_number, valid_records
+from reporting.reference import Compared, reference_of_run
 from reporting.summary import duration
 from run_config import RUN_NAME, plain_name
 
@@ -234,6 +235,9 @@ class RunState:
     memory_gib: float | None = None  # of the fullest GPU as last reported, else a process's peak
     tokenizer: str | None = None
     bytes_per_token: float | None = None  # the mean, in the validation text
+    reference: str | None = None  # the curve that it is compared with
+    train_compared: Compared | None = None  # its last losses with those of the reference
+    validation_compared: Compared | None = None
     warnings: tuple[str, ...] = ()  # one line each
 
 
@@ -255,6 +259,7 @@ def read_state(runs_dir: Path, name: str) -> RunState:
             price = usd / seconds * 3600
             at_end = usd + left / 3600 * price
     gpus = _last_list(records, "gpu_memory_gib")
+    reference = reference_of_run(runs_dir / name)
     # A summary of a run that has ended tells more than its last record.
     told = [files.summary, *records] if is_running else [*records, files.summary]
     return RunState(
@@ -280,6 +285,9 @@ def read_state(runs_dir: Path, name: str) -> RunState:
         ),
         tokenizer=words(files.summary.get("tokenizer")),
         bytes_per_token=bytes_per_token(told),
+        reference=reference.name if reference else None,
+        train_compared=_compared(records, "train"),
+        validation_compared=_compared(records, "validation"),
         warnings=tuple(_warnings(files, records)),
     )
 
@@ -291,6 +299,22 @@ def bytes_per_token(records: Sequence[Record]) -> float | None:
         bits = number_of(record, "validation_bits_per_byte")
         if nats and bits:
             return nats / math.log(2) / bits
+    return None
+
+
+def _compared(records: Sequence[Record], kind: str) -> Compared | None:
+    """Compare a run's last loss with its reference; None if they have not been compared there."""
+    for record in reversed(records):
+        loss = number_of(record, f"{kind}_loss")
+        if loss is None:
+            continue
+        expected = number_of(record, f"{kind}_reference_loss")
+        if expected is None:
+            return None
+        tokens = number_of(record, "tokens")
+        same_loss_tokens = number_of(record, f"{kind}_reference_tokens")
+        is_known = tokens and same_loss_tokens is not None
+        return Compared(loss - expected, same_loss_tokens / tokens - 1 if is_known else None)
     return None
 
 

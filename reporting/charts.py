@@ -21,6 +21,7 @@ from basics.text import dollars
 from ops.schedule import learning_rate_at
 from processes.beside import serve
 from reporting.metrics_file import is_step, read_metrics
+from reporting.reference import Kind, ReferenceCurve, reference_of_run
 from reporting.setting_changes import recorded_changes
 from run_config import TrainConfig
 
@@ -50,6 +51,7 @@ LINES = {  # prefix and suffix of the quantity in a key: the line's name and col
     ("", "_p50"): ("median", "tab:blue"),
     ("", "_p1"): ("1%", "tab:gray"),
 }
+REFERENCE_COLORS: dict[Kind, str] = {"train": "tab:cyan", "validation": "tab:orange"}
 MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
 Records = list[dict[str, Any]]
@@ -76,7 +78,7 @@ def draw_charts(run_dir: Path, records: Records) -> None:
         draw(
             "loss-chart.png",
             "loss (nats per token)",
-            plot_losses,
+            partial(plot_losses, reference=reference_of_run(run_dir)),
             steps,
             [record for record in records if record.get("validation_loss") is not None],
         )
@@ -119,9 +121,10 @@ def _mark_changes(axes: Axes, records: Records) -> None:
 
 
 def _label_steps(axes: Axes) -> None:
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axes.set_xlabel("global step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
@@ -148,8 +151,15 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
     return path
 
 
-def plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
-    """Plot the training loss with its range, the validation loss and the best one; and dollars."""
+def plot_losses(
+    axes: Axes, steps: Records, validations: Records, *, reference: ReferenceCurve | None = None
+) -> None:
+    """Plot the training loss with its range, the validation loss and the best one; and dollars.
+
+    A reference is drawn below them, with its noise of one standard deviation.
+    """
+    if reference:
+        _plot_reference(axes, steps, reference)
     x, mean = _columns(steps, "train_loss")
     _, low = _columns(steps, "train_loss_min", pool=np.ma.min)
     _, high = _columns(steps, "train_loss_max", pool=np.ma.max)
@@ -182,6 +192,25 @@ def plot_losses(axes: Axes, steps: Records, validations: Records) -> None:
             label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}",
         )
     _add_usd_axis(axes, steps)  # last: it takes over the limits
+
+
+def _plot_reference(axes: Axes, steps: Records, reference: ReferenceCurve) -> None:
+    """Plot the losses of a reference at the same numbers of tokens as those of the run."""
+    counted = [record for record in steps if record.get("tokens")]
+    if not counted:
+        return
+    first, last = counted[0], counted[-1]
+    tokens_per_step = last["tokens"] / (last["global_step"] + 1)
+    for kind, color in REFERENCE_COLORS.items():
+        known, losses = reference.between(kind, first["tokens"], last["tokens"])
+        if not len(known):
+            continue
+        x = known / tokens_per_step
+        label = f"{'training' if kind == 'train' else kind} of {reference.name}"
+        axes.plot(x, losses, color=color, linestyle="--", linewidth=1.5, label=label)
+        std = reference.std(kind)
+        if std:
+            axes.fill_between(x, losses - std, losses + std, color=color, alpha=0.2, linewidth=0)
 
 
 def _add_usd_axis(axes: Axes, steps: Records) -> None:

@@ -5,6 +5,8 @@ Needs no torch. The project's curves are in `runs/published.json`, those that `l
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -12,12 +14,13 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from basics.errors import UserError
-from basics.json_files import FrozenConfig, describe, read_json_object
+from basics.json_files import FrozenConfig, describe, found_object, read_json_object
 from run_config import MAX_VOCAB_SIZE, SHIPPED_RUNS, TrainConfig
 
 Kind = Literal["train", "validation"]
 PUBLISHED_PATH = SHIPPED_RUNS / "published.json"
 REFERENCES = "references.json"  # in the runs directory
+RUN_REFERENCE = "reference.json"  # in a run directory: the curve that it is compared with
 REFERENCE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 # Without `stop_if_behind`, a run is warned about beyond these limits.
 WARNING_STD, WARNING_LOSS, WARNING_REPORTS = 5.0, 0.1, 3
@@ -26,6 +29,18 @@ Positive = Annotated[float, Field(gt=0, le=1e15)]
 # Tokens and the loss after them. A JSON list becomes a tuple: the curve is frozen.
 Point = Annotated[tuple[Positive, Positive], Field(strict=False)]
 Points = Annotated[tuple[Point, ...], Field(strict=False, max_length=1000)]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run's loss and its reference's after as many tokens."""
+
+    loss: float  # the run's less the reference's
+    tokens: float | None  # more tokens that the reference needs for the loss; a share of the run's
+
+    def __str__(self) -> str:
+        text = f"{self.loss:+.4f}"
+        return text if self.tokens is None else f"{text}, {self.tokens:+.0%} tokens"
 
 
 class ReferenceCurve(FrozenConfig):
@@ -60,6 +75,22 @@ class ReferenceCurve(FrozenConfig):
             return None
         known, losses = zip(*points, strict=True)
         return float(np.interp(np.log(tokens), np.log(known), losses))
+
+    def between(self, kind: Kind, first: float, last: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and losses to draw between two counts of tokens, each (n,) float64.
+
+        Both are empty where the curve has no losses there.
+        """
+        points = self.points(kind)
+        if points:
+            first = max(first, points[0][0])
+            last = min(last, points[-1][0])
+        if not points or first > last:
+            return np.empty(0), np.empty(0)
+        known, losses = np.array(points).T
+        is_inside = (known > first) & (known < last)
+        tokens = np.array([first, *known[is_inside], last])
+        return tokens, np.interp(np.log(tokens), np.log(known), losses)
 
     def tokens_at(self, kind: Kind, loss: float) -> float | None:
         """Return after how many tokens the loss was first as low as this; None: it never was."""
@@ -139,6 +170,16 @@ def read_references(path: Path) -> list[ReferenceCurve]:
     return curves
 
 
+def reference_of_run(run_dir: Path) -> ReferenceCurve | None:
+    """Return the curve that the last launch of a run was compared with, in the run's units.
+
+    None if there was none, or its file is damaged.
+    """
+    with suppress(ValidationError):
+        return ReferenceCurve.model_validate(found_object(run_dir / RUN_REFERENCE))
+    return None
+
+
 def find_reference(name: str, runs_dir: Path) -> ReferenceCurve:
     """Return the curve with a name: one of the runs directory, else one of the project.
 
@@ -177,14 +218,17 @@ def mean_curve(
     tokens, losses = np.array(sorted(found)).T
     distinct = np.unique(tokens)
     if len(distinct) > max_points:
-        edges = np.geomspace(distinct[0], distinct[-1] * (1 + 1e-9), max_points + 1)
+        # The last count is a bucket of its own: runs of the same length end within the curve.
+        edges = np.geomspace(distinct[0], distinct[-1], max_points)[1:]
+        edges[-1] = distinct[-1]
         buckets = np.digitize(tokens, edges)
     else:
         buckets = np.searchsorted(distinct, tokens)
     points = []
     for bucket in np.unique(buckets):
         is_in = buckets == bucket
-        points.append((float(np.exp(np.log(tokens[is_in]).mean())), float(losses[is_in].mean())))
+        middle = np.exp(np.log(tokens[is_in]).mean())
+        points.append((float(np.round(middle)), float(losses[is_in].mean())))
     at = np.interp(np.log(tokens), np.log([point[0] for point in points]), [p[1] for p in points])
     late = tokens >= tokens[-1] / 2
     num_buckets = len(np.unique(buckets[late]))
@@ -226,16 +270,14 @@ class Comparison:
         expected = self._curve.loss_at(kind, tokens)
         if expected is None:
             return {}, ""
-        behind = loss - expected
-        self._count(kind, behind)
+        self._count(kind, loss - expected)
         numbers = {f"{kind}_reference_loss": expected}
-        text = f"{behind:+.4f} to {self._curve.name}"
         same_loss_tokens = self._curve.tokens_at(kind, loss)
+        ahead = None
         if same_loss_tokens is not None:
             numbers[f"{kind}_reference_tokens"] = same_loss_tokens
-            share = same_loss_tokens / tokens - 1
-            text += f" ({abs(share):.0%} of the tokens {'ahead' if share > 0 else 'behind'})"
-        return numbers, text
+            ahead = same_loss_tokens / tokens - 1
+        return numbers, f"{Compared(loss - expected, ahead)} against {self._curve.name}"
 
     def _count(self, kind: Kind, behind: float) -> None:
         """Count a report that is behind by more than the limit; others end the count."""

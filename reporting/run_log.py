@@ -143,7 +143,7 @@ class RunLog:
         """Return a report's numbers and text of the comparison with the reference, if any."""
         tokens = (global_step + 1) * self.plan.tokens_per_step
         numbers, text = self.comparison.compare(kind, tokens, loss)
-        return numbers, f", {text}" if text else ""
+        return numbers, f" ({text})" if text else ""
 
     def _warn_if_behind(self) -> None:
         """Warn once each time that the run falls behind its reference."""

@@ -11,7 +11,8 @@ from reporting.metrics_file import CHANGED
 from run_config import Run
 
 # Settings that change no weight. The clock compares prices itself.
-NOT_OF_TRAINING = ("usd_per_hour", "reference", "stop_if_behind")
+REFERENCE_SETTINGS = ("reference", "stop_if_behind")
+NOT_OF_TRAINING = ("usd_per_hour", *REFERENCE_SETTINGS)
 
 Changes = dict[str, list[Any]]  # by key: the value before and the value after
 

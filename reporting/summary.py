@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from basics.errors import STOP_SIGNALS
+from basics.errors import BEHIND_REFERENCE, STOP_SIGNALS
 from basics.files import write_atomically
 from basics.json_files import found_object, to_json
 from basics.text import dollars
@@ -156,13 +156,15 @@ def final_figures(summary: dict[str, Any]) -> dict[str, float]:
 def final_status(run: Run, status: int) -> int:
     """Return the exit status of a launch whose processes have ended, and correct its summary.
 
-    `status` is that of the processes. If signal n has stopped the run, 128 + n is returned even
-    where it is 0.
+    `status` is that of the processes. Where it is 0, 128 + n is returned if signal n has stopped
+    the run, and `BEHIND_REFERENCE` if its reference has.
     """
     summary = read_summary(run)
     stopped_by = next(
         (128 + number for number, name in STOP_SIGNALS.items() if summary.get("reason") == name), 0
     )
+    if summary.get("status") == "stopped" and summary.get("stopped_by") == BEHIND:
+        stopped_by = BEHIND_REFERENCE
     if summary.get("status") == "running":  # the processes were killed
         signal_name = STOP_SIGNALS.get(status - 128)  # a second signal: they exited at once
         ended = {"status": "failed", "reason": f"ended with status {status}"}

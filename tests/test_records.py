@@ -27,6 +27,7 @@ from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
 from reporting.machine_meter import MachineMeter
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
+from reporting.reference import Comparison
 from reporting.run_log import RunLog
 from reporting.sampling import Sampler
 from reporting.speed import (
@@ -90,11 +91,13 @@ def test_a_log_that_nobody_reads_any_more_ends_no_run(workplace, run_dir, monkey
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr("sys.stdout", open(writer, "w"))
+    run = load_run(workplace.runs_dir, "tiny")
     log = RunLog(
-        load_run(workplace.runs_dir, "tiny"),
+        run,
         BatchPlan(1, 1, 2, 16, 1000),
         "gpt2",
         clock=PhaseClock(),
+        comparison=Comparison(None, run.config),
         is_active=True,
     )
     log.say("a line")

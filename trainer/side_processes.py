@@ -26,7 +26,7 @@ from processes.watchdog import Watchdog
 from reporting.clock import CHART, PhaseClock, nearest_limit
 from reporting.metrics_file import fsync_records
 from reporting.run_log import RunLog
-from reporting.summary import BUDGET, FINISHED, duration, read_summary, record_when_done
+from reporting.summary import BEHIND, BUDGET, FINISHED, duration, read_summary, record_when_done
 from reporting.tracker import begin_tracking, tracker_process
 from run_config import Run
 
@@ -174,7 +174,7 @@ def run_when_done(
 
 
 def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) -> str:
-    """Return why the command is not run; empty if the run, or its budget, has come to its end.
+    """Return why the command is not run; empty if the run or its budget is over, or it is behind.
 
     A launch of a run that was finished before runs it again unless it has succeeded.
     """
@@ -183,7 +183,7 @@ def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) ->
     if summary.get("status") == FINISHED:
         has_succeeded = not has_trained and summary.get("when_done") == {"status": 0}
         return "it has succeeded after an earlier launch" if has_succeeded else ""
-    if summary.get("stopped_by") == BUDGET:
+    if summary.get("stopped_by") in (BUDGET, BEHIND):
         return ""
     reason = summary.get("reason")
     return f"{reason} ended the launch" if reason else "the run has not ended"

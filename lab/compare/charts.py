@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.polynomial import Polynomial
@@ -16,6 +16,7 @@ from lab.compare.results import Result
 from lab.compare.rows import LOSS_NAMES, Row, bits_key, deciding_loss, has_several_tokenizers
 from lab.runs import bytes_per_token, number_of
 from reporting.charts import draw_by_hand
+from reporting.reference import Kind, ReferenceCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,11 +83,16 @@ def _grouped(
     return curves
 
 
-def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list[str]]:
+def draw_comparison(
+    rows: list[Row], references: dict[str, ReferenceCurve], charts_dir: Path
+) -> tuple[list[Path], list[str]]:
     """Draw the charts that have data, and delete those of an earlier comparison.
 
     If the tokenizers of the runs differ, losses are in bits per byte. Returns their paths, and
     a line with the reason for each missing chart or curve. Raises: OSError.
+
+    Args:
+        references: what runs are compared with, by the name of the run, in its units.
     """
     charts_dir.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
@@ -110,7 +116,7 @@ def draw_comparison(rows: list[Row], charts_dir: Path) -> tuple[list[Path], list
             if not _has_bits(row)
         ]
         recorded = list(filter(_has_bits, recorded))
-    curves = partial(_plot_curves, recorded, in_bits=in_bits)
+    curves = partial(_plot_curves, recorded, references, in_bits=in_bits)
     draw("loss-curves.png", recorded, curves, "a run with records")
 
     kind = deciding_loss([row for row in rows if not row.is_published] or rows)
@@ -172,9 +178,14 @@ def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     return x, y
 
 
-def _plot_curves(rows: list[Row], figure: Figure, *, in_bits: bool) -> None:
-    """Plot the losses of all runs, a panel for each axis that is recorded."""
-    from matplotlib.ticker import EngFormatter
+def _plot_curves(
+    rows: list[Row], references: dict[str, ReferenceCurve], figure: Figure, *, in_bits: bool
+) -> None:
+    """Plot the losses of all runs, a panel for each axis that is recorded.
+
+    A reference is shown over tokens, as the first run that is compared with it has its units.
+    """
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     records = [record for row in rows for result in row.results for record in result.records]
     longest = max(number_of(record, "seconds") or 0.0 for record in records)
@@ -206,6 +217,12 @@ def _plot_curves(rows: list[Row], figure: Figure, *, in_bits: bool) -> None:
                 is_marked = key == "validation_loss" and len(y) <= FEW_VALIDATIONS
                 marker = "o" if is_marked else None
                 axes.plot(x / unit, y, color=f"C{place}", marker=marker, **CURVES[key])
+        compared = next((row.first for row in rows if row.first.name in references), None)
+        if x_key == "tokens" and compared:
+            per_token = math.log(2) * bytes_per_token(compared.records) if in_bits else 1.0
+            _plot_reference(axes, references[compared.name], per_token)
+        if x_key == "global_step":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if axes.get_xlim()[1] >= 1000:  # smaller x would have an m, read as M
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     losses = [line.get_ydata() for line in panels[0].lines]
@@ -218,9 +235,20 @@ def _plot_curves(rows: list[Row], figure: Figure, *, in_bits: bool) -> None:
     for place, row in enumerate(rows[:MAX_NAMES]):
         name = without_formulas(row.short_name)
         panels[0].plot([], [], color=f"C{place}", linewidth=2.5, label=name)
+    for name in sorted({curve.name for curve in references.values()}):
+        panels[0].plot([], [], color="black", linestyle="--", label=f"reference {name}")
     figure.legend(
         loc="outside lower center", ncols=min(4, len(rows)), frameon=False, fontsize="small"
     )
+
+
+def _plot_reference(axes: Axes, curve: ReferenceCurve, per_token: float) -> None:
+    """Plot a reference's losses, divided by so many nats per unit, within the axis's tokens."""
+    for kind in get_args(Kind):
+        tokens, losses = curve.between(kind, *axes.get_xlim())
+        if len(tokens):
+            width = CURVES[f"{kind}_loss"]["linewidth"]
+            axes.plot(tokens, losses / per_token, color="black", linestyle="--", linewidth=width)
 
 
 def without_formulas(text: str) -> str:

@@ -10,10 +10,12 @@ import click
 from basics.cli import RUNS_DIR, USD_PER_HOUR, print_json
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from basics.text import dollars
+from lab.compare.reference import mark_differences, references_of, save_reference
 from lab.compare.results import Result, read_published, read_result
 from lab.compare.rows import LOSS_NAMES, Comparison, Row, compare
 from lab.runs import chosen_runs
 from lab.table import UNKNOWN, Column, Table, short_count
+from reporting.reference import Compared, ReferenceCurve
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -51,6 +53,7 @@ HIDDEN_FIRST = (  # in a terminal that is too narrow
     "tokens",
     "seconds",
     "tokens_to_loss",
+    "reference_difference",
     "usd",
     "validation_loss",
     "global_batch_size",
@@ -140,6 +143,18 @@ SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format of a
     metavar="RUN=PRICE",
     help="Price all the time of RUN afterwards; may be repeated.",
 )
+@click.option(
+    "--reference",
+    "reference_name",
+    metavar="NAME",
+    help="Show how far each run is from this curve.  [default: the one of the runs' training]",
+)
+@click.option(
+    "--save-reference",
+    "saved_name",
+    metavar="NAME",
+    help="Save the losses of one run, or the mean over seeds, as a curve with this name.",
+)
 @RUNS_DIR
 def command(
     runs: tuple[str, ...],
@@ -149,6 +164,8 @@ def command(
     charts_dir: Path | None,
     to_loss_of: str | None,
     prices: tuple[str, ...],
+    reference_name: str | None,
+    saved_name: str | None,
     runs_dir: Path,
 ) -> None:
     """Compare RUNs, or all runs that have been launched. Works while they train.
@@ -168,13 +185,21 @@ def command(
             )
         results[name] = results[name].priced(USD_PER_HOUR(price))
     comparison = compare([*results.values(), *(read_published() if published else [])], to_loss_of)
+    curves, problems = references_of([*results.values()], reference_name, runs_dir)
+    comparison.notes.extend([*mark_differences(comparison.rows, curves), *problems])
+    saved_to = save_reference(comparison.rows, saved_name, runs_dir) if saved_name else None
     table = table_of(comparison)
     if forms == ("json",):
         print_json({"schema": "compare/1", "rows": table.values, "notes": table.notes})
     else:
         click.echo(visible(getattr(table, forms[0] if forms else "terminal")()))
+    if saved_to:
+        click.echo(
+            f"saved: {saved_to}; compare with it: ddp_train.py RUN --reference {saved_name}",
+            err=True,
+        )
     if charts_dir or html_path:
-        _draw(comparison.rows, table, charts_dir, html_path)
+        _draw(comparison.rows, curves, table, charts_dir, html_path)
 
 
 def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
@@ -205,8 +230,11 @@ def table_of(comparison: Comparison) -> Table:
         ),
         Column("machine", "left", key="machine"),
     ]
-    if comparison.reference:
-        loss = comparison.reference.values["validation_loss"]
+    names = {row.values["reference"] for row in comparison.rows} - {None}
+    if names:
+        columns.append(Column(f"to {names.pop()}", key="reference_difference"))
+    if comparison.target:
+        loss = comparison.target.values["validation_loss"]
         columns.append(Column(f"tokens to\nloss {loss:.4f}", key="tokens_to_loss"))
     rows = [_texts(comparison, row) for row in comparison.rows]
     hidden = {"model"} if len({texts["model"] for texts in rows}) == 1 else set()
@@ -245,20 +273,30 @@ def _texts(comparison: Comparison, row: Row) -> dict[str, str]:
     tokens, usd = values["tokens_to_loss"], values["usd_to_loss"]
     texts["tokens_to_loss"] = ""
     if tokens is not None:
-        share = tokens / comparison.reference.values["tokens"]
+        share = tokens / comparison.target.values["tokens"]
         texts["tokens_to_loss"] = f"{short_count(tokens)}, {share:.0%}"
         if usd is not None:
             texts["tokens_to_loss"] += f", ${dollars(usd)}"
+    texts["reference_difference"] = ""
+    if values["reference_difference"] is not None:
+        compared = Compared(values["reference_difference"], values["reference_tokens_ahead"])
+        texts["reference_difference"] = str(compared)
     return texts
 
 
-def _draw(rows: list[Row], table: Table, charts_dir: Path | None, html_path: Path | None) -> None:
+def _draw(
+    rows: list[Row],
+    curves: dict[str, ReferenceCurve],
+    table: Table,
+    charts_dir: Path | None,
+    html_path: Path | None,
+) -> None:
     """Draw charts, and write them and the table as a page. Raises: UserError."""
     from lab.compare.charts import draw_comparison  # not above: matplotlib takes a second
 
     with TemporaryDirectory() as aside:
         try:
-            charts, missing = draw_comparison(rows, charts_dir or Path(aside))
+            charts, missing = draw_comparison(rows, curves, charts_dir or Path(aside))
             if html_path:
                 images = [
                     f'<img alt="{path.stem}" src="data:image/png;base64,'

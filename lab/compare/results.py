@@ -14,7 +14,7 @@ from basics.json_files import parsed_object
 from lab.plan.memory import size_name
 from lab.runs import Record, RunFiles, last_value, number, number_of
 from reporting.metrics_file import read_metrics, read_records
-from reporting.setting_changes import histories
+from reporting.setting_changes import REFERENCE_SETTINGS, histories
 from reporting.summary import FINISHED
 from run_config import ModelConfig, TrainConfig, load_config, with_defaults
 
@@ -138,8 +138,8 @@ def read_result(run_dir: Path) -> Result:
     judged = scores[-1] if scores else {}  # the last line of `lab judge`
     tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
-    settings = {key: shown(value) for key, value in config.items()}
-    settings |= {key: text for key, text in histories(records).items() if key in config}
+    settings = {key: shown(value) for key, value in config.items() if key not in REFERENCE_SETTINGS}
+    settings |= {key: text for key, text in histories(records).items() if key in settings}
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
     tokenizers = [record.get("tokenizer") for record in (files.summary, *tests)]
     model = {key: config[key] for key in ModelConfig.model_fields if key in config}

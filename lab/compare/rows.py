@@ -66,15 +66,16 @@ class Comparison(NamedTuple):
     rows: list[Row]
     notes: list[str]
     sorted_by: str  # a column; bits per byte if the tokenizers differ
-    reference: Row | None  # whose final loss the column of tokens to a loss is about
+    target: Row | None  # whose final loss the column of tokens to a loss is about
 
 
 def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
     """Group results into rows, sort the rows and write the notes.
 
-    Without a reference `to_loss_of` it is the finished row with the highest loss, if there are two.
+    Tokens are counted to the final loss of the run `to_loss_of`; without one it is the finished row
+    with the highest loss, if there are two.
 
-    Raises: UserError: the reference is not in the comparison or has no final validation loss.
+    Raises: UserError: that run is not in the comparison or has no final validation loss.
     """
     rows = _group_seeds(results)
     differences, kind = _mark_differences(rows), deciding_loss(rows)
@@ -98,13 +99,13 @@ def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
         differences,
         *_notes_on_measures(rows),
     ]
-    if reference := _mark_reached(rows, to_loss_of):
+    if target := _mark_reached(rows, to_loss_of):
         notes.append(
-            f"tokens to loss {reference.values['validation_loss']:.4f}: until the"
-            f" validation loss was that of {reference.short_name}, their share of its own,"
+            f"tokens to loss {target.values['validation_loss']:.4f}: until the"
+            f" validation loss was that of {target.short_name}, their share of its own,"
             " and what they cost"
         )
-    return Comparison(rows, [*filter(None, notes)], sorted_by, reference)
+    return Comparison(rows, [*filter(None, notes)], sorted_by, target)
 
 
 def has_several_tokenizers(rows: Iterable[Row]) -> bool:
@@ -182,6 +183,9 @@ def _row_of(group: list[Result], text: str) -> Row:
             "test_slice": slice_of(tests[0]) if tests[0] else "",
             "tokens_to_loss": None,
             "usd_to_loss": None,
+            "reference": None,
+            "reference_difference": None,
+            "reference_tokens_ahead": None,
         },
         chosen != text,
     )
@@ -322,9 +326,9 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
 
 
 def _mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
-    """Set tokens and dollars until each row reached the final validation loss of a reference.
+    """Set tokens and dollars until each row reached the final validation loss of one of them.
 
-    Returns the reference: the row of this run, else of finished rows the one with the highest
+    Returns that one: the row of this run, else of finished rows the one with the highest
     loss; None if there are not two. Raises: UserError: the named run cannot be one.
     """
     usable = [
@@ -343,17 +347,17 @@ def _mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
         )
     if of_run is None and len(usable) < 2:
         return None
-    reference = max(usable, key=lambda row: row.values["validation_loss"])
-    mean = reference.values["validation_loss"]
-    by_seed = {run.settings.get(SEED): run.figures["validation_loss"] for run in reference.results}
+    target = max(usable, key=lambda row: row.values["validation_loss"])
+    mean = target.values["validation_loss"]
+    by_seed = {run.settings.get(SEED): run.figures["validation_loss"] for run in target.results}
     for row in rows:
         found = None
-        if row is reference:  # to its end
+        if row is target:  # to its end
             found = row.values["tokens"], row.values["usd"]
-        elif row.first.validation_slice == reference.first.validation_slice:
+        elif row.first.validation_slice == target.first.validation_slice:
             found = mean_reached(  # each to the loss of its seed; of another seed to the mean
                 (run.records, by_seed.get(run.settings.get(SEED), mean)) for run in row.results
             )
         if found:
             row.values["tokens_to_loss"], row.values["usd_to_loss"] = found
-    return reference
+    return target

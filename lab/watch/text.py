@@ -75,6 +75,9 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
             line = answer["lines"].get(key, {"y": ()})
             values = [y for y in line["y"] if y is not None]
             rows.add_row(label, f"{last:.4f}  {sparkline(values, room)}")
+    compared = state.validation_compared or state.train_compared
+    if compared:
+        rows.add_row("to reference", f"{compared}  ({state.reference})")
     if speed := _speed(state):
         rows.add_row("speed", speed)
     if spent := _spent(state):

@@ -68,25 +68,31 @@ MACHINE = part(
         ),
     },
 )
+AGAINST_REFERENCE = part(number="loss", number_or_none="tokens")
 RUN = part(
     text="name status",
     texts="warnings",
-    text_or_none="reason phase tokenizer",
+    text_or_none="reason phase tokenizer reference",
     whole_or_none="global_step num_steps",
     number_or_none="heartbeat_seconds tokens train_loss validation_loss tokens_per_second mfu"
     " seconds usd seconds_left usd_per_hour usd_at_end memory_gib bytes_per_token",
+    parts={
+        "train_compared": AGAINST_REFERENCE | None,
+        "validation_compared": AGAINST_REFERENCE | None,
+    },
 )
 COMPARED = part(
     text="run status differs model ift_judge sorted_by test_slice",
     whole="num_seeds",
-    text_or_none="machine",
+    text_or_none="machine reference",
     flag="is_within_spread",
     number_or_none="global_batch_size microbatch_size tokens steps train_loss validation_loss"
     " test_loss validation_bits_per_byte test_bits_per_byte ift_score ift_low"
     " ift_high seconds seconds_without_validation tokens_per_second num_gpus"
     " usd_per_hour usd usd_without_validation usd_per_megatoken"
     " test_loss_spread validation_loss_spread"
-    " train_loss_spread tokens_to_loss usd_to_loss",
+    " train_loss_spread tokens_to_loss usd_to_loss"
+    " reference_difference reference_tokens_ahead",
 )
 VARIANT = part(
     text="name",

@@ -29,7 +29,10 @@ const AXES = {
   },
   dollars: { tick: (x) => `$${format.three(x)}`, value: format.dollars },
 };
-const NAMES = { train_loss: " training", validation_loss: " validation" }; // of two lines in one chart
+const NAMES = { // of the lines in one chart
+  train_loss: " training", validation_loss: " validation",
+  train_reference_loss: " reference, training", validation_reference_loss: " reference, validation",
+};
 
 function make(tag, properties, ...children) {
   const element = document.createElement(tag);
@@ -98,7 +101,8 @@ class Chart {
     return this.spec.keys.split(" ").filter((key) => run.lines[key]).flatMap((key) => {
       const { y, low, high } = run.lines[key];
       const isStrong = key === "validation_loss";
-      const line = { label: run.name + (NAMES[key] ?? ""), color: run.color, isStrong, x: run.x, y: shown(y) };
+      const isReference = key.endsWith("_reference_loss");
+      const line = { label: run.name + (NAMES[key] ?? ""), color: run.color, isStrong, isReference, x: run.x, y: shown(y) };
       const numPoints = line.y.filter((value) => value != null).length;
       if (!numPoints) return [];
       line.isFew = numPoints < (isStrong ? 200 : 3);
@@ -138,11 +142,12 @@ class Chart {
   }
 
   // The legend has the value under the mouse, else the last one.
-  seriesOptions({ label, color, isEdge, isStrong, isFew }) {
+  seriesOptions({ label, color, isEdge, isStrong, isReference, isFew }) {
     if (isEdge) return { class: "edge", stroke: "transparent", width: 1, spanGaps: true, points: { show: false } };
     return {
       label, class: isStrong ? "strong" : "line", stroke: color, width: isStrong ? 2.25 : 1.25, spanGaps: true,
-      points: { show: isFew, size: 6, width: 1, fill: color },
+      ...(isReference && { dash: [5, 4] }),
+      points: { show: isFew && !isReference, size: 6, width: 1, fill: color },
       value: (plot, _, index, at) => {
         const values = plot.data[index];
         const value = values[nearest(values, at ?? values.length - 1)];

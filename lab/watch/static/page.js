@@ -86,13 +86,18 @@
     "en-GB", { hour: "2-digit", minute: "2-digit", ...(seconds > 12 * 3600 && { weekday: "short", day: "numeric" }) });
   const text = (value, show) => (value == null ? "" : show(value));
 
+  // The last loss less that of the reference after as many tokens, and the tokens that it is ahead.
+  const signed = (value, show) => (value < 0 ? "" : "+") + show(value);
+  const compared = (run, found) => found && `${signed(found.loss, format.four)} to ${run.reference}`
+    + text(found.tokens, (share) => `, ${signed(share * 100, format.percent)} tokens`);
+
   const COLUMNS = {
     Status: (run) => [make("span", { className: `chip ${CHIPS[run.status] ?? "warn"}` }, run.status),
       run.phase, run.status === "running" && text(run.heartbeat_seconds, (age) => `heartbeat ${Math.round(age)} s ago`), run.reason],
     Steps: (run) => [text(run.global_step, (step) => format.whole(step + 1)) + text(run.num_steps, (number) => ` of ${format.whole(number)}`),
       text(run.tokens, (number) => `${format.short(number)} tokens`)],
-    "Training loss": (run) => [text(run.train_loss, format.four)],
-    "Validation loss": (run) => [text(run.validation_loss, format.four),
+    "Training loss": (run) => [text(run.train_loss, format.four), compared(run, run.train_compared)],
+    "Validation loss": (run) => [text(run.validation_loss, format.four), compared(run, run.validation_compared),
       inBits && bitsPerNat(run) && text(run.validation_loss, (nats) => `${format.four(nats * bitsPerNat(run))} bits per byte`)],
     "Tokens/s": (run) => [text(run.tokens_per_second, format.short)],
     MFU: (run) => [text(run.mfu, (mfu) => format.percent(100 * mfu))],
