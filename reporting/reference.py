@@ -270,7 +270,7 @@ class Comparison:
         expected = self._curve.loss_at(kind, tokens)
         if expected is None:
             return {}, ""
-        self._count(kind, loss - expected)
+        self._count(self._curve, kind, loss - expected)
         numbers = {f"{kind}_reference_loss": expected}
         same_loss_tokens = self._curve.tokens_at(kind, loss)
         ahead = None
@@ -279,22 +279,24 @@ class Comparison:
             ahead = same_loss_tokens / tokens - 1
         return numbers, f"{Compared(loss - expected, ahead)} against {self._curve.name}"
 
-    def _count(self, kind: Kind, behind: float) -> None:
+    def _count(self, curve: ReferenceCurve, kind: Kind, behind: float) -> None:
         """Count a report that is behind by more than the limit; others end the count."""
-        std = self._curve.std(kind) if self._curve else None
-        limits = []
+        std = curve.std(kind)
         if self._max_std is not None and std is not None:
-            limits.append((self._max_std * std, f"{self._max_std:g} standard deviations"))
-        # Without `stop_if_behind`, a known noise decides, and this is for the other curves.
-        if self._max_loss is not None and (self.stops or not limits):
-            limits.append((self._max_loss, f"{self._max_loss:g}"))
-        exceeded = [text for limit, text in limits if not behind <= limit]  # NaN is behind
-        if not exceeded:
-            self._num_behind, self.failure = 0, ""
+            limit = self._max_std * std
+            limit_text = f"{self._max_std:g} standard deviations"
+        elif self._max_loss is not None:
+            limit = self._max_loss
+            limit_text = f"{limit:g}"
+        else:
+            return  # a limit in standard deviations, and a kind whose noise is not known
+        if behind <= limit:  # not so for a loss that is not a number
+            self._num_behind = 0
+            self.failure = ""
             return
         self._num_behind += 1
-        if self._num_behind >= self._num_reports and self._curve is not None:
+        if self._num_behind >= self._num_reports:
             self.failure = (
-                f"the loss has been above that of {self._curve.name} by more than {exceeded[0]} for"
+                f"the loss has been above that of {curve.name} by more than {limit_text} for"
                 f" {self._num_behind} reports in a row, by {behind:.4f} in the last one"
             )
