@@ -97,7 +97,7 @@ def test_published_curves_are_of_several_people_and_fall():
             losses = [loss for _, loss in curve.points(kind)]
             assert len(losses) > 3 and losses[0] < math.log(curve.vocab_size) + 0.2
             assert losses[-1] < min(losses) + 0.01
-            assert all(after < before + 0.02 for before, after in pairwise(losses))
+            assert all(after < before + 0.05 for before, after in pairwise(losses))
 
 
 @pytest.mark.parametrize(

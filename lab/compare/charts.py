@@ -84,7 +84,7 @@ def _grouped(
 
 
 def draw_comparison(
-    rows: list[Row], references: dict[str, ReferenceCurve], charts_dir: Path
+    rows: list[Row], charts_dir: Path, references: dict[str, ReferenceCurve] | None = None
 ) -> tuple[list[Path], list[str]]:
     """Draw the charts that have data, and delete those of an earlier comparison.
 
@@ -116,7 +116,7 @@ def draw_comparison(
             if not _has_bits(row)
         ]
         recorded = list(filter(_has_bits, recorded))
-    curves = partial(_plot_curves, recorded, references, in_bits=in_bits)
+    curves = partial(_plot_curves, recorded, references or {}, in_bits=in_bits)
     draw("loss-curves.png", recorded, curves, "a run with records")
 
     kind = deciding_loss([row for row in rows if not row.is_published] or rows)

@@ -296,7 +296,7 @@ def _draw(
 
     with TemporaryDirectory() as aside:
         try:
-            charts, missing = draw_comparison(rows, curves, charts_dir or Path(aside))
+            charts, missing = draw_comparison(rows, charts_dir or Path(aside), curves)
             if html_path:
                 images = [
                     f'<img alt="{path.stem}" src="data:image/png;base64,'

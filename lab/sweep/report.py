@@ -286,7 +286,7 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
     results = [
         found.result for entry in entries for found in entry.outcomes if found.result.records
     ]
-    written, _ = charts.draw_comparison(compare(results).rows, {}, sweep.sweep_dir)
+    written, _ = charts.draw_comparison(compare(results).rows, sweep.sweep_dir)
     if compared := [entry for entry in entries if entry.difference]:
         path = sweep.sweep_dir / "differences.png"
         written.append(draw_by_hand(path, partial(_plot_differences, compared)))

@@ -669,7 +669,7 @@ def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(runs, monkeyp
     record_losses(runs, "fast", 5.0, 4.0, 3.0, learning_rate=0.02)
     record_losses(runs, "other", 5.0, 3.5, start_val_token=7)  # on other tokens: not compared
     comparison = runs.compare()
-    assert comparison.reference.name == "slow" and {
+    assert comparison.target.name == "slow" and {
         row.name: reached_of(row) for row in comparison.rows
     } == {"fast": (200, 2.0), "other": (None, None), "slow": (1536, 1.0)}  # its own: all of it
     lines = [
@@ -684,7 +684,7 @@ def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(runs, monkeyp
     rows = runs.csv("--to-loss-of", "fast")
     assert rows["slow"]["tokens_to_loss"] == rows["slow"]["usd_to_loss"] == ""
     assert (rows["fast"]["tokens_to_loss"], rows["fast"]["usd_to_loss"]) == ("1536", "1")
-    assert runs.compare("slow").reference is None
+    assert runs.compare("slow").target is None
 
 
 def test_tokens_to_a_loss_are_a_mean_over_seeds_each_with_its_own_loss(runs):
@@ -699,7 +699,7 @@ def test_tokens_to_a_loss_are_a_mean_over_seeds_each_with_its_own_loss(runs):
         "base-42, base-43": (1536, 1.0),
         "fast-42, fast-43": (150, 1.5),
         "third": (150, 1.5),
-    }  # the mean, 3.5: the reference has no such seed
+    }  # the mean, 3.5: the target has no such seed
 
 
 def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs):
@@ -844,7 +844,7 @@ def test_curves_have_a_panel_for_each_recorded_axis_with_its_numbers(runs, secon
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     figure = Figure()
     comparison_charts._plot_curves(
-        compare(find_results(runs.dir, ["a"])).rows, figure, in_bits=False
+        compare(find_results(runs.dir, ["a"])).rows, {}, figure, in_bits=False
     )
     figure.draw_without_rendering()
     assert [axes.get_xlabel() for axes in figure.axes] == labels

@@ -580,7 +580,7 @@ WATCH_CHARTS = """() => {
     show.apply(this, all);
   };
 }"""
-LOSS = "charts['train_loss validation_loss']"
+LOSS = "charts['train_loss validation_loss train_reference_loss validation_reference_loss']"
 
 
 def becomes(page, script, wanted):
