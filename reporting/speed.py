@@ -174,7 +174,15 @@ GPUS = (
         public_mfu=Mfu(0.24, "from B200"),
     ),
     Gpu("MI300X", r"MI300X( OAM| VF)?", 191, 1307e12, 654e12, 163e12),
-    Gpu("L40S", r"L40S", 44.4, 362e12, 183e12, 91.6e12, public_mfu=Mfu(0.18)),
+    Gpu(
+        "L40S",
+        r"L40S",
+        44.4,
+        362e12,
+        183e12,
+        91.6e12,
+        public_mfu=Mfu(0.30, "of four cards; eight reached 18%"),
+    ),
     Gpu("L40", r"L40", 44.4, 181e12, 90.5e12, 90.5e12),
     Gpu("L4", r"L4", 22.0, 121e12, 60e12, 30.3e12),
     Gpu("A10", r"A10", 22.0, 125e12, 62.5e12, 31.2e12),
@@ -198,6 +206,7 @@ GPUS = (
         82.6e12,
         Mfu(0.10, "at the speed of RTX-3090"),
         FROM_RTX,
+        Mfu(0.57),
     ),
     Gpu(
         "RTX-3090", r"(RTX ?)?3090", 23.6, 71e12, 35.6e12, 35.6e12, Mfu(0.24), Mfu(0.65), Mfu(0.63)

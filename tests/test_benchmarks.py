@@ -355,16 +355,24 @@ def test_the_projected_dollars_are_those_of_lab_plan():
     plan = json.loads(
         run_lab(*command.split(), "--json", "--runs-dir", str(PROJECT_DIR / "runs")).stdout
     )
-    found = {machine["name"]: machine for machine in plan["machines"]}
-    for name, row in (
-        ("4090", "one RTX 4090 at US$0.35 an hour"),
-        ("8x H100", "8x H100 at US$23.92 an hour"),
-    ):
-        hours, usd = found[name]["hours"], found[name]["usd"]
-        assert (
-            f"| {row} | {hours['expected']:.2f} | {usd['expected']:.2f} |"
-            f" {usd['low']:.2f} to {usd['high']:.2f} |" in text
-        )
+    lines = []
+    for found in plan["machines"]:
+        price, hours, usd = found["price"], found["hours"], found["usd"]
+        cells = [
+            found["name"],
+            f"{found['usd_per_hour']:.2f}",
+            price["kind"],
+            price["month"],
+            f"{price['source_kind']}: {price['provider']}",
+            f"{hours['expected']:.2f}",
+            f"{usd['expected']:.2f}",
+            f"{usd['low']:.2f} to {usd['high']:.2f}",
+            found["source"],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    table = text.partition("| machine | US$ an hour | kind | month |")[2].split("\n\n")[0]
+    shown = table.splitlines()[2:]
+    assert len(shown) >= 10 and set(shown) <= set(lines)
 
 
 def add_run(sweep_dir, name, *, tokens, losses):

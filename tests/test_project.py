@@ -215,18 +215,31 @@ def test_the_planned_figures_are_those_of_lab_plan(checkout):
         f"{hours['expected']:.0f} hours on an RTX 4090 ({hours['low']:.0f} to"
         f" {hours['high']:.0f}; US${usd['expected']:.2f} at US$0.50 an hour)"
     ) in readme
-    machines = planned(
-        checkout, "uv run lab plan gpt2-small-one-dollar --machine 4090=1xRTX-4090@0.35"
+    command = "uv run lab plan gpt2-small-one-dollar --compare --json"
+    machines = json.loads(lab_in(checkout, command))["machines"]
+
+    def of(name, kind, *source_kinds):
+        return [  # the cheapest first
+            found
+            for found in machines
+            if (found["name"], found["price"]["kind"]) == (name, kind)
+            and found["price"]["source_kind"] in source_kinds
+        ]
+
+    offers, spot = (
+        of("1x RTX-4090", "on demand", "marketplace"),
+        of("1x RTX-4090", "spot", "marketplace"),
     )
-    hours, usd = machines["4090"]["hours"], machines["4090"]["usd"]
+    costs = " to ".join(f"{offers[place]['usd']['expected']:.2f}" for place in (0, -1))
+    prices = " to ".join(f"{offers[place]['usd_per_hour']:.2f}" for place in (0, -1))
     assert (
-        f"US${usd['expected']:.2f} and {hours['expected']:.1f} hours on one RTX 4090 at US$0.35"
-        f" an hour ({usd['low']:.2f} to {usd['high']:.2f})"
+        f"{offers[0]['hours']['expected']:.1f} hours on one RTX 4090: US${costs} on demand on a"
+        f" marketplace ({prices} an hour, May and June 2026), US${spot[0]['usd']['expected']:.2f}"
+        f" where it may be taken away ({spot[0]['usd_per_hour']:.2f}, May 2026)"
     ) in readme
-    usd = machines["8x H100"]["usd"]
-    assert (
-        f"US${usd['expected']:.2f} on 8x H100 ({usd['low']:.2f} to {usd['high']:.2f})"
-    ) in readme
+    eight = of("8x H100", "on demand", "published by users", "provider's page")
+    costs = " to ".join(f"{found['usd']['expected']:.2f}" for found in eight)
+    assert f"US${costs} on 8x H100 (December 2025, September 2026)" in readme
     assert " $5.00\n" in (table := lab_in(checkout, PLAN)) and "probably fits" in table
 
 

@@ -11,6 +11,7 @@ from basics.errors import UserError
 from basics.json_files import set_number
 from basics.text import counted
 from lab.plan.memory import Setting, largest_microbatch
+from lab.plan.prices import Price
 from lab.plan.speed_sources import Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run
 from reporting import speed
@@ -22,13 +23,6 @@ MAX_TOKENS = 2**50  # of a length that a budget buys
 UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matter
 MAX_NAME = 16  # characters, so that the table fits a terminal
 MACHINE = re.compile(rf"([^=]{{1,{MAX_NAME}}})=([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")
-KNOWN_MACHINES = (  # those of the original system's runs, at the prices of December 2025
-    "8x A100-40=8xA100-40@10.32",
-    "8x A100-80=8xA100-80@14.32",
-    "8x H100=8xH100@23.92",
-    "8x B200=8xB200@39.92",
-    "2x H100=2xH100@6.38",
-)
 
 
 @dataclass(frozen=True)
@@ -39,6 +33,7 @@ class Machine:
     num_gpus: int
     gpu: speed.Gpu
     usd_per_hour: float
+    price: Price | None = None  # where `usd_per_hour` is from, if it ships with the project
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -52,6 +47,14 @@ class Machine:
                 f" {MAX_NAME} characters at most)"
             )
         return cls(match[1], int(match[2]), gpu, float(match[4]))
+
+    @classmethod
+    def priced(cls, price: Price) -> Self:
+        """Return the machine of a price that ships with the project."""
+        gpu = speed.find_gpu(price.gpu)
+        assert gpu, price.gpu
+        name = f"{price.num_gpus}x {gpu.name}"
+        return cls(name, price.num_gpus, gpu, price.usd_per_hour, price)
 
 
 def default_precision(config: TrainConfig, gpu: speed.Gpu | None = None) -> Precision:
@@ -81,6 +84,7 @@ def estimate(
         "gpu": gpu.name,
         "num_gpus": num_gpus,
         "usd_per_hour": machine.usd_per_hour,
+        "price": machine.price and machine.price.model_dump(),
         "largest_microbatch": largest,
         "reason": None,
     }
@@ -113,6 +117,8 @@ def estimate(
     saving_seconds = checkpoints * bytes_of_checkpoint(run) / speed.SLOW_DISK_BYTES_PER_SECOND
     hours["high"] += saving_seconds / 3600
     usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
+    flops_per_second = num_gpus * mfu * gpu.peak(setting.precision)
+    tokens_per_second = flops_per_second / run.model.flops_per_token
     return found | {
         "microbatch_size": size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
@@ -122,6 +128,8 @@ def estimate(
         "checkpoints_kept": most_checkpoints(run, plan),
         "hours": hours,
         "usd": usd,
+        "tokens_per_second": tokens_per_second,
+        "tokens_per_usd": tokens_per_second * 3600 / machine.usd_per_hour,
         "mfu": mfu,
         "source": source,
         "detail": detail,

@@ -13,6 +13,7 @@ from basics.text import dollars, gb, gib
 from lab.plan import estimate
 from lab.plan.estimate import amount, bytes_of_checkpoint, default_precision, pinned_bytes
 from lab.plan.memory import Memory, Setting, largest_microbatch, peak_memory, size_name
+from lab.plan.prices import Prices, read_prices
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
 from reporting.speed import CARDS_GIB, GPUS, find_gpu, usable_gib
@@ -32,6 +33,7 @@ PARTS = {
     "logits": "logits, loss and their gradients",
     "total": "total",
 }
+NO_MACHINE = "no machine in the table can train this run"
 BY_GPUS = [Column("one GPU"), Column("several GPUs")]
 HOURS_RANGE, USD_PRICE = "hours, fewest to most", "US$ per hour"  # hidden in a narrow terminal
 MACHINE_COLUMNS = [
@@ -49,8 +51,17 @@ MACHINE_COLUMNS = [
         ),
     ),
     Column("hours,\nfewest to most", key=HOURS_RANGE),
-    *map(Column, ("US$,\nexpected", "US$,\nfewest to most", "MFU")),
+    *map(Column, ("US$,\nexpected", "US$,\nfewest to most", "M tokens\nper US$", "MFU")),
     Column("source", "left"),
+]
+PRICE_COLUMNS = [
+    Column("machine", "left"),
+    Column("US$\nper hour"),
+    Column("kind", "left"),
+    Column("month", "left"),
+    Column("source of the price", "left"),
+    *map(Column, ("hours,\nexpected", "US$,\nexpected", "tokens/s", "M tokens\nper US$")),
+    Column("speed", "left"),
 ]
 
 
@@ -63,6 +74,12 @@ MACHINE_COLUMNS = [
     metavar="NAME=COUNTxGPU@USD",
     help="Add a machine to the table, with its price in US$ per hour, for example"
     " box=8xH100@23.92.",
+)
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Show only what a US dollar buys: tokens on every card whose price is known, on demand and"
+    " spot.",
 )
 @click.option(
     "--budget",
@@ -96,10 +113,11 @@ def command(
     """Estimate the memory, hours and dollars of RUN. Needs no GPU and no dataset."""
     loaded = load_run(options["runs_dir"], run)
     if options["save"] or options["usd_per_hour"]:
-        if not (options["save"] and budget) or more or tokens or options["as_json"]:
+        others = more or tokens or options["as_json"] or options["compare"]
+        if not (options["save"] and budget) or others:
             raise UserError(
                 "--save needs --budget, --usd-per-hour needs --save; neither goes with"
-                " --machine, --tokens or --json"
+                " --machine, --tokens, --compare or --json"
             )
         click.echo(visible(estimate.save_length(loaded.priced(options["usd_per_hour"]), budget)))
         return
@@ -110,9 +128,15 @@ def command(
             f" the dataset): {'add' if tokens is None else 'drop'} it"
         )
     measured = read_measured(options["runs_dir"])
+    prices = read_prices()
+    known = [*prices.presets, *prices.others] if options["compare"] else prices.presets
+    wanted = [
+        *map(estimate.Machine.priced, known),
+        *map(estimate.Machine.parse, more),
+    ]
     machines = [
         estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured)
-        for machine in map(estimate.Machine.parse, (*estimate.KNOWN_MACHINES, *more))
+        for machine in wanted
     ]
     machines.sort(key=lambda found: found["usd"]["expected"] if "usd" in found else math.inf)
     settings = {
@@ -145,6 +169,9 @@ def command(
                 "machines": machines,
             }
         )
+        return
+    if options["compare"]:
+        click.echo(visible(_price_table(machines, budget, prices).terminal()))
         return
     tables = [
         _memory_table(loaded.config, [*peaks.values()]),
@@ -206,7 +233,7 @@ def _microbatch_table(largest: list[dict[str, int]]) -> Table:
 def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | None) -> Table:
     rows = []
     for found in machines:
-        batch, figures = UNKNOWN, [UNKNOWN] * 8
+        batch, figures = UNKNOWN, [UNKNOWN] * 9
         if not found["reason"]:
             hours, usd, kept = found["hours"], found["usd"], found["checkpoints_kept"]
             batch = f"{found['microbatch_size']:,} x {found['gradient_accumulation_steps']:,}"
@@ -218,6 +245,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
                 f"{amount(hours['low'])} to {amount(hours['high'])}",
                 amount(usd["expected"]),
                 f"{amount(usd['low'])} to {amount(usd['high'])}",
+                _millions_per_usd(found),
                 f"{found['mfu']:.0%}",
             ]
         rows.append(
@@ -232,26 +260,95 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
             ]
         )
     possible = [found for found in machines if not found["reason"]]
-    notes = ["no machine in the table can train this run"]
+    notes = [NO_MACHINE]
     if possible:
         gpus = [find_gpu(name) for name in dict.fromkeys(found["gpu"] for found in possible)]
+        known = [found["price"] for found in machines if found["price"]]
         notes = [
-            "Hours and US$ count validation, not startup; prices are those of December 2025, or of"
-            " --machine.",
+            "Hours and US$ count validation, not startup; M tokens per US$: while training.",
+            "prices: "
+            + ", ".join(dict.fromkeys(_about_price(price) for price in known))
+            + ", or of --machine; other prices, on demand and spot: --compare",
             "microbatch: with a global_batch_size the largest one that fits and divides it",
             "fewest: at the best public MFU for plain PyTorch: "
             + ", ".join(f"{gpu.name} {gpu.high_mfu}" for gpu in gpus),
             "most: at the MFU of the original system, with a slow disk: "
             + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),
             "expected: the MFU in the table, by its source:",
-            *dict.fromkeys(
-                f"  {found['gpu']}, {found['source']}: {found['detail']}" for found in possible
-            ),
+            *_about_speeds(possible),
         ]
-    of_budget = [] if budget is None else [Column(f"budget\n${dollars(budget)}", "left")]
-    lines = [
+    columns = [*MACHINE_COLUMNS, *_budget_columns(budget)]
+    return Table(columns, rows, _wrapped(notes), (HOURS_RANGE, USD_PRICE))
+
+
+def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: Prices) -> Table:
+    rows = []
+    for found in machines:
+        price, figures = found["price"], [UNKNOWN] * 4
+        about_price = [UNKNOWN, UNKNOWN, "--machine"]
+        if price:
+            source = f"{price['source_kind']}: {price['provider']}"
+            about_price = [price["kind"], price["month"], source]
+        if not found["reason"]:
+            figures = [
+                amount(found["hours"]["expected"]),
+                amount(found["usd"]["expected"]),
+                f"{found['tokens_per_second']:,.0f}",
+                _millions_per_usd(found),
+            ]
+        rows.append(
+            [
+                found["name"],
+                amount(found["usd_per_hour"]),
+                *about_price,
+                *figures,
+                found["reason"] or found["source"],
+                *([] if budget is None else [found.get("budget", "")]),
+            ]
+        )
+    remarks: dict[str, list[str]] = {}
+    for price in [*prices.presets, *prices.others]:
+        if price.note:
+            remarks.setdefault(price.note, []).append(f"{price.gpu} {amount(price.usd_per_hour)}")
+    possible = [found for found in machines if not found["reason"]]
+    notes = [NO_MACHINE]
+    if possible:
+        notes = [
+            f"{prices.about} Each source: benchmarks/prices.json, or --json.",
+            *(f"  {', '.join(names)}: {remark}" for remark, names in remarks.items()),
+            "Hours and US$ count validation; neither startup nor what a spot machine loses when it"
+            " is taken away.",
+            "tokens/s, M tokens per US$: while training, at the speed that is expected, by its"
+            " source:",
+            *_about_speeds(possible),
+        ]
+    return Table([*PRICE_COLUMNS, *_budget_columns(budget)], rows, _wrapped(notes))
+
+
+def _millions_per_usd(found: dict[str, Any]) -> str:
+    return f"{found['tokens_per_usd'] / 1e6:,.0f}"
+
+
+def _about_price(price: dict[str, Any]) -> str:
+    return f"{price['kind']} in {price['month']}, {price['source_kind']} ({price['provider']})"
+
+
+def _about_speeds(possible: list[dict[str, Any]]) -> list[str]:
+    """Say once for each GPU where its expected speed is from."""
+    return [
+        *dict.fromkeys(
+            f"  {found['gpu']}, {found['source']}: {found['detail']}" for found in possible
+        )
+    ]
+
+
+def _budget_columns(budget: float | None) -> list[Column]:
+    return [] if budget is None else [Column(f"budget\n${dollars(budget)}", "left")]
+
+
+def _wrapped(notes: list[str]) -> list[str]:
+    return [
         line
         for note in notes
         for line in textwrap.wrap(note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     ]
-    return Table([*MACHINE_COLUMNS, *of_budget], rows, lines, (HOURS_RANGE, USD_PRICE))

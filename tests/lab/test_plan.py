@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from basics.errors import MAX_LINE_LENGTH, UserError
 from basics.gpu_readings import GpuReading
@@ -18,13 +19,14 @@ from lab.plan import speed_sources
 from lab.plan.estimate import Machine, default_precision, num_checkpoints, verdict
 from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, peak_memory
+from lab.plan.prices import Price, read_prices
 from lab.plan.speed_sources import MEASURED, expected_speed, read_measured, read_own
 from optim import decay_line
 from processes.command_line import command_line
 from processes.distributed import Process
 from processes.run_lock import release_run
 from reporting.clock import PhaseClock
-from reporting.speed import find_gpu
+from reporting.speed import GPUS, find_gpu
 from reporting.summary import RunEnd, summarise
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.json_schemas import checked
@@ -334,6 +336,136 @@ def test_the_plan_is_a_json_document_with_the_figures_of_the_tables():
         machine.checkpoints,
     ) == (13, 104, 30_614, 50)
     assert machine.usd.low < 35.56 < machine.usd.high and machine.budget == "probably fits"
+
+
+# Prices, and what a US dollar buys
+
+PRICE = {
+    "gpu": "RTX-4090",
+    "num_gpus": 1,
+    "usd_per_hour": 0.45,
+    "month": "2026-05",
+    "kind": "on demand",
+    "source_kind": "marketplace",
+    "provider": "somebody",
+    "source": "a page",
+}
+ONE_DOLLAR = ("gpt2-small-one-dollar", "--compare")
+
+
+def price_rows(output):
+    """Return the cells of the table of a comparison."""
+    table = output.split("\n\n")[0]
+    return [re.split(r"  +", row) for row in table.splitlines()[3:]]
+
+
+def str_of(price):
+    return json.dumps(price, sort_keys=True)
+
+
+def test_every_shipped_price_has_a_known_gpu_a_month_a_kind_and_a_source():
+    found = read_prices()
+    prices = [*found.presets, *found.others]
+    assert {price.gpu for price in prices} <= {gpu.name for gpu in GPUS}
+    assert len({(each.gpu, each.num_gpus, each.usd_per_hour, each.kind) for each in prices}) == len(
+        prices
+    )
+    for price in prices:
+        assert 0.05 < price.usd_per_hour / price.num_gpus < 20, price
+        assert price.provider and price.source and "://" not in price.source, price
+    for gpu in ("RTX-4090", "A100-40", "A100-80", "H100", "H200", "B200", "L40S", "RTX-3090"):
+        assert {price.kind for price in prices if price.gpu == gpu} == {"on demand", "spot"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"month": "May 2026"},
+        {"month": "2026-13"},
+        {"kind": "cheap"},
+        {"source_kind": "hearsay"},
+        {"usd_per_hour": 0.0},
+        {"num_gpus": 0},
+        {"source": None},
+        {"price": 1.0},
+    ],
+    ids=str,
+)
+def test_a_price_without_its_month_kind_or_source_is_refused(change):
+    assert Price(**PRICE).note == ""
+    with pytest.raises(ValidationError):
+        Price(**PRICE | change)
+
+
+def test_a_comparison_shows_each_known_price_and_the_tokens_of_a_dollar():
+    document = checked(run_lab("plan", *ONE_DOLLAR, "--json").stdout)
+    prices = read_prices()
+    shipped = [each.model_dump() for each in (*prices.presets, *prices.others)]
+    shown = [found.price.model_dump() for found in document.machines]
+    assert sorted(shown, key=str_of) == sorted(shipped, key=str_of)
+    for found in document.machines:
+        peak = find_gpu(found.gpu).peak_flops
+        speed = found.num_gpus * found.mfu * peak / document.flops_per_token
+        assert found.tokens_per_second == pytest.approx(speed)
+        assert found.tokens_per_usd == pytest.approx(speed * 3600 / found.price.usd_per_hour)
+        assert found.source in ("public", "rough")  # no speed of this trainer is known
+    usd = [found.usd.expected for found in document.machines]
+    assert usd == sorted(usd)
+    assert price_rows(plan(*ONE_DOLLAR)) == [
+        [
+            found.name,
+            f"{found.usd_per_hour:.2f}",
+            found.price.kind,
+            found.price.month,
+            f"{found.price.source_kind}: {found.price.provider}",
+            f"{found.hours.expected:.2f}",
+            f"{found.usd.expected:.2f}",
+            f"{found.tokens_per_second:,.0f}",
+            f"{found.tokens_per_usd / 1e6:,.0f}",
+            found.source,
+        ]
+        for found in document.machines
+    ]
+
+
+def test_a_comparison_marks_other_prices_own_speeds_and_what_does_not_fit(workplace):
+    workplace.add_run(model=BIG, train=BILLION | {"microbatch_size": 60, "precision": "bf16"})
+    add_summary(workplace.runs_dir, "mine")
+    machines = ("--machine", "today=1xH100@2", "--machine", "small=1xRTX-4090@0.4")
+    output = plan("tiny", "--compare", *machines, "--budget", "30", runs_dir=workplace.runs_dir)
+    rows = {row[0]: row for row in price_rows(output)}
+    speed = "375,000"  # of one of eight cards
+    assert rows["today"][1:5] == ["2.00", "-", "-", "--machine"]
+    assert rows["today"][7:] == [speed, "675", "own run", "fits"]
+    assert rows["small"][5:] == ["-", "-", "-", "-", "does not fit in memory"]
+    assert rows["1x H100"][7] == speed and rows["1x A100-80"][9] == "public"
+    assert " (run mine)\n" in output and "public runs on several GPUs, none of this" in output
+
+
+def test_each_plan_says_of_when_and_of_which_kind_its_prices_are():
+    output = plan("gpt2-small-one-dollar", "--machine", "mine=1xRTX-4090@0.45")
+    assert (
+        "\nprices: on demand in 2025-12, published by users (the original's runs), or of --machine;"
+        " other prices, on demand and\n    spot: --compare\n"
+    ) in output
+    millions = {row[0]: row[11] for row in rows_of(output)}
+    assert (millions["mine"], millions["8x H100"]) == ("881", "544")
+
+
+def test_the_comparison_of_the_page_is_that_of_the_command():
+    text = (PROJECT_DIR / "docs/rented-machines.md").read_text()
+    section = text.partition("## Which card\n")[2].partition("\n## ")[0]
+    (shown,) = re.findall(r"^```text\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)
+    assert f"`uv run lab plan {' '.join(ONE_DOLLAR)}`" in section
+    assert shown == plan(*ONE_DOLLAR).split("\n\n")[0]
+    millions = {tuple(row[:2]): int(row[8].replace(",", "")) for row in price_rows(shown)}
+    readme = " ".join((PROJECT_DIR / "README.md").read_text().split())
+    ((rtx, h100),) = re.findall(
+        r"an RTX 4090 at US\$0\.45 about (\d+) million tokens, an H100 at US\$2\.69 about (\d+)\]",
+        readme,
+    )
+    assert round(millions["1x RTX-4090", "0.45"], -1) == int(rtx)
+    assert round(millions["1x H100", "2.69"], -1) == int(h100)
 
 
 # Memory, compared with PyTorch's profiler, and with a GPU if there is one
@@ -816,6 +948,7 @@ OPTIONS = "--save needs --budget, --usd-per-hour needs --save; neither goes with
         ([], OPTIONS),
         (["--budget", "9", "--json"], OPTIONS),
         (["--budget", "9", "--machine", "a=1xH100@2"], OPTIONS),
+        (["--budget", "9", "--compare"], OPTIONS),
     ],
 )
 def test_what_cannot_be_saved_is_one_line(workplace, arguments, message):

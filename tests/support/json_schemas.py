@@ -43,14 +43,22 @@ def part(
 
 
 LOW_TO_HIGH = part(number="low expected high")
+PRICE = part(
+    text="gpu month kind source_kind provider source note",
+    whole="num_gpus",
+    number="usd_per_hour",
+)
 MACHINE = part(
     text="name gpu",
     whole="num_gpus largest_microbatch",
     number="usd_per_hour",
     text_or_none="reason",
+    parts={"price": PRICE | None},
     optional={
         "hours": LOW_TO_HIGH,
         "usd": LOW_TO_HIGH,
+        "tokens_per_second": float,
+        "tokens_per_usd": float,
         "mfu": float,
         "source": str,
         "detail": str,
