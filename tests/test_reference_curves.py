@@ -96,8 +96,9 @@ def test_published_curves_are_of_several_people_and_fall():
         for kind in ("train", "validation"):
             losses = [loss for _, loss in curve.points(kind)]
             assert len(losses) > 3 and losses[0] < math.log(curve.vocab_size) + 0.2
-            assert losses[-1] < min(losses) + 0.01
-            assert all(after < before + 0.05 for before, after in pairwise(losses))
+            rise = 0.02 if kind == "validation" else 0.05 + 3 * (curve.train_std or 0)
+            assert all(after < before + rise for before, after in pairwise(losses))
+            assert losses[-1] < losses[0] / 1.3
 
 
 @pytest.mark.parametrize(
