@@ -93,16 +93,26 @@ class ReferenceCurve(FrozenConfig):
         return tokens, np.interp(np.log(tokens), np.log(known), losses)
 
     def tokens_at(self, kind: Kind, loss: float) -> float | None:
-        """Return after how many tokens the loss was first as low as this; None: it never was."""
-        before: tuple[float, float] | None = None
-        for tokens, known in self.points(kind):
-            if known <= loss:
-                if before is None:
-                    return None  # it was lower from the first point on
-                share = (before[1] - loss) / (before[1] - known)
-                return float(before[0] * (tokens / before[0]) ** share)
-            before = (tokens, known)
-        return None
+        """Return after how many tokens the loss was this, interpolated over log(tokens).
+
+        A noisy curve may cross a loss several times: it is the geometric mean of the first and the
+        last crossing. None if it began below the loss or ended above it.
+        """
+        points = self.points(kind)
+        if not points:
+            return None
+        tokens, losses = np.array(points).T
+        above = np.flatnonzero(losses > loss)
+        below = np.flatnonzero(losses <= loss)
+        if not len(above) or not len(below) or below[0] == 0 or above[-1] == len(losses) - 1:
+            return None
+
+        def crossing(before: int) -> float:
+            share = (losses[before] - loss) / (losses[before] - losses[before + 1])
+            ends = np.log(tokens[before : before + 2])
+            return float(ends[0] + share * (ends[1] - ends[0]))
+
+        return float(np.exp((crossing(below[0] - 1) + crossing(above[-1])) / 2))
 
     def in_units_of(
         self, tokenizer: str | None, vocab_size: int, bytes_per_token: float | None
