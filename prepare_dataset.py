@@ -26,7 +26,7 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("sources", metavar="SOURCE", nargs=-1, required=True)
+@click.argument("sources", metavar="SOURCE", nargs=-1)
 @click.argument("output", type=click.Path(path_type=Path))
 @source_options
 @click.option(
@@ -72,6 +72,19 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
     " llm.c, the same as .npy files, or a single such file.",
 )
 @click.option(
+    "--source",
+    "weighted",
+    metavar="NAME=PATH:WEIGHT",
+    multiple=True,
+    help="Instead of SOURCE, two or more times: mix sources in the shares of their weights, in"
+    " tokens. PATH is a SOURCE or the directory of a prepared dataset.",
+)
+@click.option(
+    "--repeat",
+    is_flag=True,
+    help="With --source: a source with too little text starts over.",
+)
+@click.option(
     "--part",
     metavar="I/N",
     default="",
@@ -84,7 +97,13 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
     help="Each SOURCE is a part: join all of them to the dataset that one machine would have made.",
 )
 def main(
-    sources: tuple[str, ...], output: Path, is_import: bool, is_join: bool, **options: Any
+    sources: tuple[str, ...],
+    output: Path,
+    is_import: bool,
+    is_join: bool,
+    weighted: tuple[str, ...],
+    repeat: bool,
+    **options: Any,
 ) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
     OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
@@ -95,6 +114,8 @@ def main(
     code and documentation of Python's standard library. A single .txt file is divided by its
     tokens.
 
+    With --source NAME=PATH:WEIGHT, given for each of several sources, their documents are mixed.
+
     If the command is killed, run it again: it continues where it stopped.
 
     On several machines, run the same command everywhere with --part 1/N to N/N, and then once:
@@ -103,7 +124,15 @@ def main(
     try:
         if not options["part"]:
             check_name(output)
-        if is_join:  # imported here, and below, so that --help does not wait for it
+        if not sources and not weighted:
+            raise click.MissingParameter(
+                ctx=click.get_current_context(), param_hint="'SOURCE'", param_type="argument"
+            )
+        if repeat and not weighted:
+            raise UserError("--repeat: is for a mix; name its sources with --source")
+        if weighted:
+            summary = mix(sources, weighted, output, repeat=repeat, **options)
+        elif is_join:  # imported here, and below, so that --help does not wait for it
             check_options("--join", "is_join", "skip_bad_shards")
             from preparation.pipeline import join_parts
 
@@ -171,15 +200,60 @@ def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -
     from preparation.journal import Journal, check_output_dir
     from preparation.pipeline import PrepareOptions, prepare_dataset
 
-    of_source = {field.name: options.pop(field.name) for field in fields(SourceOptions)[1:]}
-    named = SourceOptions(source, **of_source)
-    preparation = PrepareOptions(
-        **options, num_workers=workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS)
-    )
+    named = SourceOptions(source, **taken_from(options))
+    preparation = PrepareOptions(**options, num_workers=workers or default_workers())
     documents = find_source(named, raw_dir=Journal(check_output_dir(output)).raw_dir)
     if preparation.part and documents.request.revision != named.revision:
         print_line(f"use --revision {documents.request.revision} on the other machines")
     return prepare_dataset(documents, output, preparation).summary(output)
+
+
+def mix(
+    sources: tuple[str, ...],
+    weighted: tuple[str, ...],
+    output: Path,
+    *,
+    workers: int | None,
+    repeat: bool,
+    **options: Any,
+) -> str:
+    """Tokenise several sources and mix them; return a summary. Raises: UserError."""
+    from preparation.mixing import mix_sources, parse_sources
+    from preparation.pipeline import PrepareOptions
+
+    if sources:
+        raise UserError(f"{sources[0]}: is not for --source; give this SOURCE a name and a weight")
+    context = click.get_current_context()
+    for option in context.command.params:
+        is_given = context.get_parameter_source(option.name) is not ParameterSource.DEFAULT
+        if is_given and option.name in ("is_import", "is_join", "part", "revision", "keep_raw"):
+            raise UserError(
+                f"{option.opts[0]}: is not for --source; prepare that source on its own with it,"
+                " and name the directory of its dataset as PATH"
+            )
+    parsed = parse_sources(weighted)
+    if all(source.is_prepared for source in parsed):
+        check_options(
+            "a mix of prepared datasets",
+            "weighted",
+            "repeat",
+            "tokenizer",
+            "max_documents",
+            "validation_fraction",
+            "workers",
+        )
+    reading = SourceOptions("", **taken_from(options))
+    preparation = PrepareOptions(**options, num_workers=workers or default_workers())
+    return mix_sources(parsed, reading, output, preparation, repeat=repeat).summary(output)
+
+
+def taken_from(options: dict[str, Any]) -> dict[str, Any]:
+    """Take those of `SourceOptions` but its source out of the options of the command."""
+    return {field.name: options.pop(field.name) for field in fields(SourceOptions)[1:]}
+
+
+def default_workers() -> int:
+    return min(num_cpu_cores(), MAX_DEFAULT_WORKERS)
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:

@@ -1,8 +1,9 @@
 """What is said of a dataset: the progress, a summary, and its README.md, a card for the hub."""
 
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def progress_bar(total: int, first: int, unit: str) -> tqdm:
     return tqdm(total=total, initial=first, unit=unit, unit_scale=unit == "B", leave=False, **where)
 
 
+@dataclass(frozen=True)
+class Portion:
+    """What a split of a mix has of one source."""
+
+    weight: str  # as it was given
+    counts: Counts
+    num_passes: float  # how often the source's documents for this split are in it
+
+
 @dataclass
 class Prepared:
     """A finished dataset, or a part of one."""
@@ -83,6 +93,8 @@ class Prepared:
     splits: dict[str, Counts]  # a part has only `train`
     findings: Findings = Findings()
     bad_files: Sequence[str] = ()  # left out because they could not be read
+    # Of a mix: for each split, the sources by name.
+    portions: dict[str, Mapping[str, Portion]] = field(default_factory=dict)
 
     @property
     def total(self) -> Counts:
@@ -95,13 +107,25 @@ class Prepared:
             "num_documents": counts.num_documents,
             "num_tokens": counts.num_tokens,
             "max_token_id": max_token_id,
-            "num_text_bytes": counts.num_text_bytes,
+            # Zero is a number of bytes, but of a mix it stands for one that is unknown.
+            "num_text_bytes": counts.num_text_bytes or (None if self.portions else 0),
             "tokenizer": self.request.tokenizer,
             "source": self.request.source[:400],
             "revision": self.request.revision[:100],
             "num_bad_files": len(self.bad_files) or None,
             "num_replaced_characters": self.findings.num_replaced or None,
         }
+        if self.portions:
+            metadata["sources"] = json.dumps(
+                {
+                    name: {
+                        "weight": portion.weight,
+                        "num_tokens": portion.counts.num_tokens,
+                        "num_passes": round(portion.num_passes, 3),
+                    }
+                    for name, portion in self.portions[split].items()
+                }
+            )
         return {key: str(value) for key, value in metadata.items() if value is not None}
 
     def amount(self) -> str:
@@ -139,6 +163,14 @@ class Prepared:
                 f" {counted(part.num_documents, 'document')}, {part.num_tokens:,} tokens"
                 for split, part in self.splits.items()
             ]
+        num_train = self.splits["train"].num_tokens
+        for name, portion in self.portions.get("train", {}).items():
+            counts = portion.counts
+            lines.append(
+                f"{name}, weight {portion.weight}: {counts.num_tokens / num_train:.2%} of the"
+                f" training tokens, {counted(counts.num_documents, 'document')}, all of its"
+                f" training documents {portion.num_passes:.2f} times"
+            )
         if self.bad_files:
             lines.append(f"files {self.left_out()}")
         return "\n".join(lines)
@@ -165,8 +197,20 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
     ]
     revision = f" (revision {request.revision})" if request.revision else ""
     notes = ""
+    if dataset.portions:
+        notes += (
+            "\n| source | weight | share of the training tokens | tokens | documents | passes |\n"
+            "|---|---|---|---|---|---|\n"
+        )
+        num_train = dataset.splits["train"].num_tokens
+        for source, portion in dataset.portions["train"].items():
+            counts = portion.counts
+            notes += (
+                f"| {source} | {portion.weight} | {counts.num_tokens / num_train:.2%} |"
+                f" {counts.num_tokens:,} | {counts.num_documents:,} | {portion.num_passes:.2f} |\n"
+            )
     if not request.hub_name:
-        notes = (
+        notes += (
             "\nBefore you publish this dataset, set the licence and the language above to those of"
             " the source.\n"
         )

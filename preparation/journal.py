@@ -17,6 +17,7 @@ from preparation.token_stream import DATA_START, ENDS_DTYPE, Counts
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
 TOKENS = "train.safetensors"  # all tokens, until the last ones are moved to the validation file
+SOURCES = "sources"  # of a mix: a directory in which each has one of its own
 ENDS = "document-ends.bin"  # `DocumentEnds`; in the end only a part has it
 
 
@@ -34,7 +35,8 @@ class Finished(Record):
 class Journal:
     """The directory of an unfinished preparation, next to its output, and its progress file.
 
-    Its `dataset/` becomes the output; `raw/` is for downloads.
+    Its `dataset/` becomes the output; `raw/` is for downloads, `sources/` for those of a mix, each
+    of which has such a directory of its own.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -44,6 +46,7 @@ class Journal:
         self.raw_dir = self.dir / "raw"
         self.path = self.dir / "journal.jsonl"
         self.ends_path = self.dir / ENDS
+        self.sources_dir = self.dir / SOURCES
         self.request: Request | None = None  # of the earlier launch
         self.lines: list[Finished] = []
 
@@ -59,7 +62,9 @@ class Journal:
             try:
                 yield
             finally:
-                if not self.lines and not self.raw_dir.exists():  # no work to resume
+                has_sources = any(self.sources_dir.glob(".*"))
+                if not self.lines and not self.raw_dir.exists() and not has_sources:
+                    # There is no work to resume.
                     shutil.rmtree(self.dir, ignore_errors=True)
 
     def read(self) -> None:
@@ -100,8 +105,13 @@ class Journal:
         """Start or continue with a request; write the tokenizer's file, if it has one.
 
         Files that are not finished yet may change: a damaged one may have been replaced. Raises:
-        UserError: an earlier launch finished shards of another request, or of other files.
+        UserError: an earlier launch finished shards of another request, or of other files, or
+        sources of a mix.
         """
+        if self.sources_dir.exists():
+            raise UserError(
+                f"{self.dir}: an unfinished mix of sources; repeat its command, or delete it"
+            )
         if self.lines:
             assert self.request is not None
             changes = request.difference(self.request)
@@ -117,9 +127,13 @@ class Journal:
                 )
         else:
             shutil.rmtree(self.dataset_dir, ignore_errors=True)  # of another request
-        self.dataset_dir.mkdir(exist_ok=True)
+        self.begin_dataset(tokenizer)
         records = [record.model_dump_json() + "\n" for record in (request, *self.lines)]
         write_atomically(self.path, "".join(records), durable=True)
+
+    def begin_dataset(self, tokenizer: Tokenizer) -> None:
+        """Create the directory of the dataset, with the tokenizer's file, if it has one."""
+        self.dataset_dir.mkdir(exist_ok=True)
         if isinstance(tokenizer, FileTokenizer):
             write_atomically(self.dataset_dir / TOKENIZER_FILE, tokenizer.content, durable=True)
 

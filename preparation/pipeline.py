@@ -27,6 +27,7 @@ from preparation.token_stream import (
     Counts,
     DocumentEnds,
     TokenFileWriter,
+    num_text_bytes,
     num_training_documents,
     read_tokens,
     start_of_last,
@@ -87,20 +88,57 @@ def join_parts(
     return _prepare(source, output_dir, tokenizer, PrepareOptions(skip_bad_shards=skip_bad_shards))
 
 
+def check_documents(source: Source, output_dir: Path, options: PrepareOptions) -> None:
+    """Refuse what `encode_documents` would refuse, as far as it is seen without reading documents.
+
+    Raises: UserError.
+    """
+    journal = Journal(output_dir)
+    with journal.locked():
+        _check_shards(source, journal, options)
+
+
+def encode_documents(
+    source: Source, output_dir: Path, tokenizer: Tokenizer, options: PrepareOptions
+) -> Journal:
+    """Tokenise the documents of a source, and leave them in the directory of their journal.
+
+    They are neither split nor published. After a kill or an error, the same call continues, also
+    with a lower `max_documents`; there may then be more documents than that. Raises: UserError, as
+    `prepare_dataset`; OSError: they cannot be written.
+    """
+    journal = Journal(output_dir)
+    with journal.locked():
+        if journal.lines:
+            assert journal.request is not None
+            earlier = journal.request.max_documents
+            if (earlier or sys.maxsize) > (source.request.max_documents or sys.maxsize):
+                source = replace(source, request=source.request.changed(max_documents=earlier))
+        _begin(source, journal, tokenizer, options).encode()
+    return journal
+
+
 def _prepare(
     source: Source, output_dir: Path, tokenizer: Tokenizer, options: PrepareOptions
 ) -> Prepared:
     journal = Journal(output_dir)
     try:
         with journal.locked():
-            _check_disk(source, journal)
-            _check_shards(source, journal, options)
-            journal.begin(source.request, source.shards, tokenizer)
-            dataset = _Preparation(source, journal, options, tokenizer).run()
+            dataset = _begin(source, journal, tokenizer, options).run()
             journal.publish()
     except OSError as error:
         raise cannot_be_written(Path(error.filename or output_dir), error) from None
     return dataset
+
+
+def _begin(
+    source: Source, journal: Journal, tokenizer: Tokenizer, options: PrepareOptions
+) -> "_Preparation":
+    """Check what can be checked at once, then start or continue. The journal must be locked."""
+    _check_disk(source, journal)
+    _check_shards(source, journal, options)
+    journal.begin(source.request, source.shards, tokenizer)
+    return _Preparation(source, journal, options, tokenizer)
 
 
 def _check_disk(source: Source, journal: Journal) -> None:
@@ -170,10 +208,14 @@ class _Preparation:
 
     def run(self) -> Prepared:
         """Tokenise all remaining shards, then write the headers and the dataset card."""
+        self.encode()
+        return self._finish()
+
+    def encode(self) -> None:
+        """Tokenise all remaining shards."""
         try:
             with worker_pool(self._tokenizer, self._num_workers) as pool:
                 self._encode_all(encode(self._items(), self._tokenizer, pool, self._num_workers))
-            return self._finish()
         finally:
             with contextlib.suppress(OSError):  # a full disk: reported already
                 self._tokens.close()
@@ -298,13 +340,7 @@ class _Preparation:
             write_part(journal.dataset_dir, dataset, journal.ends_path, self._source.max_bad_files)
             return dataset
         dataset.splits["validation"] = last.validation
-        for split, counts in dataset.splits.items():
-            # This cuts off the training tokens that `_split` has copied to the validation file.
-            path = journal.dataset_dir / f"{split}.safetensors"
-            writer = TokenFileWriter(path, num_tokens=counts.num_tokens)
-            chunks = read_tokens(path, 0, counts.num_tokens)
-            writer.finish(dataset.metadata(split, max(int(tokens.max()) for tokens in chunks)))
-        write_card(journal.dataset_dir, dataset)
+        write_headers(journal.dataset_dir, dataset)
         return dataset
 
     def _split(self) -> None:
@@ -325,7 +361,7 @@ class _Preparation:
                 total.num_documents - num_train,
                 self._tokenizer.eot_token,
             )
-            train = Counts(num_train, start, self._ends.num_text_bytes(num_train))
+            train = Counts(num_train, start, num_text_bytes(self._ends.path, num_train))
         writer = TokenFileWriter(self._journal.dataset_dir / "validation.safetensors")
         for tokens in read_tokens(self._tokens.path, start, total.num_tokens):
             writer.add(tokens)
@@ -355,6 +391,20 @@ class _Preparation:
             if self._source.kinds:  # no join, which has no such option
                 wanted += ", one of them for the validation split (--validation-fraction)"
         raise UserError(f"{source}: {counted(num_documents, 'document')} found; {wanted}; {hint}")
+
+
+def write_headers(dataset_dir: Path, dataset: Prepared) -> None:
+    """Write the headers of both token files, whose tokens are written, and the dataset card.
+
+    What a file has beyond the tokens of its split is cut off: `_split` leaves the training file
+    with those that it has copied to the validation file.
+    """
+    for split, counts in dataset.splits.items():
+        path = dataset_dir / f"{split}.safetensors"
+        writer = TokenFileWriter(path, num_tokens=counts.num_tokens)
+        chunks = read_tokens(path, 0, counts.num_tokens)
+        writer.finish(dataset.metadata(split, max(int(tokens.max()) for tokens in chunks)))
+    write_card(dataset_dir, dataset)
 
 
 def _fetch(shard: Shard) -> Future[None]:

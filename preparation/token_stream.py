@@ -77,12 +77,6 @@ class DocumentEnds(NumberFile):
     def __init__(self, path: Path, *, num_documents: int = 0) -> None:
         super().__init__(path, ENDS_DTYPE, start=0, num_kept=num_documents)
 
-    def num_text_bytes(self, num_documents: int) -> int:
-        """Return the bytes of text of the first documents, at least one."""
-        self._file.flush()
-        (ends,) = read_ends(self.path, num_documents - 1, num_documents)
-        return int(ends[0])
-
 
 class TokenFileWriter(NumberFile):
     """A safetensors file of uint16 tokens, whose first `num_tokens` are kept.
@@ -118,6 +112,12 @@ def read_tokens(path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
 def read_ends(path: Path, start: int, stop: int) -> Iterator[np.ndarray]:
     """Yield the entries of a written `DocumentEnds` in chunks, each (n,) int64."""
     return _read(path, ENDS_DTYPE, 0, start, stop)
+
+
+def num_text_bytes(path: Path, num_documents: int) -> int:
+    """Return the bytes of text of the first documents, from a written `DocumentEnds`."""
+    last = max(num_documents - 1, 0)
+    return sum(int(ends[0]) for ends in read_ends(path, last, num_documents))
 
 
 def _read(path: Path, dtype: np.dtype, offset: int, start: int, stop: int) -> Iterator[np.ndarray]:
