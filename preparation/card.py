@@ -168,7 +168,7 @@ class Prepared:
             counts = portion.counts
             lines.append(
                 f"{name}, weight {portion.weight}: {counts.num_tokens / num_train:.2%} of the"
-                f" training tokens, {counted(counts.num_documents, 'document')}, all of its"
+                f" training tokens, {counted(counts.num_documents, 'document')}, its"
                 f" training documents {portion.num_passes:.2f} times"
             )
         if self.bad_files:

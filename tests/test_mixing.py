@@ -163,7 +163,7 @@ def test_a_mix_has_the_documents_of_its_sources_in_their_order_and_says_how_many
         num_bytes = sum(len(text.encode()) for text in documents)
         assert metadata["num_text_bytes"] == str(num_bytes)
         assert metadata["source"] == "edu=edu:0.7, code=code:0.3"
-    line = r"edu, weight 0.7: (69|70)\.\d\d% of the training tokens, \d+ documents, all of its"
+    line = r"edu, weight 0.7: (69|70)\.\d\d% of the training tokens, \d+ documents, its"
     assert re.search(line, result.stdout) and "500 documents" in result.stdout
     assert "| code | 0.3 | " in Path("out/README.md").read_text()
     assert sorted(os.listdir()) == ["code", "edu", "out"]
