@@ -208,6 +208,16 @@ def test_too_little_text_is_named_and_what_the_line_advises_works_without_tokeni
     assert abs(num_passes - len(edu) / 594) < 0.05
 
 
+def test_up_to_a_hundredth_of_a_source_may_be_left_over(texts):
+    """Sources of the right sizes do not end with the same document."""
+    arguments = ["--source", "a=edu:1", "--tokenizer", "bytes"]
+    succeeded(prepare(*arguments, "--source", "b=edu:1", "out"))
+    sources = json.loads(metadata_of(Path("out"))["sources"])
+    assert 0.99 <= min(source["num_passes"] for source in sources.values()) <= 1
+    refused = prepare(*arguments, "--source", "b=edu:1.03", "new")
+    assert "b: too little text" in refused.stderr and "3% of a is left" in refused.stderr
+
+
 def test_stopped_at_any_write_the_same_call_writes_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, count in (("a", 12), ("b", 9)):
