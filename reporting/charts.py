@@ -100,8 +100,15 @@ def _plan_of(run_dir: Path) -> tuple[TrainConfig | None, int]:
     By its summary: `train.json` may have been edited since the launch.
     """
     summary = found_object(run_dir / "summary.json")
+    settings, fields = summary.get("train"), TrainConfig.model_fields
+    if isinstance(settings, dict):  # it has all keys, also those that exclude each other
+        settings = {
+            key: value
+            for key, value in settings.items()
+            if key not in fields or value != fields[key].default
+        }
     try:
-        config = TrainConfig.model_validate(summary.get("train"))
+        config = TrainConfig.model_validate(settings)
     except ValueError:
         return None, 0
     found = summary.get("num_steps")

@@ -26,6 +26,7 @@ from reporting.charts import (
     plot_losses,
 )
 from reporting.metrics_file import METRICS
+from run_config import load_run
 from tests.support.workplace import TINY_TRAIN, draw_bare
 
 BY_LAYER = [key for key in METRICS if key.startswith("layer_")]
@@ -234,6 +235,16 @@ def test_the_planned_schedule_and_the_clipping_limit_are_drawn(workplace, monkey
     ]
     planned = lines_of(drawn(run_dir, resumed, monkeypatch)["learning-rate-chart.png"])["planned"]
     assert planned.get_xdata()[0] == 51  # before that the schedule was another one
+
+
+def test_the_planned_schedule_of_a_run_with_a_global_batch_is_drawn(workplace, monkeypatch):
+    changes = {"global_batch_size": 8, "gradient_accumulation_steps": None}
+    run_dir = workplace.add_run(train=changes)
+    run = load_run(workplace.runs_dir, run_dir.name)
+    summary = {"num_steps": 200, "train": run.train_settings()}  # all keys, as a run writes them
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    figures = drawn(run_dir, records(100), monkeypatch)
+    assert "planned" in lines_of(figures["learning-rate-chart.png"])
 
 
 def test_without_its_settings_a_run_has_charts_of_its_records(tmp_path, monkeypatch):
