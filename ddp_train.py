@@ -39,7 +39,7 @@ from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.metrics_file import CHANGED
 from reporting.reference import Comparison, ReferenceCurve
-from reporting.run_log import RunLog, batch_arithmetic
+from reporting.run_log import RunLog, SetResult, batch_arithmetic
 from reporting.sampling import Sampler
 from reporting.setting_changes import change_lines, settings_of
 from reporting.speed import SPEED_CHECK_STEPS
@@ -546,23 +546,34 @@ class Trainer:
             )
 
     def validate(self, global_step: int) -> None:
-        """Measure the validation loss: on rank 0, or as a collective on all (`validate_on`).
+        """Measure the loss on each validation set: on rank 0, or as a collective (`validate_on`).
 
-        Rank 0 records the loss, and continues the run's `sample_prompts` with the model.
+        Rank 0 records the losses, and continues the run's `sample_prompts` with the model.
         """
+        losses = {}
         with self.clock.phase(VALIDATION) as phase:
-            loss = validate(self.step.loss_functions, self.data.validation, self.watchdog)
-        if loss is None or not self.process.is_main:
+            for name, microbatches in self.data.validation_sets.items():
+                loss = validate(self.step.loss_functions, microbatches, self.watchdog)
+                if loss is None:  # with `validate_on` "all" on every rank
+                    return
+                losses[name] = loss
+        if not self.process.is_main:
             return
-        self.log.report_validation(
-            global_step, loss, phase.seconds, bytes_per_token=self.data.bytes_per_token
-        )
+        results = [
+            SetResult(name, losses[name], bytes_per_token)
+            for name, bytes_per_token in self.data.set_bytes_per_token.items()
+        ]
+        self.log.report_validation(global_step, results, phase.seconds)
         if prompts := self.config.sample_prompts:
             with self.clock.phase(VALIDATION), autocast(self.config.precision, self.process.device):
                 failure = self.sampler.try_to_write(self.run.samples_path, prompts, global_step)
             self.log.warn("no samples", failure)
         self.saver.add_validation(
-            Validation(loss=finite_or_none(loss), seconds=self.clock.read(), usd=self.clock.usd())
+            Validation(
+                loss=finite_or_none(results[0].loss),  # of the set that decides `best`
+                seconds=self.clock.read(),
+                usd=self.clock.usd(),
+            )
         )
 
     def draw_charts(self) -> None:

@@ -23,6 +23,8 @@ MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SHIPPED_RUNS = Path(__file__).parent / "runs"
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
+SET_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}"  # of a validation set
+MAX_SETS = 16
 OLD_NAME = "minibatch_size"  # of microbatch_size, in the original system
 LENGTH = "min_train_tokens is the length of a run, and --max-steps ends one launch earlier"
 NAMES_ELSEWHERE = {  # of settings, in other trainers
@@ -131,6 +133,7 @@ class TrainConfig(FrozenConfig):
     validation_interval: Count | None = None  # global steps
     validation_batches: Count | None = None  # microbatches
     validation_sequences: Count | None = None
+    validation: dict[str, str] | None = None  # sets by name: a token file, or a dataset
     validate_on: Literal["rank0", "all"] = "rank0"
     checkpoint_interval: Count | None = None  # global steps
     keep_checkpoints: Count | None = None  # None for all
@@ -201,6 +204,14 @@ class TrainConfig(FrozenConfig):
                 " validation_batches or validation_sequences: set both",
             ),
             (
+                self.validation is not None and not self.validates,
+                "validation names the sets to validate on: set validation_interval too, or drop it",
+            ),
+            (
+                self.validation is not None and not 1 <= len(self.validation) <= MAX_SETS,
+                f"validation has {len(self.validation or ())} sets; wanted 1 to {MAX_SETS}",
+            ),
+            (
                 not self.validates and self.checkpoint_interval is None,
                 "set validation_interval with"
                 " validation_batches, or checkpoint_interval, so that the run is saved",
@@ -231,7 +242,42 @@ class TrainConfig(FrozenConfig):
         ):
             if is_wrong:
                 raise ValueError(message)
+        for name, place in (self.validation or {}).items():
+            if not re.fullmatch(SET_NAME, name):
+                raise ValueError(
+                    f"validation has a set called {ascii(name)[:60]}; wanted at most 32 letters,"
+                    " digits, '.', '_' and '-'"
+                )
+            if not _is_token_file(place) and not re.fullmatch(DATASET_NAME, place):
+                raise ValueError(
+                    f"validation set {name} is {ascii(place)[:60]}; wanted a dataset's name, or a"
+                    " token file, which ends in .safetensors"
+                )
         return self
+
+    def validation_paths(self, datasets_dir: Path) -> dict[str, Path]:
+        """Return the token file of each set that `validation` names, in their order."""
+        paths = {}
+        for name, place in (self.validation or {}).items():
+            paths[name] = datasets_dir / place
+            if not _is_token_file(place):
+                paths[name] /= "validation.safetensors"
+        return paths
+
+    @property
+    def validation_datasets(self) -> list[str]:
+        """The datasets whose validation files `validation` names."""
+        return [place for place in (self.validation or {}).values() if not _is_token_file(place)]
+
+    @property
+    def deciding_set(self) -> str:
+        """The name of the validation set that decides `best`, the first; "" if it has no name."""
+        return next(iter(self.validation or {}), "")
+
+    @property
+    def num_validation_sets(self) -> int:
+        """The number of sets in one validation; 0 without validation."""
+        return len(self.validation or (self.dataset,)) if self.validates else 0
 
     def optimizer_state(self, group: Group) -> tuple[str, ...]:
         """Return the names of the tensors that the optimizer keeps of each parameter of a group.
@@ -263,7 +309,7 @@ class TrainConfig(FrozenConfig):
 
     @property
     def num_validation_sequences(self) -> int:
-        """Sequences in one validation, of all microbatches; 0 without validation."""
+        """Sequences of each set in one validation, of all microbatches; 0 without validation."""
         return self.validation_sequences or (self.validation_batches or 0) * self.microbatch_size
 
     def is_validation_due(self, global_step: int, *, num_steps: int) -> bool:
@@ -275,6 +321,11 @@ class TrainConfig(FrozenConfig):
         return self.is_validation_due(global_step, num_steps=num_steps) or _is_due(
             global_step, num_steps, self.checkpoint_interval
         )
+
+
+def _is_token_file(place: str) -> bool:
+    """Return whether a value of `validation` is a file; else it is the name of a dataset."""
+    return place.endswith(".safetensors")
 
 
 def _is_due(global_step: int, num_steps: int, interval: int | None) -> bool:

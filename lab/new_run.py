@@ -35,6 +35,7 @@ OF_ANOTHER_DATASET = (  # keys of train.json that are not taken over
     "start_val_token",
     "repeat_data",
     "validation_batches",
+    "validation",
     "sample_prompts",
 )
 

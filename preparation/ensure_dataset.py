@@ -8,11 +8,19 @@ from filelock import FileLock
 
 from basics.errors import UserError, writing_to
 from basics.files import sha256_of
+from run_config import TrainConfig
 
 STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
 SPLITS = ("train", "validation")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 CLOCK_SECONDS = 1.0  # a file's time may be that much later than its record's
+
+
+def provide_datasets(datasets_dir: Path, config: TrainConfig) -> None:
+    """Provide a run's dataset, and those of its validation sets. As `provide_dataset`."""
+    provide_dataset(datasets_dir / config.dataset, config.dataset)
+    for name in config.validation_datasets:
+        provide_dataset(datasets_dir / name, name, ["validation"])
 
 
 def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS) -> None:

@@ -20,7 +20,7 @@ from basics.json_files import found_object
 from basics.text import dollars
 from ops.schedule import learning_rate_at
 from processes.beside import serve
-from reporting.metrics_file import is_step, read_metrics
+from reporting.metrics_file import is_step, read_metrics, set_key, set_keys
 from reporting.reference import Kind, ReferenceCurve, reference_of_run
 from reporting.setting_changes import recorded_changes
 from run_config import TrainConfig
@@ -52,6 +52,7 @@ LINES = {  # prefix and suffix of the quantity in a key: the line's name and col
     ("", "_p1"): ("1%", "tab:gray"),
 }
 REFERENCE_COLORS: dict[Kind, str] = {"train": "tab:cyan", "validation": "tab:orange"}
+SET_COLORS = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
 Records = list[dict[str, Any]]
@@ -75,14 +76,18 @@ def draw_charts(run_dir: Path, records: Records) -> None:
         draw_by_hand(run_dir / name, lay_out)
 
     if steps := [record for record in records if record.get("train_loss") is not None]:
+        config, num_steps = _plan_of(run_dir)
         draw(
             "loss-chart.png",
             "loss (nats per token)",
-            partial(plot_losses, reference=reference_of_run(run_dir)),
+            partial(
+                plot_losses,
+                deciding_set=config.deciding_set if config else "",
+                reference=reference_of_run(run_dir),
+            ),
             steps,
             [record for record in records if record.get("validation_loss") is not None],
         )
-        config, num_steps = _plan_of(run_dir)
         limit = config.clipping_max_norm if config else None
         draw("grad-norm-chart.png", "gradient norm", partial(_plot_grad_norms, limit=limit), steps)
         since = max((step for step, _ in recorded_changes(records)), default=0)
@@ -159,11 +164,17 @@ def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
 
 
 def plot_losses(
-    axes: Axes, steps: Records, validations: Records, *, reference: ReferenceCurve | None = None
+    axes: Axes,
+    steps: Records,
+    validations: Records,
+    *,
+    deciding_set: str = "",
+    reference: ReferenceCurve | None = None,
 ) -> None:
     """Plot the training loss with its range, the validation loss and the best one; and dollars.
 
-    A reference is drawn below them, with its noise of one standard deviation.
+    The legend has the last perplexity and bits per byte of each validation set with a name. A
+    reference is drawn below the run, with its noise of one standard deviation.
     """
     if reference:
         _plot_reference(axes, steps, reference)
@@ -186,8 +197,17 @@ def plot_losses(
             color="tab:red",
             marker="o",
             markersize=4,
-            label="validation",
+            label=_label_of_set(validations, deciding_set),
         )
+        names = dict.fromkeys(name for one in validations for _, name in set_keys(one).values())
+        for place, name in enumerate(names):
+            axes.plot(
+                *_columns(validations, set_key("validation_loss", name)),
+                color=SET_COLORS[place % len(SET_COLORS)],
+                marker="o",
+                markersize=4,
+                label=_label_of_set(validations, name, is_other=True),
+            )
         best = min(validations, key=lambda record: record["validation_loss"])
         axes.plot(
             best["global_step"] + 1,
@@ -218,6 +238,21 @@ def _plot_reference(axes: Axes, steps: Records, reference: ReferenceCurve) -> No
         std = reference.std(kind)
         if std:
             axes.fill_between(x, losses - std, losses + std, color=color, alpha=0.2, linewidth=0)
+
+
+def _label_of_set(validations: Records, name: str, *, is_other: bool = False) -> str:
+    """Return the legend's text of a validation set; `is_other`: it does not decide the best."""
+    if not name:
+        return "validation"
+    last = []
+    for metric, text in (
+        ("validation_perplexity", "perplexity {:.4g}"),
+        ("validation_bits_per_byte", "{:.4f} bits per byte"),
+    ):
+        value = validations[-1].get(set_key(metric, name) if is_other else metric)
+        if value is not None:
+            last.append(text.format(value))
+    return f"validation on {name}" + (f": at last {', '.join(last)}" if last else "")
 
 
 def _add_usd_axis(axes: Axes, steps: Records) -> None:

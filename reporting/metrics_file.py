@@ -1,5 +1,7 @@
 """`metrics.jsonl`: one JSON record per line, read without trusting it. Needs no torch."""
 
+import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 from basics.errors import FAILED, UserError, status_of_place
 from basics.files import MAX_BYTES, fsync, read_regular_file, write_atomically
 from basics.json_files import parsed_object, to_json
+from run_config import SET_NAME
 
 MAX_RECORDS_BYTES = 2**27  # per file: about four million steps
 MAX_STEP = 2**40
@@ -36,6 +39,7 @@ SECTIONS = {
         "validation_loss",
         "validation_reference_loss",
         "validation_reference_tokens",
+        "validation_perplexity",
         "validation_bits_per_byte",
         "validation_seconds",
     ),
@@ -75,6 +79,20 @@ METRICS = {
     for key in keys
 }
 METRICS[THROTTLING] = "machine/gpu_{gpu}/is_throttled"
+# Of the validation sets after the first one these have keys of their own: see `set_key`.
+OF_SETS = ("validation_loss", "validation_perplexity", "validation_bits_per_byte")
+SET_KEY = re.compile(rf"({'|'.join(OF_SETS)})/({SET_NAME})")
+
+
+def set_key(key: str, name: str) -> str:
+    """Return the key of a validation set: "validation_loss/code"."""
+    return f"{key}/{name}"
+
+
+def set_keys(record: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the metric and the name of the set of each `set_key` in a record."""
+    matches = (SET_KEY.fullmatch(key) for key in record if key.startswith(OF_SETS))
+    return {match[0]: (match[1], match[2]) for match in matches if match}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -115,6 +133,7 @@ def valid_records(text: str) -> list[dict[str, Any]]:
         for record in map(parsed_object, text.split("\n"))
         if is_step(record.get("global_step"))
         and all(_is_valid(key, value) for key, value in record.items() if key in METRICS)
+        and all(_is_number_or_none(record[key]) for key in set_keys(record))
     ]
 
 
@@ -133,7 +152,11 @@ def _is_valid(key: str, value: Any) -> bool:
     if key == THROTTLING:
         return all(isinstance(text, str) and text.isprintable() for text in value)
     numbers = value if is_list(key) else [value]
-    return all(one is None or is_number(one, -BOUND, BOUND) for one in numbers)
+    return all(map(_is_number_or_none, numbers))
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or is_number(value, -BOUND, BOUND)
 
 
 def is_number(value: Any, least: float, most: float = LARGEST) -> bool:
@@ -150,6 +173,10 @@ def metrics_of(record: dict[str, Any]) -> dict[str, float]:
         for key in METRICS.keys() & record.keys()
         for place, value in enumerate(record[key] if is_list(key) else [record[key]])
         if value is not None
+    } | {
+        f"validation/{name}/{metric.removeprefix('validation_')}": float(record[key])
+        for key, (metric, name) in set_keys(record).items()
+        if record[key] is not None
     }
 
 

@@ -4,8 +4,9 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -16,7 +17,7 @@ from basics.json_files import to_json
 from basics.text import counted, dollars
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
 from reporting.loss_window import Window
-from reporting.metrics_file import read_metrics
+from reporting.metrics_file import LARGEST, read_metrics, set_key
 from reporting.reference import Comparison, Kind
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
 from run_config import Run
@@ -24,6 +25,30 @@ from tokens.batch_plan import BatchPlan
 
 PLAIN_LINE_SECONDS = 10  # between lines if there is no terminal for a bar
 ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not grow with the steps
+
+
+class SetResult(NamedTuple):
+    """The result of one validation set, in nats per token."""
+
+    name: str  # "" for the dataset's own validation file, if `validation` names no sets
+    loss: float
+    bytes_per_token: float | None = None  # the mean; None if it is not known
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is more than a record may have, or the loss is NaN."""
+        return math.exp(self.loss) if self.loss < math.log(LARGEST) else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        if self.bytes_per_token is None:
+            return None
+        return self.loss / math.log(2) / self.bytes_per_token
+
+    @property
+    def text(self) -> str:
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+        return f"{self.name} (perplexity {self.perplexity:,.2f}{bits})"
 
 
 class RunLog:
@@ -124,19 +149,29 @@ class RunLog:
         self._warn_if_behind()
 
     def report_validation(
-        self, global_step: int, loss: float, seconds: float, *, bytes_per_token: float | None = None
+        self, global_step: int, results: Sequence[SetResult], seconds: float
     ) -> None:
-        """Record and show one validation; with the mean length of its tokens, bits per byte too."""
-        record = {"validation_loss": loss, "validation_seconds": seconds}
-        if bytes_per_token is not None:
-            record["validation_bits_per_byte"] = loss / math.log(2) / bytes_per_token
-        compared, difference = self._compare("validation", global_step, loss)
+        """Record and show one validation, of all sets; the first one decides `best`."""
+        first, *others = results
+        record = {"validation_loss": first.loss, "validation_seconds": seconds}
+        if first.name:
+            record["validation_perplexity"] = first.perplexity
+        if first.bits_per_byte is not None:
+            record["validation_bits_per_byte"] = first.bits_per_byte
+        compared, difference = self._compare("validation", global_step, first.loss)
         record |= compared
+        for result in others:
+            record[set_key("validation_loss", result.name)] = result.loss
+            record[set_key("validation_perplexity", result.name)] = result.perplexity
+            if result.bits_per_byte is not None:
+                record[set_key("validation_bits_per_byte", result.name)] = result.bits_per_byte
         self.record(global_step, record)
-        self.say(
-            f"step {global_step + 1:,}/{self.plan.num_steps:,} | validation loss {loss:.4f}"
-            f"{difference} | {seconds:.1f} s"
-        )
+        said = f"validation loss {first.loss:.4f}{difference}"
+        if first.name:
+            said += f" on {first.text}"
+        for result in others:
+            said += f", {result.loss:.4f} on {result.text}"
+        self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | {said} | {seconds:.1f} s")
         self._warn_if_behind()
 
     def _compare(self, kind: Kind, global_step: int, loss: float) -> tuple[dict[str, float], str]:

@@ -1,6 +1,6 @@
 """`summary.json`: the status of a run, or how it ended, and the same as text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from basics.files import write_atomically
 from basics.json_files import found_object, to_json
 from basics.text import dollars
 from reporting.clock import COMPILE, PHASES, TRAINING, WAITING, PhaseClock
-from reporting.metrics_file import LARGEST, is_number
+from reporting.metrics_file import LARGEST, is_number, set_keys
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 
@@ -56,6 +56,7 @@ def summarise(
         key: next((record[key] for record in reversed(records) if key in record), None)
         for key in ("train_loss", "validation_loss", "validation_bits_per_byte")
     }
+    last |= last_of_sets(records)
     status = FINISHED if is_finished else "stopped"
     return {
         "run": run.name,
@@ -80,6 +81,15 @@ def summarise(
         "model": run.model.model_dump(),
         "train": run.train_settings(),
     }
+
+
+def last_of_sets(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the last validation has of sets with names, by key; none if it has none."""
+    for record in reversed(records):
+        if "validation_loss" in record:
+            keys = ("validation_perplexity", *set_keys(record))
+            return {key: record[key] for key in keys if key in record}
+    return {}
 
 
 def step_seconds(seconds: dict[str, float]) -> float:
@@ -183,6 +193,10 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     losses = f"training loss {_loss(summary['train_loss'])}"
     if summary["validation_loss"] is not None:
         losses += f", validation loss {_loss(summary['validation_loss'])}"
+        losses += f" on {run.config.deciding_set}" if run.config.deciding_set else ""
+        for key, (metric, name) in set_keys(summary).items():
+            if metric == "validation_loss":
+                losses += f", {_loss(summary[key])} on {name}"
     because = f" ({summary['reason']})" if summary["reason"] else ""
     done = summary["global_step"] + 1
     wanted = summary["num_steps"]

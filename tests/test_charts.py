@@ -215,6 +215,19 @@ def lines_of(figure):
     return {line.get_label(): line for line in figure.axes[0].lines}
 
 
+def test_each_validation_set_has_a_line_with_its_last_figures(workplace, monkeypatch):
+    run_dir = workplace.add_run(train={"validation": {"own": "tiny", "other": "tiny2"}})
+    settings = json.loads((run_dir / "train.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps({"num_steps": 200, "train": settings}))
+    found = records(200)
+    for record in found:
+        if "validation_loss" in record:
+            record |= {"validation_perplexity": 5.4321, "validation_loss/other": 3.5}
+    lines = lines_of(drawn(run_dir, found, monkeypatch)["loss-chart.png"])
+    assert "validation on own: at last perplexity 5.432" in lines and "validation" not in lines
+    assert [*lines["validation on other"].get_ydata()] == [3.5, 3.5]
+
+
 def test_the_planned_schedule_and_the_clipping_limit_are_drawn(workplace, monkeypatch):
     trained = {"schedule": "linear", "warmup_period_percent": 10, "clipping_max_norm": 1.5}
     run_dir = workplace.add_run(train={"clipping_max_norm": 7.0})  # edited since the launch

@@ -28,7 +28,7 @@ from reporting.loss_window import REPORT_INTERVAL, LossWindow
 from reporting.machine_meter import MachineMeter
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
 from reporting.reference import Comparison
-from reporting.run_log import RunLog
+from reporting.run_log import RunLog, SetResult
 from reporting.sampling import Sampler
 from reporting.speed import (
     CARDS_GIB,
@@ -101,7 +101,7 @@ def test_a_log_that_nobody_reads_any_more_ends_no_run(workplace, run_dir, monkey
         is_active=True,
     )
     log.say("a line")
-    log.report_validation(4, 3.5, 1.0)
+    log.report_validation(4, [SetResult("", 3.5)], 1.0)
     with pytest.raises(BrokenPipeError):
         sys.stdout.close()
     assert '"validation_loss": 3.5' in (run_dir / "metrics.jsonl").read_text()

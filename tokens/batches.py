@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from basics.errors import UserError
+from basics.errors import UserError, one_line
 from run_config import Run
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile, check_token_ids
@@ -98,23 +98,37 @@ class RunData:
 
     plan: BatchPlan
     training: Microbatches
-    validation: Microbatches | Any  # None without validation
+    validation_sets: dict[str, Microbatches]  # by name, the one that decides `best` first
     tokenizer_name: str | None
     tokenizer_path: Path | None = None  # of its file, beside the token files, if it has one
     tokenizer_file: bytes | None = None  # the content: each checkpoint gets a copy
 
-    @cached_property
+    @property
+    def validation(self) -> Microbatches | Any:
+        """The set that decides `best`; None without validation."""
+        return next(iter(self.validation_sets.values()), None)
+
+    @property
     def bytes_per_token(self) -> float | None:
-        """The mean bytes of text of a validated token; None without validation or tokenizer."""
-        if self.validation is None or self.tokenizer_name is None:
-            return None
+        """The mean length of a token of `validation`, as in `set_bytes_per_token`."""
+        return next(iter(self.set_bytes_per_token.values()), None)
+
+    @cached_property
+    def set_bytes_per_token(self) -> dict[str, float | None]:
+        """By validation set the mean bytes of text of a token; None if they are not known."""
+        unknown = dict.fromkeys(self.validation_sets)
+        if self.tokenizer_name is None:
+            return unknown
         try:
             tokenizer = load_tokenizer(self.tokenizer_name, self.tokenizer_path)
         except UserError:  # of another project, or its file was deleted
-            return None
-        lengths = byte_lengths(tokenizer, num_ids=self.validation.vocab_size)
-        num_bytes = sum(int(lengths.of(tokens.numpy()).sum()) for tokens in self.validation)
-        return num_bytes / self.validation.num_tokens or None
+            return unknown
+        lengths = byte_lengths(tokenizer, num_ids=self.training.vocab_size)
+        found: dict[str, float | None] = {}
+        for name, part in self.validation_sets.items():
+            num_bytes = sum(int(lengths.of(tokens.numpy()).sum()) for tokens in part)
+            found[name] = num_bytes / part.num_tokens or None
+        return found
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -129,14 +143,26 @@ class RunData:
                 "start_val_token": str(self.validation.start_token),
                 "validation_sequences": str(self.validation.num_sequences),
             }
+        for name, part in list(self.validation_sets.items())[1:]:
+            found[f"validation/{name}"] = part.token_file.fingerprint()
         return found
 
 
-def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
+def open_run_data(
+    run: Run,
+    dataset_dir: Path,
+    *,
+    world_size: int,
+    validation_paths: Mapping[str, Path] | None = None,
+) -> RunData:
     """Open a run's token files and plan its batches. Every rank; needs no process group.
 
+    Args:
+        validation_paths: of `TrainConfig.validation_paths`; if empty, the dataset's own file.
+
     Raises: UserError: a file is missing, damaged, of another layout or too short; the tokenizer
-        beside it is not the one that it was made with, or has more entries than the model.
+        beside it is not the one that it was made with, or has more entries than the model; a
+        validation set has another tokenizer, or is there twice.
     """
     config, vocab_size = run.config, run.model.vocab_size
     train_file = TokenFile(dataset_dir / "train.safetensors")
@@ -144,33 +170,22 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     training = Microbatches(
         train_file, plan, start_token=config.start_train_token, vocab_size=vocab_size
     )
-    validation = None
+    validation_sets = {}
     if config.validates:
-        file = TokenFile(dataset_dir / "validation.safetensors")
-        wanted = config.num_validation_sequences
-        validation = Microbatches(
-            file,
-            plan,
-            start_token=config.start_val_token,
-            vocab_size=vocab_size,
-            num_sequences=wanted,
-        )
-        found = max(0, file.num_tokens - config.start_val_token - 1) // run.model.context_length
-        if found < wanted:
-            key = "validation_sequences" if config.validation_sequences else "validation_batches"
-            raise UserError(
-                f"{run.train_path}: {key} is {getattr(config, key):,}, which are"
-                f" {wanted:,} sequences, but {file.path} has {found:,} from token"
-                f" {config.start_val_token:,} on; lower it or start_val_token"
-            )
-    for part in filter(None, (training, validation)):  # microbatches are checked when they are read
+        own = {"": dataset_dir / "validation.safetensors"}
+        validation_sets = {
+            set_name: _open_validation_set(run, plan, set_name, path)
+            for set_name, path in (validation_paths or own).items()
+        }
+    name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
+    _check_sets(run, name, validation_sets)
+    for part in (training, *validation_sets.values()):  # ids are checked when they are read
         stated = part.token_file.metadata.get("max_token_id", "")
         if stated.isdecimal() and len(stated) <= 5 and int(stated) >= vocab_size:
             raise UserError(
                 f"{part.token_file.path}: states ids up to {int(stated)}, outside the"
                 f" model's vocabulary of {vocab_size:,}; set vocab_size above it"
             )
-    name = train_file.metadata.get("tokenizer") or TOKENIZERS_BY_VOCABULARY.get(vocab_size)
     path = file_beside(dataset_dir, name)
     tokenizer = load_tokenizer(name, path) if path and name else None  # of a file
     content = tokenizer.content if isinstance(tokenizer, FileTokenizer) else None
@@ -184,11 +199,61 @@ def open_run_data(run: Run, dataset_dir: Path, *, world_size: int) -> RunData:
     return RunData(
         plan=plan,
         training=training,
-        validation=validation,
+        validation_sets=validation_sets,
         tokenizer_name=name,
         tokenizer_path=path,
         tokenizer_file=content,
     )
+
+
+def _open_validation_set(run: Run, plan: BatchPlan, name: str, path: Path) -> Microbatches:
+    """Open a set's file; `name` is "" for the dataset's own. Raises: UserError."""
+    config = run.config
+    try:
+        file = TokenFile(path)
+    except UserError as error:
+        if name:
+            raise UserError(f"{run.train_path}: validation set {name}: {error}") from None
+        raise
+    wanted = config.num_validation_sequences
+    found = max(0, file.num_tokens - config.start_val_token - 1) // run.model.context_length
+    if found < wanted:
+        key = "validation_sequences" if config.validation_sequences else "validation_batches"
+        raise UserError(
+            f"{run.train_path}: {key} is {getattr(config, key):,}, which are"
+            f" {wanted:,} sequences, but {file.path} has {found:,} from token"
+            f" {config.start_val_token:,} on; lower it or start_val_token"
+        )
+    return Microbatches(
+        file,
+        plan,
+        start_token=config.start_val_token,
+        vocab_size=run.model.vocab_size,
+        num_sequences=wanted,
+    )
+
+
+def _check_sets(run: Run, tokenizer: str | None, sets: dict[str, Microbatches]) -> None:
+    """Refuse named validation sets with another tokenizer, and two of the same file.
+
+    Files of other projects do not state their tokenizer: they are taken. Raises: UserError.
+    """
+    names: dict[Path, str] = {}
+    for name, part in sets.items():
+        path = part.token_file.path
+        other = part.token_file.metadata.get("tokenizer")
+        if name and tokenizer and other and other != tokenizer:
+            raise UserError(
+                f"{run.train_path}: validation set {name}: {path} has the tokenizer"
+                f" {one_line(other)}, the run {one_line(tokenizer)}; prepare its documents with"
+                " that one"
+            )
+        before = names.setdefault(path.resolve(), name)
+        if before != name:
+            raise UserError(
+                f"{run.train_path}: validation sets {before} and {name} are the same file, {path};"
+                " drop one"
+            )
 
 
 def read_ahead(

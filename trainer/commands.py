@@ -74,10 +74,13 @@ def prefetch_run(options: Options, process: Process) -> None:
         options.datasets_dir / config.dataset,
         ["train.safetensors", "validation.safetensors", TOKENIZER_FILE],
     )
+    for name in config.validation_datasets:
+        _verify("validation set", options.datasets_dir / name, ["validation.safetensors"])
     for index in range(data.plan.num_tokens // data.plan.tokens_per_microbatch):
         data.training[index]  # checks its ids
-    for _ in data.validation or ():
-        pass
+    for microbatches in data.validation_sets.values():
+        for _ in microbatches:
+            pass
     print_line(f"token ids: all are in the vocabulary of {data.training.vocab_size:,}")
     if data.tokenizer_name is not None:
         load_tokenizer(data.tokenizer_name, data.tokenizer_path)  # fetches GPT-2's vocabulary

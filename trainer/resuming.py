@@ -160,6 +160,10 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
     files = {
         split: f"the {split} file of {run.config.dataset}" for split in ("train", "validation")
     }
+    if first := run.config.deciding_set:
+        files["validation"] = f"the file of the first validation set, {first},"
+    for name in run.config.validation or {}:  # sets may be added and left out
+        files[f"validation/{name}"] = f"the file of validation set {name}"
     compared += [
         (run.train_path, files.get(key, key), data[key], meta.data[key])
         # The number of validated sequences may change.

@@ -17,7 +17,7 @@ from basics.machine import num_cpu_cores
 from basics.text import gb
 from checkpointing import TrainingState
 from ops.schedule import schedule_warning
-from preparation.ensure_dataset import provide_dataset
+from preparation.ensure_dataset import provide_datasets
 from processes.command_line import Options
 from processes.distributed import Process, unused_gpus
 from processes.run_lock import seconds_before
@@ -68,16 +68,21 @@ def prepare_run(
     config = run.config
     failpoint("prepare")
     agreement.run("tracker", lambda: check_tracker(config.tracker) if process.is_main else None)
-    dataset_dir = options.datasets_dir / config.dataset
     with clock.phase(DOWNLOAD):
         agreement.run(
             "dataset",
             lambda: (
-                provide_dataset(dataset_dir, config.dataset) if process.is_main_of_node else None
+                provide_datasets(options.datasets_dir, config) if process.is_main_of_node else None
             ),
         )
     data = agreement.run(
-        "data", lambda: open_run_data(run, dataset_dir, world_size=process.world_size)
+        "data",
+        lambda: open_run_data(
+            run,
+            options.datasets_dir / config.dataset,
+            world_size=process.world_size,
+            validation_paths=config.validation_paths(options.datasets_dir),
+        ),
     )
     reference = agreement.run("reference", lambda: load_reference(run, data))
     # After the data: a checkpoint belongs to the run only if it was trained on these files.

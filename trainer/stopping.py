@@ -119,7 +119,7 @@ class Stop:
                 num_batches = math.ceil(num_batches / plan.world_size)
             # A backward pass takes about twice as long as a forward pass.
             forward = step / plan.gradient_accumulation_steps / 3
-            validation = forward * num_batches
+            validation = forward * num_batches * config.num_validation_sets
         save = clock.longest[CHECKPOINT] + clock.longest[CHART]
         if not save:
             save = self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND

@@ -15,6 +15,7 @@ from lab.compare.results import Result, read_published, read_result
 from lab.compare.rows import LOSS_NAMES, Comparison, Row, compare
 from lab.runs import chosen_runs
 from lab.table import UNKNOWN, Column, Table, short_count
+from reporting.metrics_file import set_keys
 from reporting.reference import Compared, ReferenceCurve
 
 PAGE = """<!DOCTYPE html>
@@ -230,6 +231,7 @@ def table_of(comparison: Comparison) -> Table:
         ),
         Column("machine", "left", key="machine"),
     ]
+    columns += [Column(head, key=key) for key, head in set_heads(comparison.rows).items()]
     names = {row.values["reference"] for row in comparison.rows} - {None}
     if names:
         columns.append(Column(f"to {names.pop()}", key="reference_difference"))
@@ -238,7 +240,8 @@ def table_of(comparison: Comparison) -> Table:
         columns.append(Column(f"tokens to\nloss {loss:.4f}", key="tokens_to_loss"))
     rows = [_texts(comparison, row) for row in comparison.rows]
     hidden = {"model"} if len({texts["model"] for texts in rows}) == 1 else set()
-    if comparison.sorted_by not in BITS:  # the losses compare the rows as well
+    sets = set_heads(comparison.rows)
+    if comparison.sorted_by not in BITS and not sets:  # the losses compare the rows as well
         hidden |= BITS
     known = [
         column
@@ -249,9 +252,19 @@ def table_of(comparison: Comparison) -> Table:
         known,
         [[texts[column.key] or UNKNOWN for column in known] for texts in rows],
         comparison.notes,
-        HIDDEN_FIRST,
+        (*(key for key in sets if "_loss" not in key), *HIDDEN_FIRST),
         [row.values for row in comparison.rows],
     )
+
+
+def set_heads(rows: list[Row]) -> dict[str, str]:
+    """Return the heads of the columns of validation sets with names, by key."""
+    values = rows[0].values if rows else {}
+    heads = {"validation_perplexity": "val. per-\nplexity"}
+    units = {"loss": "\nloss", "perplexity": " per-\nplexity", "bits_per_byte": " bits\nper byte"}
+    for key, (metric, name) in set_keys(values).items():
+        heads[key] = name + units[metric.removeprefix("validation_")]
+    return heads if "validation_perplexity" in values else {}
 
 
 def _texts(comparison: Comparison, row: Row) -> dict[str, str]:
@@ -261,6 +274,8 @@ def _texts(comparison: Comparison, row: Row) -> dict[str, str]:
     texts |= {key: values[key] or "" for key in ("differs", "model", "machine")}
     for key, (_, form) in SHOWN.items():
         texts[key] = "" if values[key] is None else form(values[key])
+    for key in set_heads([row]):
+        texts[key] = "" if values[key] is None else precise(values[key])
     if row.is_published:  # no more digits than were published
         texts |= {key: texts[key].removesuffix("0") for key in LOSS_NAMES}
     if len(row.results) == 1 and None not in (values["ift_low"], values["ift_high"]):

@@ -15,7 +15,7 @@ from lab.plan.memory import size_name
 from lab.runs import Record, RunFiles, last_value, number, number_of
 from reporting.metrics_file import read_metrics, read_records
 from reporting.setting_changes import REFERENCE_SETTINGS, histories
-from reporting.summary import FINISHED
+from reporting.summary import FINISHED, last_of_sets
 from run_config import ModelConfig, TrainConfig, load_config, with_defaults
 
 PUBLISHED_PATH = Path(__file__).parents[2] / "runs" / "published.json"
@@ -24,6 +24,7 @@ LONGEST_VALUE = 60  # characters of a setting
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
     "dataset",
     "start_val_token",
+    "validation",
     "min_train_tokens",
     "repeat_data",
     "init_from",
@@ -77,6 +78,7 @@ class Result:
     name: str
     status: str
     figures: Figures  # losses are the last ones, not the best
+    sets: Figures = field(default_factory=dict)  # of validation sets with names, by key of a record
     reason: str = ""  # why it ended or stopped, as its summary says
     # `model.json` and `train.json` merged, with defaults; empty if one is unreadable.
     config: dict[str, Any] = field(default_factory=dict)
@@ -100,10 +102,22 @@ class Result:
     @property
     def validation_slice(self) -> tuple[str, ...]:
         """The settings that say on which tokens the run validates."""
-        keys = ["dataset", "start_val_token", "validation_sequences", "context_length"]
+        keys = ["start_val_token", "validation_sequences", "context_length"]
         if self.config.get("validation_batches") is not None:
             keys += ["validation_batches", "microbatch_size"]
-        return tuple(shown(self.config.get(key)) for key in keys)
+        # The first set may be the dataset's own validation file, with a name.
+        place = next(iter(self._validation.values()), self.config.get("dataset"))
+        return tuple(shown(value) for value in (place, *map(self.config.get, keys)))
+
+    @property
+    def deciding_set(self) -> str:
+        """The name of the validation set whose loss `validation_loss` is; "" without a name."""
+        return shown(next(iter(self._validation), ""))
+
+    @property
+    def _validation(self) -> dict[str, Any]:
+        sets = self.config.get("validation")
+        return sets if isinstance(sets, dict) else {}
 
     def priced(self, usd_per_hour: float) -> Self:
         """Return this result with the dollars of all its time at one price."""
@@ -161,6 +175,7 @@ def read_result(run_dir: Path) -> Result:
         reason=str(files.summary.get("reason") or ""),
         device=machine[0] if isinstance(facts.get("device"), str) else None,
         figures=_figures(files, records, config, judged),
+        sets={key: number(value) for key, value in last_of_sets([*records, files.summary]).items()},
         records=records,
         tests={str(test.get("text") or slice_of(test)): test for test in tests},  # later ones win
         tokenizer=next((name for name in tokenizers if isinstance(name, str)), None),

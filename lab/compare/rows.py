@@ -138,7 +138,12 @@ def _group_seeds(results: list[Result]) -> list[Row]:
         times_seen[key, seed] += 1
         group = (key, times_seen[key, seed]) if config else id(result)
         groups.setdefault(group, []).append(result)
-    return [_row_of(group, text) for group in groups.values()]
+    rows = [_row_of(group, text) for group in groups.values()]
+    for column in dict.fromkeys(column for result in results for column in result.sets):
+        for row in rows:
+            each = [result.sets.get(column) for result in row.results]
+            row.values[column] = None if None in each else statistics.fmean(each)
+    return rows
 
 
 def _row_of(group: list[Result], text: str) -> Row:
@@ -308,6 +313,8 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
             "validation loss: on the tokens on which a run validates, so not that of the"
             " test, also where both are of one file"
         )
+    if first_sets := sorted({row.first.deciding_set for row in validated} - {""}):
+        notes.append(f"val. loss: of the first validation set, {', '.join(first_sets)}")
     if len({row.first.validation_slice for row in validated}) > 1:
         notes.append("validation losses were measured on different tokens: see the differences")
     if any(row.values["ift_score"] is not None for row in rows):

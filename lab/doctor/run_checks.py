@@ -33,9 +33,20 @@ def check_configs(subject: Subject) -> Finding:
 
 
 def check_dataset(subject: Subject) -> Finding:
-    """Check that the dataset is here, is made here, or can be downloaded. Raises: UserError."""
-    name = subject.run.config.dataset
+    """Check that the dataset is here, is made here, or can be downloaded. Raises: UserError.
+
+    Of validation sets it looks only for those that are neither made nor downloaded.
+    """
+    config, name = subject.run.config, subject.run.config.dataset
     place = subject.datasets_dir / name
+    for set_name, path in config.validation_paths(subject.datasets_dir).items():
+        source = config.validation[set_name]
+        comes_later = source in config.validation_datasets and "/" in source
+        if not path.is_file() and not comes_later and source != STDLIB_DATASET:
+            return problem(
+                f"validation set {set_name}: {path} is not there",
+                "make it with prepare_dataset.py, or correct validation in train.json",
+            )
     if is_complete(place):
         train, _ = (TokenFile(place / file) for file in TOKEN_FILES[:2])
         return ok(f"{place} has {train.num_tokens:,} training tokens")

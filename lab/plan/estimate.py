@@ -148,7 +148,8 @@ def flops_of(run: Run, plan: BatchPlan) -> float:
     share = 1.0
     if run.config.validate_on == "all":  # rank 0's: all ranks take whole microbatches
         share = -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
-    tokens = num_validations * share * sequences * plan.context_length
+    num_sets = run.config.num_validation_sets
+    tokens = num_validations * num_sets * share * sequences * plan.context_length
     return training + tokens * per_token * FORWARD_SHARE
 
 

@@ -1,5 +1,6 @@
 """What the page asks for: the states of runs, and the points and samples of one."""
 
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +16,16 @@ from lab.runs import RUNNING, is_launched, launched_runs, number, read_state, sl
 from reporting.metrics_file import (
     LARGEST,
     METRICS,
+    OF_SETS,
+    SET_KEY,
     THROTTLING,
     is_list,
     is_step,
+    set_keys,
     valid_records,
     whole_lines,
 )
+from run_config import MAX_SETS
 
 AXES = {"steps": "global_step", "tokens": "tokens", "time": "seconds", "dollars": "usd"}
 # What can be drawn: of each metric of these kinds a number, or one for each GPU.
@@ -35,6 +40,7 @@ SLOWED_DOWN = "gpus_slowed_down"
 # An extreme is part of the line whose extreme it is.
 LINES = [key for key in ("usd", *DRAWN, SLOWED_DOWN) if not key.endswith(("_min", "_max"))]
 RISING = ("usd", "energy_kwh")  # sums: their means would be those of the past
+SET_KEYS = re.compile(rb'"(' + SET_KEY.pattern.encode() + rb')"\s*:')  # in lines of records
 MAX_POINTS = 1000  # of one line
 BLOCK_BYTES = 2**24  # no longer line can be parsed by pyarrow
 SAMPLES_BYTES = 2**18  # of the end of the file, in which samples are looked for
@@ -138,14 +144,19 @@ class Columns:
             whole = np.concatenate([before, new[key]])
             largest[key] = np.fmax.accumulate(whole)[len(before) :]
         is_next = new["global_step"] >= largest["global_step"]
-        for key, values in (new | largest).items():
-            self._columns[key] = np.concatenate([self._columns[key], values[is_next]])
+        new |= largest
+        num_before = len(self._columns["global_step"])
+        for key in self._columns.keys() | new.keys():  # a launch may have other validation sets
+            before = self._columns.get(key, np.full(num_before, np.nan))
+            added = new.get(key, np.full(len(is_next), np.nan))
+            self._columns[key] = np.concatenate([before, added[is_next]])
 
 
 def _parsed(content: bytes) -> Arrays:
     """Return the columns of some lines; of numbers of GPUs the mean, the smallest, the largest."""
-    table = _table(content)
-    columns = {key: table[key].to_numpy().astype(np.float64) for key in NUMBERS}
+    numbers = [*NUMBERS, *_set_keys(content)]
+    table = _table(content, numbers)
+    columns = {key: table[key].to_numpy().astype(np.float64) for key in numbers}
     for key in BY_GPU:
         lists = table[key].combine_chunks()
         values = lists.flatten().to_numpy(zero_copy_only=False)
@@ -163,6 +174,14 @@ def _parsed(content: bytes) -> Arrays:
     return columns
 
 
+def _set_keys(content: bytes) -> list[str]:
+    """Return the keys of validation sets in some lines."""
+    if b'"validation_loss/' not in content:  # few lines have them: searching is slow
+        return []
+    found = {match[1].decode() for match in SET_KEYS.finditer(content)}
+    return sorted(found)[: MAX_SETS * len(OF_SETS)]
+
+
 def _by_row(lists: Any, values: np.ndarray, combine: Callable[..., np.ndarray]) -> np.ndarray:
     """Combine the values of each row, those of all lists one after the other; NaN if it has none.
 
@@ -177,7 +196,7 @@ def _by_row(lists: Any, values: np.ndarray, combine: Callable[..., np.ndarray]) 
     return combined
 
 
-def _table(content: bytes) -> Any:
+def _table(content: bytes, numbers: list[str]) -> Any:
     """Parse lines into a table of pyarrow; those with oddities, several times slower, one by one.
 
     A line that is no record is left out, and so is a number that no run can have measured.
@@ -187,7 +206,7 @@ def _table(content: bytes) -> Any:
 
     schema = pa.schema(
         {
-            **dict.fromkeys(NUMBERS, pa.float64()),
+            **dict.fromkeys(numbers, pa.float64()),
             "global_step": pa.int64(),
             **dict.fromkeys(BY_GPU, pa.list_(pa.float64())),
             THROTTLING: pa.list_(pa.string()),
@@ -199,13 +218,13 @@ def _table(content: bytes) -> Any:
             pa_json.ReadOptions(block_size=BLOCK_BYTES),
             pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
         )
-        values = np.stack([table[key].to_numpy() for key in NUMBERS])
+        values = np.stack([table[key].to_numpy() for key in numbers])
         is_odd = (values < 0) | (values > LARGEST)
         if not table["global_step"].null_count and not is_odd.any():
             return table
     records = valid_records(content.decode(errors="replace"))
     columns: dict[str, list] = {
-        key: [number(record.get(key)) for record in records] for key in NUMBERS
+        key: [number(record.get(key)) for record in records] for key in numbers
     }
     for key in BY_GPU:
         columns[key] = [[number(value) for value in record.get(key, ())] for record in records]
@@ -242,7 +261,7 @@ def points_of(columns: Arrays, within: Range | None = None) -> Answer:
     rows = slice(first, end)
     lines = {
         key: _line(key, columns, rows, starts)
-        for key in LINES
+        for key in (*LINES, *sorted(set_keys(columns)))
         if not np.isnan(columns[key][rows]).all()
     }
     shown = {axis: _short(values[last], 10) for axis, values in x.items()}
@@ -252,10 +271,11 @@ def points_of(columns: Arrays, within: Range | None = None) -> Answer:
 def _line(key: str, columns: Arrays, rows: slice, starts: np.ndarray) -> Answer:
     """Return the numbers of one line in some rows, a bucket at each of `starts` among them."""
     values = columns[key]
-    low = np.fmin.reduceat(columns.get(f"{key}_min", values)[rows], starts)
-    high = np.fmax.reduceat(columns.get(f"{key}_max", values)[rows], starts)
+    extremes = columns if key in METRICS else {}  # a validation set may be called ..._max
+    low = np.fmin.reduceat(extremes.get(f"{key}_min", values)[rows], starts)
+    high = np.fmax.reduceat(extremes.get(f"{key}_max", values)[rows], starts)
     # Losses are shown with four decimals: if they were rounded before, the last would differ.
-    digits = 10 if key.endswith("_loss") else 6
+    digits = 10 if key.partition("/")[0].endswith("_loss") else 6
     if key in RISING:
         return {"y": _short(high, digits)}
     line = {"y": _short(_means(values[rows], starts), digits)}

@@ -75,6 +75,11 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
             line = answer["lines"].get(key, {"y": ()})
             values = [y for y in line["y"] if y is not None]
             rows.add_row(label, f"{last:.4f}  {sparkline(values, room)}")
+    for key, line in answer["lines"].items():
+        metric, _, name = key.partition("/")
+        values = [y for y in line["y"] if y is not None]
+        if name and metric == "validation_loss" and values:
+            rows.add_row(f"on {name}", f"{values[-1]:.4f}  {sparkline(values, room)}")
     compared = state.validation_compared or state.train_compared
     if compared:
         rows.add_row("to reference", f"{compared}  ({state.reference})")

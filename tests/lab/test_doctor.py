@@ -761,6 +761,12 @@ def test_the_runs_own_things(place):
 
 WRONG = {  # train.json: the check, its verdict, and a part of the text
     "no dataset": ({"dataset": "other"}, "dataset", PROBLEM, "no dataset there"),
+    "no set": (
+        {"validation": {"own": "tiny", "far": "far"}},
+        "dataset",
+        PROBLEM,
+        "validation set far: .*far/validation.safetensors is not there",
+    ),
     "made here": ({"dataset": "python-stdlib"}, "dataset", OK, "is made from Python's own"),
     "too short": ({"min_train_tokens": 10**6}, "batch", PROBLEM, "wanted 1,000,065"),
     "uneven": (

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from lab.watch.answers import MAX_POINTS, Columns, Watched
+from lab.watch.answers import MAX_POINTS, Columns, Watched, points_of
 from lab.watch.server import FILES, MAX_CONNECTIONS, STATIC, Server, exported_page
 from lab.watch.text import screen, watch_text
 from tests.support.lab_cli import error_line, run_lab, succeeded
@@ -159,6 +159,33 @@ def test_points_are_bounded_and_keep_means_spikes_sums_and_validations(runs_dir)
     assert set(loss["low"][:-1]) == {0.5} and set(found["usd"]) == {"y"}
     assert found["usd"]["y"][:-1] == [step / 10 for step in x["steps"][:-1]]
     assert [y for y in found["validation_loss"]["y"] if y] == [2]
+
+
+def with_sets(step, **losses):
+    """Return the record of a validation with other sets than the first one."""
+    record = validation(step, 2.0) | {"validation_perplexity": 7.4}
+    return record | {f"validation_loss/{name}": loss for name, loss in losses.items()}
+
+
+def test_validation_sets_have_lines_also_where_they_come_later(runs_dir):
+    run_dir = add_run(runs_dir, "run", steps=50)
+    columns = Columns(run_dir)
+
+    def losses(name):
+        line = points_of(columns.read())["lines"][f"validation_loss/{name}"]
+        assert "high" not in line
+        return [y for y in line["y"] if y is not None]
+
+    assert not any("/" in key for key in points_of(columns.read())["lines"])
+    append(run_dir, with_sets(60, code=3.25, code_max=9.0))
+    append(run_dir, report(70), with_sets(80, code=3.0))
+    append(run_dir, with_sets(90, **{"../x": 1.0}))  # no name of a set
+    assert losses("code") == [3.25, 3.0] and losses("code_max") == [9.0]
+    assert points_of(columns.read()) == points_of(Columns(run_dir).read())  # read at once
+    assert not any(".." in key for key in columns.read())
+    append(run_dir, with_sets(100, code="x"))  # an odd line changes no other
+    append(run_dir, with_sets(110, code=2.5))
+    assert losses("code") == [3.25, 3.0, 2.5]
 
 
 def test_a_range_is_thinned_by_itself(runs_dir):
@@ -528,6 +555,21 @@ def test_losses_of_different_tokenizers_are_in_bits_per_byte(page, runs_dir):
         expect(drawn(page, "Loss").nth(3)).to_contain_text("2.8854")
         expect(page.locator("#runs tbody tr").first).to_contain_text("0.7213 bits per byte")
         expect(drawn(page, "Learning rate")).to_have_count(3)
+
+
+def test_validation_sets_are_drawn_by_name_and_have_charts_of_their_own(page, runs_dir):
+    add_run(runs_dir, "plain", steps=90)
+    bits = {"validation_bits_per_byte": 2.9, "validation_bits_per_byte/code": 0.75}
+    append(add_run(runs_dir, "sets", steps=90), with_sets(100, code=3.125) | bits)
+    with served(runs_dir) as server:
+        open_page(page, server, "hide=sets")
+        expect(drawn(page, "Loss")).to_have_count(2)
+        expect(page.get_by_role("heading", name="Perplexity")).to_be_hidden()
+        page.get_by_role("checkbox", name="All runs").check()
+        expect(drawn(page, "Loss")).to_have_count(5)
+        expect(drawn(page, "Loss").nth(4)).to_have_text(re.compile(r"sets code\s*3.1250"))
+        expect(drawn(page, "Perplexity")).to_have_count(1)
+        expect(drawn(page, "Bits per byte").nth(1)).to_have_text(re.compile(r"sets code\s*0.7500"))
 
 
 def test_the_ten_runs_that_changed_last_are_drawn_at_first(page, two_runs):

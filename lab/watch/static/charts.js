@@ -33,6 +33,8 @@ const NAMES = { // of the lines in one chart
   train_loss: " training", validation_loss: " validation",
   train_reference_loss: " reference, training", validation_reference_loss: " reference, validation",
 };
+const DASHES = [[8, 4], [2, 3], [12, 3, 2, 3], [4, 8], [12, 6]]; // of the validation sets after the first one
+const REFERENCE_DASH = [5, 4];
 
 function make(tag, properties, ...children) {
   const element = document.createElement(tag);
@@ -59,6 +61,7 @@ const extremes = (values) => values.reduce(([low, high], value) => [Math.min(low
 // keys: of its lines. format: of its values. log: its y axis may be logarithmic. falls: its first
 // values are so large that they would flatten the others. zero: its y axis begins at 0. whole: its
 // ticks are whole numbers. scale: by which values are multiplied. loss: its scale is that of the run.
+// sets: only of runs whose validation sets have names. A key also stands for those of sets: KEY/NAME.
 class Chart {
   // onZoom is called with [smallest, largest] of a selected range, and with null for all.
   constructor(card, onZoom) {
@@ -80,7 +83,7 @@ class Chart {
     const found = runs.map((run) => [run, this.seriesOf(run, runs.length === 1)]).filter(([, series]) => series.length);
     this.series = found.flatMap(([, series]) => series);
     this.card.hidden = !found.length;
-    const drawn = JSON.stringify([this.series.map(({ label, color, isEdge, isFew }) => [label, color, isEdge, isFew]), { ...view, range: null }]);
+    const drawn = JSON.stringify([this.series.map(({ label, color, isEdge, isFew, dash }) => [label, color, isEdge, isFew, dash]), { ...view, range: null }]);
     const tables = found.map(([{ x }, series]) => {
       const first = x.findIndex((value) => value != null);
       return [x, ...series.map(({ y }) => y)].map((values) => values.slice(first));
@@ -97,12 +100,22 @@ class Chart {
   seriesOf(run, isAlone) {
     const scale = "loss" in this.spec ? run.lossScale : Number(this.spec.scale ?? 1);
     if (scale === null) return [];
-    const shown = (values) => values.map((y, index) => (y == null || run.x[index] == null || (this.isLog && y <= 0) ? null : y * scale));
-    return this.spec.keys.split(" ").filter((key) => run.lines[key]).flatMap((key) => {
-      const { y, low, high } = run.lines[key];
-      const isStrong = key === "validation_loss";
-      const isReference = key.endsWith("_reference_loss");
-      const line = { label: run.name + (NAMES[key] ?? ""), color: run.color, isStrong, isReference, x: run.x, y: shown(y) };
+    if ("sets" in this.spec && !run.lines.validation_perplexity) return [];
+    const keys = this.spec.keys.split(" ").flatMap((key) => [key, ...Object.keys(run.lines).filter((other) => other.startsWith(`${key}/`))]);
+    return keys.filter((key) => run.lines[key]).flatMap((key, index) => {
+      const [metric, set] = key.split("/");
+      // The tokens of another set have another length.
+      const isInBits = set && "loss" in this.spec && this.view.inBits;
+      const shownKey = isInBits ? key.replace("loss", "bits_per_byte") : key;
+      if (!run.lines[shownKey]) return [];
+      const shown = (values) => values.map((y, point) => (
+        y == null || run.x[point] == null || (this.isLog && y <= 0) ? null : y * (isInBits ? 1 : scale)));
+      const { y, low, high } = run.lines[shownKey];
+      const isStrong = metric === "validation_loss";
+      const isReference = metric.endsWith("_reference_loss");
+      const dash = isReference ? REFERENCE_DASH : set && DASHES[index % DASHES.length];
+      const name = set ? ` ${set}` : "sets" in this.spec ? " validation" : NAMES[key] ?? "";
+      const line = { label: run.name + name, color: run.color, isStrong, isReference, dash, x: run.x, y: shown(y) };
       const numPoints = line.y.filter((value) => value != null).length;
       if (!numPoints) return [];
       line.isFew = numPoints < (isStrong ? 200 : 3);
@@ -142,11 +155,10 @@ class Chart {
   }
 
   // The legend has the value under the mouse, else the last one.
-  seriesOptions({ label, color, isEdge, isStrong, isReference, isFew }) {
+  seriesOptions({ label, color, isEdge, isStrong, isReference, isFew, dash }) {
     if (isEdge) return { class: "edge", stroke: "transparent", width: 1, spanGaps: true, points: { show: false } };
     return {
-      label, class: isStrong ? "strong" : "line", stroke: color, width: isStrong ? 2.25 : 1.25, spanGaps: true,
-      ...(isReference && { dash: [5, 4] }),
+      label, class: isStrong ? "strong" : "line", stroke: color, width: isStrong ? 2.25 : 1.25, dash, spanGaps: true,
       points: { show: isFew && !isReference, size: 6, width: 1, fill: color },
       value: (plot, _, index, at) => {
         const values = plot.data[index];
