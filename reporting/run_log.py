@@ -166,9 +166,10 @@ class RunLog:
             if result.bits_per_byte is not None:
                 record[set_key("validation_bits_per_byte", result.name)] = result.bits_per_byte
         self.record(global_step, record)
-        said = f"validation loss {first.loss:.4f}{difference}"
+        said = f"validation loss {first.loss:.4f}"
         if first.name:
             said += f" on {first.text}"
+        said += difference
         for result in others:
             said += f", {result.loss:.4f} on {result.text}"
         self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | {said} | {seconds:.1f} s")

@@ -2,6 +2,8 @@
 
 import json
 import math
+from bisect import bisect_left
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from checkpointing import Checkpoint, CheckpointMeta
 from lab.compare.compare import find_results, table_of
 from lab.compare.rows import compare
 from lab.plan.estimate import flops_of
-from reporting.clock import PhaseClock
+from reporting.clock import PHASES, PhaseClock
 from reporting.metrics_file import metrics_of, read_metrics, valid_records
 from reporting.reference import Comparison
 from reporting.run_log import RunLog, SetResult
@@ -23,7 +25,9 @@ from tests.support.runs import validations_of
 from tests.support.workplace import Workplace, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import open_run_data
+from trainer import stopping
 from trainer.resuming import check_same_run
+from trainer.stopping import Stop
 
 TWO = {"own": "tiny", "other": "places/other.safetensors"}
 
@@ -231,6 +235,37 @@ def test_a_plan_counts_the_time_of_all_sets(workplace):
     )
     training = plan.num_tokens * load_run(workplace.runs_dir, "one").model.flops_per_token
     assert two - training == pytest.approx(2 * (one - training)) and one > training
+
+
+def test_a_budget_reserves_the_time_of_all_sets_before_the_first_validation(workplace, monkeypatch):
+    clock = SimpleNamespace(
+        read_this_launch=lambda: dict.fromkeys(PHASES, 0.0) | {"training": 10.0},
+        longest=dict.fromkeys(PHASES, 0.0),
+    )
+
+    def seconds_needed(validation, name):
+        run = new_run(workplace, validation, name=name, validation_batches=30)
+        stop = Stop(
+            run,
+            BatchPlan(2, 1, 1, 16, 1000),
+            first_step=0,
+            options=SimpleNamespace(began_at=None, max_steps=None),
+            clock=clock,
+            watchdog=None,
+            group=None,
+            saver=SimpleNamespace(longest_write_seconds=0.0),
+            comparison=None,
+        )
+
+        def suffices(seconds):
+            monkeypatch.setattr(stopping, "nearest_limit", lambda *_: (seconds, ""))
+            return not stop._is_spent_after(10)  # after ten steps of a second
+
+        return bisect_left(range(10**4), True, key=suffices)
+
+    one, two = seconds_needed(None, "one"), seconds_needed(TWO, "two")
+    # Two validations lie ahead, each of 30 forward passes of 1/3 s; 25% are added.
+    assert two - one == pytest.approx(2 * 30 / 3 * 1.25, abs=1)
 
 
 # A run
