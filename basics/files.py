@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import BinaryIO
 from basics.errors import UserError, cannot_be_written
 
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
+POLL_SECONDS = 0.1  # between two tries to lock
 LOCK_NAME = ".lock"  # a file, used where the file system cannot lock a directory, as NFS
 # What a file system answers that has no locks, or no fsync of directories.
 UNSUPPORTED = {
@@ -138,18 +140,23 @@ held: set[int] = set()  # descriptors of locks; a forked process that outlives t
 
 
 @contextmanager
-def locked(directory: Path, *, busy: str) -> Iterator[None]:
+def locked(directory: Path, *, busy: str, wait_seconds: float = 0.0) -> Iterator[None]:
     """Create a directory if it is missing, and lock it while the block runs.
 
-    Raises: UserError: `busy`, if another process holds the lock; or the directory cannot be made.
+    Raises: UserError: `busy`, if another process holds the lock for longer than `wait_seconds`; or
+        the directory cannot be made.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = lock_directory(directory)
-    except BlockingIOError:
-        raise UserError(busy) from None
-    except OSError as error:
-        raise cannot_be_written(directory, error) from None
+    deadline, descriptor = time.monotonic() + wait_seconds, None
+    while descriptor is None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = lock_directory(directory)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise UserError(busy) from None
+            time.sleep(POLL_SECONDS)
+        except OSError as error:
+            raise cannot_be_written(directory, error) from None
     held.add(descriptor)
     try:
         yield

@@ -20,6 +20,7 @@ import yaml
 from torch.distributed.run import parse_args
 
 from basics.errors import UserError
+from lab.sweep.sweep import command as sweep_command
 from processes import distributed
 from processes.command_line import command_line
 from processes.distributed import Process, end_torchrun, share_cpu_cores, this_process
@@ -231,6 +232,22 @@ def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it():
     assert "--after-checkpoint" in command and f" {place}/{{run}}/ " in after_checkpoint
     prefetch = next(line for line in job["setup"].splitlines() if "ddp_train.py" in line)
     assert launch_options(prefetch.partition(".venv/bin/python ")[2])[1].prefetch
+
+
+def test_a_skypilot_sweep_shares_its_runs_on_a_volume():
+    job = yaml.safe_load((LAUNCH_DIR / "skypilot-sweep.yaml").read_text())
+    recovery = job["resources"]["job_recovery"]
+    assert set(recovery["recover_on_exit_codes"]) == WORTH_A_RETRY
+    assert job["resources"]["use_spot"] and recovery["max_restarts_on_errors"] == 1
+    prefetch = next(line for line in job["setup"].splitlines() if "ddp_train.py" in line)
+    _, options = launch_options(prefetch.partition(".venv/bin/python ")[2])
+    assert options.prefetch and str(options.datasets_dir).startswith(*job["volumes"])
+    line = next(line for line in job["run"].splitlines() if " -m lab sweep " in line)
+    words = line.replace("$CHANGES", job["envs"]["CHANGES"]).partition(" -m lab sweep ")[2]
+    context = sweep_command.make_context("sweep", shlex.split(words))
+    assert context.params["parallel"] == "auto" and context.params["prune"]
+    for place in ("sweeps_dir", "datasets_dir"):
+        assert str(context.params[place]).startswith(*job["volumes"])
 
 
 def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs():

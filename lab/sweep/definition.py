@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,10 @@ PLAN_NAME = "sweep.json"
 SEED, MAX_SEEDS = "random_seed", 1000
 LONGEST_VALUE = 60  # characters, in a label
 LONGEST_NAME = 80  # characters, of a run's directory before its seed
+LOCK_SECONDS = 30.0  # other commands lock the plan for a moment
+# What runs may have from elsewhere: earlier sweeps had the prompts of their base, and `--prune`
+# gives a reference to those that it may end.
+NOT_OF_PLAN = ("sample_prompts", "reference", "stop_if_behind")
 
 Changes = dict[str, Any]
 
@@ -95,6 +99,13 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
     model, config = _with_values(base.model, changes), _with_values(base.config, changes)
     if "sample_prompts" not in changes:  # nobody reads the samples of all variants
         config = config.model_copy(update={"sample_prompts": ()})
+    if config.reference is not None:  # it is looked for beside the runs of the sweep
+        config = config.model_copy(update={"reference": None})
+    if config.stop_if_behind is not None:
+        raise UserError(
+            f"{label(changes)}: stop_if_behind would stop the baseline too; drop it from"
+            f" {base.train_path}, and pass --prune"
+        )
     if not config.validates:
         raise UserError(
             f"{label(changes)}: a sweep compares validation losses; set"
@@ -119,11 +130,18 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
 
 
 class Plan(FrozenConfig):
-    """`sweep.json`: the name of the changed run, the number of seeds, the changes."""
+    """`sweep.json`: the name of the changed run, the number of seeds, the changes.
+
+    Since its first command with --parallel also what each run gets, on every machine: with another
+    number of threads sums are rounded differently, and without `global_batch_size` the number of
+    processes changes the batch.
+    """
 
     base: str
     num_seeds: int = Field(ge=1, le=MAX_SEEDS)
     changes: list[Changes]
+    processes: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1)  # of each process; None on GPUs
 
 
 class PlannedRun(NamedTuple):
@@ -148,6 +166,8 @@ class Sweep:
     sweep_dir: Path
     num_seeds: int = 1
     variants: list[Changes] = field(default_factory=lambda: [{}])
+    processes: int | None = None  # of each run, and CPU threads of each process, as in `Plan`
+    threads: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -184,11 +204,52 @@ class Sweep:
         elif all(changed(self.base, other) != configs for other in self.variants):
             self.variants.append(changes)
 
-    def write(self) -> None:
-        """Write `sweep.json` and the files of the runs that are missing.
+    def locked(self) -> AbstractContextManager[None]:
+        """Lock the sweep's files, but not its runs, against other commands. Raises: UserError."""
+        busy = f"{self.sweep_dir}: locked by another process; try again, or set another --name"
+        return locked(self.sweep_dir, busy=busy, wait_seconds=LOCK_SECONDS)
 
-        Raises: UserError: the base or a run's files were edited, or cannot be written.
+    def update(
+        self,
+        changes: Iterable[Changes] = (),
+        *,
+        num_seeds: int = 1,
+        processes: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Add to the plan in `sweep.json`, as other commands have left it, and write its runs.
+
+        Processes and threads count if the plan has none yet.
+
+        Raises: UserError: a change is refused, the plan is wrong or of another run, a run's files
+            were edited, or files cannot be written.
         """
+        path = self.sweep_dir / PLAN_NAME
+        with self.locked():
+            if path.exists():
+                self._read(path)
+            self.num_seeds = max(self.num_seeds, num_seeds)
+            if self.processes is None:
+                self.processes, self.threads = processes, threads
+            for change in changes:
+                self.add(change)
+            self._write(path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            plan = Plan.model_validate(read_json_object(path, needed_by="this sweep"))
+        except ValidationError as error:
+            raise UserError(f"{path}: {describe(error)}") from None
+        if plan.base != self.base.name:
+            raise UserError(
+                f"{path}: is a sweep of {plan.base}, not of {self.base.name}; set another --name"
+            )
+        self.num_seeds = max(self.num_seeds, plan.num_seeds)
+        self.variants = [{}, *plan.changes]
+        self.processes, self.threads = plan.processes, plan.threads
+
+    def _write(self, path: Path) -> None:
+        """Write `sweep.json` and the files of the runs that are missing."""
         missing: dict[Path, FrozenConfig] = {}
         for run in self.runs:
             model_path, train_path = run.run_dir / "model.json", run.run_dir / "train.json"
@@ -200,60 +261,41 @@ class Sweep:
             )
             for old, new in zip(there, files.values(), strict=True):
                 for key in type(new).model_fields:
-                    # Earlier sweeps had the prompts of their base.
-                    if key != "sample_prompts" and getattr(old, key) != getattr(new, key):
+                    if key not in NOT_OF_PLAN and getattr(old, key) != getattr(new, key):
                         raise UserError(
                             f"{run.run_dir}: {key} is {getattr(old, key)}, but would be"
                             f" {getattr(new, key)} now: {self.base.run_dir} or this directory was"
                             " edited since; undo that, or set another --name"
                         )
-        plan = Plan(base=self.base.name, num_seeds=self.num_seeds, changes=self.variants[1:])
+        plan = Plan(
+            base=self.base.name,
+            num_seeds=self.num_seeds,
+            changes=self.variants[1:],
+            processes=self.processes,
+            threads=self.threads,
+        )
         with writing_to(self.sweep_dir):
-            write_atomically(
-                self.sweep_dir / PLAN_NAME, to_json(plan.model_dump(), indent=4) + "\n"
-            )
+            write_atomically(path, to_json(plan.model_dump(), indent=4) + "\n")
             for path, config in missing.items():
                 path.parent.mkdir(exist_ok=True)
                 text = to_json(config.model_dump(exclude_unset=True), indent=4)
                 write_atomically(path, f"{text}\n")
 
 
-@contextmanager
-def open_sweep(
-    base: Run, sweep_dir: Path, changes: list[Changes], num_seeds: int
-) -> Iterator[Sweep]:
-    """Lock a sweep's directory; yield its earlier plan, with these variants and seeds, written.
+def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes], num_seeds: int) -> Sweep:
+    """Return a sweep with its earlier plan, these variants and seeds, written to its directory.
 
     Raises: UserError: something is wrong with the changes, the plan or the directory.
     """
-    path = sweep_dir / PLAN_NAME
     for change in ({}, *changes):  # refused before anything is written
         changed(base, change)
         if SEED in change:
             raise UserError(f"{SEED} is the same for all variants; use --seeds N")
-    if not changes and num_seeds == 1 and not path.exists():
+    if not changes and num_seeds == 1 and not (sweep_dir / PLAN_NAME).exists():
         raise UserError(
             f"{sweep_dir}: no such sweep yet; name at least one --change or --range, or"
             " several --seeds"
         )
-    with locked(
-        sweep_dir,
-        busy=f"{sweep_dir}: another sweep runs in this directory; wait for its"
-        " end, or set another --name",
-    ):
-        sweep = Sweep(base, sweep_dir, num_seeds)
-        if path.exists():
-            try:
-                plan = Plan.model_validate(read_json_object(path, needed_by="this sweep"))
-            except ValidationError as error:
-                raise UserError(f"{path}: {describe(error)}") from None
-            if plan.base != base.name:
-                raise UserError(
-                    f"{path}: is a sweep of {plan.base}, not of {base.name}; set another --name"
-                )
-            sweep.num_seeds = max(num_seeds, plan.num_seeds)
-            sweep.variants += plan.changes
-        for change in changes:
-            sweep.add(change)
-        sweep.write()
-        yield sweep
+    sweep = Sweep(base, sweep_dir)
+    sweep.update(changes, num_seeds=num_seeds)
+    return sweep

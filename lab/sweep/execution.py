@@ -1,4 +1,4 @@
-"""Train the runs of a sweep one after the other, within a budget, until a signal stops it."""
+"""Train the runs of a sweep, several at once if asked for, within a budget, until a signal."""
 
 import math
 import os
@@ -6,23 +6,33 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
-from basics.errors import NON_FINITE, STOP_SIGNALS, print_line
+from basics.errors import NON_FINITE, STOP_SIGNALS, print_line, writing_to
+from basics.json_files import found_object
+from basics.text import counted
 from lab.compare.results import Figures, Result, read_result
-from lab.runs import NO_SUMMARY
+from lab.runs import NO_SUMMARY, number, number_of
 from lab.sweep.definition import PlannedRun, Sweep
+from lab.sweep.pruning import save_reference, set_limit
+from lab.sweep.shares import Share
+from processes.run_lock import LAUNCH, try_lock_run
 from processes.signals import end_with_parent, stop_signals
-from reporting.summary import FINISHED
+from reporting.summary import BEHIND, FINISHED
+from run_config import StopIfBehind
 
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
-DIVERGED, NOT_STARTED = "diverged", "not started"
+OUTPUT_NAME = "output.log"  # in a run's directory: what it prints, if several are trained at once
+LAST_BYTES = 2000  # of it, where the reason of a failure is looked for
+DIVERGED, NOT_STARTED, PRUNED = "diverged", "not started", "pruned"
 NOT_FINITE = "were not finite"  # in the reason of a run whose gradients were not
+POLL_SECONDS = 0.1  # between two looks at what has ended
+OTHERS_SECONDS = 5.0  # between two looks at runs that other commands train
 
 
 @dataclass(frozen=True)
@@ -31,20 +41,31 @@ class Outcome:
 
     run: PlannedRun
     result: Result
-    state: str  # finished, diverged, not started, or why it has not finished
+    state: str  # finished, diverged, pruned at a step, not started, or why it has not finished
+    num_steps_left: int | None = None  # of a pruned run
 
     @classmethod
     def read(cls, run: PlannedRun, exit_status: int = 0) -> Self:
         """Read the files of a run; the status is that of its launch here, if there was one."""
         result = read_result(run.run_dir)
+        summary = found_object(run.run_dir / "summary.json")
         state = NOT_STARTED if result.status == NO_SUMMARY and not result.records else result.status
         has_no_loss = state == FINISHED and result.figures["validation_loss"] is None
         if has_no_loss or exit_status == NON_FINITE or NOT_FINITE in result.reason:
             state = DIVERGED
+        elif state == "stopped" and summary.get("stopped_by") == BEHIND:
+            done = int(result.figures["steps"] or 0)
+            wanted = int(number_of(summary, "num_steps") or done)
+            return cls(run, result, f"{PRUNED} at step {done:,} of {wanted:,}", wanted - done)
         elif exit_status and state not in (FINISHED, "stopped"):
             if exit_status - 128 not in STOP_SIGNALS:
                 state = f"failed (status {exit_status})"
         return cls(run, result, state)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the run is not trained again: it would come to the same."""
+        return self.state in (FINISHED, DIVERGED) or self.num_steps_left is not None
 
     @property
     def figures(self) -> Figures:
@@ -55,23 +76,57 @@ class Outcome:
         """The final validation loss; None unless finished."""
         return self.figures["validation_loss"] if self.state == FINISHED else None
 
+    @property
+    def seconds_saved(self) -> float | None:
+        """About what a pruned run would have taken to its end, at its pace; None if not known."""
+        timed = [record for record in self.result.records if number(record.get("seconds"))]
+        steps = timed[-1]["global_step"] - timed[0]["global_step"] if timed else 0
+        if self.num_steps_left is None or steps <= 0:
+            return None
+        return self.num_steps_left * (timed[-1]["seconds"] - timed[0]["seconds"]) / steps
+
 
 def total(outcomes: Iterable[Outcome], key: str) -> float:
     """Return the sum of a figure over runs; one that is not known counts as 0."""
     return sum(one.figures[key] or 0.0 for one in outcomes)
 
 
-def start(command: list[str]) -> subprocess.Popen:
-    """Start a command that gets SIGTERM if this process dies.
+def start(command: list[str], share: Share, output: IO[bytes] | None) -> subprocess.Popen:
+    """Start a launch that shares this process's lock of its run, and gets SIGTERM if this one dies.
 
     Its process group is its own: Ctrl-C in a terminal reaches it once, through this process.
     """
+    parent = os.getpid()
+
+    def prepare() -> None:
+        end_with_parent(parent)
+        if share.cores:
+            os.sched_setaffinity(0, share.cores)
+
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=os.environ | share.environment | {LAUNCH: str(parent)},
         process_group=0,
-        preexec_fn=partial(end_with_parent, os.getpid()),
+        preexec_fn=prepare,
     )
+
+
+@dataclass
+class Launch:
+    """A run that is being trained, until `process` has ended and `lock` is closed."""
+
+    run: PlannedRun
+    share: Share
+    process: subprocess.Popen
+    lock: int
+    began: float  # by time.monotonic
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
 
 @dataclass
@@ -83,19 +138,31 @@ class Execution:
     usd_per_hour: float | None = None
     budget_hours: float | None = None
     budget_usd: float | None = None
+    prune: bool = False
+    shares: list[Share] = field(default_factory=lambda: [Share()])  # one for each run at once
     exit_status: int = 0  # of the sweep: 128 + n after signal n, or that of a failed baseline
     stop_reason: str = ""  # why not all runs were trained
     outcomes: dict[Path, Outcome] = field(default_factory=dict)  # by directory, of all runs
-    _process: subprocess.Popen | None = None
+    launches: list[Launch] = field(default_factory=list)
+    num_elsewhere: int = 0  # runs that other commands train
+    _launched: set[Path] = field(default_factory=set)  # their outcomes have an exit status
+    _signal: int = 0
+    _has_reference: bool = False
+    _limit: StopIfBehind | None = None  # at which runs are pruned, if any
+
+    @property
+    def price(self) -> float | None:
+        """US$ an hour of one run: its share of the machine."""
+        return self.usd_per_hour and self.usd_per_hour / len(self.shares)
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Pass signals to stop on to the run that is being trained; it saves and ends."""
+        """Pass signals to stop on to the runs that are being trained; they save and end."""
 
         def stop(number: int, _: object) -> None:
             self.exit_status, self.stop_reason = 128 + number, STOP_SIGNALS[number]
-            if self._process:
-                self._process.send_signal(number)
+            self._signal = number
+            self._send(number)
 
         before = {number: signal.signal(number, stop) for number in stop_signals()}
         try:
@@ -104,67 +171,187 @@ class Execution:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def train(self, sweep: Sweep) -> None:
+    def train(self, sweep: Sweep, refresh: Callable[[], None] = lambda: None) -> None:
         """Train all runs that have not finished, until a signal or the budget stops it.
 
         A baseline that fails stops it too: there would be nothing to compare with. What an earlier
-        call has launched is not launched again.
+        call has launched is not launched again. Runs that other commands train are waited for:
+        where one of them dies, its run is trained here.
+
+        Args:
+            refresh: called again and again, to show what has changed.
         """
         runs = [run for run in sweep.runs if run.run_dir not in self.outcomes]
         self.outcomes |= {run.run_dir: Outcome.read(run) for run in runs}
-        for i, run in enumerate(runs, start=1):
-            if self.outcomes[run.run_dir].state in (FINISHED, DIVERGED):
-                continue
-            seconds_left = self._seconds_left(run)
-            if self.stop_reason:
-                return
-            print_line(f"[{i}/{len(runs)}] {run.label}")
-            status = self._launch(run, seconds_left)
+        places = {run.run_dir: f"[{i}/{len(runs)}]" for i, run in enumerate(runs, start=1)}
+        waiting = [run for run in runs if not self.outcomes[run.run_dir].is_settled]
+        has_told = False
+        look_at = 0.0  # when runs that other commands train may have become free
+        while self.launches or (waiting and not self.stop_reason):
+            if self._collect_ended():
+                look_at = 0.0
+            self._stop_at_budget()
+            while time.monotonic() >= look_at and len(self.launches) < len(self.shares):
+                found = self._next(sweep, waiting)
+                if found is None:
+                    look_at = time.monotonic() + OTHERS_SECONDS
+                    if self.num_elsewhere and not self.launches and not has_told:
+                        has_told = True
+                        count = counted(self.num_elsewhere, "run")
+                        print_line(f"waiting for {count} that other commands train")
+                    break
+                run, lock = found
+                share = self._free_share()
+                place = f" ({share.name})" if share.name else ""
+                print_line(f"{places[run.run_dir]} {run.label}{place}")
+                self._launch(sweep, run, lock, share)
+            refresh()
+            time.sleep(POLL_SECONDS)
+
+    def outcomes_of(self, sweep: Sweep) -> dict[Path, Outcome]:
+        """Return what all runs have come to, those of other commands as their files say now."""
+        outcomes = {}
+        for run in sweep.runs:
+            known = self.outcomes.get(run.run_dir)
+            if known is None or not (known.is_settled or run.run_dir in self._launched):
+                known = Outcome.read(run)
+            outcomes[run.run_dir] = known
+        return outcomes
+
+    def _collect_ended(self) -> bool:
+        """Read what launches that have ended have come to; return whether there are any."""
+        ended = [launch for launch in self.launches if launch.process.poll() is not None]
+        for launch in ended:
+            run, status = launch.run, launch.process.returncode
+            status = status if status >= 0 else 128 - status
+            self.launches.remove(launch)
+            os.close(launch.lock)
             outcome = self.outcomes[run.run_dir] = Outcome.read(run, status)
-            if self.stop_reason:
-                return
-            if outcome.state != FINISHED:
-                print_line(f"{run.label}: {outcome.state}")
-            if status and not run.changes and outcome.state != DIVERGED:
+            if outcome.loss is None and not self.stop_reason:
+                why = self._last_error(run) if outcome.state.startswith("failed") else ""
+                print_line(f"{run.label}: {outcome.state}{why}")
+            elif len(self.shares) > 1:
+                loss = "" if outcome.loss is None else f", validation loss {outcome.loss:.4f}"
+                print_line(f"{run.label}: {outcome.state}{loss}")
+            is_failed = bool(status) and not outcome.is_settled
+            if is_failed and not run.changes and not self.stop_reason:
                 self.exit_status = status
                 self.stop_reason = f"{run.label}, failed with status {status}"
-                return
+        return bool(ended)
 
-    def _seconds_left(self, run: PlannedRun) -> float:
-        """Return the seconds that the budget leaves; set a reason to stop if a run takes more.
+    def _last_error(self, run: PlannedRun) -> str:
+        """Return the last error that a run has written to its file, if it has one."""
+        path = run.run_dir / OUTPUT_NAME
+        if len(self.shares) == 1:  # it was seen
+            return ""
+        with suppress(OSError):
+            lines = path.read_bytes()[-LAST_BYTES:].decode(errors="replace").splitlines()
+            errors = [line for line in lines if line.startswith("Error: ")]
+            return f": {errors[-1].removeprefix('Error: ')}" if errors else f": see {path}"
+        return ""
 
-        A run takes the seconds per token of the finished runs, of the same variant if there are
-        any, times the tokens that are left; nothing is known until a run has finished.
+    def _next(self, sweep: Sweep, waiting: list[PlannedRun]) -> tuple[PlannedRun, int] | None:
+        """Take the next run that nobody trains out of those that wait, with its lock.
+
+        None if there is none now, or if it would pass the budget. To prune, all baselines come
+        first.
         """
-        outcomes = self.outcomes.values()
-        left, needed = math.inf, 0.0
-        if self.budget_hours is not None:
-            left = self.budget_hours * 3600 - total(outcomes, "seconds")
-        if self.budget_usd is not None:
-            usd = self.budget_usd - total(outcomes, "usd")
-            left = min(left, usd / self.usd_per_hour * 3600)
-        finished = [
-            one
-            for one in outcomes
-            if one.state == FINISHED and one.figures["seconds"] and one.figures["tokens"]
-        ]
-        if alike := [one for one in finished if one.run.changes == run.changes] or finished:
-            seconds = statistics.fmean(one.figures["seconds"] for one in alike)
-            tokens = statistics.fmean(one.figures["tokens"] for one in alike)
-            wanted = tokens if run.config.min_train_tokens == -1 else run.config.min_train_tokens
-            done = self.outcomes[run.run_dir].figures["tokens"] or 0.0
-            needed = seconds / tokens * max(0.0, wanted - done)
+        baselines = [run for run in (*waiting, *(one.run for one in self.launches))]
+        waits_for_baseline = self.prune and any(not run.changes for run in baselines)
+        self.num_elsewhere = 0
+        for run in list(waiting):
+            if self.stop_reason or (waits_for_baseline and run.changes):
+                continue
+            lock = try_lock_run(run.run_dir)
+            # Another command may have trained it since it was last read, or trains it.
+            outcome = self.outcomes[run.run_dir] = Outcome.read(run)
+            if lock is None:
+                self.num_elsewhere += 1
+                continue
+            if not outcome.is_settled:
+                self._check_budget(run)
+                if not self.stop_reason:
+                    waiting.remove(run)
+                    return run, lock
+            else:
+                waiting.remove(run)
+            os.close(lock)
+        return None
+
+    def _free_share(self) -> Share:
+        used = [launch.share for launch in self.launches]
+        return next(share for share in self.shares if used.count(share) < self.shares.count(share))
+
+    def _check_budget(self, run: PlannedRun) -> None:
+        """Set a reason to stop if a run and those being trained would pass the budget."""
+        left = self._seconds_left()
         if left <= 0:
             self.stop_reason = f"budget: it was spent before {run.label}"
-        elif needed > left:
+            return
+        for launch in self.launches:
+            left -= max(0.0, self._seconds_needed(launch.run) - launch.seconds)
+        needed = self._seconds_needed(run)
+        if needed > left:
             self.stop_reason = (
                 f"budget: {run.label} would take about {needed / 3600:.3g} hours,"
-                f" {left / 3600:.3g} are left"
+                f" {max(0.0, left) / 3600:.3g} are left"
             )
+
+    def _seconds_left(self) -> float:
+        """Return the seconds of runs that the budget leaves; infinite without one."""
+        # Of a run that is being trained, the outcome is that before its launch.
+        outcomes = self.outcomes.values()
+        running = sum(launch.seconds for launch in self.launches)
+        left = math.inf
+        if self.budget_hours is not None:
+            left = self.budget_hours * 3600 - total(outcomes, "seconds") - running
+        if self.budget_usd is not None:
+            usd = self.budget_usd - total(outcomes, "usd")
+            left = min(left, usd / self.price * 3600 - running)
         return left
 
-    def _launch(self, run: PlannedRun, seconds_left: float) -> int:
-        """Train or resume one run; return its exit status, 128 + n if signal n ended it."""
+    def _seconds_needed(self, run: PlannedRun) -> float:
+        """Return what a run will take from its last launch's end; 0 if nothing is known.
+
+        It takes the seconds per token of the finished runs, of the same variant if there are any,
+        times the tokens that are left.
+        """
+        finished = [
+            one
+            for one in self.outcomes.values()
+            if one.state == FINISHED and one.figures["seconds"] and one.figures["tokens"]
+        ]
+        alike = [one for one in finished if one.run.changes == run.changes] or finished
+        if not alike:
+            return 0.0
+        seconds = statistics.fmean(one.figures["seconds"] for one in alike)
+        tokens = statistics.fmean(one.figures["tokens"] for one in alike)
+        wanted = tokens if run.config.min_train_tokens == -1 else run.config.min_train_tokens
+        done = self.outcomes[run.run_dir].figures["tokens"] or 0.0
+        return seconds / tokens * max(0.0, wanted - done)
+
+    def _stop_at_budget(self) -> None:
+        """Stop the runs that are being trained once the budget is spent."""
+        if self.launches and not self._signal and self._seconds_left() <= 0:
+            names = " and ".join(launch.run.label for launch in self.launches)
+            which = "which was stopped" if len(self.launches) == 1 else "which were stopped"
+            self.stop_reason = f"budget: spent during {names}, {which}"
+            self._signal = signal.SIGTERM
+            self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        for launch in self.launches:
+            launch.process.send_signal(number)
+
+    def _launch(self, sweep: Sweep, run: PlannedRun, lock: int, share: Share) -> None:
+        """Start to train or resume one run, whose lock this process has."""
+        if self.prune and run.changes and not self._has_reference:
+            baselines = [one for one in self.outcomes.values() if not one.run.changes]
+            finished = [one.result for one in baselines if one.loss is not None]
+            self._has_reference, self._limit = True, save_reference(sweep, finished)
+            if self._limit is None:
+                print_line("nothing is pruned: no baseline has finished")
+        set_limit(sweep, run, self._limit)
         command = [
             sys.executable,
             str(SCRIPT),
@@ -176,16 +363,16 @@ class Execution:
         ]
         if self.nproc_per_node is not None:
             command += ["--nproc-per-node", str(self.nproc_per_node)]
-        if self.usd_per_hour is not None:
-            command += ["--usd-per-hour", str(self.usd_per_hour)]
-        self._process = start(command)
-        if self.stop_reason:  # a signal came before there was a process to pass it on to
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            status = self._process.wait(None if math.isinf(seconds_left) else seconds_left)
-        except subprocess.TimeoutExpired:
-            self.stop_reason = f"budget: spent during {run.label}, which was stopped"
-            self._process.send_signal(signal.SIGTERM)
-            status = self._process.wait()
-        self._process = None
-        return status if status >= 0 else 128 - status
+        if self.price is not None:
+            command += ["--usd-per-hour", str(self.price)]
+        with ExitStack() as files:
+            output = None
+            if len(self.shares) > 1:
+                path = run.run_dir / OUTPUT_NAME
+                with writing_to(path):
+                    output = files.enter_context(path.open("ab"))
+            process = start(command, share, output)
+        self._launched.add(run.run_dir)
+        self.launches.append(Launch(run, share, process, lock, time.monotonic()))
+        if self._signal:  # it came before there was a process to pass it on to
+            process.send_signal(self._signal)

@@ -127,7 +127,7 @@ def add_stack(sweep: Sweep, entries: list[Entry]) -> str:
     if any(entry.changes == together for entry in better) or not better:
         return "stack: nothing new to train: no two changes that were better"
     try:
-        sweep.add(together)
+        sweep.update([together])
     except UserError as error:
         return f"stack: {label(together)} cannot be trained: {error}"
     doubt = ""
@@ -219,8 +219,28 @@ def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
         f" {sweep.base.name} with the same seeds",
         *noise_notes([entry.difference for entry in entries if entry.difference]),
         *(_range_note(key, points) for key, points in ranges_of(sweep, entries).items()),
+        *pruned_notes(outcomes),
         spent,
     ]
+
+
+def pruned_notes(outcomes: list[Outcome]) -> list[str]:
+    """Tell for each pruned run where it ended and why, what it has cost, and what it would have."""
+    notes = []
+    for found in outcomes:
+        saved = found.seconds_saved
+        if found.num_steps_left is None:
+            continue
+        seconds, usd = found.figures["seconds"] or 0.0, found.figures["usd"]
+        spent, left = duration(seconds), "an unknown time" if saved is None else duration(saved)
+        if usd and saved is not None:
+            spent += f", US${dollars(usd)}"
+            left += f", US${dollars(usd * saved / seconds)}"
+        notes.append(
+            f"{found.run.label}: {found.state}: {found.result.reason}; spent: {spent}; saved: about"
+            f" {left}"
+        )
+    return notes
 
 
 def noise_notes(differences: list[Difference]) -> list[str]:
@@ -262,7 +282,13 @@ def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[st
                 "name": entry.name,
                 "changes": entry.changes,
                 "runs": [
-                    {"run": str(found.run.run_dir), "state": found.state, "loss": found.loss}
+                    {
+                        "run": str(found.run.run_dir),
+                        "state": found.state,
+                        "loss": found.loss,
+                        "seconds": found.figures["seconds"],
+                        "seconds_saved": found.seconds_saved,
+                    }
                     for found in entry.outcomes
                 ],
                 "loss": entry.mean("validation_loss"),

@@ -1,4 +1,4 @@
-"""`lab sweep`: train changes to a run one after the other, and compare them with it."""
+"""`lab sweep`: train changes to a run, one after the other or several at once, and compare them."""
 
 import sys
 from pathlib import Path
@@ -7,8 +7,20 @@ from typing import Any
 import click
 
 from basics.cli import ABOVE_0, DATASETS_DIR, RUNS_DIR, USD_PER_HOUR, print_json, stdout_to_stderr
-from basics.errors import UserError, visible, writing_to
+from basics.errors import UserError, print_line, visible, writing_to
 from basics.files import write_atomically
+
+MAX_PARALLEL = 4096
+
+
+def _parallel(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    if not (value.isdecimal() and 1 <= int(value) <= MAX_PARALLEL):
+        raise click.BadParameter(f"{value[:60]!r} is neither auto nor a number above 0.")
+    return int(value)
 
 
 @click.command()
@@ -64,7 +76,19 @@ from basics.files import write_atomically
     "--nproc-per-node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Number of processes of each run.  [default: one per GPU]",
+    help="Number of processes of each run.  [default: one per GPU; with --parallel 1]",
+)
+@click.option(
+    "--parallel",
+    metavar="N|auto",
+    callback=_parallel,
+    help="Train N runs at once, each on GPUs or CPU cores of its own; auto: as many as there is"
+    " room for.",
+)
+@click.option(
+    "--prune",
+    is_flag=True,
+    help="Train the baseline first, and end runs that are behind its curve outside the noise.",
 )
 @RUNS_DIR
 @click.option(
@@ -79,14 +103,17 @@ from basics.files import write_atomically
     help="Print one JSON document on standard output, and all else on standard error.",
 )
 def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **options: Any) -> None:
-    """Train BASE and changes to it, one after the other, and compare them in one table.
+    """Train BASE and changes to it, and compare them in one table.
 
-    The same command goes on where it was stopped; other changes are added to the sweep.
+    The same command goes on where it was stopped; other changes are added to the sweep. Given on
+    several machines that share --sweeps-dir, it shares the runs.
     """
     # Imported here so that --help is fast.
     from lab.sweep.definition import open_sweep, parse_change, parse_range
     from lab.sweep.execution import Execution
+    from lab.sweep.progress import showing
     from lab.sweep.report import add_stack, document_of, draw_sweep, entries_of, table_of
+    from lab.sweep.shares import share_machine
     from run_config import RUN_NAME, load_run
 
     wanted = [parse_change(text) for text in changes]
@@ -99,32 +126,37 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
             f"--name {name[:60]!r} is not a plain name; wanted a directory inside"
             f" {sweeps_dir}, of letters, digits, '.', '_' and '-', at most 128"
         )
-    execution = Execution(
-        options["datasets_dir"],
-        options["nproc_per_node"],
-        options["usd_per_hour"] or loaded.config.usd_per_hour,
-        options["budget_hours"],
-        options["budget_usd"],
-    )
-    if execution.budget_usd is not None and execution.usd_per_hour is None:
+    price = options["usd_per_hour"] or loaded.config.usd_per_hour
+    if options["budget_usd"] is not None and price is None:
         raise UserError(
             "--budget-usd needs the machine's price: pass --usd-per-hour, or set"
             " usd_per_hour in BASE's train.json"
         )
-    with (
-        stdout_to_stderr(options["as_json"]),
-        open_sweep(loaded, sweeps_dir / name, wanted, options["seeds"]) as sweep,
-        execution.handling_signals(),
-    ):
-        execution.train(sweep)
-        if options["stack"] and not execution.stop_reason:
-            click.echo(visible(add_stack(sweep, entries_of(sweep, execution.outcomes))))
-            sweep.write()
-            execution.train(sweep)
-        entries = entries_of(sweep, execution.outcomes)
+    with stdout_to_stderr(options["as_json"]):
+        sweep = open_sweep(loaded, sweeps_dir / name, wanted, options["seeds"])
+        execution = Execution(
+            options["datasets_dir"],
+            options["nproc_per_node"],
+            price,
+            options["budget_hours"],
+            options["budget_usd"],
+            options["prune"],
+        )
+        if options["parallel"] is not None or sweep.processes is not None:
+            execution.nproc_per_node, execution.shares = share_machine(
+                sweep, options["parallel"] or 1, options["nproc_per_node"]
+            )
+        with execution.handling_signals(), showing(sweep, execution) as refresh:
+            execution.train(sweep, refresh)
+            if options["stack"] and not execution.stop_reason:
+                print_line(add_stack(sweep, entries_of(sweep, execution.outcomes)))
+                execution.train(sweep, refresh)
+        sweep.update()  # other commands may have added to it, and trained other runs
+        outcomes = execution.outcomes_of(sweep)
+        entries = entries_of(sweep, outcomes)
         table, path = table_of(sweep, entries), sweep.sweep_dir / "table.md"
         click.echo(visible(f"\n{table.terminal()}"))  # whatever fails below, it is seen
-        with writing_to(sweep.sweep_dir):
+        with sweep.locked(), writing_to(sweep.sweep_dir):
             drawn = draw_sweep(sweep, entries) if options["charts"] else []
             lines = [table.markdown()]
             if drawn:

@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,9 @@ import pytest
 
 from basics.files import lock_directory
 from lab.compare import charts as comparison_charts
-from lab.sweep import execution, report
+from lab.sweep import definition, execution, report, shares
+from processes import distributed
+from run_config import load_run
 from tests.support import stub_trainer
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
@@ -195,6 +199,7 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
         ([], "no such sweep yet; name at least one --change"),
         (["--change", "drop_rate=0", "--name", "../x"], "of letters, digits, '.', '_' and '-', at"),
         (["--change", "drop_rate=0", "--budget-usd", "3"], "needs the machine's price"),
+        (["--change", 'stop_if_behind={"loss":1},reference=demo'], "stop the baseline too; drop"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_written(sweeps, arguments, words):
@@ -343,14 +348,139 @@ def test_a_changed_base_and_edited_or_damaged_files_are_refused(sweeps):
     assert "sweep.json: " in error_line(sweeps.run())
 
 
-def test_two_sweeps_in_one_directory_are_refused(sweeps):
+def test_a_locked_plan_is_waited_for_and_then_refused(sweeps, monkeypatch):
+    monkeypatch.setattr(definition, "LOCK_SECONDS", 0.2)
     sweeps.tiny.mkdir(parents=True)
     descriptor = lock_directory(sweeps.tiny)
     try:
         line = error_line(sweeps.run("--change", "drop_rate=0"))
     finally:
         os.close(descriptor)
-    assert "another sweep runs in this directory" in line and not list(sweeps.tiny.iterdir())
+    assert "tiny: locked by another process" in line and not list(sweeps.tiny.iterdir())
+
+
+def test_a_run_that_another_command_trains_is_left_to_it_and_taken_over_when_it_is_free(
+    sweeps, monkeypatch
+):
+    monkeypatch.setattr(execution, "OTHERS_SECONDS", 0.2)
+    succeeded(sweeps.run("--change", "weight_decay=0"))
+    definition.open_sweep(
+        load_run(sweeps.workplace.runs_dir, "tiny"), sweeps.tiny, [{"drop_rate": 0.0}], 2
+    )
+    descriptor = lock_directory(sweeps.tiny / "drop_rate-0.0-seed-42")
+
+    def release():
+        wait_for(sweeps.tiny / "drop_rate-0.0-seed-43/summary.json")  # the last that is free
+        time.sleep(1)
+        os.close(descriptor)
+
+    threading.Thread(target=release).start()
+    result = succeeded(sweeps.run())
+    assert "waiting for 1 run that other commands train\n" in result.stdout
+    assert sweeps.launches()[2:] == [  # the second seeds first
+        "baseline-seed-43",
+        "weight_decay-0-seed-43",
+        "drop_rate-0.0-seed-43",
+        "drop_rate-0.0-seed-42",
+    ]
+    assert sweeps.table()["drop_rate=0.0"][0] == "2/2"
+
+
+def given(run_dir):
+    return json.loads((run_dir / "given.json").read_text())
+
+
+def test_runs_at_once_have_cores_and_threads_of_their_own_and_so_they_stay(sweeps, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5})
+    pinned = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: None)
+    start = execution.start
+
+    def watched(command, share, output):
+        pinned.append(share)
+        return start(command, share, output)
+
+    monkeypatch.setattr(execution, "start", watched)
+    monkeypatch.setattr(distributed, "num_gpus", lambda: 0)
+    result = succeeded(sweeps.run("--change", "weight_decay=0", "--parallel", "2"))
+    assert {share.cores for share in pinned} == {frozenset({0, 1, 2}), frozenset({3, 4, 5})}
+    assert "[1/2] baseline, seed 42 (cores 0 to 2)\n" in result.stdout
+    assert re.search(r"^baseline, seed 42: finished, validation loss 4\.", result.stdout, re.M)
+    for run in ("baseline-seed-42", "weight_decay-0-seed-42"):
+        seen = given(sweeps.tiny / run)
+        assert seen["OMP_NUM_THREADS"] == "3" and seen["options"]["--nproc-per-node"] == "1"
+    succeeded(sweeps.run("--change", "drop_rate=0"))  # one after the other, with as many threads
+    assert given(sweeps.tiny / "drop_rate-0-seed-42")["OMP_NUM_THREADS"] == "3"
+    result = succeeded(sweeps.run("--change", "weight_decay=8", "--parallel", "6"))
+    assert "weight_decay=8, seed 42: failed (status 2): it is refused\n" in result.stdout
+    line = error_line(sweeps.run("--parallel", "auto", "--nproc-per-node", "2"))
+    assert "each run of this sweep has 1 process, since losses are compared" in line
+
+
+def test_runs_at_once_have_gpus_of_their_own(sweeps, monkeypatch):
+    monkeypatch.setattr(distributed, "num_gpus", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,GPU-abc,2")
+    arguments = ["--change", "weight_decay=0", "--nproc-per-node", "2", "--usd-per-hour", "36"]
+    line = error_line(sweeps.run(*arguments, "--parallel", "3"))
+    assert "3 runs of 2 processes at once need 6 GPUs, and there are 4; set" in line
+    succeeded(sweeps.run(*arguments, "--parallel", "auto"))
+    seen = [given(sweeps.tiny / run) for run in ("baseline-seed-42", "weight_decay-0-seed-42")]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in seen] == ["7,5", "GPU-abc,2"]
+    assert {one["options"]["--usd-per-hour"] for one in seen} == {"18.0"}  # half of the machine
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "threads", "wanted"),
+    [
+        ("auto", 1, 1, [{0}, {1}, {2}]),
+        ("auto", 1, 2, [{0, 1}]),
+        ("auto", 4, 1, [{0, 1, 2}]),  # more processes than cores
+        (2, 1, 2, [{0, 1}, {0, 2}]),  # more threads than cores: those of the first run again
+    ],
+)
+def test_cores_are_shared_out(parallel, processes, threads, wanted):
+    found = shares.shares_of_cores(parallel, processes, threads, [0, 1, 2])
+    assert [set(share.cores) for share in found] == wanted
+
+
+def test_a_run_that_is_behind_is_pruned_and_the_report_says_what_that_saves(sweeps):
+    arguments = ["--change", "drop_rate=0.5", "--change", "learning_rate=0.01", "--seeds", "2"]
+    arguments += ["--prune", "--usd-per-hour", "72", "--parallel", "2"]  # US$36 each
+    arguments += ["--change", "min_train_tokens=3000,drop_rate=0.6"]  # its curve is another
+    result = succeeded(sweeps.run(*arguments, "--json"))
+    assert set(sweeps.launches()[:2]) == {"baseline-seed-42", "baseline-seed-43"}
+    document = checked(result.stdout)
+    states = [[run.state for run in variant.runs] for variant in document.variants]
+    assert states[0] == states[2] == states[3] == ["finished"] * 2
+    assert states[1] == ["pruned at step 2 of 4"] * 2
+    pruned = document.variants[1].runs[0]
+    assert (pruned.loss, pruned.seconds, pruned.seconds_saved) == (None, 50, 50)
+    row = sweeps.table()["drop_rate=0.5"]
+    assert row[:3] == ["0/2", "-", "-"] and row[4] == "2 of 2 pruned at step 2 of 4"
+    assert any(
+        re.fullmatch(
+            r"drop_rate=0.5, seed 42: pruned at step 2 of 4: the loss has been above that of"
+            r" baseline by more than 5 standard deviations .*; spent: 0:00:50, US\$0.5000; saved:"
+            r" about 0:00:50, US\$0.5000",
+            note,
+        )
+        for note in document.notes
+    )
+    assert "reference" not in sweeps.train_json("baseline-seed-42")
+    trained = sweeps.launches()
+    succeeded(sweeps.run(*arguments))
+    succeeded(sweeps.run())
+    assert sweeps.launches() == trained  # what was pruned stays so
+
+
+def test_with_one_seed_the_limit_is_a_loss_and_without_prune_there_is_none(sweeps):
+    succeeded(sweeps.run("--change", "weight_decay=8", "--prune"))  # it fails, so it is tried again
+    limited = sweeps.train_json("weight_decay-8-seed-42")
+    assert limited["reference"] == "baseline"
+    assert limited["stop_if_behind"] == {"loss": 0.1, "reports": 2}
+    succeeded(sweeps.run())
+    assert not {"reference", "stop_if_behind"} & sweeps.train_json("weight_decay-8-seed-42").keys()
+    assert len(sweeps.launches()) == 3
 
 
 def test_a_run_that_fails_is_a_line_of_the_table(sweeps):
@@ -465,7 +595,9 @@ def test_the_running_run_is_stopped_at_the_limit(sweeps):
 def started(sweeps, *arguments):
     """Start a sweep in a process of its own."""
     code = (
-        "import sys, lab.sweep.execution, lab.__main__\n"
+        "import sys, types, lab.sweep.execution, lab.__main__\n"
+        # It asks for GPUs only, and would import torch for that.
+        "sys.modules['processes.distributed'] = types.SimpleNamespace(num_gpus=lambda: 0)\n"
         "from pathlib import Path\n"
         f"lab.sweep.execution.SCRIPT = Path({str(STUB)!r})\n"
         "lab.__main__.main()\n"
@@ -476,6 +608,23 @@ def started(sweeps, *arguments):
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+def test_ctrl_c_stops_all_runs_at_once_and_they_go_on_later(sweeps):
+    changes = ["--change", "weight_decay=6", "--change", "weight_decay=6,drop_rate=0"]
+    arguments = [*changes, "--parallel", "2"]
+    process = started(sweeps, *arguments)
+    names = ["weight_decay-6-seed-42", "weight_decay-6_drop_rate-0-seed-42"]
+    for name in names:
+        wait_for(sweeps.tiny / name / "waits")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "sweep stopped: SIGINT; the same command" in output
+    for name in names:
+        summary = json.loads((sweeps.tiny / name / "summary.json").read_text())
+        assert summary["status"] == "stopped"
+    succeeded(sweeps.run(*arguments))
+    assert {row[0] for row in sweeps.table().values()} == {"1/1"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -509,37 +658,65 @@ def test_losses_on_other_validation_tokens_are_not_compared(sweeps):
     assert cells["start_val_token=5"][2:6] == ["-", "-", "other validation tokens", "-"]
 
 
-def test_the_trainer_trains_the_runs_of_a_sweep(workplace, monkeypatch):
-    """The real one: it takes what a sweep passes to it."""
+class ForkedLaunch:
+    """A launch of the real trainer under torchrun's agent, forked with torch loaded."""
 
-    def start(command):
-        process, _ = start_forked(Path(command[1]).name, command[2:])
-        return SimpleNamespace(wait=lambda _: (process.join(), process.exitcode)[1])
-
-    monkeypatch.setattr(execution, "start", start)
-    workplace.add_dataset()
-    workplace.add_run(train={"gradient_accumulation_steps": 1, "min_train_tokens": 320})
-    result = succeeded(
-        run_lab(
-            *workplace.arguments(
-                "sweep",
-                "tiny",
-                "--change",
-                "learning_rate=0.03",
-                "--nproc-per-node",
-                "1",
-                "--usd-per-hour",
-                "36",
-                "--sweeps-dir",
-                str(workplace.root / "sweeps"),
-                "--json",
-            )
+    def __init__(self, command, share, output):
+        folder = output and Path(output.name).parent
+        if folder:
+            (folder / "stderr").symlink_to(output.name)
+        self._process, _ = start_forked(
+            Path(command[1]).name,
+            command[2:],
+            num_processes=1,
+            environment=share.environment,
+            folder=folder,
         )
-    )
+        os.sched_setaffinity(self._process.pid, share.cores)
+
+    def poll(self):
+        return self.returncode
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self._process.pid, number)
+
+
+def test_runs_at_once_end_as_those_one_after_the_other_and_a_failed_one_stops_none(
+    workplace, monkeypatch
+):
+    """With the real trainer, which takes what a sweep passes to it."""
+    monkeypatch.setattr(execution, "start", ForkedLaunch)
+    # What is forked has another parent, and locks its run itself.
+    monkeypatch.setattr(execution, "try_lock_run", lambda _: os.open(os.devnull, os.O_RDONLY))
+    workplace.add_dataset()
+    workplace.add_run(train={"gradient_accumulation_steps": None, "min_train_tokens": 320})
+    arguments = workplace.arguments("sweep", "tiny", "--usd-per-hour", "36", "--json")
+    arguments += ["--sweeps-dir", str(workplace.root / "sweeps")]
+    changes = ["--change", "learning_rate=0.03", "--change", "global_batch_size=3"]
+    result = succeeded(run_lab(*arguments, *changes, "--parallel", "2", "--name", "at-once"))
     document = checked(result.stdout)
-    for variant, rate in zip(document.variants, (0.01, 0.03), strict=True):
-        (run,) = variant.runs
-        summary = summary_of(Path(run.run))
-        assert summary["train"]["learning_rate"] == rate and summary["status"] == run.state
+    assert [variant.runs[0].state for variant in document.variants] == [
+        "finished",
+        "finished",
+        "failed (status 1)",  # of the agent that is forked
+    ]
+    for variant, rate in zip(document.variants, (0.01, 0.03), strict=False):
+        summary = summary_of(Path(variant.runs[0].run))
+        assert summary["train"]["learning_rate"] == rate and summary["status"] == "finished"
         assert variant.loss == summary["validation_loss"] and variant.usd > 0
-    assert document.variants[0].loss != document.variants[1].loss
+    # One after the other, with as many threads each.
+    plan = json.loads((workplace.root / "sweeps/at-once/sweep.json").read_text())
+    other = workplace.root / "sweeps/one-by-one"
+    other.mkdir()
+    (other / "sweep.json").write_text(json.dumps(plan | {"changes": plan["changes"][:1]}))
+    succeeded(run_lab(*arguments, "--name", "one-by-one"))
+    for run in ("baseline-seed-42", "learning_rate-0.03-seed-42"):
+        weights = [
+            (other.parent / name / run / "checkpoints/latest/model.safetensors").read_bytes()
+            for name in ("at-once", "one-by-one")
+        ]
+        assert weights[0] == weights[1]

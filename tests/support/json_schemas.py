@@ -107,7 +107,10 @@ VARIANT = part(
     text_or_none="against_noise",
     interval_or_none="interval",
     number_or_none="loss difference tokens_to_baselines_loss seconds usd",
-    parts={"changes": dict[str, Any], "runs": list[part(text="run state", number_or_none="loss")]},
+    parts={
+        "changes": dict[str, Any],
+        "runs": list[part(text="run state", number_or_none="loss seconds seconds_saved")],
+    },
 )
 REPORT = part(text="title", parts={"checks": list[part(text="name verdict text advice")]})
 LOSS = part(

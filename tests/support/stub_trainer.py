@@ -3,11 +3,12 @@
 Its loss follows from the settings: lowest at a learning rate of 0.01 and without dropout, higher
 with a clipping_max_norm of 0.5, plus a noise of the seed.
 Some settings make it fail: weight_decay 9 diverges, 8 is refused, 7 crashes; 6 waits for a signal
-after half of the run.
+after half of the run. Pruning is the trainer's own.
 """
 
 import json
 import math
+import os
 import signal
 import sys
 from pathlib import Path
@@ -36,6 +37,17 @@ def loss_of(model: dict[str, Any], train: dict[str, Any], share: float = 1.0) ->
     )
 
 
+def comparison_of(run_dir: Path, train: dict[str, Any]) -> Any:
+    """Return the trainer's own comparison with the run's reference; None without one."""
+    if train.get("reference") is None:
+        return None
+    from reporting.reference import Comparison, find_reference
+    from run_config import TrainConfig
+
+    curve = find_reference(train["reference"], run_dir.parent)
+    return Comparison(curve, TrainConfig.model_validate(train))
+
+
 def main() -> int:
     name, options = sys.argv[1], dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
     run_dir = Path(options["--runs-dir"]) / name
@@ -44,11 +56,16 @@ def main() -> int:
     )
     with (run_dir.parent / "launches").open("a") as file:
         file.write(f"{name}\n")
+    given = {key: os.environ.get(key) for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+    given |= {"cores": sorted(os.sched_getaffinity(0)), "options": options}
+    (run_dir / "given.json").write_text(json.dumps(given))
+    comparison = comparison_of(run_dir, train)
     price = float(options.get("--usd-per-hour") or train.get("usd_per_hour") or 0)
     metrics = run_dir / "metrics.jsonl"
     done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
     fault = {9: 3, 8: 2, 7: 1}.get(train.get("weight_decay"), 0)
     if fault == 2:
+        print("Error: it is refused", file=sys.stderr)
         return fault
     for step in range(done, STEPS):
         share = (step + 1) / STEPS
@@ -61,6 +78,22 @@ def main() -> int:
         record |= {"usd": price * SECONDS / 3600 * share} if price else {}
         with metrics.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        is_behind = False
+        if comparison is not None:
+            comparison.compare("validation", int(record["tokens"]), record["validation_loss"])
+            is_behind = bool(comparison.failure)
+        if is_behind:
+            summary = {
+                "status": "stopped",
+                "stopped_by": "behind",
+                "reason": comparison.failure,
+                "global_step": step,
+                "num_steps": STEPS,
+                "seconds": {"training": SECONDS * share},
+                "usd": {"total": price * SECONDS / 3600 * share} if price else None,
+            }
+            write_atomically(run_dir / "summary.json", json.dumps(summary))
+            return 6
         if fault or (train.get("weight_decay") == 6 and step == 1 and not done):
             if not fault:
                 (run_dir / "waits").touch()
@@ -99,5 +132,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     sys.exit(main())
