@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rich.console import Console
 from rich.live import Live
@@ -45,12 +46,15 @@ def showing(sweep: Sweep, execution: Execution) -> Iterator[Callable[[], None]]:
 
 
 def screen(sweep: Sweep, execution: Execution, width: int) -> str:
-    """Return the table as of now, and a line for each run that is being trained here."""
-    running = {launch.run.run_dir: Outcome.read(launch.run) for launch in execution.launches}
-    outcomes = execution.outcomes | running
-    lines = [table_of(sweep, entries_of(sweep, outcomes)).terminal(width), ""]
+    """Return a line for each run that is being trained here, and the table as of now.
+
+    The lines come first: of a text that is higher than the terminal, the end is not seen.
+    """
+    lines, outcomes = [], dict(execution.outcomes)
     for launch in execution.launches:
-        state = read_state(sweep.sweep_dir, launch.run.run_dir.name)
+        run = launch.run
+        outcomes[run.run_dir] = replace(Outcome.read(run), state=RUNNING)
+        state = read_state(sweep.sweep_dir, run.run_dir.name)
         parts = [state.phase or "startup"]
         if state.status == RUNNING and state.global_step is not None and state.num_steps:
             parts = [f"step {state.global_step + 1:,} of {state.num_steps:,}"]
@@ -58,7 +62,8 @@ def screen(sweep: Sweep, execution: Execution, width: int) -> str:
             parts.append(f"training loss {state.train_loss:.4f}")
         if state.seconds_left:
             parts.append(f"{duration(state.seconds_left)} left")
-        lines.append(f"{launch.share.name}: {launch.run.label}: {', '.join(parts)}")
+        lines.append(f"{launch.share.name}: {run.label}: {', '.join(parts)}")
     if execution.num_elsewhere:
         lines.append(f"trained by other commands: {execution.num_elsewhere}")
-    return "\n".join(lines)
+    table = table_of(sweep, entries_of(sweep, outcomes)).terminal(width)
+    return "\n".join([*lines, "", table])

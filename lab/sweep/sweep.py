@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from basics.cli import ABOVE_0, DATASETS_DIR, RUNS_DIR, USD_PER_HOUR, print_json, stdout_to_stderr
-from basics.errors import UserError, print_line, visible, writing_to
+from basics.errors import UserError, print_error, print_line, visible, writing_to
 from basics.files import write_atomically
 
 MAX_PARALLEL = 4096
@@ -151,7 +151,10 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
             if options["stack"] and not execution.stop_reason:
                 print_line(add_stack(sweep, entries_of(sweep, execution.outcomes)))
                 execution.train(sweep, refresh)
-        sweep.update()  # other commands may have added to it, and trained other runs
+        try:
+            sweep.update()  # other commands may have added to it, and trained other runs
+        except UserError as error:  # a file was edited since: what was trained is still shown
+            print_error(f"warning: {error}")
         outcomes = execution.outcomes_of(sweep)
         entries = entries_of(sweep, outcomes)
         table, path = table_of(sweep, entries), sweep.sweep_dir / "table.md"

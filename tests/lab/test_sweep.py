@@ -15,7 +15,7 @@ import pytest
 
 from basics.files import lock_directory
 from lab.compare import charts as comparison_charts
-from lab.sweep import definition, execution, report, shares
+from lab.sweep import definition, execution, progress, report, shares
 from processes import distributed
 from run_config import load_run
 from tests.support import stub_trainer
@@ -429,6 +429,28 @@ def test_runs_at_once_have_gpus_of_their_own(sweeps, monkeypatch):
     assert {one["options"]["--usd-per-hour"] for one in seen} == {"18.0"}  # half of the machine
 
 
+def test_the_screen_shows_the_runs_that_are_being_trained_and_the_table(sweeps):
+    succeeded(sweeps.run("--change", "drop_rate=0"))
+    sweep = definition.Sweep(load_run(sweeps.workplace.runs_dir, "tiny"), sweeps.tiny)
+    sweep.update(num_seeds=2)
+    outcomes = {run.run_dir: execution.Outcome.read(run) for run in sweep.runs}
+    run = sweep.runs[2]
+    launch = execution.Launch(run, shares.Share("GPU 3"), process=None, lock=0, began=0.0)
+    shown = execution.Execution(Path(), outcomes=outcomes, launches=[launch], num_elsewhere=1)
+    record = {"global_step": 1, "tokens": 500, "seconds": 50.0, "train_loss": 4.5}
+    (run.run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    for name, facts in (
+        ("summary", {"status": "running", "num_steps": 4}),
+        ("heartbeat", {"pid": 1, "host": "here", "time": "now", "phase": "training"}),
+    ):
+        (run.run_dir / f"{name}.json").write_text(json.dumps(facts))
+    lines = progress.screen(sweep, shown, 160).splitlines()
+    assert lines[0] == "GPU 3: baseline, seed 43: step 2 of 4, training loss 4.5000"
+    assert lines[1] == "trained by other commands: 1"
+    row = next(line for line in lines if line.startswith("baseline "))
+    assert "1/2" in row and "1 of 2 running" in row
+
+
 @pytest.mark.parametrize(
     ("parallel", "processes", "threads", "wanted"),
     [
@@ -452,16 +474,16 @@ def test_a_run_that_is_behind_is_pruned_and_the_report_says_what_that_saves(swee
     document = checked(result.stdout)
     states = [[run.state for run in variant.runs] for variant in document.variants]
     assert states[0] == states[2] == states[3] == ["finished"] * 2
-    assert states[1] == ["pruned at step 2 of 4"] * 2
+    assert states[1] == ["pruned at step 3 of 4"] * 2
     pruned = document.variants[1].runs[0]
-    assert (pruned.loss, pruned.seconds, pruned.seconds_saved) == (None, 50, 50)
+    assert (pruned.loss, pruned.seconds, pruned.seconds_saved) == (None, 75, 25)
     row = sweeps.table()["drop_rate=0.5"]
-    assert row[:3] == ["0/2", "-", "-"] and row[4] == "2 of 2 pruned at step 2 of 4"
+    assert row[:3] == ["0/2", "-", "-"] and row[4] == "2 of 2 pruned at step 3 of 4"
     assert any(
         re.fullmatch(
-            r"drop_rate=0.5, seed 42: pruned at step 2 of 4: the loss has been above that of"
-            r" baseline by more than 5 standard deviations .*; spent: 0:00:50, US\$0.5000; saved:"
-            r" about 0:00:50, US\$0.5000",
+            r"drop_rate=0.5, seed 42: pruned at step 3 of 4: the loss has been above that of"
+            r" baseline by more than 5 standard deviations .*; spent: 0:01:15, US\$0.7500; saved:"
+            r" about 0:00:25, US\$0.2500",
             note,
         )
         for note in document.notes
