@@ -33,6 +33,7 @@ SAME_KEYS = (
     "vocab_size",
     "context_length",
     "min_train_tokens",
+    "validation",
     "start_val_token",
     "validation_sequences",
     "validation_batches",
@@ -50,8 +51,6 @@ def save_reference(sweep: Sweep, baselines: Sequence[Result]) -> StopIfBehind | 
     points, std = mean_curve(records, "validation_loss", max_points=MAX_POINTS)
     if not points:
         return None
-    # Rounded: the mean of equal counts may be a little above them, and the first one outside.
-    points = tuple((float(round(tokens)), loss) for tokens, loss in points)
     first_tokens = FIRST_SHARE * points[-1][0]
     curve = ReferenceCurve(
         name=REFERENCE,
