@@ -122,12 +122,12 @@ def main(
     prepare_dataset.py --join PART... OUTPUT.
     """
     try:
-        if not options["part"]:
-            check_name(output)
         if not sources and not weighted:
             raise click.MissingParameter(
                 ctx=click.get_current_context(), param_hint="'SOURCE'", param_type="argument"
             )
+        if not options["part"]:
+            check_name(output)
         if repeat and not weighted:
             raise UserError("--repeat: is for a mix; name its sources with --source")
         if weighted:

@@ -23,7 +23,7 @@ from basics.files import append_whole
 from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import found_object, to_json
 from reporting.metrics_file import MAX_RECORDS_BYTES, THROTTLING, is_number, valid_records
-from reporting.reference import Compared, reference_of_run
+from reporting.reference import RUN_REFERENCE, Compared
 from reporting.summary import duration
 from run_config import RUN_NAME, plain_name
 
@@ -259,7 +259,6 @@ def read_state(runs_dir: Path, name: str) -> RunState:
             price = usd / seconds * 3600
             at_end = usd + left / 3600 * price
     gpus = _last_list(records, "gpu_memory_gib")
-    reference = reference_of_run(runs_dir / name)
     # A summary of a run that has ended tells more than its last record.
     told = [files.summary, *records] if is_running else [*records, files.summary]
     return RunState(
@@ -285,7 +284,7 @@ def read_state(runs_dir: Path, name: str) -> RunState:
         ),
         tokenizer=words(files.summary.get("tokenizer")),
         bytes_per_token=bytes_per_token(told),
-        reference=reference.name if reference else None,
+        reference=words(found_object(runs_dir / name / RUN_REFERENCE).get("name")),
         train_compared=_compared(records, "train"),
         validation_compared=_compared(records, "validation"),
         warnings=tuple(_warnings(files, records)),

@@ -18,9 +18,14 @@ CLOCK_SECONDS = 1.0  # a file's time may be that much later than its record's
 
 def provide_datasets(datasets_dir: Path, config: TrainConfig) -> None:
     """Provide a run's dataset, and those of its validation sets. As `provide_dataset`."""
-    provide_dataset(datasets_dir / config.dataset, config.dataset)
+    provide_dataset(datasets_dir / config.dataset, config.dataset, splits_of(config))
     for name in config.validation_datasets:
         provide_dataset(datasets_dir / name, name, ["validation"])
+
+
+def splits_of(config: TrainConfig) -> tuple[str, ...]:
+    """Return the splits of its dataset that a run reads: `validation` names other sets."""
+    return ("train",) if config.validation else SPLITS
 
 
 def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS) -> None:

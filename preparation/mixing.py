@@ -171,6 +171,8 @@ def mix_sources(
             writer.close()
             if split == "train" and not repeat:
                 _check_amounts(supplies, limit, options)
+            elif not repeat:
+                _warn_of_rest(supplies, limit)
             dataset.splits[split], dataset.portions[split] = _counts(supplies)
         write_headers(journal.dataset_dir, dataset)
         journal.publish()
@@ -182,9 +184,10 @@ def interleaved(
 ) -> Iterator[np.ndarray]:
     """Yield documents of all sources, the next one always of the source that is furthest behind.
 
-    A source is behind by what its weight's share of all tokens so far has more than its tokens. So
-    it never has more than its share by more than a document. The end is where a source has no more
-    documents; with `repeat` it starts over, and the end is where each has reached its end.
+    A source's share of all tokens so far, by its weight, minus the tokens taken from it is how far
+    it is behind. So it never has more than its share by more than one document. The end is where a
+    source has no more documents; with `repeat` it starts over, and the end is where each has
+    reached its end.
     """
     total_weight = sum(supply.weight for supply in supplies)
     num_documents = 0
@@ -312,18 +315,39 @@ def _limits(options: PrepareOptions) -> dict[str, int]:
     return {"train": num_train, "validation": options.max_documents - num_train}
 
 
-def _check_amounts(supplies: Sequence[Supply], limit: int, options: PrepareOptions) -> None:
-    """Refuse a mix that ends early, and so leaves text out. Raises: UserError."""
-    num_documents = sum(supply.num_documents for supply in supplies)
+def _rest(supplies: Sequence[Supply], limit: int) -> tuple[str, float, str] | None:
+    """Return where a mix ends early: the source at its end, and the share left of another one."""
     most_left = min(supplies, key=Supply.num_passes)
     left = 1 - most_left.num_passes()
-    if num_documents == limit or left <= LEFT_OVER:
+    if sum(supply.num_documents for supply in supplies) == limit or left <= LEFT_OVER:
+        return None
+    ended = next(supply.source.name for supply in supplies if supply.num_ends)
+    return ended, left, most_left.source.name
+
+
+def _warn_of_rest(supplies: Sequence[Supply], limit: int) -> None:
+    """Warn of a validation split that ends early. It has few documents, whose lengths differ."""
+    rest = _rest(supplies, limit)
+    if rest is not None:
+        ended, left, other = rest
+        shares = ", ".join(f"{one.source.name} {one.num_tokens:,} tokens" for one in supplies)
+        print_error(
+            f"warning: the validation split ends with the text of {ended}, and leaves {left:.0%} of"
+            f" {other}: {shares}"
+        )
+
+
+def _check_amounts(supplies: Sequence[Supply], limit: int, options: PrepareOptions) -> None:
+    """Refuse a mix that ends early, and so leaves text out. Raises: UserError."""
+    rest = _rest(supplies, limit)
+    if rest is None:
         return
-    name = next(supply.source.name for supply in supplies if supply.num_ends)
+    name, left, other = rest
+    num_documents = sum(supply.num_documents for supply in supplies)
     reached = int(num_documents / (1 - Fraction(str(options.validation_fraction))))
     raise UserError(
         f"{name}: too little text for its weight: all of it is used after {num_documents:,}"
-        f" training documents of the mix, and {left:.0%} of {most_left.source.name} is left;"
+        f" training documents of the mix, and {left:.0%} of {other} is left;"
         f" --max-documents {reached} ends there, --repeat starts {name} over; or change the weights"
         " (nothing is tokenised again)"
     )

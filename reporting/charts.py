@@ -230,7 +230,7 @@ def _plot_reference(axes: Axes, steps: Records, reference: ReferenceCurve) -> No
     tokens_per_step = last["tokens"] / (last["global_step"] + 1)
     for kind, color in REFERENCE_COLORS.items():
         known, losses = reference.between(kind, first["tokens"], last["tokens"])
-        if not len(known):
+        if len(known) < 2 or known[0] == known[-1]:
             continue
         x = known / tokens_per_step
         label = f"{'training' if kind == 'train' else kind} of {reference.name}"

@@ -21,6 +21,7 @@ class Window:
     """The steps since the last report."""
 
     global_step: int  # the last one
+    num_steps: int
     learning_rate: float
     seconds: dict[str, float]  # what the run had spent when the window was closed, by phase
     usd: dict[str, float]
@@ -79,7 +80,7 @@ class LossWindow:
         values[0] /= dist.get_world_size()  # the norms are the same on every rank
         on_host = values.to("cpu", non_blocking=True)  # in pinned memory
         ended = DeviceTime(self._device)
-        window = Window(global_step, learning_rate, clock.read(), clock.usd())
+        window = Window(global_step, self._filled, learning_rate, clock.read(), clock.usd())
         self._closed.append((window, on_host, self._times, ended))
         self._times = [ended]
         self._filled = 0

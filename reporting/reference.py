@@ -4,17 +4,18 @@ Needs no torch. The project's curves are in `runs/published.json`, those that `l
 --save-reference` has saved in `references.json` of the runs directory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
-from basics.errors import UserError
-from basics.json_files import FrozenConfig, describe, found_object, read_json_object
+from basics.errors import UserError, writing_to
+from basics.files import write_atomically
+from basics.json_files import FrozenConfig, describe, found_object, read_json_object, to_json
 from run_config import MAX_VOCAB_SIZE, SHIPPED_RUNS, TrainConfig
 
 Kind = Literal["train", "validation"]
@@ -58,6 +59,14 @@ class ReferenceCurve(FrozenConfig):
     # Of a single report around the curve: over seeds, and in training over batches; None: unknown.
     train_std: float | None = Field(default=None, ge=0)
     validation_std: float | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _tokens_rise(self) -> Self:
+        for kind in get_args(Kind):
+            tokens = [point[0] for point in self.points(kind)]
+            if sorted(set(tokens)) != tokens:
+                raise ValueError(f"the tokens of {kind} do not rise; sort them, each once")
+        return self
 
     def points(self, kind: Kind) -> Points:
         return self.train if kind == "train" else self.validation
@@ -114,10 +123,25 @@ class ReferenceCurve(FrozenConfig):
 
         return float(np.exp((crossing(below[0] - 1) + crossing(above[-1])) / 2))
 
+    def compared(self, kind: Kind, tokens: float, loss: float) -> Compared | None:
+        """Compare a loss after so many tokens; None if the curve has no loss there."""
+        expected = self.loss_at(kind, tokens)
+        if expected is None:
+            return None
+        same_loss_tokens = self.tokens_at(kind, loss)
+        ahead = None if same_loss_tokens is None else same_loss_tokens / tokens - 1
+        return Compared(loss - expected, ahead)
+
     def in_units_of(
-        self, tokenizer: str | None, vocab_size: int, bytes_per_token: float | None
+        self,
+        tokenizer: str | None,
+        vocab_size: int,
+        bytes_per_token: Callable[[], float | None],
     ) -> Self:
         """Return the curve for runs with another tokenizer, by the bytes of their tokens.
+
+        Args:
+            bytes_per_token: returns the mean length of the run's tokens; called if it is needed.
 
         Raises: UserError: the tokenizers differ, and the length of their tokens is not known.
         """
@@ -128,15 +152,16 @@ class ReferenceCurve(FrozenConfig):
         )
         if is_same:
             return self
-        if not (self.bytes_per_token and bytes_per_token):
-            whose = "the reference's" if bytes_per_token else "the run's"
+        length = bytes_per_token() if self.bytes_per_token else None
+        if not (self.bytes_per_token and length):
+            whose = "the run's" if self.bytes_per_token else "the reference's"
             raise UserError(
                 f"reference {self.name} has another tokenizer ({self.tokenizer or 'unknown'}, "
                 f"{self.vocab_size:,} entries) than the run ({tokenizer or 'unknown'},"
                 f" {vocab_size:,}); losses would be compared per byte, but the length of"
                 f" {whose} tokens is not known; choose another reference"
             )
-        ratio = bytes_per_token / self.bytes_per_token
+        ratio = length / self.bytes_per_token
 
         def scaled(points: Points) -> Points:
             return tuple((tokens / ratio, loss * ratio) for tokens, loss in points)
@@ -145,7 +170,7 @@ class ReferenceCurve(FrozenConfig):
             update={
                 "tokenizer": tokenizer,
                 "vocab_size": vocab_size,
-                "bytes_per_token": bytes_per_token,
+                "bytes_per_token": length,
                 "train": scaled(self.train),
                 "validation": scaled(self.validation),
                 "train_std": self.train_std and self.train_std * ratio,
@@ -167,16 +192,9 @@ def read_references(path: Path) -> list[ReferenceCurve]:
     curves = []
     for place, values in enumerate(found):
         try:
-            curve = ReferenceCurve.model_validate(values)
+            curves.append(ReferenceCurve.model_validate(values))
         except ValidationError as error:
             raise UserError(f"{path}: curve {place + 1}: {describe(error)}") from None
-        for kind in ("train", "validation"):
-            tokens = [point[0] for point in curve.points(kind)]  # type: ignore[arg-type]
-            if sorted(set(tokens)) != tokens:
-                raise UserError(
-                    f"{path}: curve {curve.name}: the tokens of {kind} do not rise; correct it"
-                )
-        curves.append(curve)
     return curves
 
 
@@ -190,12 +208,19 @@ def reference_of_run(run_dir: Path) -> ReferenceCurve | None:
     return None
 
 
-def find_reference(name: str, runs_dir: Path) -> ReferenceCurve:
-    """Return the curve with a name: one of the runs directory, else one of the project.
+def find_reference(name: str, runs_dir: Path, run_dir: Path | None = None) -> ReferenceCurve:
+    """Return the curve with a name: of the project, of the runs directory, or a run's own copy.
+
+    The copy is there where a run directory was copied to another machine.
 
     Raises: UserError: there is none, or a file of curves is wrong.
     """
-    curves = [*read_references(runs_dir / REFERENCES), *read_references(PUBLISHED_PATH)]
+    curves = read_references(PUBLISHED_PATH)
+    if name not in [curve.name for curve in curves]:
+        curves += read_references(runs_dir / REFERENCES)
+    own = reference_of_run(run_dir) if run_dir else None
+    if own:
+        curves.append(own)
     for curve in curves:
         if curve.name == name:
             return curve
@@ -205,27 +230,33 @@ def find_reference(name: str, runs_dir: Path) -> ReferenceCurve:
     )
 
 
-def mean_curve(
-    records_of_runs: Sequence[Sequence[dict[str, Any]]], key: str, *, max_points: int
-) -> tuple[Points, float | None]:
-    """Return the mean of a metric over runs, and the standard deviation of a single record.
+def write_reference(path: Path, curve: ReferenceCurve) -> None:
+    """Add a curve to a file of curves, or replace the one with its name. Raises: UserError."""
+    others = [other for other in read_references(path) if other.name != curve.name]
+    content = {"curves": [one.model_dump() for one in (*others, curve)]}
+    with writing_to(path):
+        write_atomically(path, to_json(content) + "\n")
 
-    Records are averaged in buckets of equal length in log(tokens). The deviation is that of the
-    runs' records from the mean curve, over the second half of the tokens, where the curve is
-    straight within a bucket; None if there are fewer than two records in each bucket.
 
-    Args:
-        records_of_runs: the records of each run, with `tokens` and perhaps `key`.
-    """
+def losses_of(
+    records_of_runs: Sequence[Sequence[dict[str, Any]]], key: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and the losses of all records that have both, sorted by tokens, (n,)."""
     found = [
         (record["tokens"], record[key])
         for records in records_of_runs
         for record in records
         if record.get(key) is not None and record.get("tokens")
     ]
-    if not found:
-        return (), None
-    tokens, losses = np.array(sorted(found)).T
+    tokens, losses = np.array(sorted(found), dtype=float).reshape(-1, 2).T
+    return tokens, losses
+
+
+def mean_curve(
+    records_of_runs: Sequence[Sequence[dict[str, Any]]], key: str, *, max_points: int
+) -> Points:
+    """Return the mean of a loss over runs, in buckets of equal length in log(tokens)."""
+    tokens, losses = losses_of(records_of_runs, key)
     distinct = np.unique(tokens)
     if len(distinct) > max_points:
         # The last count is a bucket of its own: runs of the same length end within the curve.
@@ -238,22 +269,40 @@ def mean_curve(
     for bucket in np.unique(buckets):
         is_in = buckets == bucket
         middle = np.exp(np.log(tokens[is_in]).mean())
+        # Rounded: else the last count may be a little before the one that it is the mean of.
         points.append((float(np.round(middle)), float(losses[is_in].mean())))
-    at = np.interp(np.log(tokens), np.log([point[0] for point in points]), [p[1] for p in points])
-    late = tokens >= tokens[-1] / 2
-    num_buckets = len(np.unique(buckets[late]))
-    freedom = int(late.sum()) - num_buckets  # each bucket's mean takes one
-    if freedom < 1:
-        return tuple(points), None
-    squares = float(((losses - at)[late] ** 2).sum())
-    return tuple(points), (squares / freedom) ** 0.5
+    return tuple(points)
+
+
+def report_noise(
+    records_of_runs: Sequence[Sequence[dict[str, Any]]], key: str, *, reports: int
+) -> float | None:
+    """Return the standard deviation of a single loss, over the second half of the tokens.
+
+    It is that within groups of so many reports in a row, in which the mean changes little. With one
+    report it is that over the runs alone; with several also that over batches, which seeds may
+    have in common. None if there is no group of several losses.
+    """
+    tokens, losses = losses_of(records_of_runs, key)
+    if not len(tokens):
+        return None
+    is_late = tokens >= tokens[-1] / 2
+    tokens, losses = tokens[is_late], losses[is_late]
+    groups = np.searchsorted(np.unique(tokens), tokens) // reports
+    squares = 0.0
+    freedom = 0
+    for group in np.unique(groups):
+        inside = losses[groups == group]
+        squares += float(((inside - inside.mean()) ** 2).sum())
+        freedom += len(inside) - 1
+    return (squares / freedom) ** 0.5 if freedom else None
 
 
 class Comparison:
     """Compares a run's losses with a reference as it trains. Rank 0.
 
-    `failure` is set once the losses of so many reports in a row, in training and validation, have
-    been above the reference by more than the limit, and cleared by one that is not.
+    `failure` is set once the losses of so many reports in a row, of training or of validation, have
+    been above the reference by more than the limit, and empty again after one that is not.
     """
 
     def __init__(self, curve: ReferenceCurve | None, config: TrainConfig) -> None:
@@ -262,15 +311,22 @@ class Comparison:
         self._max_std = limit.std if limit else WARNING_STD
         self._max_loss = limit.loss if limit else WARNING_LOSS
         self._num_reports = limit.reports if limit else WARNING_REPORTS
-        self._num_behind = 0
-        self.failure = ""
+        self._num_behind: dict[Kind, int] = {"train": 0, "validation": 0}
+        self._failures: dict[Kind, str] = {"train": "", "validation": ""}
 
-    def compare(self, kind: Kind, tokens: int, loss: float) -> tuple[dict[str, float], str]:
+    @property
+    def failure(self) -> str:
+        return self._failures["validation"] or self._failures["train"]
+
+    def compare(
+        self, kind: Kind, tokens: int, loss: float, *, counts: bool = True
+    ) -> tuple[dict[str, float], str]:
         """Compare one report.
 
         Args:
             tokens: that the run has trained on.
             loss: nats per token, finite or not.
+            counts: whether it is one of the reports in a row; not if it is of fewer steps.
 
         Returns the numbers for its record, and the text for its line; both empty outside the
         reference's tokens.
@@ -280,14 +336,14 @@ class Comparison:
         expected = self._curve.loss_at(kind, tokens)
         if expected is None:
             return {}, ""
-        self._count(self._curve, kind, loss - expected)
+        if counts:
+            self._count(self._curve, kind, loss - expected)
         numbers = {f"{kind}_reference_loss": expected}
         same_loss_tokens = self._curve.tokens_at(kind, loss)
-        ahead = None
         if same_loss_tokens is not None:
             numbers[f"{kind}_reference_tokens"] = same_loss_tokens
-            ahead = same_loss_tokens / tokens - 1
-        return numbers, f"{Compared(loss - expected, ahead)} against {self._curve.name}"
+        compared = self._curve.compared(kind, tokens, loss)
+        return numbers, f"{compared} against {self._curve.name}"
 
     def _count(self, curve: ReferenceCurve, kind: Kind, behind: float) -> None:
         """Count a report that is behind by more than the limit; others end the count."""
@@ -301,12 +357,13 @@ class Comparison:
         else:
             return  # a limit in standard deviations, and a kind whose noise is not known
         if behind <= limit:  # not so for a loss that is not a number
-            self._num_behind = 0
-            self.failure = ""
+            self._num_behind[kind] = 0
+            self._failures[kind] = ""
             return
-        self._num_behind += 1
-        if self._num_behind >= self._num_reports:
-            self.failure = (
-                f"the loss has been above that of {curve.name} by more than {limit_text} for"
-                f" {self._num_behind} reports in a row, by {behind:.4f} in the last one"
+        self._num_behind[kind] += 1
+        if self._num_behind[kind] >= self._num_reports:
+            name = "training" if kind == "train" else kind
+            self._failures[kind] = (
+                f"the {name} loss has been above that of {curve.name} by more than {limit_text} for"
+                f" {self._num_behind[kind]} reports in a row, by {behind:.4f} in the last one"
             )

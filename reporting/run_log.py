@@ -16,7 +16,7 @@ from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
 from basics.text import counted, dollars
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
-from reporting.loss_window import Window
+from reporting.loss_window import REPORT_INTERVAL, Window
 from reporting.metrics_file import LARGEST, read_metrics, set_key
 from reporting.reference import Comparison, Kind
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
@@ -123,7 +123,12 @@ class RunLog:
         speed = None
         if window.steps_per_second is not None:
             speed = window.steps_per_second * self.plan.tokens_per_step
-        compared, difference = self._compare("train", global_step, window.numbers["train_loss"])
+        compared, difference = self._compare(
+            "train",
+            global_step,
+            window.numbers["train_loss"],
+            counts=2 * window.num_steps >= REPORT_INTERVAL,
+        )
         numbers = window.numbers | compared | {"tokens_per_second": speed}
         self.record(global_step, numbers | machine, window)
         recurring = sum(spent.values()) - sum(spent[phase] for phase in ONE_TIME_PHASES)
@@ -175,10 +180,12 @@ class RunLog:
         self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | {said} | {seconds:.1f} s")
         self._warn_if_behind()
 
-    def _compare(self, kind: Kind, global_step: int, loss: float) -> tuple[dict[str, float], str]:
+    def _compare(
+        self, kind: Kind, global_step: int, loss: float, *, counts: bool = True
+    ) -> tuple[dict[str, float], str]:
         """Return a report's numbers and text of the comparison with the reference, if any."""
         tokens = (global_step + 1) * self.plan.tokens_per_step
-        numbers, text = self.comparison.compare(kind, tokens, loss)
+        numbers, text = self.comparison.compare(kind, tokens, loss, counts=counts)
         return numbers, f" ({text})" if text else ""
 
     def _warn_if_behind(self) -> None:

@@ -17,6 +17,7 @@ from basics.text import dollars
 from processes.command_line import Options
 from processes.watchdog import Watchdog
 from reporting.clock import PhaseClock, nearest_limit
+from reporting.reference import Comparison
 from run_config import ModelConfig, Run, TrainConfig
 from tests.support.optional import given, settings, st
 from tests.support.runs import run_in_process, summary_of
@@ -81,6 +82,7 @@ class Simulated(Stop):
             watchdog=watchdog,
             group=None,
             saver=self.saver,
+            comparison=Comparison(None, train),
         )
         self._checkpoint_bytes = 12 * 10**8
 
@@ -176,7 +178,12 @@ def test_the_time_ahead_has_due_work_and_a_quarter_more(validate_on, global_step
 
 @pytest.mark.parametrize(
     ("shared", "reason"),
-    [([15, 0], "SIGTERM"), ([15, 1], "SIGTERM"), ([0, 1], "max_hours is 1, and "), ([0, 0], None)],
+    [
+        ([15, 0, 1], "SIGTERM"),
+        ([15, 1, 0], "SIGTERM"),
+        ([0, 1, 0], "max_hours is 1, and "),
+        ([0, 0, 0], None),
+    ],
 )
 def test_all_ranks_end_for_what_any_of_them_knows(monkeypatch, shared, reason):
     """A signal to any rank and the budget of rank 0: one agreement for all."""
@@ -191,7 +198,7 @@ def test_all_ranks_end_for_what_any_of_them_knows(monkeypatch, shared, reason):
 
     monkeypatch.setattr(dist, "all_reduce", share)
     assert stop.after(9, is_report_due=True) == (reason is not None)
-    assert offered == [[0, 0]]
+    assert offered == [[0, 0, 0]]
     assert (stop.reason.text if stop.reason else "").startswith(reason or "")
     assert (stop.reason and stop.reason.kind) == {None: None, "SIGTERM": "signal"}.get(
         reason, "budget"

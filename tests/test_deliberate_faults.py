@@ -26,6 +26,7 @@ AREAS = {
     "preparation",
     "prices",
     "pruning",
+    "reference",
     "reports",
     "resume",
     "schedule",

@@ -218,6 +218,26 @@ def test_up_to_a_hundredth_of_a_source_may_be_left_over(texts):
     assert "b: too little text" in refused.stderr and "3% of a is left" in refused.stderr
 
 
+def test_a_validation_split_that_ends_early_is_a_warning(tmp_path, monkeypatch):
+    """The last documents of one source are short: training is even, validation is not."""
+    monkeypatch.chdir(tmp_path)
+    for name, lengths in (("even", [100] * 400), ("short", [100] * 396 + [5] * 4)):
+        Path(name).mkdir()
+        lines = [json.dumps({"text": "x" * length}) + "\n" for length in lengths]
+        Path(name, "0.jsonl").write_text("".join(lines))
+    two = ("--source", "even=even:1", "--source", "short=short:1")
+    result = succeeded(prepare(*two, "out", "--tokenizer", "bytes"))
+    assert re.search(
+        r"warning: the validation split ends with the text of short, and leaves 75% of even: even"
+        r" 101 tokens, short 24 tokens",
+        result.stderr,
+    )
+    assert (
+        "validation split ends"
+        not in succeeded(prepare(*two, "again", "--tokenizer", "bytes", "--repeat")).stderr
+    )
+
+
 def test_stopped_at_any_write_the_same_call_writes_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, count in (("a", 12), ("b", 9)):

@@ -3,7 +3,9 @@
 import json
 import math
 from itertools import pairwise
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -12,6 +14,7 @@ from lab.compare.compare import find_results, table_of
 from lab.compare.reference import mark_differences, references_of
 from lab.compare.rows import compare
 from lab.runs import read_state
+from lab.sweep.definition import open_sweep
 from reporting import charts
 from reporting.metrics_file import read_metrics
 from reporting.reference import (
@@ -22,6 +25,7 @@ from reporting.reference import (
     mean_curve,
     read_references,
     reference_of_run,
+    report_noise,
 )
 from reporting.setting_changes import recorded_changes
 from reporting.summary import final_status
@@ -68,28 +72,47 @@ def test_a_loss_is_interpolated_over_the_logarithm_of_tokens_and_back():
 
 
 def test_other_tokenizers_are_compared_per_byte_or_refused():
+    never = Mock(side_effect=AssertionError("the tokens' length takes a while to count"))
     curve = ReferenceCurve.model_validate(CURVE | {"bytes_per_token": 4.0, "train_std": 0.1})
-    assert curve.in_units_of("any", 257, None) is curve  # its tokenizer is not known
-    scaled = curve.in_units_of("bytes", 256, 1.0)
+    assert curve.in_units_of("any", 257, never) is curve  # its tokenizer is not known
+    scaled = curve.in_units_of("bytes", 256, lambda: 1.0)
     # A token of the reference is four of the run, each with a quarter of the loss.
     assert scaled.train == ((400, 1.5), (40_000, 1.0)) and scaled.train_std == 0.025
     with pytest.raises(UserError, match="another tokenizer .*the run's tokens is not known"):
-        curve.in_units_of("bytes", 256, None)
+        curve.in_units_of("bytes", 256, lambda: None)
     with pytest.raises(UserError, match="the reference's tokens is not known"):
-        ReferenceCurve.model_validate(CURVE).in_units_of("bytes", 256, 1.0)
+        ReferenceCurve.model_validate(CURVE).in_units_of("bytes", 256, never)
 
 
-def test_the_mean_of_seeds_has_the_deviation_of_a_single_report():
+def test_the_mean_of_seeds_ends_at_the_last_count():
     runs = [
         [{"tokens": 100 * step, "train_loss": 5 / step + shift} for step in range(1, 9)]
         for shift in (-0.1, 0.1)
     ]
-    points, std = mean_curve(runs, "train_loss", max_points=200)
+    points = mean_curve(runs, "train_loss", max_points=200)
     assert points[0] == pytest.approx((100, 5.0)) and points[-1] == pytest.approx((800, 5 / 8))
-    assert std == pytest.approx(math.sqrt(2) * 0.1)
-    assert mean_curve(runs[:1], "train_loss", max_points=200)[1] is None
-    assert mean_curve(runs, "validation_loss", max_points=200) == ((), None)
-    assert len(mean_curve(runs, "train_loss", max_points=3)[0]) <= 3
+    assert mean_curve(runs, "validation_loss", max_points=200) == ()
+    short = mean_curve(runs, "train_loss", max_points=3)
+    assert len(short) <= 3 and short[-1] == points[-1]
+
+
+@pytest.mark.parametrize("num_reports", [190, 210])
+def test_the_noise_of_training_has_that_of_batches_which_seeds_have_in_common(num_reports):
+    generator = np.random.default_rng(0)
+    batches = generator.normal(0, 0.1, num_reports)
+    runs = [
+        [
+            {"tokens": 100 * (i + 1), "train_loss": 3 + batches[i] + generator.normal(0, 0.005)}
+            for i in range(num_reports)
+        ]
+        for _ in range(3)
+    ]
+    assert report_noise(runs, "train_loss", reports=8) == pytest.approx(0.1, rel=0.25)
+    assert report_noise(runs[:1], "train_loss", reports=8) == pytest.approx(0.1, rel=0.25)
+    # Validation is always on the same text: only the seeds differ.
+    assert report_noise(runs, "train_loss", reports=1) == pytest.approx(0.005, rel=0.25)
+    assert report_noise(runs[:1], "train_loss", reports=1) is None
+    assert report_noise(runs, "validation_loss", reports=1) is None
 
 
 def test_published_curves_are_of_several_people_and_fall():
@@ -138,6 +161,21 @@ def test_a_run_is_behind_after_so_many_reports_in_a_row(limit, std, behind, is_b
     assert not comparison.failure
 
 
+def test_reports_of_training_do_not_hide_that_validation_is_behind():
+    curve = ReferenceCurve.model_validate(CURVE | {"train_std": 0.1, "validation_std": 0.01})
+    comparison = Comparison(curve, config_with())
+    for _ in range(3):
+        for _ in range(10):
+            comparison.compare("train", 1000, 5.3)  # 3 standard deviations
+        assert not comparison.failure
+        comparison.compare("validation", 1000, 5.5)  # 30
+    assert comparison.failure.startswith("the validation loss has been above that of other")
+    comparison = Comparison(curve, config_with())
+    for _ in range(5):
+        comparison.compare("validation", 1000, 9.9, counts=False)
+    assert not comparison.failure
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """A run whose second launch is compared with a curve that it is behind."""
@@ -170,9 +208,7 @@ def test_losses_are_compared_after_as_many_tokens(compared):
 
 def test_a_run_that_is_behind_is_warned_once_and_a_new_curve_is_no_changed_setting(compared):
     _, run_dir, first, second = compared
-    warning = (
-        "warning: the loss has been above that of other by more than 0.1 for 3 reports in a row"
-    )
+    warning = "warning: the training loss has been above that of other by more than 0.1 for 3"
     assert warning not in first and second.count(warning) == 1
     assert recorded_changes(read_metrics(run_dir / "metrics.jsonl")) == []
     assert summary_of(run_dir)["status"] == "finished"
@@ -224,7 +260,9 @@ def test_a_run_that_stays_behind_stops_with_a_checkpoint_and_can_be_continued(tm
     assert final_status(load_run(workplace.runs_dir, "run"), 0) == BEHIND_REFERENCE
     summary = summary_of(run_dir)
     assert summary["status"] == "stopped" and summary["stopped_by"] == "behind"
-    assert summary["reason"].startswith("the loss has been above that of other by more than 1 for")
+    assert summary["reason"].startswith(
+        "the training loss has been above that of other by more than 1 for"
+    )
     assert f"over: {summary['reason']}" in result.stdout
     assert 0 < summary["global_step"] < 29
     assert "to continue: raise or remove stop_if_behind, then" in result.stdout
@@ -243,11 +281,14 @@ def test_curves_that_cannot_be_compared_with_are_refused(tmp_path):
     for name in ("none", "other"):
         workplace.add_run(name, train={"reference": name})
     line = refused(workplace, "none")
-    assert "no reference 'none'; known are other, " in line
+    assert "no reference 'none'; known are demo, " in line and ", other;" in line
     add_curve(workplace, vocab_size=50257)
     assert "has another tokenizer" in refused(workplace, "other")
     add_curve(workplace, train=[[100, 2.0], [100, 1.0]])
     assert "the tokens of train do not rise" in refused(workplace, "other")
+    add_curve(workplace, train=[[10**6, 2.0]], validation=[])
+    workplace.add_run("late", train={"reference": "other", "stop_if_behind": {"loss": 1.0}})
+    assert "begins at 1,000,000 tokens, and the run has" in refused(workplace, "late")
     (workplace.runs_dir / "references.json").write_text('{"curves": [{"name": 3}]}')
     assert "references.json: curve 1: " in refused(workplace, "other")
     add_curve(workplace)
@@ -259,6 +300,21 @@ def test_curves_that_cannot_be_compared_with_are_refused(tmp_path):
     )
     workplace.add_run("both", train={"stop_if_behind": {"std": 3.0, "loss": 1.0}})
     assert "either std or loss" in refused(workplace, "both")
+
+
+def test_a_copied_run_and_the_runs_of_a_sweep_have_the_curve(tmp_path):
+    workplace = Workplace(tmp_path)
+    workplace.add_dataset()
+    run_dir = workplace.add_run(train=LONGER | {"reference": "other"})
+    add_curve(workplace)
+    base = load_run(workplace.runs_dir, "tiny")
+    sweep = open_sweep(base, tmp_path / "sweeps/tiny", [{"learning_rate": 0.02}], 1)
+    assert find_reference("other", sweep.sweep_dir).train == ((100, 6.0), (10_000, 4.0))
+    (run_dir / "reference.json").write_text(json.dumps(CURVE))
+    (workplace.runs_dir / "references.json").unlink()
+    assert find_reference("other", workplace.runs_dir, run_dir).name == "other"
+    with pytest.raises(UserError, match="no reference 'other'"):
+        find_reference("other", workplace.runs_dir)
 
 
 def test_a_saved_curve_is_the_mean_over_seeds(tmp_path):

@@ -15,6 +15,7 @@ from checkpointing import Checkpoint, CheckpointMeta
 from lab.compare.compare import find_results, table_of
 from lab.compare.rows import compare
 from lab.plan.estimate import flops_of
+from preparation.ensure_dataset import provide_datasets
 from reporting.clock import PHASES, PhaseClock
 from reporting.metrics_file import metrics_of, read_metrics, valid_records
 from reporting.reference import Comparison
@@ -105,6 +106,17 @@ def test_sets_that_cannot_be_used_are_one_line(workplace, validation, metadata, 
     with pytest.raises(UserError, match=message) as caught:
         opened(workplace, run)
     assert caught.value.status == 2 and caught.value.line().isprintable()
+
+
+def test_the_dataset_needs_no_validation_file_of_its_own(workplace):
+    add_set(workplace, place="other.safetensors")
+    run = new_run(workplace, {"other": "other.safetensors"})
+    (workplace.datasets_dir / "tiny/validation.safetensors").unlink()
+    provide_datasets(workplace.datasets_dir, run.config)
+    assert [*opened(workplace, run).validation_sets] == ["other"]
+    without = new_run(workplace, None, name="without")
+    with pytest.raises(UserError, match="no dataset there"):
+        provide_datasets(workplace.datasets_dir, without.config)
 
 
 def test_each_set_must_be_long_enough(workplace):

@@ -15,7 +15,7 @@ from basics.errors import FAILED, STOP_SIGNALS, UserError, one_line, print_line,
 from basics.files import write_atomically
 from basics.json_files import read_json_object, set_number, to_json
 from basics.text import gib
-from preparation.ensure_dataset import verify_digests
+from preparation.ensure_dataset import splits_of, verify_digests
 from processes.command_line import Options
 from processes.distributed import Process, num_gpus, spans_nodes, start_torchrun
 from processes.startup_agreement import Agreement
@@ -72,7 +72,7 @@ def prefetch_run(options: Options, process: Process) -> None:
     _verify(
         "dataset",
         options.datasets_dir / config.dataset,
-        ["train.safetensors", "validation.safetensors", TOKENIZER_FILE],
+        [*(f"{split}.safetensors" for split in splits_of(config)), TOKENIZER_FILE],
     )
     for name in config.validation_datasets:
         _verify("validation set", options.datasets_dir / name, ["validation.safetensors"])

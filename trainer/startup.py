@@ -84,9 +84,10 @@ def prepare_run(
             validation_paths=config.validation_paths(options.datasets_dir),
         ),
     )
-    reference = agreement.run("reference", lambda: load_reference(run, data))
+    reference, reference_warning = agreement.run("reference", lambda: load_reference(run, data))
     # After the data: a checkpoint belongs to the run only if it was trained on these files.
     resume, warnings = find_resume_point(run, data, options, process, agreement)
+    warnings.append(reference_warning)
     checkpoint = resume.checkpoint
     if config.init_from and checkpoint is None:  # later the other processes find it here too
         agreement.run(
@@ -135,24 +136,34 @@ def prepare_run(
     return PreparedRun(run, data, resume, reference, list(filter(None, warnings)), energy_kwh)
 
 
-def load_reference(run: Run, data: RunData) -> ReferenceCurve | None:
+def load_reference(run: Run, data: RunData) -> tuple[ReferenceCurve | None, str]:
     """Return the curve that the run is compared with, in nats per token of the run, if any.
 
+    Returns also a warning, or an empty string.
     Raises: UserError: there is no such curve, or it cannot be compared with this run.
     """
     config = run.config
     if config.reference is None:
-        return None
-    curve = find_reference(config.reference, run.run_dir.parent)
-    bytes_per_token = data.bytes_per_token if curve.bytes_per_token else None
-    curve = curve.in_units_of(data.tokenizer_name, run.model.vocab_size, bytes_per_token)
+        return None, ""
+    curve = find_reference(config.reference, run.run_dir.parent, run.run_dir)
+    # The length of tokens is counted in the validation text, which takes a while.
+    curve = curve.in_units_of(
+        data.tokenizer_name, run.model.vocab_size, lambda: data.bytes_per_token
+    )
     limit = config.stop_if_behind
     if limit and limit.std and curve.train_std is None and curve.validation_std is None:
         raise UserError(
             f"{run.train_path}: stop_if_behind has std, but the noise of reference {curve.name} is"
             " not known; set loss instead"
         )
-    return curve
+    tokens = data.plan.num_steps * data.plan.tokens_per_step
+    first = min(point[0] for point in (*curve.train, *curve.validation))
+    if first <= tokens:
+        return curve, ""
+    problem = f"reference {curve.name} begins at {first:,.0f} tokens, and the run has {tokens:,}"
+    if limit:
+        raise UserError(f"{run.train_path}: {problem}, so stop_if_behind would do nothing")
+    return curve, f"{problem}: nothing is compared"
 
 
 def decide_for_device(run: Run, plan: BatchPlan, device: torch.device) -> tuple[Run, list[str]]:

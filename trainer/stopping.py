@@ -95,7 +95,7 @@ class Stop:
             left, spent = nearest_limit(self._config, self._clock)
             reserve = "; the rest is a reserve, too small for the next steps and a checkpoint"
             self.reason = StopReason(BUDGET, spent + (reserve if left > 0 else ""))
-        elif is_behind:
+        elif is_behind and not (self.reason and self.reason.kind == BEHIND):
             self.reason = StopReason(BEHIND, self._comparison.failure)
         return bool(number or is_spent or is_behind)
 

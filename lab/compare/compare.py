@@ -195,9 +195,8 @@ def command(
     else:
         click.echo(visible(getattr(table, forms[0] if forms else "terminal")()))
     if saved_to:
-        click.echo(
-            f"saved: {saved_to}; compare with it: ddp_train.py RUN --reference {saved_name}",
-            err=True,
+        print_error(
+            f"saved: {saved_to}; compare with it: ddp_train.py RUN --reference {saved_name}"
         )
     if charts_dir or html_path:
         _draw(comparison.rows, curves, table, charts_dir, html_path)

@@ -2,12 +2,11 @@
 
 import re
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from basics.errors import UserError, cannot_be_written
-from basics.files import write_atomically
-from basics.json_files import to_json
+from basics.errors import UserError
 from lab.compare.results import Result
 from lab.compare.rows import Row
 from lab.runs import bytes_per_token, number_of
@@ -22,10 +21,13 @@ from reporting.reference import (
     mean_curve,
     read_references,
     reference_of_run,
+    report_noise,
+    write_reference,
 )
 from reporting.summary import FINISHED
 
 MAX_POINTS = 200  # of a saved curve
+REPORTS_OF_NOISE = 8  # in a row, of whose training losses the noise is taken
 
 
 def references_of(
@@ -46,14 +48,17 @@ def references_of(
             found = reference_of_run(runs_dir / result.name)
             if found is not None:
                 curves[result.name] = found
-        is_one = len({curve.name for curve in curves.values()}) == 1
-        return (curves if is_one else {}), []
+        names = sorted({curve.name for curve in curves.values()})
+        if len(names) > 1:
+            return {}, [f"trained with other references: {', '.join(names)}; choose --reference"]
+        return curves, []
     curve = find_reference(name, runs_dir)
     for result in results:
         vocab_size = int(number_of(result.config, "vocab_size") or 0)
-        length = bytes_per_token(result.records)
         try:
-            curves[result.name] = curve.in_units_of(result.tokenizer, vocab_size, length)
+            curves[result.name] = curve.in_units_of(
+                result.tokenizer, vocab_size, partial(bytes_per_token, result.records)
+            )
         except UserError as error:
             notes.append(f"{result.name}: {error}")
     return curves, notes
@@ -66,6 +71,7 @@ def mark_differences(rows: list[Row], curves: dict[str, ReferenceCurve]) -> list
     training loss. Of several runs it is the mean.
     """
     used = set()
+    outside = []
     for row in rows:
         found = [
             _difference(result, curves[result.name])
@@ -73,7 +79,8 @@ def mark_differences(rows: list[Row], curves: dict[str, ReferenceCurve]) -> list
             if result.name in curves
         ]
         compared = [one for one in found if one is not None]
-        if not compared or len(compared) < len(row.results):
+        if len(compared) < len(row.results):
+            outside += [row.name] if found else []
             continue
         row.values["reference"] = curves[row.first.name].name
         row.values["reference_difference"] = statistics.fmean(one.loss for one in compared)
@@ -81,12 +88,15 @@ def mark_differences(rows: list[Row], curves: dict[str, ReferenceCurve]) -> list
         if len(shares) == len(compared):
             row.values["reference_tokens_ahead"] = statistics.fmean(shares)
         used.add(row.values["reference"])
-    return [
+    notes = [
         f"to {name}: the last loss less that of the reference after as many tokens, and how many"
         " more tokens the reference needs for that loss (share of the run's); its data and"
         " validation text may be others"
         for name in sorted(used)
     ]
+    if outside:
+        notes.append(f"the reference has no loss after as many tokens: {', '.join(outside)}")
+    return notes
 
 
 def _difference(result: Result, curve: ReferenceCurve) -> Compared | None:
@@ -97,12 +107,10 @@ def _difference(result: Result, curve: ReferenceCurve) -> Compared | None:
             loss = number_of(record, f"{kind}_loss")
             if tokens is None or loss is None:
                 continue
-            expected = curve.loss_at(kind, tokens)
-            if expected is None:
-                break
-            same_loss_tokens = curve.tokens_at(kind, loss)
-            ahead = None if same_loss_tokens is None else same_loss_tokens / tokens - 1
-            return Compared(loss - expected, ahead)
+            compared = curve.compared(kind, tokens, loss)
+            if compared:
+                return compared
+            break
     return None
 
 
@@ -132,8 +140,7 @@ def save_reference(rows: list[Row], name: str, runs_dir: Path) -> Path:
         raise UserError(f"--save-reference {name}: there is such a curve; choose another name")
     vocab_size = number_of(runs[0].config, "vocab_size")
     records = [run.records for run in runs]
-    train, train_std = mean_curve(records, "train_loss", max_points=MAX_POINTS)
-    validation, validation_std = mean_curve(records, "validation_loss", max_points=MAX_POINTS)
+    train = mean_curve(records, "train_loss", max_points=MAX_POINTS)
     if not train or vocab_size is None:
         raise UserError(f"{runs_dir / runs[0].name}: has no losses to save as a reference")
     curve = ReferenceCurve(
@@ -145,13 +152,9 @@ def save_reference(rows: list[Row], name: str, runs_dir: Path) -> Path:
         bytes_per_token=bytes_per_token(runs[0].records),
         num_runs=len(runs),
         train=train,
-        validation=validation,
-        train_std=train_std,
-        validation_std=validation_std,
+        validation=mean_curve(records, "validation_loss", max_points=MAX_POINTS),
+        train_std=report_noise(records, "train_loss", reports=REPORTS_OF_NOISE),
+        validation_std=report_noise(records, "validation_loss", reports=1),  # always the same text
     )
-    content = {"curves": [one.model_dump() for one in (*saved, curve)]}
-    try:
-        write_atomically(path, to_json(content) + "\n")
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
+    write_reference(path, curve)
     return path

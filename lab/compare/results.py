@@ -107,7 +107,7 @@ class Result:
             keys += ["validation_batches", "microbatch_size"]
         # The first set may be the dataset's own validation file, with a name.
         place = next(iter(self._validation.values()), self.config.get("dataset"))
-        return tuple(shown(value) for value in (place, *map(self.config.get, keys)))
+        return str(place), *(shown(self.config.get(key)) for key in keys)  # not cut: a long path
 
     @property
     def deciding_set(self) -> str:

@@ -9,8 +9,9 @@ from lab.doctor import machine_checks
 from lab.doctor.machine_checks import Finding, Subject, ok, ok_if, problem
 from lab.plan import estimate
 from lab.plan.memory import Setting, peak_memory
-from preparation.ensure_dataset import STDLIB_DATASET, is_complete
+from preparation.ensure_dataset import STDLIB_DATASET, is_complete, splits_of
 from preparation.hub import ask_hub
+from reporting.reference import find_reference
 from reporting.speed import find_gpu, usable_gib
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile
@@ -24,12 +25,18 @@ TOKEN_FILES = ("train.safetensors", "validation.safetensors", "tokenizer.json")
 
 
 def check_configs(subject: Subject) -> Finding:
-    """Warn of a run that needs a price: the training command may be given one on its line."""
+    """Warn of a run that needs a price: the training command may be given one on its line.
+
+    Raises: UserError: the run's reference cannot be found.
+    """
     try:
         subject.run.priced(None)
     except UserError as error:
         return machine_checks.warning(str(error), machine_checks.OTHER_CONFIG)
-    return ok(f"model.json and train.json of {subject.run.run_dir} can be used")
+    run = subject.run.compared_with(None)
+    if run.config.reference:
+        find_reference(run.config.reference, run.run_dir.parent, run.run_dir)
+    return ok(f"model.json and train.json of {run.run_dir} can be used")
 
 
 def check_dataset(subject: Subject) -> Finding:
@@ -47,8 +54,8 @@ def check_dataset(subject: Subject) -> Finding:
                 f"validation set {set_name}: {path} is not there",
                 "make it with prepare_dataset.py, or correct validation in train.json",
             )
-    if is_complete(place):
-        train, _ = (TokenFile(place / file) for file in TOKEN_FILES[:2])
+    if is_complete(place, splits_of(config)):
+        train, *_ = (TokenFile(place / f"{split}.safetensors") for split in splits_of(config))
         return ok(f"{place} has {train.num_tokens:,} training tokens")
     if name == STDLIB_DATASET:
         return ok(f"{place} is made from Python's own files when training starts")

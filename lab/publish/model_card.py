@@ -217,7 +217,8 @@ def measurements(target: LoadedModel, dataset: str) -> list[EvalResult]:
 
     if target.run.config.validates and checkpoint.loss is not None:
         name = "validation loss during training (nats per token)"
-        where = target.run.config.deciding_set or dataset
+        sets = target.run.config.validation or {}
+        where = one_line(next(iter(sets.values()), dataset))
         add(where, name, "validation", "loss", checkpoint.loss)
     for record in read_metrics(target.run.evaluations_path):
         is_task = "benchmark" in record

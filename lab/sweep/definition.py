@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from basics.errors import UserError, print_line, writing_to
 from basics.files import locked, write_atomically
 from basics.json_files import Config, FrozenConfig, describe, read_json_object, to_json, unknown_key
+from reporting.reference import REFERENCES, find_reference, write_reference
 from run_config import RUN_NAME, ModelConfig, Run, TrainConfig, load_config, with_defaults
 
 PLAN_NAME = "sweep.json"
@@ -298,4 +299,7 @@ def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes], num_seeds: in
         )
     sweep = Sweep(base, sweep_dir)
     sweep.update(changes, num_seeds=num_seeds)
+    if base.config.reference:  # the runs of the sweep look for it there
+        curve = find_reference(base.config.reference, base.run_dir.parent, base.run_dir)
+        write_reference(sweep_dir / REFERENCES, curve)
     return sweep

@@ -17,7 +17,8 @@ from reporting.reference import (
     WARNING_STD,
     ReferenceCurve,
     mean_curve,
-    read_references,
+    report_noise,
+    write_reference,
 )
 from run_config import StopIfBehind
 
@@ -48,9 +49,10 @@ def save_reference(sweep: Sweep, baselines: Sequence[Result]) -> StopIfBehind | 
     Raises: UserError: the sweep's references are wrong, or cannot be written.
     """
     records = [result.records for result in baselines]
-    points, std = mean_curve(records, "validation_loss", max_points=MAX_POINTS)
+    points = mean_curve(records, "validation_loss", max_points=MAX_POINTS)
     if not points:
         return None
+    std = report_noise(records, "validation_loss", reports=1)
     first_tokens = FIRST_SHARE * points[-1][0]
     curve = ReferenceCurve(
         name=REFERENCE,
@@ -60,11 +62,7 @@ def save_reference(sweep: Sweep, baselines: Sequence[Result]) -> StopIfBehind | 
         validation=tuple(point for point in points if point[0] >= first_tokens),
         validation_std=std,
     )
-    path = sweep.sweep_dir / REFERENCES
-    others = [one for one in read_references(path) if one.name != REFERENCE]
-    curves = [one.model_dump() for one in (*others, curve)]
-    with writing_to(path):
-        write_atomically(path, to_json({"curves": curves}, indent=4) + "\n")
+    write_reference(sweep.sweep_dir / REFERENCES, curve)
     if std:
         return StopIfBehind(std=WARNING_STD, reports=REPORTS)
     return StopIfBehind(loss=WARNING_LOSS, reports=REPORTS)

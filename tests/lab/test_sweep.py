@@ -481,9 +481,9 @@ def test_a_run_that_is_behind_is_pruned_and_the_report_says_what_that_saves(swee
     assert row[:3] == ["0/2", "-", "-"] and row[4] == "2 of 2 pruned at step 3 of 4"
     assert any(
         re.fullmatch(
-            r"drop_rate=0.5, seed 42: pruned at step 3 of 4: the loss has been above that of"
-            r" baseline by more than 5 standard deviations .*; spent: 0:01:15, US\$0.7500; saved:"
-            r" about 0:00:25, US\$0.2500",
+            r"drop_rate=0.5, seed 42: pruned at step 3 of 4: the validation loss has been above"
+            r" that of baseline by more than 5 standard deviations .*; spent: 0:01:15, US\$0.7500;"
+            r" saved: about 0:00:25, US\$0.2500",
             note,
         )
         for note in document.notes
