@@ -19,7 +19,7 @@ import torch.distributed.run
 import yaml
 from torch.distributed.run import parse_args
 
-from basics.errors import UserError
+from basics.errors import BAD_INPUT, BEHIND_REFERENCE, DISK_FULL, NON_FINITE, UserError
 from lab.sweep.sweep import command as sweep_command
 from processes import distributed
 from processes.command_line import command_line
@@ -336,7 +336,9 @@ def test_systemd_accepts_the_service(tmp_path):
 
 def test_the_service_is_not_restarted_where_a_person_has_to_act():
     text = (LAUNCH_DIR / "ddp-train@.service").read_text()
-    assert "RestartPreventExitStatus=2 3 4\n" in text and "Restart=on-failure\n" in text
+    statuses = (BAD_INPUT, NON_FINITE, DISK_FULL, BEHIND_REFERENCE)
+    assert f"RestartPreventExitStatus={' '.join(map(str, statuses))}\n" in text
+    assert "Restart=on-failure\n" in text
 
 
 def test_every_exit_status_says_whether_to_start_again():
@@ -351,7 +353,7 @@ def test_every_exit_status_says_whether_to_start_again():
         "138",
         "143",
     }
-    assert {"0", "2", "3", "4", "130", "131", "137"} <= rows.keys()
+    assert {"0", "2", "3", "4", "6", "130", "131", "137"} <= rows.keys()
 
 
 @pytest.mark.parametrize(

@@ -233,13 +233,13 @@ def test_the_planned_figures_are_those_of_lab_plan(checkout):
     costs = " to ".join(f"{offers[place]['usd']['expected']:.2f}" for place in (0, -1))
     prices = " to ".join(f"{offers[place]['usd_per_hour']:.2f}" for place in (0, -1))
     assert (
-        f"{offers[0]['hours']['expected']:.1f} hours on one RTX 4090: US${costs} on demand on a"
-        f" marketplace ({prices} an hour, May and June 2026), US${spot[0]['usd']['expected']:.2f}"
-        f" where it may be taken away ({spot[0]['usd_per_hour']:.2f}, May 2026)"
+        f"One RTX 4090: {offers[0]['hours']['expected']:.1f} hours, US${costs} on demand (a"
+        f" marketplace's {prices} an hour, May and June 2026), US${spot[0]['usd']['expected']:.2f}"
+        f" if it may be taken away ({spot[0]['usd_per_hour']:.2f}, May 2026)"
     ) in readme
     eight = of("8x H100", "on demand", "published by users", "provider's page")
     costs = " to ".join(f"{found['usd']['expected']:.2f}" for found in eight)
-    assert f"US${costs} on 8x H100 (December 2025, September 2026)" in readme
+    assert f"8x H100: US${costs} on demand (December 2025, September 2026)" in readme
     assert " $5.00\n" in (table := lab_in(checkout, PLAN)) and "probably fits" in table
 
 

@@ -109,6 +109,7 @@ def test_sets_that_cannot_be_used_are_one_line(workplace, validation, metadata, 
 
 
 def test_the_dataset_needs_no_validation_file_of_its_own(workplace):
+    workplace.add_dataset()
     add_set(workplace, place="other.safetensors")
     run = new_run(workplace, {"other": "other.safetensors"})
     (workplace.datasets_dir / "tiny/validation.safetensors").unlink()
