@@ -1,7 +1,7 @@
 """What a GPU can tell about this trainer, in 15 minutes of a rented card.
 
     python benchmarks/gpu.py --parts facts,curve,rows --minutes 7
-    python benchmarks/gpu.py --parts rank,kernels,memory,ceilings --minutes 5
+    python benchmarks/gpu.py --parts rank,kernels,memory,ceilings,diagnostics --minutes 7
     python benchmarks/gpu.py --device cpu          # every part, with tiny shapes
 
 Each part runs in a process of its own and has a time limit. Each figure is a line of OUTPUT as soon
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -43,17 +44,27 @@ from basics.files import append_whole
 from basics.gpu_readings import read_gpus
 from basics.machine import PROJECT_DIR, code_version
 from benchmarks import throughput
-from benchmarks.systems import Task, time_steps
+from benchmarks.systems import NUM_BLOCKS, WARM_UP_STEPS, Task, time_steps
 from ddp_train import TrainingStep, wrap_in_ddp
 from gpt import GPTModel, attend
 from lab.plan.memory import GPT2_SMALL, Setting, peak_memory, size_name
 from lab.table import Column, Table
 from processes.distributed import Process
+from reporting.loss_window import LAG, REPORT_INTERVAL
 from run_config import ModelConfig, TrainConfig
 from tokens.batches import Microbatch
+from trainer.diagnostics import (
+    Diagnostics,
+    attention_statistics,
+    forward_statistics,
+    gradient_norms,
+    head_statistics,
+    parts_of,
+    update_ratios,
+)
 from trainer.loss_functions import build_training_state
 from trainer.microbatch_trial import random_microbatches
-from trainer.precision import attention_kernel, choose_forward_options, resolve_for_device
+from trainer.precision import attention_kernel, autocast, choose_forward_options, resolve_for_device
 
 Line = dict[str, Any]
 TINY = ModelConfig(
@@ -66,7 +77,7 @@ TINY = ModelConfig(
     qkv_bias=False,
 )
 # Seconds that a part may take, the most decisive first. On an H100 (estimated): 20, 50, 330, 60,
-# 50, 40, 15.
+# 50, 40, 15, 120.
 LIMITS = {
     "facts": 60,
     "curve": 120,
@@ -75,11 +86,13 @@ LIMITS = {
     "kernels": 100,
     "memory": 100,
     "ceilings": 60,
+    "diagnostics": 180,
 }
 LEAST_SECONDS = 5.0  # that a part needs to begin
 TINY_ROWS = ("ours", throughput.ORIGINAL, throughput.WHOLE_RUN)
 TINY_STEPS, CURVE_STEPS = 40, 20
 SHOWN_KERNELS = 40
+CADENCES = (None, 100, 10, 1, None)  # of diagnostics; without them first and last
 RANKS = 8  # of the machine that the part `rank` stands for
 
 
@@ -448,6 +461,84 @@ def ceilings(place: Place) -> Iterator[Line]:
         yield attempt({"attention": kernel}, attention)
 
 
+def diagnostics(place: Place) -> Iterator[Line]:
+    """Time steps by `diagnostics_interval`, read at reports as in a run, then what is measured."""
+    step, take = build(place, 64)
+    model, config = step.state.model, step.config
+
+    def with_diagnostics(interval: int | None) -> Line:
+        step.diagnostics = Diagnostics(interval, config.precision)
+        lag = LAG[place.device.type] * REPORT_INTERVAL
+        steps = itertools.count()
+
+        def take_and_report() -> None:
+            global_step = next(steps)
+            step.diagnostics.begin_step(global_step)
+            take()
+            if (global_step + 1) % REPORT_INTERVAL == 0:
+                for measured in step.diagnostics.pop_measured(up_to=global_step - lag):
+                    measured.numbers  # noqa: B018
+
+        num_steps = WARM_UP_STEPS + NUM_BLOCKS * max(20, interval or 0)
+        tokens = config.microbatch_size * place.model.context_length
+        _, speed = time_steps(take_and_report, num_steps, tokens, place.device)
+        return {
+            "step_ms": speed["step_ms"],
+            "tokens_per_second": speed["tokens_per_second"],
+        }
+
+    for interval in CADENCES:
+        yield attempt(
+            {"every": interval or "none"},
+            lambda interval=interval: with_diagnostics(interval),  # type: ignore[misc]
+        )
+
+    _, token_ids, targets = next(random_microbatches(place.model, 1, place.device))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    parts = parts_of(model)
+    measuring = Diagnostics(1, config.precision)
+
+    def everything() -> None:
+        measuring.begin_step(0)
+        measuring.before_update(model, token_ids, targets)
+        measuring.after_update(model)
+
+    def forward() -> None:
+        with autocast(config.precision, place.device):
+            forward_statistics(model, token_ids, targets)
+
+    def head() -> None:
+        with autocast(config.precision, place.device):
+            head_statistics(model, x, targets.flatten())
+
+    def copy() -> list[list[torch.Tensor]]:
+        return [[weight.detach().clone() for weight in part] for part in parts]
+
+    with torch.no_grad(), autocast(config.precision, place.device):
+        x = model.embed(token_ids)
+        q, k, _ = model.blocks[0].attention.project(model.blocks[0].attention_norm(x))
+        x = model.final_norm(x).flatten(0, 1)
+    before = copy()
+    groups: dict[str, Callable[[], Any]] = {
+        "all": everything,
+        "forward pass with its statistics": forward,
+        "of it attention": lambda: [attention_statistics(q, k) for _ in model.blocks],
+        "of it logits and losses": head,
+        "norms of gradients": partial(gradient_norms, parts),
+        "copy of the weights": copy,
+        "update ratios": partial(update_ratios, before, parts),
+    }
+    with torch.no_grad():
+        for group, measure in groups.items():
+            yield attempt(
+                {"group": group},
+                lambda measure=measure: {  # type: ignore[misc]
+                    "ms": 1e3 * median_seconds(measure, place)
+                },
+            )
+
+
 def median_seconds(work: Callable[[], Any], place: Place, repeats: int = 9) -> float:
     """Return the median time of a call, with the wait for the device, after three others."""
     times = []
@@ -468,6 +559,7 @@ PARTS = {
     "kernels": kernels,
     "memory": memory,
     "ceilings": ceilings,
+    "diagnostics": diagnostics,
 }
 
 

@@ -16,6 +16,7 @@ from tests.support.workplace import read_lines, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, Microbatches, read_ahead
 from tokens.token_file import TokenFile
+from trainer.diagnostics import Diagnostics
 from trainer.loss_functions import ByLayer, compiler_options
 from trainer.precision import attention_kernel, autocast
 
@@ -141,6 +142,7 @@ def test_the_default_is_the_fast_path_and_learns_like_float32():
         {"precision": "fp16", "head_chunks": 4},
         {"activation_checkpointing": True},
         {"optimizer": "muon"},
+        {"diagnostics_interval": 1},
     ],
 )
 def test_a_step_with_its_data_never_waits_for_the_device(tmp_path, changes):
@@ -156,11 +158,24 @@ def test_a_step_with_its_data_never_waits_for_the_device(tmp_path, changes):
         TokenFile(tmp_path / "t.safetensors"), plan, start_token=0, vocab_size=MODEL.vocab_size
     )
     step = step_of(**changes)
+    step.diagnostics = Diagnostics(step.config.diagnostics_interval, step.config.precision)
     batches = read_ahead(data, range(16), device=step.process.device)
-    step.take(batches, num_microbatches=2, learning_rate=1e-3)
+    losses, found = [], []
+
+    def take(global_step):
+        step.diagnostics.begin_step(global_step)
+        losses.append(step.take(batches, num_microbatches=2, learning_rate=1e-3)[0])
+        # Read as at a report: a step that the device has finished, or is about to.
+        measured = step.diagnostics.pop_measured(up_to=global_step - 1)
+        found.extend(one.numbers | {"seconds": one.seconds} for one in measured)
+
+    take(0)
     with synchronizing_is_an_error():
-        losses = [step.take(batches, num_microbatches=2, learning_rate=1e-3)[0] for _ in range(5)]
+        for global_step in range(1, 6):
+            take(global_step)
     assert torch.stack(losses).isfinite().all()
+    assert len(found) == (5 if changes.get("diagnostics_interval") else 0)
+    assert all(one["seconds"] > 0 < one["layer_grad_norm"][0] for one in found)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -117,6 +117,38 @@ def test_a_step_reads_nothing_from_the_device(changes, monkeypatch):
     assert len(count.reads) == 2  # they would have been seen
 
 
+def test_diagnostics_are_sent_to_the_host_within_their_step_and_waited_for_when_read(monkeypatch):
+    """So that reading them waits for their step alone, as the losses of a report are read."""
+    events, to, tolist = [], torch.Tensor.to, torch.Tensor.tolist
+
+    class Time:
+        def __init__(self, _):
+            events.append("time")
+
+        def wait(self):
+            events.append("wait")
+
+    def send(tensor, *arguments, **options):
+        if (arguments, options) == (("cpu",), {"non_blocking": True}):
+            events.append("send")
+        return to(tensor, *arguments, **options)
+
+    monkeypatch.setattr(diagnostics, "DeviceTime", Time)
+    monkeypatch.setattr(torch.Tensor, "to", send)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (events.append("read"), tolist(x))[1])
+    step = step_of()
+    step.diagnostics = Diagnostics(1)
+    step.diagnostics.begin_step(0)
+    step.take(microbatches(), num_microbatches=1, learning_rate=0.1)
+    (measured,) = step.diagnostics.pop_measured(up_to=0)
+    assert set(events) == {"time", "send"}
+    numbers = measured.numbers
+    parts = [name for name, _ in itertools.groupby(events)]
+    assert parts == ["time", "send", "time", "send", "time", "wait", "read"]
+    assert events.count("send") == events.count("read") == len(numbers)
+    assert events.count("time") == 4 and events.count("wait") == 2
+
+
 def test_only_the_last_microbatch_sends_gradients_and_accumulated_ones_stay():
     step, sends = step_of(), []
 

@@ -27,7 +27,10 @@ MAX_SORTED = 2**20  # logits whose percentiles are computed: those of evenly spa
 
 @dataclass
 class Measured:
-    """What was measured of a global step, and how long that took. Reading waits for the device."""
+    """What was measured of a global step, and how long that took.
+
+    Reading waits until the device has finished that step, not for those that it was given since.
+    """
 
     global_step: int
     statistics: Statistics = field(default_factory=dict)
@@ -36,6 +39,8 @@ class Measured:
     @property
     def numbers(self) -> dict[str, float | list[float]]:
         """The statistics as numbers: a list by layer, or one number."""
+        for _, end in self.times:
+            end.wait()
         rounded = {
             name: [float(f"{number:.{DIGITS}g}") for number in value.flatten().tolist()]
             for name, value in self.statistics.items()
@@ -75,13 +80,7 @@ class Diagnostics:
         with autocast(self._precision, token_ids.device):
             statistics = forward_statistics(model, token_ids[:1], targets[:1])
         self._before = [[weight.detach().clone() for weight in part] for part in parts]
-        statistics |= _by_layer(
-            "grad_norm",
-            [
-                get_total_norm([weight.grad for weight in part])  # type: ignore[misc]
-                for part in parts
-            ],
-        )
+        statistics |= _by_layer("grad_norm", gradient_norms(parts))
         self._keep(statistics, began, token_ids.device)
 
     @torch.no_grad()
@@ -89,15 +88,17 @@ class Diagnostics:
         if not self._is_due:
             return
         device = model.token_embedding.weight.device
-        ratios, began = [], DeviceTime(device)
-        for before, after in zip(self._before, parts_of(model), strict=True):
-            changes = [new - old for new, old in zip(after, before, strict=True)]
-            ratios.append(get_total_norm(changes) / get_total_norm(before))
+        began = DeviceTime(device)
+        ratios = update_ratios(self._before, parts_of(model))
         del self._before
         self._keep(_by_layer("update_ratio", ratios), began, device)
 
     def _keep(self, statistics: Statistics, began: DeviceTime, device: torch.device) -> None:
-        self._measured[-1].statistics |= statistics
+        # Sent to pinned memory before the end that a report waits for, as `LossWindow` does it: a
+        # copy at the report would wait for all steps that the device has been given by then.
+        self._measured[-1].statistics |= {
+            name: value.to("cpu", non_blocking=True) for name, value in statistics.items()
+        }
         self._measured[-1].times.append((began, DeviceTime(device)))
 
     def pop_measured(self, up_to: int) -> Iterator[Measured]:
@@ -130,6 +131,19 @@ def _by_layer(name: str, values: list[Tensor]) -> Statistics:
     }
 
 
+def gradient_norms(parts: list[list[nn.Parameter]]) -> list[Tensor]:
+    return [get_total_norm([weight.grad for weight in part]) for part in parts]  # type: ignore[misc]
+
+
+def update_ratios(before: list[list[Tensor]], after: list[list[nn.Parameter]]) -> list[Tensor]:
+    """Return for each part the norm of its change, as a share of its norm before, ()."""
+    ratios = []
+    for old_part, new_part in zip(before, after, strict=True):
+        changes = [new - old for new, old in zip(new_part, old_part, strict=True)]
+        ratios.append(get_total_norm(changes) / get_total_norm(old_part))
+    return ratios
+
+
 @torch.no_grad()
 def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> Statistics:
     """Run the layers one by one, without dropout and not compiled, and measure each.
@@ -145,17 +159,12 @@ def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> S
     norms, largest, entropies = [x.float().norm(dim=-1).mean()], [], []
     for block in model.blocks:
         q, k, _ = block.attention.project(block.attention_norm(x))  # (B, H, T, D)
-        with torch.autocast(q.device.type, enabled=False):
-            parts = [
-                (logits.amax(), torch.special.entr(logits.softmax(dim=-1)).sum())
-                for logits in causal_logits(q.float(), k.float())
-            ]
-        maxima, sums = map(torch.stack, zip(*parts, strict=True))
-        largest.append(maxima.amax())
-        entropies.append(sums.sum() / q[..., 0].numel())
+        maximum, entropy = attention_statistics(q, k)
+        largest.append(maximum)
+        entropies.append(entropy)
         x = block(x)
         norms.append(x.float().norm(dim=-1).mean())
-    statistics = _head_statistics(model, model.final_norm(x).flatten(0, 1), targets.flatten())
+    statistics = head_statistics(model, model.final_norm(x).flatten(0, 1), targets.flatten())
     model.train(was_training)
     return {
         "embedding_activation_norm": norms[0],
@@ -165,7 +174,18 @@ def forward_statistics(model: GPTModel, token_ids: Tensor, targets: Tensor) -> S
     } | statistics
 
 
-def _head_statistics(model: GPTModel, x: Tensor, targets: Tensor) -> Statistics:
+def attention_statistics(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest logit and the mean entropy, in nats, of queries and keys (B, H, T, D)."""
+    with torch.autocast(q.device.type, enabled=False):
+        parts = [
+            (logits.amax(), torch.special.entr(logits.softmax(dim=-1)).sum())
+            for logits in causal_logits(q.float(), k.float())
+        ]
+    maxima, sums = map(torch.stack, zip(*parts, strict=True))
+    return maxima.amax(), sums.sum() / q[..., 0].numel()
+
+
+def head_statistics(model: GPTModel, x: Tensor, targets: Tensor) -> Statistics:
     """Measure logits and losses of x (N, C), after the final norm; targets (N,)."""
     V, largest, losses = len(model.head_weight), [], []
     n = max(1, CACHED_LOGITS // V)
