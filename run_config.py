@@ -1,5 +1,6 @@
 """A run's two JSON files as validated, immutable configs."""
 
+import math
 import os
 import re
 import shutil
@@ -315,6 +316,12 @@ class TrainConfig(FrozenConfig):
     def is_validation_due(self, global_step: int, *, num_steps: int) -> bool:
         """Return whether a run of so many steps is validated after this one."""
         return self.validates and _is_due(global_step, num_steps, self.validation_interval)
+
+    def num_validations(self, num_steps: int, *, after: int = 0) -> int:
+        """Return how many validations a run of so many steps has, after its first `after` steps."""
+        if self.validation_interval is None or after >= num_steps:
+            return 0
+        return math.ceil(num_steps / self.validation_interval) - after // self.validation_interval
 
     def is_save_due(self, global_step: int, *, num_steps: int) -> bool:
         """Return whether a run of so many steps saves a checkpoint after this one."""

@@ -8,13 +8,11 @@ import datetime
 import math
 import os
 import stat
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +34,7 @@ LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run
 END_BYTES = 2**17  # of the records, some 300: what a list shows of a run
 SEARCHED_BYTES = 2**22  # of the records, where the last validation is looked for
 VALIDATION = b'"validation_loss"'
-PACE_RECORDS = 50  # the pace is that of so many reports
+WARNED_RECORDS = 50  # the last ones, whose skipped steps are warned of
 LITTLE_DISK_GIB = 5.0
 
 Record = dict[str, Any]
@@ -229,9 +227,9 @@ class RunState:
     mfu: float | None = None  # as last reported, a fraction
     seconds: float | None = None  # spent by all launches, as `usd` is
     usd: float | None = None
-    seconds_left: float | None = None  # at the pace of the last reports, while it trains
+    seconds_left: float | None = None  # as it last recorded while it trains, as `usd_at_end` is
     usd_per_hour: float | None = None  # the mean until now, while it trains and has a price
-    usd_at_end: float | None = None  # at that price
+    usd_at_end: float | None = None
     memory_gib: float | None = None  # of the fullest GPU as last reported, else a process's peak
     tokenizer: str | None = None
     bytes_per_token: float | None = None  # the mean, in the validation text
@@ -251,13 +249,11 @@ def read_state(runs_dir: Path, name: str) -> RunState:
     if step is None:
         step = max((record["global_step"] for record in records), default=None)
     seconds, usd = files.spent(records)
-    pace = _seconds_per_step(records)
     left = at_end = price = None
-    if is_running and None not in (step, num_steps, pace):
-        left = max(0, num_steps - 1 - step) * pace
+    if is_running:
+        left, at_end = last_value(records, "seconds_left"), last_value(records, "usd_at_end")
         if usd and seconds:
             price = usd / seconds * 3600
-            at_end = usd + left / 3600 * price
     gpus = _last_list(records, "gpu_memory_gib")
     # A summary of a run that has ended tells more than its last record.
     told = [files.summary, *records] if is_running else [*records, files.summary]
@@ -321,35 +317,6 @@ def _last_list(records: tuple[Record, ...], key: str) -> list:
     return next((record[key] for record in reversed(records) if key in record), [])
 
 
-def _seconds_per_step(records: tuple[Record, ...]) -> float | None:
-    """Return the pace over the last reports, with validations.
-
-    It is the median between two reports: the start-up of a launch that resumed, and what it lost,
-    lie between two of them and are not to come again.
-    """
-    reports = [
-        record
-        for record in records
-        if None not in (number_of(record, "train_loss"), number_of(record, "seconds"))
-    ][-PACE_RECORDS:]
-    rates = []  # seconds a step
-    for before, after in pairwise(reports):
-        steps = after["global_step"] - before["global_step"]
-        if steps > 0:
-            rates.append((after["seconds"] - before["seconds"]) / steps)
-    if not rates or (pace := statistics.median(rates)) < 0:
-        return None
-    first, last = reports[0], reports[-1]
-    steps = max(1, last["global_step"] - first["global_step"])
-    validating = sum(
-        record.get("validation_seconds") or 0.0
-        for record in records
-        if first["global_step"] < record["global_step"] <= last["global_step"]
-    )
-    overall = (last["seconds"] - first["seconds"]) / steps
-    return min(pace + validating / steps, max(pace, overall))
-
-
 def _warnings(files: RunFiles, records: tuple[Record, ...]) -> list[str]:
     if files.status == LAST_WRITTEN:
         ago = duration(seconds_since(files.run_dir, "summary.json", "metrics.jsonl"))
@@ -360,7 +327,7 @@ def _warnings(files: RunFiles, records: tuple[Record, ...]) -> list[str]:
     if files.status == NO_HEARTBEAT:
         ago = duration(files.heartbeat_seconds)
         found.append(f"no heartbeat for {ago}: the run may have been killed")
-    if skipped := sum(record.get("skipped_steps") or 0 for record in records[-PACE_RECORDS:]):
+    if skipped := sum(record.get("skipped_steps") or 0 for record in records[-WARNED_RECORDS:]):
         found.append(f"{skipped:.0f} of the last steps skipped: a gradient was not finite")
     by_reason: dict[str, list[str]] = {}
     for gpu, reasons in enumerate(_last_list(records, THROTTLING)):

@@ -43,7 +43,7 @@ SECTIONS = {
         "validation_bits_per_byte",
         "validation_seconds",
     ),
-    ("progress", ""): ("tokens", "seconds", "usd"),
+    ("progress", ""): ("tokens", "seconds", "usd", "seconds_left", "usd_at_end"),
     ("layers/{layer}", "layer_"): (
         "layer_grad_norm",
         "layer_update_ratio",

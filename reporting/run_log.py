@@ -15,16 +15,16 @@ from basics.failpoints import failpoint
 from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
 from basics.text import counted, dollars
-from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
+from reporting.clock import VALIDATION, PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, Window
 from reporting.metrics_file import LARGEST, read_metrics, set_key
 from reporting.reference import Comparison, Kind
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
+from reporting.time_left import TimeLeft
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 
 PLAIN_LINE_SECONDS = 10  # between lines if there is no terminal for a bar
-ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not grow with the steps
 
 
 class SetResult(NamedTuple):
@@ -70,6 +70,7 @@ class RunLog:
         self.clock = clock
         self.comparison = comparison
         self.is_active = is_active
+        self._time_left = TimeLeft(run.config, plan, clock)
         self._bar = tqdm(disable=True)
         self._last_plain_line = -math.inf
         self._unwritten = ""  # records that a full disk refused
@@ -89,6 +90,7 @@ class RunLog:
     def start(self, first_step: int) -> None:
         """Say in `summary.json` that the run trains, and start the bar at `first_step`."""
         if self.is_active:
+            self._time_left.start(first_step)
             self.write_status("running", None)
             self._bar = tqdm(
                 total=self.plan.num_steps,
@@ -130,9 +132,9 @@ class RunLog:
             counts=2 * window.num_steps >= REPORT_INTERVAL,
         )
         numbers = window.numbers | compared | {"tokens_per_second": speed}
-        self.record(global_step, numbers | machine, window)
-        recurring = sum(spent.values()) - sum(spent[phase] for phase in ONE_TIME_PHASES)
-        seconds_left = (num_steps - 1 - global_step) * recurring / (global_step + 1)
+        seconds_left = self._time_left.after_steps(global_step)
+        left = self._left(seconds_left, sum(window.usd.values()))
+        self.record(global_step, numbers | left | machine, window)
         said = (
             f"loss {window.numbers['train_loss']:.4f}{difference}"
             f" | grad norm {window.numbers['grad_norm']:.2f}"
@@ -140,17 +142,17 @@ class RunLog:
             f" | {spent[VALIDATION] / sum(spent.values()):.0%} in validation"
         )
         if self.clock.usd_per_hour is not None:
-            usd = sum(window.usd.values())
-            at_end = usd + seconds_left / 3600 * self.clock.usd_per_hour
-            said += f" | ${dollars(usd)} of ${dollars(at_end)}"
+            said += f" | ${dollars(sum(window.usd.values()))}"
+        if "usd_at_end" in left:
+            said += f" of ${dollars(left['usd_at_end'])}"
         with suppress(OSError):
             self._bar.set_postfix_str(said)
         plain = self._bar.disable or not sys.stdout.isatty()  # a log file gets lines
         if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
             self._last_plain_line = time.monotonic()
-            self.say(
-                f"step {global_step + 1:,}/{num_steps:,} | {said} | {duration(seconds_left)} left"
-            )
+            if seconds_left is not None:
+                said += f" | {duration(seconds_left)} left"
+            self.say(f"step {global_step + 1:,}/{num_steps:,} | {said}")
         self._warn_if_behind()
 
     def report_validation(
@@ -165,6 +167,8 @@ class RunLog:
             record["validation_bits_per_byte"] = first.bits_per_byte
         compared, difference = self._compare("validation", global_step, first.loss)
         record |= compared
+        seconds_left = self._time_left.after_validation(global_step)
+        record |= self._left(seconds_left, sum(self.clock.usd().values()))
         for result in others:
             record[set_key("validation_loss", result.name)] = result.loss
             record[set_key("validation_perplexity", result.name)] = result.perplexity
@@ -179,6 +183,15 @@ class RunLog:
             said += f", {result.loss:.4f} on {result.text}"
         self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | {said} | {seconds:.1f} s")
         self._warn_if_behind()
+
+    def _left(self, seconds_left: float | None, usd: float) -> dict[str, float]:
+        """Return what a record has of the time and the dollars to come, as far as it is known."""
+        if seconds_left is None:
+            return {}
+        left = {"seconds_left": round(seconds_left, 3)}
+        if self.clock.usd_per_hour is not None:
+            left["usd_at_end"] = round(usd + seconds_left / 3600 * self.clock.usd_per_hour, 6)
+        return left
 
     def _compare(
         self, kind: Kind, global_step: int, loss: float, *, counts: bool = True

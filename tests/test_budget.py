@@ -18,6 +18,8 @@ from processes.command_line import Options
 from processes.watchdog import Watchdog
 from reporting.clock import PhaseClock, nearest_limit
 from reporting.reference import Comparison
+from reporting.summary import duration
+from reporting.time_left import TimeLeft
 from run_config import ModelConfig, Run, TrainConfig
 from tests.support.optional import given, settings, st
 from tests.support.runs import run_in_process, summary_of
@@ -176,6 +178,86 @@ def test_the_time_ahead_has_due_work_and_a_quarter_more(validate_on, global_step
         assert stop.after(global_step, is_report_due=True) == is_spent
 
 
+def times_left(now, *, first_step=0, estimated=100, **changes):
+    """Simulate a launch; return what each report and validation says is left, and what follows.
+
+    A step takes 6 s, and its forward passes in a validation `estimated`; a validation takes 120 s.
+    """
+    plan = BatchPlan(4, 2, 1, 16, num_steps=105)
+    config = train_config(
+        validation_interval=25,
+        validation_batches=None,
+        validation_sequences=4 * estimated,
+        **changes,
+    )
+    clock = PhaseClock()
+    clock.resume({"training": 9000.0, "validation": 50.0}, {})  # an earlier, slower machine
+    clock.count_lost(10_000.0)
+    left, said = TimeLeft(config, plan, clock), []
+
+    def pass_time(phase, seconds):
+        with clock.phase(phase):
+            now.seconds += seconds
+
+    pass_time("startup", 50)
+    left.start(first_step)
+    pass_time("compile", 30)
+    for step in range(first_step, plan.num_steps):
+        if step > first_step:
+            pass_time("training", 5)
+            pass_time("waiting", 1)
+        is_due = config.is_validation_due(step, num_steps=plan.num_steps)
+        if is_due or (step + 1) % 10 == 0:
+            said.append((left.after_steps(step), now.seconds))
+        if is_due:
+            pass_time("validation", 120)
+            said.append((left.after_validation(step), now.seconds))
+    return [(seconds, now.seconds - then) for seconds, then in said]
+
+
+@pytest.mark.parametrize("first_step", [0, 60])
+def test_the_time_left_has_the_validations_to_come(now, first_step):
+    """Before the first one by its forward passes, afterwards as long as it took."""
+    said = times_left(now, first_step=first_step)
+    num_before = 3 if first_step == 0 else 2  # reports before the first validation
+    for seconds, follows in said[:num_before]:
+        num_validations = {0: 5, 60: 3}[first_step]
+        assert seconds == pytest.approx(follows - 20 * num_validations)
+    assert [seconds for seconds, _ in said[num_before:]] == pytest.approx(
+        [follows for _, follows in said[num_before:]]
+    )
+    assert said[-1] == (0, 0)
+
+
+def test_the_estimate_of_a_validation_knows_its_sets_and_its_length(now):
+    (one, _), *_ = times_left(now)
+    (sets, _), *_ = times_left(now, validation={"a": "x", "b": "y", "c": "z"})
+    assert sets - one == pytest.approx(5 * 2 * 100)
+    (shorter, _), *_ = times_left(now, estimated=1)
+    assert one - shorter == pytest.approx(5 * 99)
+
+
+def test_nothing_is_left_to_say_before_a_step_is_measured(now):
+    left = TimeLeft(train_config(), BatchPlan(4, 2, 1, 16, num_steps=100), PhaseClock())
+    left.start(10)
+    assert left.after_steps(10) is None and left.after_validation(10) is None
+    now.seconds += 5
+    assert left.after_steps(11) is not None
+
+
+@pytest.mark.parametrize("interval", [None, 1, 3, 7, 50])
+def test_validations_to_come_are_those_that_are_due(interval):
+    config = train_config(
+        validation_interval=interval,
+        validation_batches=interval and 1,
+        checkpoint_interval=10,
+    )
+    for num_steps in (1, 7, 21, 22):
+        due = [config.is_validation_due(step, num_steps=num_steps) for step in range(num_steps)]
+        for after in range(num_steps + 1):
+            assert config.num_validations(num_steps, after=after) == sum(due[after:])
+
+
 @pytest.mark.parametrize(
     ("shared", "reason"),
     [
@@ -251,7 +333,19 @@ def test_dollars_are_shown_recorded_and_split(workplace):
     }
     assert re.search(rf"^cost: \${dollars(total)} = \$[\d.,]+ training, ", output, re.MULTILINE)
     assert re.search(r"^machine up \d+:\d\d:\d\d, US\$[\d.,]+$", output, re.MULTILINE)
-    assert re.search(r"tok/s \| .* \| \$[\d.,]+ of \$[\d.,]+ \|", output)
+    (line,) = re.findall(r"^step 5/12 .*tok/s \| .*", output, re.MULTILINE)
+    reports = [one for one in read_lines(run_dir / "metrics.jsonl") if "seconds_left" in one]
+    first = reports[0]
+    left = first["usd_at_end"] - first["usd"]
+    assert left == pytest.approx(10 * first["seconds_left"], abs=0.01) and left > 0
+    assert line.endswith(
+        f" | ${dollars(first['usd'])} of ${dollars(first['usd_at_end'])}"
+        f" | {duration(first['seconds_left'])} left"
+    )
+    # The last report has a validation to come; after that nothing is left.
+    *_, before, after = reports
+    assert before["seconds_left"] > 0 == after["seconds_left"]
+    assert len(reports) == 6 and after["usd_at_end"] == pytest.approx(after["usd"], abs=0.01)
 
 
 def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(workplace):

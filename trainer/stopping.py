@@ -1,7 +1,5 @@
 """When a launch ends: its last step, --max-steps, a signal, a budget or a better reference."""
 
-import math
-
 import torch
 import torch.distributed as dist
 
@@ -23,6 +21,7 @@ from reporting.loss_window import REPORT_INTERVAL
 from reporting.reference import Comparison
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND, checkpoint_bytes
 from reporting.summary import BEHIND, BUDGET, MAX_STEPS, SIGNAL, StopReason
+from reporting.time_left import estimated_validation_seconds
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 from trainer.background_saver import BackgroundSaver
@@ -103,8 +102,7 @@ class Stop:
         """Return whether the steps up to the next report would exceed the budget. Rank 0.
 
         Uses the times measured in this launch. What has not happened yet is estimated: a validation
-        as forward passes, each a third of a microbatch's work; a checkpoint by the speed of a slow
-        disk.
+        as its forward passes; a checkpoint by the speed of a slow disk.
         """
         clock, config, plan = self._clock, self._config, self._plan
         spent = clock.read_this_launch()
@@ -114,12 +112,7 @@ class Stop:
 
         validation = clock.longest[VALIDATION]
         if not validation:
-            num_batches = math.ceil(config.num_validation_sequences / plan.microbatch_size)
-            if config.validate_on == "all":
-                num_batches = math.ceil(num_batches / plan.world_size)
-            # A backward pass takes about twice as long as a forward pass.
-            forward = step / plan.gradient_accumulation_steps / 3
-            validation = forward * num_batches * config.num_validation_sets
+            validation = estimated_validation_seconds(step, config, plan)
         save = clock.longest[CHECKPOINT] + clock.longest[CHART]
         if not save:
             save = self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND

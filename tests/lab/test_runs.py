@@ -90,12 +90,21 @@ def test_the_state_of_a_running_run(runs_dir):
     ] == [True, True]
 
 
-def test_the_time_left_counts_validations_and_not_what_a_resumed_run_lost(runs_dir):
+def test_the_time_and_money_left_are_those_of_the_log(runs_dir):
+    """Each report and validation records what the log says; records of before had neither."""
     run_dir = add_run(runs_dir, "live", status="running", steps=0)
-    for step in range(10, 101, 10):  # 0.1 seconds a step; 500 were lost before step 51
-        append(run_dir, report(step, seconds=step / 10 + 500 * (step > 50)))
-    append(run_dir, validation(100, 2.0) | {"validation_seconds": 9.0, "seconds": 519.0})
-    assert read_state(runs_dir, "live").seconds_left == pytest.approx(100 * (0.1 + 9 / 90))
+    append(run_dir, {"global_step": 8, "train_loss": 3.0, "seconds": 8.0, "tokens": 1})
+    assert read_state(runs_dir, "live").seconds_left is None
+    append(run_dir, report(10, usd=0.1, seconds_left=90.0, usd_at_end=1.0))
+    append(run_dir, validation(10, 2.0) | {"seconds_left": 80.0, "usd_at_end": 0.9})
+    state = read_state(runs_dir, "live")
+    assert (state.seconds_left, state.usd_at_end) == (80, 0.9)
+    assert (state.usd_per_hour, state.num_steps) == (pytest.approx(360), 200)
+    beat(run_dir)
+    (page,) = Watched(runs_dir).runs()["runs"]
+    assert (page["seconds_left"], page["usd_at_end"]) == (80, 0.9)
+    said = succeeded(run_lab("watch", "--text", "--runs-dir", str(runs_dir))).stdout
+    assert "0:01:20 left (until " in said and "$0.1000 of about $0.9000 at $360.00/h" in said
 
 
 def test_every_command_tells_the_same_time_and_money(runs_dir):
@@ -145,7 +154,7 @@ def test_the_status_of_a_run(runs_dir, summary, heartbeat, written, status):
         beat(run_dir, age=heartbeat)
     state = read_state(runs_dir, "run")
     assert state.status == read_result(run_dir).status == status
-    assert (state.seconds_left is None) == (status != "running" or summary is None)
+    assert (state.seconds_left is None) == (status != "running")
     warned = {
         "no heartbeat": "no heartbeat for 0:01:1",
         "running when last written": "last written 2:00:0",
@@ -248,6 +257,8 @@ def test_odd_numbers_are_unknown_and_every_command_survives_them(runs_dir, monke
         for key in (
             "mfu",
             "tokens_per_second",
+            "seconds_left",
+            "usd_at_end",
             "gpu_memory_gib",
             "gpu_throttling",
             "host_load",
@@ -319,7 +330,14 @@ def listed(workplace):
             append(
                 run_dir,
                 *(
-                    report(step, seconds=2.0 * step, usd=0.01 * step, train_loss=5 - step / 50)
+                    report(
+                        step,
+                        seconds=2.0 * step,
+                        usd=0.01 * step,
+                        train_loss=5 - step / 50,
+                        seconds_left=2.0 * (100 - step),
+                        usd_at_end=1.0,
+                    )
                     for step in range(1, last + 1)
                 ),
             )

@@ -519,7 +519,11 @@ def test_new_runs_and_points_appear_and_nothing_is_drawn_for_nothing(page, two_r
             expect(page.locator("#news")).not_to_have_text(news)
         assert page.evaluate("draws") == before > 0
         add_run(two_runs, "third", status="running", steps=150)
-        append(two_runs / "third", report(160, usd=16.0), report(170, usd=17.0))
+        append(
+            two_runs / "third",
+            report(160, usd=16.0, usd_at_end=20.0),
+            report(170, usd=17.0, usd_at_end=20.0),
+        )
         expect(page.locator("#runs tbody tr")).to_have_count(3)
         first = page.locator("#runs tbody tr").first  # it trains
         expect(first).to_contain_text(re.compile(r"third.*0:00:03\s*until .*\d\d:\d\d", re.DOTALL))
@@ -759,6 +763,8 @@ def three_runs(runs_dir):
                 usd=0.01 * step,
                 train_loss=5 - step / 50,
                 tokens_per_second=500.0,
+                seconds_left=2.0 * (200 - step),
+                usd_at_end=2.0,
             )
             for step in range(1, 81)
         ),

@@ -39,6 +39,8 @@ OF_MACHINE = {"mfu", *(key for key, name in METRICS.items() if name.startswith("
 TIMED = {
     "seconds",
     "usd",
+    "seconds_left",
+    "usd_at_end",
     "tokens_per_second",
     "validation_seconds",
     "slowest_step",

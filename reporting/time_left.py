@@ -1,0 +1,79 @@
+"""What is left of a run: its steps at the pace of the last reports, and the validations to come."""
+
+import math
+from collections import deque
+
+from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
+from run_config import TrainConfig
+from tokens.batch_plan import BatchPlan
+
+PACE_REPORTS = 50  # the pace is that of so many reports
+ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not come again
+
+
+def estimated_validation_seconds(
+    step_seconds: float, config: TrainConfig, plan: BatchPlan
+) -> float:
+    """Estimate one validation, of all sets, from the time of a global step: as forward passes.
+
+    A backward pass takes about twice as long as a forward pass, so that is a third of a
+    microbatch's share of the step.
+    """
+    num_batches = math.ceil(config.num_validation_sequences / plan.microbatch_size)
+    if config.validate_on == "all":
+        num_batches = math.ceil(num_batches / plan.world_size)
+    forward = step_seconds / plan.gradient_accumulation_steps / 3
+    return forward * num_batches * config.num_validation_sets
+
+
+class TimeLeft:
+    """Estimates what the rest of a run takes, from what this launch has measured. Rank 0.
+
+    A validation takes as long as those of this launch did, and until the first one is measured, as
+    long as its forward passes. Everything else that comes again, such as checkpoints, is part of
+    the pace of the steps.
+    """
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan, clock: PhaseClock) -> None:
+        self._config, self._plan, self._clock = config, plan, clock
+        # Global steps, and what all launches had spent after each on what comes again with steps.
+        self._reports: deque[tuple[int, float]] = deque(maxlen=PACE_REPORTS + 1)
+        self._num_validations, self._validating_before = 0, 0.0
+
+    def start(self, first_step: int) -> None:
+        """Begin a launch, whose first step compiles and is not measured."""
+        spent = self._clock.read()
+        self._validating_before = spent[VALIDATION]
+        self._reports.append((first_step, _spent_on_steps(spent)))
+
+    def after_steps(self, global_step: int) -> float | None:
+        """Return the seconds left after a step, before its own validation if one is due.
+
+        None as long as nothing has been measured. Call it when the device has finished the step.
+        """
+        self._reports.append((global_step, _spent_on_steps(self._clock.read())))
+        return self._seconds(global_step, num_validated=global_step)
+
+    def after_validation(self, global_step: int) -> float | None:
+        """Return the seconds left after the validation of a step, as `after_steps` does."""
+        self._num_validations += 1
+        return self._seconds(global_step, num_validated=global_step + 1)
+
+    def _seconds(self, global_step: int, *, num_validated: int) -> float | None:
+        """Return the seconds left; the validations of the first `num_validated` steps are done."""
+        if len(self._reports) < 2 or self._reports[-1][0] == self._reports[0][0]:
+            return None
+        (first, before), (last, now) = self._reports[0], self._reports[-1]
+        step = (now - before) / (last - first)
+        if self._num_validations:
+            validating = self._clock.read()[VALIDATION] - self._validating_before
+            validation = validating / self._num_validations
+        else:
+            validation = estimated_validation_seconds(step, self._config, self._plan)
+        num_steps = self._plan.num_steps
+        num_validations = self._config.num_validations(num_steps, after=num_validated)
+        return (num_steps - 1 - global_step) * step + num_validations * validation
+
+
+def _spent_on_steps(spent: dict[str, float]) -> float:
+    return sum(spent.values()) - sum(spent[phase] for phase in (*ONE_TIME_PHASES, VALIDATION))
