@@ -438,7 +438,7 @@ class Trainer:
             f" {self.measurements.attention_kernel}"
         )
         lines.append(f"learning rates: {rates_line(run.model, run.config)}")
-        lines += filter(None, [decay_line(model, run.config)])
+        lines.append(decay_line(model, run.config))
         for line in lines:
             self.log.say(line)
 

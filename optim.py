@@ -62,12 +62,7 @@ def is_decayed(group: Group, config: TrainConfig) -> bool:
 
 
 def decay_line(model: nn.Module, config: TrainConfig) -> str:
-    """Say how many tensors and parameters have weight decay and how many have none.
-
-    Empty without weight decay.
-    """
-    if not config.weight_decay:
-        return ""
+    """Say how many tensors and parameters have weight decay, be it 0, and how many have none."""
     decayed: list[int] = []
     others: list[int] = []
     for name, parameter in model.named_parameters():

@@ -17,7 +17,7 @@ from tests.support.models import add_dataset_with_tokenizer, export, random_mode
 from tests.support.optional import package
 from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, succeeded
-from trainer.models import load_model
+from trainer.models import initial_model, load_model
 
 transformers = package("transformers")
 
@@ -103,6 +103,16 @@ def test_sharded_files_and_half_precision_load(tmp_path):
     tokens, loaded = tokens_for(model), load(tmp_path)
     assert (loaded(tokens) - model(tokens)).abs().max() < 0.01
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_weights_saved_from_inside_of_a_wrapper_load(wrapper, tmp_path):
+    """Of DistributedDataParallel and torch.compile, whose names begin the names of the weights."""
+    model = random_model(qkv_bias=True)
+    path = export(model, tmp_path) / "model.safetensors"
+    save_file({wrapper + name: value for name, value in load_file(path).items()}, path)
+    assert torch.equal(load(tmp_path)(tokens_for(model)), model(tokens_for(model)))
 
 
 def original_weights(model):
@@ -308,6 +318,29 @@ def test_a_run_starts_from_another_runs_weights(workplace):
     second = workplace.add_run("second", train=STANDING_STILL | {"init_from": "first"})
     succeeded(workplace.torchrun(2, "second"))
     torch.testing.assert_close(weights_of(second), weights_of(first), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tie_weights", [False, True])
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_a_gpt2_whose_attention_biases_are_zero_starts_a_run_with_or_without_them(
+    workplace, qkv_bias, tie_weights
+):
+    model = random_model(qkv_bias=False, tie_weights=tie_weights)
+    source = export(model, workplace.root / "published")
+    run_dir = workplace.add_run(train={"init_from": str(source)})
+    (run_dir / "model.json").write_text(
+        json.dumps(model.config.model_copy(update={"qkv_bias": qkv_bias}).model_dump())
+    )
+    run = load_run(workplace.runs_dir, "tiny")
+    initial = initial_model(run, workplace.runs_dir, tokenizer_name=None)
+    GPTModel(run.model).load_state_dict(initial.state_dict())  # as a launch does
+    tokens = tokens_for(model)
+    assert torch.equal(initial(tokens), model(tokens))
+    if not qkv_bias:  # biases that are not zero do not fit
+        export(random_model(qkv_bias=True, tie_weights=tie_weights), source)
+        with pytest.raises(UserError, match="qkv_bias True, model.json has False"):
+            initial_model(run, workplace.runs_dir, tokenizer_name=None)
 
 
 def test_a_resumed_run_does_not_start_again(workplace):

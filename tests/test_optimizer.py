@@ -29,7 +29,7 @@ import optim
 from basics.errors import UserError, one_line
 from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
-from optim import build_optimizer, group_of, rates_line
+from optim import build_optimizer, decay_line, group_of, rates_line
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import STEP, ModelConfig, TrainConfig, load_run
@@ -56,6 +56,17 @@ def test_the_rates_of_all_groups_are_named():
     assert rates_line(tied, config(learning_rate=0.01, embedding_learning_rate=0.3)) == (
         "matrix 0.01, embedding 0.3, vector 0.01"
     )
+
+
+@pytest.mark.parametrize("weight_decay", [0.1, 0])
+def test_tensors_with_and_without_decay_are_counted_also_where_it_is_0(weight_decay):
+    network = GPTModel(ModelConfig(**TINY_MODEL))
+    assert decay_line(network, config(weight_decay=weight_decay)) == (
+        f"weight decay {weight_decay} on 11 tensors (14,624 parameters), none on 16 tensors (352"
+        " parameters)"
+    )
+    line = decay_line(network, config(weight_decay=weight_decay, decay_norms_and_biases=True))
+    assert line.endswith("on 27 tensors (14,976 parameters), none on 0 tensors (0 parameters)")
 
 
 def test_each_process_orthogonalises_its_share(monkeypatch):

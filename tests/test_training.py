@@ -88,6 +88,14 @@ def test_a_finished_run_leaves_its_files(finished):
     assert all(re.fullmatch(r"\d{8}Z\d{6}-iteration-\d+|latest|best", n) for n in checkpoints)
 
 
+def test_a_launch_says_how_many_tensors_and_parameters_decay(finished):
+    """Matrices, embeddings and head; norms and biases do not."""
+    assert (
+        "\nweight decay 0.1 on 11 tensors (14,624 parameters), none on 16 tensors (352"
+        " parameters)\n"
+    ) in finished[1]
+
+
 def test_metrics_have_one_line_per_report_and_one_per_validation(finished):
     records = read_lines(finished[0].runs_dir / "tiny" / "metrics.jsonl")
     steps = [r for r in records if "train_loss" in r]

@@ -104,6 +104,8 @@ def load_model(
 def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GPTModel:
     """Load the model that `init_from` names, float32, on the CPU. May download it.
 
+    One without biases in attention gets zeros, if the run has them: it computes the same.
+
     Raises: UserError: there is no such model, or it has another shape than the run's, or it was
         trained with another tokenizer than the dataset's.
     """
@@ -112,8 +114,11 @@ def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GP
         if source == run.name:
             raise UserError("is this run itself; name another one")
         loaded = load_model(source, runs_dir=runs_dir, device=torch.device("cpu"))
+        model = loaded.model
+        if run.model.qkv_bias and not model.config.qkv_bias:
+            model = _with_zero_biases(source, model)
         for key, wanted in run.model.model_dump(exclude=FREE_TO_CHANGE).items():
-            found = getattr(loaded.model.config, key)
+            found = getattr(model.config, key)
             if found != wanted:
                 raise UserError(
                     f"{source} has {key} {found}, model.json has {wanted}; they must be equal"
@@ -127,7 +132,18 @@ def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GP
             )
     except UserError as error:
         raise UserError(f"{run.train_path}: init_from: {error}") from None
-    return loaded.model
+    return model
+
+
+def _with_zero_biases(source: str, model: GPTModel) -> GPTModel:
+    """Return a model that computes the same with `qkv_bias`, of the same weights."""
+    biased = _on_meta(Path(source), model.config.model_copy(update={"qkv_bias": True}))
+    zeros = {
+        f"blocks.{layer}.attention.qkv.bias": torch.zeros(3 * model.config.emb_dim)
+        for layer in range(model.config.n_layers)
+    }
+    biased.load_state_dict(model.state_dict() | zeros, assign=True)
+    return biased.eval()
 
 
 def check_name(name: str, runs_dir: Path) -> None:
