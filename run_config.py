@@ -12,7 +12,14 @@ from pydantic import Field, ValidationError, model_validator
 
 from basics.cli import MAX_USD_PER_HOUR
 from basics.errors import UserError, cannot_be_written
-from basics.json_files import Config, FrozenConfig, describe, read_json_object, unknown_key
+from basics.json_files import (
+    Config,
+    FrozenConfig,
+    describe,
+    found_object,
+    read_json_object,
+    unknown_key,
+)
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
@@ -428,6 +435,42 @@ def load_run(runs_dir: Path, name: str) -> Run:
         load_config(settings_dir / "train.json", TrainConfig),
     )
     return Run(name, run_dir, model, config)
+
+
+def setting_warnings(run: Run) -> list[str]:
+    """Return what is allowed in a run's files, but hardly what was meant."""
+    model, config, model_path = run.model, run.config, run.run_dir / "model.json"
+    is_constant = config.resolved_schedule == "constant"
+    without_effect = (
+        ("momentum", config.optimizer != "muon", "it is a key of optimizer muon"),
+        ("decay_period_percent", is_constant, "schedule is constant"),
+        ("final_learning_rate_fraction", is_constant, "schedule is constant"),
+        (
+            "head_learning_rate",
+            model.tie_weights,
+            "tied weights have embedding_learning_rate",
+        ),
+        ("decay_norms_and_biases", not config.weight_decay, "weight_decay is 0"),
+        ("start_val_token", not config.validates, "there is no validation"),
+    )
+    warnings = [
+        f"{run.train_path}: {key} has no effect: {reason}; drop it"
+        for key, applies, reason in without_effect
+        if applies and key in config.model_fields_set and getattr(config, key)
+    ]
+    if config.init_from is not None and "init" in model.model_fields_set:
+        warnings.append(f"{model_path}: init has no effect: init_from is set; drop it")
+    if model.tie_weights and model.init == "torch" and config.init_from is None:
+        warnings.append(
+            f'{model_path}: with tie_weights and init "torch" the loss begins many times'
+            f" as high as with other weights, where it is ln {model.vocab_size} ="
+            f' {math.log(model.vocab_size):.1f}; set init "gpt2"'
+        )
+    if OLD_NAME in found_object(run.train_path):
+        warnings.append(
+            f"{run.train_path}: {OLD_NAME} is the old name of microbatch_size; rename the key"
+        )
+    return warnings
 
 
 def make_run_dir(run: Run) -> None:

@@ -1,11 +1,22 @@
 """model.json and train.json: what is accepted, refused, warned of, and the defaults."""
 
 import json
+import re
 
 import pytest
 
 from basics.errors import UserError
-from run_config import GROUPS, ModelConfig, TrainConfig, load_run, make_run_dir, with_defaults
+from run_config import (
+    GROUPS,
+    ModelConfig,
+    TrainConfig,
+    load_run,
+    make_run_dir,
+    setting_warnings,
+    with_defaults,
+)
+from tests.support.lab_cli import run_lab
+from tests.support.runs import run_in_process
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN
 
 
@@ -18,6 +29,7 @@ def test_runs_that_ship_are_valid():
     for path in (PROJECT_DIR / "runs").glob("*/train.json"):
         run = load_run(PROJECT_DIR / "runs", path.parent.name)
         assert run.model.vocab_size in (257, 50257)
+        assert setting_warnings(run) == []
 
 
 def test_the_originals_runs_have_its_settings():
@@ -149,6 +161,47 @@ def test_run_names_stay_inside_the_runs_directory(workplace, name):
 def test_the_originals_name_of_a_key_is_known(workplace):
     run = load(workplace, train={"microbatch_size": None, "minibatch_size": 4})
     assert run.config.microbatch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "warning"),
+    [
+        ({}, {}, None),
+        ({}, {"momentum": 0.9}, "train.json: momentum has no effect: it is a key of .* muon; drop"),
+        ({}, {"momentum": 0.9, "optimizer": "muon"}, None),
+        ({}, {"optimizer": "muon", "decay_period_percent": 20}, None),  # its schedule is linear
+        ({}, {"decay_period_percent": 20}, "decay_period_percent has no effect: schedule is const"),
+        ({}, {"final_learning_rate_fraction": 0.1}, "final_learning_rate_fraction has no effect"),
+        ({}, {"schedule_learning_rate": True, "decay_period_percent": 20}, None),
+        ({}, {"head_learning_rate": 0.1}, None),
+        ({"tie_weights": True}, {"head_learning_rate": 0.1}, "tied weights have embedding_l"),
+        ({}, {"weight_decay": 0, "decay_norms_and_biases": True}, "weight_decay is 0; drop it"),
+        ({}, {"weight_decay": 0, "decay_norms_and_biases": False}, None),
+        ({"init": "torch"}, {"init_from": "x"}, "model.json: init has no effect: init_from is set"),
+        ({"init": "torch"}, {}, None),
+        ({"tie_weights": True, "init": "torch"}, {}, r'ln 257 = 5.5; set init "gpt2"$'),
+        ({"tie_weights": True, "init": "gpt2"}, {}, None),
+        (
+            {},
+            {"microbatch_size": None, "minibatch_size": 4},
+            "minibatch_size is the old name",
+        ),
+    ],
+)
+def test_settings_that_were_hardly_meant_are_warned_of(workplace, model, train, warning):
+    found = setting_warnings(load(workplace, model=model, train=train))
+    assert len(found) == (warning is not None)
+    assert not found or re.search(warning, found[0]), found
+
+
+def test_a_launch_and_a_plan_print_the_warnings(workplace):
+    workplace.add_run(train={"momentum": 0.9})
+    workplace.add_dataset()
+    warning = "train.json: momentum has no effect: it is a key of optimizer muon; drop it"
+    found = run_in_process(*workplace.arguments("tiny", "--prefetch"))
+    assert found.stdout.count(warning) == 1
+    planned = run_lab("plan", "tiny", "--json", "--runs-dir", str(workplace.runs_dir))
+    assert planned.stderr.count(warning) == 1 and json.loads(planned.stdout)
 
 
 def test_a_limit_in_dollars_needs_a_price_of_which_the_command_lines_counts(workplace):

@@ -28,7 +28,7 @@ from reporting.reference import ReferenceCurve, find_reference
 from reporting.speed import checkpoint_bytes
 from reporting.summary import write_status
 from reporting.tracker import check_tracker
-from run_config import Run, load_run
+from run_config import Run, load_run, setting_warnings
 from tokens.batch_plan import BatchPlan, largest_divisor
 from tokens.batches import RunData, open_run_data
 from trainer.loss_functions import build_training_state
@@ -87,7 +87,7 @@ def prepare_run(
     reference, reference_warning = agreement.run("reference", lambda: load_reference(run, data))
     # After the data: a checkpoint belongs to the run only if it was trained on these files.
     resume, warnings = find_resume_point(run, data, options, process, agreement)
-    warnings.append(reference_warning)
+    warnings += [reference_warning, *setting_warnings(run)]
     checkpoint = resume.checkpoint
     if config.init_from and checkpoint is None:  # later the other processes find it here too
         agreement.run(

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from basics.cli import ABOVE_0, RUNS_DIR, USD_PER_HOUR, print_json
-from basics.errors import UserError, visible
+from basics.errors import UserError, print_error, visible
 from basics.text import dollars, gb, gib
 from lab.plan import estimate
 from lab.plan.estimate import amount, bytes_of_checkpoint, default_precision, pinned_bytes
@@ -17,7 +17,7 @@ from lab.plan.prices import Prices, read_prices
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
 from reporting.speed import CARDS_GIB, GPUS, find_gpu, usable_gib
-from run_config import Run, TrainConfig, load_run
+from run_config import Run, TrainConfig, load_run, setting_warnings
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
 NUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element
@@ -112,6 +112,8 @@ def command(
 ) -> None:
     """Estimate the memory, hours and dollars of RUN. Needs no GPU and no dataset."""
     loaded = load_run(options["runs_dir"], run)
+    for warning in setting_warnings(loaded):
+        print_error(f"warning: {warning}")
     if options["save"] or options["usd_per_hour"]:
         others = more or tokens or options["as_json"] or options["compare"]
         if not (options["save"] and budget) or others:
