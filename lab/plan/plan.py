@@ -3,12 +3,13 @@
 import math
 import textwrap
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
 from basics.cli import ABOVE_0, RUNS_DIR, USD_PER_HOUR, print_json
-from basics.errors import UserError, print_error, visible
+from basics.errors import UserError, print_error, visible, writing_to
 from basics.text import dollars, gb, gib
 from lab.plan import estimate
 from lab.plan.estimate import amount, bytes_of_checkpoint, default_precision, pinned_bytes
@@ -16,6 +17,7 @@ from lab.plan.memory import Memory, Setting, largest_microbatch, peak_memory, si
 from lab.plan.prices import Prices, read_prices
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
+from reporting.charts import draw_schedule
 from reporting.speed import CARDS_GIB, GPUS, find_gpu, usable_gib
 from run_config import Run, TrainConfig, load_run, setting_warnings
 
@@ -105,6 +107,12 @@ PRICE_COLUMNS = [
     metavar="N",
     help="Training tokens of the dataset, if min_train_tokens is -1.",
 )
+@click.option(
+    "--schedule-chart",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also draw the learning rate over the tokens of the run, as a PNG file.",
+)
 @RUNS_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
 def command(
@@ -153,6 +161,10 @@ def command(
         for card, reported in CARDS_GIB.items()
     ]
     num_tokens = tokens or loaded.config.min_train_tokens
+    if path := options["schedule_chart"]:
+        with writing_to(path):
+            draw_schedule(path, loaded, num_tokens)
+        print_error(f"written: {path}")
     if options["as_json"]:
         print_json(
             {

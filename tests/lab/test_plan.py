@@ -969,3 +969,14 @@ def test_the_advice_to_measure_the_speed_can_be_typed_without_a_gpu(workplace):
     options = command_line.main(words, standalone_mode=False)
     options.check()
     assert options.save and run_to_search(options, 1).name == "tiny"
+
+
+def test_the_schedule_is_drawn_before_training(workplace):
+    run_dir = workplace.add_run(train={"schedule": "cosine"})
+    before, path = sorted(run_dir.iterdir()), workplace.root / "schedule.png"
+    arguments = ("plan", "tiny", "--runs-dir", str(workplace.runs_dir), "--schedule-chart")
+    result = succeeded(run_lab(*arguments, str(path), "--json"))
+    assert f"written: {path}" in result.stderr and json.loads(result.stdout)["run"] == "tiny"
+    assert path.read_bytes().startswith(b"\x89PNG") and sorted(run_dir.iterdir()) == before
+    missing = workplace.root / "missing" / "schedule.png"
+    assert "schedule.png: cannot be written" in error_line(run_lab(*arguments, str(missing)))
