@@ -21,6 +21,7 @@ PUBLIC_FLOPS_PER_TOKEN = 854.44e6  # of GPT-2 small, which the public figures ar
 CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
 RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
 OWN, MEASURED, PUBLIC, ROUGH = "own run", "measured", "public", "rough"  # sources, for a table
+ORIGINAL = "original"  # one more source: the original system, neither compiled nor fused
 LOW_PRECISIONS = ("bf16", "fp16")  # whose peaks are equal
 SPEED_KEYS = (
     "microbatch_size",
@@ -174,15 +175,23 @@ def expected_speed(
             )
             return ExpectedSpeed(nearest.mfu(gpu), name, detail)
     config, known = wanted.config, gpu.public_mfu
-    mfu = gpu.expected_mfu * (RECOMPUTING if config.activation_checkpointing else 1)
-    is_other = (
-        config.compile is False
-        or config.activation_checkpointing
-        or wanted.model.drop_rate
-        or config.attention == "math"
+    recomputing = RECOMPUTING if config.activation_checkpointing else 1
+    is_as_original = config.compile is False or config.attention == "math"
+    is_other_work = (
+        config.activation_checkpointing
         or wanted.precision not in LOW_PRECISIONS
         or _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO
     )
+    if is_as_original and wanted.precision in LOW_PRECISIONS:
+        is_measured = not gpu.low_mfu.origin and not is_other_work
+        detail = (
+            f"{gpu.low_mfu}, as the original system reached with GPT-2 small, not compiled and"
+            " with math attention; with only one of the two a run is faster"
+        )
+        mfu = gpu.low_mfu.share * recomputing
+        return ExpectedSpeed(mfu, ORIGINAL if is_measured else ROUGH, detail)
+    mfu = gpu.expected_mfu * recomputing
+    is_other = is_other_work or wanted.model.drop_rate or is_as_original
     if known:
         detail = f"{known} in public runs on several GPUs, none of this trainer"
     else:

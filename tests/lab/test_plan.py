@@ -112,10 +112,19 @@ def test_a_card_holds_as_many_sequences_in_both_tables():
 def test_the_figures_of_the_notes_are_those_of_their_page(workplace):
     train = json.loads((PROJECT_DIR / "runs/original/train.json").read_text())
     model = json.loads((PROJECT_DIR / "runs/original/model.json").read_text())
+    plain = {"attention": "math", "compile": False}
     run_dir = workplace.add_run()
     (run_dir / "model.json").write_text(json.dumps(model))
-    (run_dir / "train.json").write_text(json.dumps(train | {"attention": "math", "compile": False}))
+    (run_dir / "train.json").write_text(json.dumps(train | plain))
     output = plan("tiny", runs_dir=workplace.runs_dir)
+    of_8 = json.loads((PROJECT_DIR / "runs/8xa100m40/train.json").read_text())
+    eight = workplace.add_run("eight")
+    (eight / "model.json").write_text(json.dumps(model))
+    (eight / "train.json").write_text(json.dumps(of_8 | plain))
+    (a100,) = (
+        row for row in rows_of(plan("eight", runs_dir=workplace.runs_dir)) if row[0] == "8x A100-40"
+    )
+    assert a100[-1] == "original"
     by_card = dict(re.findall(r"^(\d+ GiB) +\d+ +(\d+)$", output, re.MULTILINE))
     rows = compare(read_published()).rows
     (losses,) = loss_points(rows, "test_loss").values()
@@ -142,8 +151,9 @@ def test_the_figures_of_the_notes_are_those_of_their_page(workplace):
         "tokens for 20 a parameter": f"{20 * network.config.num_parameters:,}",
         **{
             f"largest microbatch in {card}": by_card[card]
-            for card in ("24 GiB", "40 GiB", "80 GiB")
+            for card in ("24 GiB", "40 GiB", "80 GiB", "192 GiB")
         },
+        "hours of the train on 8x A100 40 GiB, with validation": a100[7],
         "largest microbatch in 160 GiB (8x B200)": next(
             row[3] for row in rows_of(output) if row[0] == "8x B200"
         ),
@@ -736,8 +746,7 @@ def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path):
         ({"drop_rate": 0.1}, {}, "bf16"),
         ({"n_layers": 36}, {}, "bf16"),
         ({"vocab_size": 99, "n_layers": 1, "emb_dim": 96}, {}, "bf16"),
-        ({}, {"compile": False}, "bf16"),
-        ({}, {"attention": "math"}, "bf16"),
+        ({}, {"compile": False}, "fp32"),
         ({}, {"activation_checkpointing": True}, "bf16"),
     ],
 )
@@ -745,6 +754,22 @@ def test_a_public_figure_counts_only_for_such_a_run(tmp_path, model, train, prec
     found = expected(tmp_path, wanted=changed(model, train, precision))
     assert found.source == "rough" and "a guess, as public runs are of GPT-2 sm" in found.detail
     assert found.mfu == 0.39 * (0.75 if "activation_checkpointing" in train else 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "train", "mfu", "source"),
+    [
+        (H100, {}, {"compile": False}, 0.053, "original"),
+        (H100, {"drop_rate": 0.1}, {"attention": "math"}, 0.053, "original"),
+        (H100, {}, {"attention": "math", "activation_checkpointing": True}, 0.75 * 0.053, "rough"),
+        (H100, {"n_layers": 36}, {"compile": False}, 0.053, "rough"),
+        ("NVIDIA L4", {}, {"compile": False}, 0.05, "rough"),
+    ],
+)
+def test_the_speed_of_the_original_is_that_of_its_form(tmp_path, device, model, train, mfu, source):
+    found = expected(tmp_path, device, changed(model, train))
+    assert (found.mfu, found.source) == (pytest.approx(mfu), source)
+    assert "the original system reached" in found.detail
 
 
 @pytest.mark.parametrize(("seconds", "is_slow"), [(750.0, False), (15_000.0, True)])
