@@ -1,4 +1,5 @@
-"""The batch plan, hours and dollars of a run on a machine, and the length that a budget buys."""
+"""The batch plan, hours and dollars of a run on a machine; the length that a budget buys, and how
+often to validate."""
 
 import math
 import re
@@ -23,6 +24,42 @@ MAX_TOKENS = 2**50  # of a length that a budget buys
 UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matter
 MAX_NAME = 16  # characters, so that the table fits a terminal
 MACHINE = re.compile(rf"([^=]{{1,{MAX_NAME}}})=([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")
+OFTEN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(%|m)?")
+
+
+@dataclass(frozen=True)
+class Often:
+    """How often somebody wants to validate: so many times, or minutes apart, or for a share."""
+
+    amount: float
+    unit: str  # "" validations, "%" of the hours, "m" minutes of training between two
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse `10`, `5%` or `30m`. Raises: UserError."""
+        match = OFTEN.fullmatch(text)
+        often = cls(float(match[1]), match[2] or "") if match else cls(0.0, "")
+        is_part = often.unit == "" and not often.amount.is_integer()
+        if not often.amount or is_part or often.unit == "%" and often.amount >= 100:
+            raise UserError(
+                f"--validate {text[:60]!r}: wanted a number of validations (10), their share of"
+                " the hours (5%), or the minutes of training between two (30m)"
+            )
+        return often
+
+    def interval(self, num_steps: int, step: float, validation: float) -> int:
+        """Return the largest number of validations as steps between two; at the end there is one.
+
+        Args:
+            step, validation: seconds of one.
+        """
+        if self.unit == "m":
+            return min(num_steps, max(1, int(self.amount * 60 / step)))
+        wanted = self.amount
+        if self.unit == "%":
+            share = self.amount / 100
+            wanted = share / (1 - share) * num_steps * step / validation
+        return -(-num_steps // min(num_steps, max(1, int(wanted))))
 
 
 @dataclass(frozen=True)
@@ -70,11 +107,13 @@ def estimate(
     *,
     tokens: int | None,
     measured: dict[str, list[Measurement]],
+    often: Often | None = None,
 ) -> dict[str, Any]:
     """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
 
     Return the values of one machine as in `lab plan --json`; only those until `reason`, if that
     says why it cannot train the run. `tokens` are the dataset's, where `min_train_tokens` is -1.
+    With `often` the run is planned with the interval between validations that this needs.
     """
     gpu, config, num_gpus = machine.gpu, run.config, machine.num_gpus
     setting = Setting(run.model, config, default_precision(config, gpu), num_gpus)
@@ -109,6 +148,10 @@ def estimate(
         "expected": mfu,
         "high": min(gpu.low_mfu.share, mfu),
     }
+    if often:
+        run = with_interval(run, plan, often, gpu.peak(setting.precision) * mfu)
+    num_validations = count_validations(run, plan)
+    validation = num_validations * validation_flops(run, plan)
     hours = {
         name: flops_of(run, plan) / gpu.peak(setting.precision) / share / 3600
         for name, share in shares.items()
@@ -117,6 +160,7 @@ def estimate(
     saving_seconds = checkpoints * bytes_of_checkpoint(run) / speed.SLOW_DISK_BYTES_PER_SECOND
     hours["high"] += saving_seconds / 3600
     usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
+    share = validation / flops_of(run, plan)
     flops_per_second = num_gpus * mfu * gpu.peak(setting.precision)
     tokens_per_second = flops_per_second / run.model.flops_per_token
     return found | {
@@ -128,6 +172,13 @@ def estimate(
         "checkpoints_kept": most_checkpoints(run, plan),
         "hours": hours,
         "usd": usd,
+        "validation": {
+            "interval": run.config.validation_interval,
+            "number": num_validations,
+            "share": share,
+            "hours": share * hours["expected"],
+            "usd": share * usd["expected"],
+        },
         "tokens_per_second": tokens_per_second,
         "tokens_per_usd": tokens_per_second * 3600 / machine.usd_per_hour,
         "mfu": mfu,
@@ -139,18 +190,41 @@ def estimate(
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
     """Count the FLOPs of training and validation on the GPU that the others wait for."""
-    per_token, sequences = run.model.flops_per_token, run.config.num_validation_sequences
-    training = plan.num_tokens * per_token / plan.world_size
-    if not run.config.validates:
-        return training
-    num_validations = -(-plan.num_steps // run.config.validation_interval)
+    training = plan.num_tokens * run.model.flops_per_token / plan.world_size
+    return training + count_validations(run, plan) * validation_flops(run, plan)
+
+
+def count_validations(run: Run, plan: BatchPlan) -> int:
+    interval = run.config.validation_interval
+    return -(-plan.num_steps // interval) if interval else 0  # the last step is always validated
+
+
+def validation_flops(run: Run, plan: BatchPlan) -> float:
+    """Count the FLOPs of one validation, of all sets, on the GPU that the others wait for."""
+    sequences = run.config.num_validation_sequences
     num_microbatches = -(-sequences // plan.microbatch_size)
     share = 1.0
     if run.config.validate_on == "all":  # rank 0's: all ranks take whole microbatches
         share = -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
-    num_sets = run.config.num_validation_sets
-    tokens = num_validations * num_sets * share * sequences * plan.context_length
-    return training + tokens * per_token * FORWARD_SHARE
+    tokens = run.config.num_validation_sets * share * sequences * plan.context_length
+    return tokens * run.model.flops_per_token * FORWARD_SHARE
+
+
+def with_interval(run: Run, plan: BatchPlan, often: Often, flops_per_second: float) -> Run:
+    """Return the run with the `validation_interval` that makes it validate so often.
+
+    `flops_per_second` are those of a process. Raises: UserError: the run does not validate.
+    """
+    if not run.config.validates:
+        raise UserError(
+            f"{run.train_path}: --validate needs the length of a validation; set"
+            " validation_sequences, and any validation_interval"
+        )
+    step = plan.tokens_per_step * run.model.flops_per_token / plan.world_size / flops_per_second
+    validation = validation_flops(run, plan) / flops_per_second
+    interval = often.interval(plan.num_steps, step, validation)
+    config = run.config.model_copy(update={"validation_interval": interval})
+    return replace(run, config=config)
 
 
 def num_checkpoints(run: Run, plan: BatchPlan) -> int:
@@ -190,6 +264,33 @@ def verdict(usd: dict[str, float], budget: float) -> str:
     if usd["expected"] <= budget:
         return "probably fits"
     return "fits if fast" if usd["low"] <= budget else "too expensive"
+
+
+def save_interval(run: Run, often: Often) -> str:
+    """Write the `validation_interval` for this machine into `train.json`; return a report.
+
+    Raises: UserError: the speed or length is not known, or the run does not validate.
+    """
+    if run.config.min_train_tokens == -1:
+        raise UserError(
+            f"{run.train_path}: --validate --save needs the run's length; set min_train_tokens"
+        )
+    make_run_dir(run)
+    lock_run(run.run_dir)  # a launch keeps the interval that it has read
+    tokens_per_second, world_size, measured = measured_speed(run)
+    plan = plan_batches(run, world_size=world_size, file_tokens=UNLIMITED_TOKENS)
+    flops_per_second = tokens_per_second / world_size * run.model.flops_per_token
+    changed = with_interval(run, plan, often, flops_per_second)
+    interval, number = changed.config.validation_interval, count_validations(changed, plan)
+    each = validation_flops(changed, plan) / flops_per_second
+    share = number * each * flops_per_second / flops_of(changed, plan)
+    assert interval
+    set_number(run.train_path, "validation_interval", interval)
+    return (
+        f"saved in {run.train_path}: validation_interval {interval}\n"
+        f"{counted(number, 'validation')} of about {each:,.1f} s, {share:.1%} of the time without"
+        f" start-up and checkpoints\nmeasured: {measured}"
+    )
 
 
 def save_length(run: Run, budget: float) -> str:

@@ -12,7 +12,7 @@ from basics.cli import ABOVE_0, RUNS_DIR, USD_PER_HOUR, print_json
 from basics.errors import UserError, print_error, visible, writing_to
 from basics.text import dollars, gb, gib
 from lab.plan import estimate
-from lab.plan.estimate import amount, bytes_of_checkpoint, default_precision, pinned_bytes
+from lab.plan.estimate import Often, amount, bytes_of_checkpoint, default_precision, pinned_bytes
 from lab.plan.memory import Memory, Setting, largest_microbatch, peak_memory, size_name
 from lab.plan.prices import Prices, read_prices
 from lab.plan.speed_sources import read_measured
@@ -38,6 +38,7 @@ PARTS = {
 NO_MACHINE = "no machine in the table can train this run"
 BY_GPUS = [Column("one GPU"), Column("several GPUs")]
 HOURS_RANGE, USD_PRICE = "hours, fewest to most", "US$ per hour"  # hidden in a narrow terminal
+VALIDATION = "validation, expected"  # too
 MACHINE_COLUMNS = [
     Column("machine", "left"),
     Column("US$\nper hour", key=USD_PRICE),
@@ -54,6 +55,7 @@ MACHINE_COLUMNS = [
     ),
     Column("hours,\nfewest to most", key=HOURS_RANGE),
     *map(Column, ("US$,\nexpected", "US$,\nfewest to most", "M tokens\nper US$", "MFU")),
+    Column("validation,\nexpected", key=VALIDATION),
     Column("source", "left"),
 ]
 PRICE_COLUMNS = [
@@ -90,10 +92,16 @@ PRICE_COLUMNS = [
     help="Show which machines can train the run within this budget.",
 )
 @click.option(
+    "--validate",
+    metavar="OFTEN",
+    help="Find the validation_interval: a number of validations (10), their share of the hours"
+    " (5%), or the minutes of training between two (30m).",
+)
+@click.option(
     "--save",
     is_flag=True,
-    help="With --budget: write the tokens that it buys on this machine, at the speed"
-    " measured there, as min_train_tokens into train.json.",
+    help="At the speed measured on this machine write into train.json, with --budget: the tokens"
+    " that it buys, as min_train_tokens; with --validate: validation_interval.",
 )
 @click.option(
     "--usd-per-hour",
@@ -122,13 +130,17 @@ def command(
     loaded = load_run(options["runs_dir"], run)
     for warning in setting_warnings(loaded):
         print_error(f"warning: {warning}")
+    often = Often.parse(options["validate"]) if options["validate"] else None
     if options["save"] or options["usd_per_hour"]:
         others = more or tokens or options["as_json"] or options["compare"]
-        if not (options["save"] and budget) or others:
+        if not (options["save"] and (budget or often)) or others or budget and often:
             raise UserError(
-                "--save needs --budget, --usd-per-hour needs --save; neither goes with"
-                " --machine, --tokens, --compare or --json"
+                "--save needs --budget or --validate, one at a time; --usd-per-hour needs --save;"
+                " neither goes with --machine, --tokens, --compare or --json"
             )
+        if often:
+            click.echo(visible(estimate.save_interval(loaded, often)))
+            return
         click.echo(visible(estimate.save_length(loaded.priced(options["usd_per_hour"]), budget)))
         return
     if (loaded.config.min_train_tokens == -1) != (tokens is not None):
@@ -145,7 +157,7 @@ def command(
         *map(estimate.Machine.parse, more),
     ]
     machines = [
-        estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured)
+        estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured, often=often)
         for machine in wanted
     ]
     machines.sort(key=lambda found: found["usd"]["expected"] if "usd" in found else math.inf)
@@ -190,7 +202,7 @@ def command(
     tables = [
         _memory_table(loaded.config, [*peaks.values()]),
         _microbatch_table(largest),
-        _machine_table(loaded, machines, budget),
+        _machine_table(loaded, machines, budget, often),
     ]
     texts = [_about(loaded, num_tokens), *(table.terminal() for table in tables)]
     click.echo(visible("\n\n".join(texts)))
@@ -244,10 +256,12 @@ def _microbatch_table(largest: list[dict[str, int]]) -> Table:
     )
 
 
-def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | None) -> Table:
+def _machine_table(
+    run: Run, machines: list[dict[str, Any]], budget: float | None, often: Often | None
+) -> Table:
     rows = []
     for found in machines:
-        batch, figures = UNKNOWN, [UNKNOWN] * 9
+        batch, figures = UNKNOWN, [UNKNOWN] * 10
         if not found["reason"]:
             hours, usd, kept = found["hours"], found["usd"], found["checkpoints_kept"]
             batch = f"{found['microbatch_size']:,} x {found['gradient_accumulation_steps']:,}"
@@ -261,6 +275,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
                 f"{amount(usd['low'])} to {amount(usd['high'])}",
                 _millions_per_usd(found),
                 f"{found['mfu']:.0%}",
+                _about_validation(found["validation"]),
             ]
         rows.append(
             [
@@ -280,6 +295,8 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
         known = [found["price"] for found in machines if found["price"]]
         notes = [
             "Hours and US$ count validation, not startup; M tokens per US$: while training.",
+            "validation: how many, and their share of the expected hours and US$",
+            *_about_intervals(possible, often),
             "prices: "
             + ", ".join(dict.fromkeys(_about_price(price) for price in known))
             + ", or of --machine; other prices, on demand and spot: --compare",
@@ -292,7 +309,24 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
             *_about_speeds(possible),
         ]
     columns = [*MACHINE_COLUMNS, *_budget_columns(budget)]
-    return Table(columns, rows, _wrapped(notes), (HOURS_RANGE, USD_PRICE))
+    return Table(columns, rows, _wrapped(notes), (HOURS_RANGE, USD_PRICE, VALIDATION))
+
+
+def _about_intervals(possible: list[dict[str, Any]], often: Often | None) -> list[str]:
+    """Say which `validation_interval` each machine needs for what was wanted."""
+    if often is None:
+        return []
+    intervals = (f"{found['name']} {found['validation']['interval']:,}" for found in possible)
+    return [f"validation_interval for that: {', '.join(intervals)}"]
+
+
+def _about_validation(found: dict[str, Any]) -> str:
+    if not found["number"]:
+        return "none"
+    return (
+        f"{found['number']:,}: {amount(found['hours'])} h, ${amount(found['usd'])},"
+        f" {found['share']:.1%}"
+    )
 
 
 def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: Prices) -> Table:

@@ -16,7 +16,7 @@ from lab.compare.charts import fit_log_quadratic, loss_points, memory_points
 from lab.compare.results import read_published
 from lab.compare.rows import compare
 from lab.plan import speed_sources
-from lab.plan.estimate import Machine, default_precision, num_checkpoints, verdict
+from lab.plan.estimate import Machine, Often, default_precision, num_checkpoints, verdict
 from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, peak_memory
 from lab.plan.prices import Price, read_prices
@@ -71,13 +71,17 @@ def rows_of(output):
     return [re.split(r"  +", row.strip()) for row in text.splitlines()[2:]]
 
 
-def estimated(workplace, machine, **train):
+def estimated(workplace, machine, often=None, **train):
     """Estimate a run of GPT-2 small that is made for it."""
     run_dir = workplace.add_run(
         f"run-{len(list(workplace.root.glob('runs/*')))}", model=BIG, train=BILLION | train
     )
     return estimate_from(
-        load_run(workplace.runs_dir, run_dir.name), Machine.parse(machine), tokens=None, measured={}
+        load_run(workplace.runs_dir, run_dir.name),
+        Machine.parse(machine),
+        tokens=None,
+        measured={},
+        often=often and Often.parse(often),
     )
 
 
@@ -203,6 +207,58 @@ def test_all_gpus_wait_for_a_validation(workplace, where, interval, waiting):
     assert found["hours"]["low"] == pytest.approx(
         (training + alone * waiting) / (989e12 * 0.41) / 3600, rel=1e-3
     )
+
+
+def test_the_share_of_validation_is_that_of_the_hours_without_it(workplace):
+    long = {"min_train_tokens": 10**8, "checkpoint_interval": None}
+    train = long | {"validation_interval": 50, "validation_batches": 300}
+    found = estimated(workplace, "x=8xH100@10", **train)
+    without = estimated(workplace, "x=8xH100@10", **long | WITHOUT_VALIDATION)
+    part = found["validation"]
+    assert (part["number"], part["interval"]) == (-(-found["steps"] // 50), 50)
+    without_hours = without["hours"]["expected"] / 10  # ten times as long
+    assert found["hours"]["expected"] - part["hours"] == pytest.approx(without_hours, rel=1e-3)
+    assert part["share"] == pytest.approx(part["hours"] / found["hours"]["expected"])
+    assert part["usd"] == pytest.approx(10 * part["hours"])
+    assert without["validation"]["number"] == without["validation"]["share"] == 0
+
+
+def test_a_wish_for_validations_gives_the_interval(workplace):
+    """One step more between two is enough, one less is too often."""
+    plain = estimated(workplace, "x=8xH100@10", validation_batches=300)
+
+    def planned_with(often=None, **train):
+        found = estimated(workplace, "x=8xH100@10", often, **{"validation_batches": 300} | train)
+        return found["validation"]
+
+    by_number = planned_with("10")
+    assert by_number["number"] == 10 and by_number["interval"] == -(-plain["steps"] // 10)
+    by_share = planned_with("5%")
+    assert by_share["share"] <= 0.05
+    times = by_share["number"] + 1
+    oftener = planned_with(validation_interval=-(-plain["steps"] // times))
+    assert oftener["number"] == times and oftener["share"] > 0.05
+    step_seconds = (plain["hours"]["expected"] - plain["validation"]["hours"]) * 3600
+    step_seconds /= plain["steps"]
+    interval = planned_with("2m")["interval"]
+    assert interval * step_seconds <= 120 < (interval + 1) * step_seconds
+    assert planned_with("0.001%")["number"] == planned_with("9999m")["number"] == 1
+    assert planned_with("99999999")["interval"] == 1
+    with pytest.raises(UserError, match="--validate needs the length of a validation"):
+        estimated(workplace, "x=8xH100@10", "10", **WITHOUT_VALIDATION)
+
+
+@pytest.mark.parametrize("text", ["0", "0%", "100%", "1.5", "5 %", "-3", "10h", "m", ""])
+def test_a_wish_that_means_nothing_is_refused(text):
+    with pytest.raises(UserError, match="wanted a number of validations"):
+        Often.parse(text)
+
+
+def test_the_plan_shows_validation_and_the_intervals_for_a_wish():
+    (row,) = (row for row in rows_of(plan("8xa100m40")) if row[0] == "8x A100-40")
+    assert row[13] == "50: 0.10 h, $1.02, 14.0%"
+    output = plan("8xa100m40", "--validate", "10")
+    assert "\nvalidation_interval for that: 8x H100 3,062, 2x H100 12,246, 8x A100-40 3" in output
 
 
 @pytest.mark.parametrize(
@@ -962,7 +1018,22 @@ def test_a_run_that_has_begun_keeps_its_length(workplace):
     assert "12800 (100 steps)" in succeeded(save(workplace, "--budget", "10.01")).output
 
 
-OPTIONS = "--save needs --budget, --usd-per-hour needs --save; neither goes with --machine, "
+def test_the_interval_of_a_wish_is_written(workplace):
+    """10 steps a second; a validation has 6 sequences, a step 4 a process, three times the work."""
+    train = {"min_train_tokens": 1000 * STEP}
+    run_dir = add_measured(workplace, train=train)
+    path = run_dir / "train.json"
+    result = succeeded(save(workplace, "--validate", "2%"))
+    interval = json.loads(path.read_text())["validation_interval"]
+    seconds = 6 / 4 / 3 / 10
+    number = int(0.02 / 0.98 * 100 / seconds)
+    assert interval == -(-1000 // number)
+    assert result.output.startswith(f"saved in {path}: validation_interval {interval}\n")
+    assert "\n40 validations of about 0.1 s, 2.0% of the time without start-up" in result.output
+    assert load_run(workplace.runs_dir, "tiny").config.min_train_tokens == 1000 * STEP
+
+
+OPTIONS = "--save needs --budget or --validate, one at a time; --usd-per-hour needs --save; neither"
 
 
 @pytest.mark.parametrize(
@@ -974,6 +1045,7 @@ OPTIONS = "--save needs --budget, --usd-per-hour needs --save; neither goes with
         (["--budget", "9", "--json"], OPTIONS),
         (["--budget", "9", "--machine", "a=1xH100@2"], OPTIONS),
         (["--budget", "9", "--compare"], OPTIONS),
+        (["--budget", "9", "--validate", "10"], OPTIONS),
     ],
 )
 def test_what_cannot_be_saved_is_one_line(workplace, arguments, message):

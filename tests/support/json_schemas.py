@@ -48,6 +48,7 @@ PRICE = part(
     whole="num_gpus",
     number="usd_per_hour",
 )
+VALIDATION = part(whole_or_none="interval", whole="number", number="share hours usd")
 MACHINE = part(
     text="name gpu",
     whole="num_gpus largest_microbatch",
@@ -57,6 +58,7 @@ MACHINE = part(
     optional={
         "hours": LOW_TO_HIGH,
         "usd": LOW_TO_HIGH,
+        "validation": VALIDATION,
         "tokens_per_second": float,
         "tokens_per_usd": float,
         "mfu": float,
