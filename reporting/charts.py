@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HAND_DRAWN_FONTS = ("xkcd", "xkcd Script", "Humor Sans", "Comic Neue")
+SPIKE_REPORTS = 20  # before a report, with which it is compared
+LEAST_SPIKE_REPORTS = 10  # at the beginning of a run
+LATEST_REPORTS = 5  # of them; their median follows a loss that falls fast
+SPIKE_DEVIATIONS, MIN_SPIKE = 7.0, 0.1  # how far above their median; at least so many nats
 MAX_POINTS, MAX_LAYER_POINTS = 400, 60  # more records are averaged down to as many points
 MAX_SECONDS = 900  # of a drawing; on a machine without spare cores it may take minutes
 
@@ -191,6 +195,15 @@ def plot_losses(
         linewidth=0,
         label="smallest to largest step between them",
     )
+    if spikes := find_spikes(steps):
+        axes.plot(
+            [record["global_step"] + 1 for record in spikes],
+            [record["train_loss"] for record in spikes],
+            color="tab:orange",
+            marker="v",
+            linestyle="none",
+            label=f"spikes (mean far above those before): {len(spikes)}",
+        )
     if validations:
         axes.plot(
             *_columns(validations, "validation_loss"),
@@ -219,6 +232,25 @@ def plot_losses(
             label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}",
         )
     _add_usd_axis(axes, steps)  # last: it takes over the limits
+
+
+def find_spikes(steps: Records) -> Records:
+    """Find reports whose mean loss is far above the ones before, measured in median deviations.
+
+    The deviation is that of the changes from report to report, less their median: the fall of the
+    loss at the beginning of training is no noise, and would hide a spike there.
+    """
+    losses = np.array([record["train_loss"] for record in steps])
+    spikes = []
+    for place in range(LEAST_SPIKE_REPORTS, len(losses)):
+        before = losses[max(0, place - SPIKE_REPORTS) : place]
+        middle = min(np.median(before), np.median(before[-LATEST_REPORTS:]))
+        changes = np.diff(before)
+        # 1.4826 makes it a standard deviation; that of a difference is sqrt(2) times as large.
+        deviation = 1.4826 * np.median(np.abs(changes - np.median(changes))) / np.sqrt(2)
+        if losses[place] - middle > max(MIN_SPIKE, SPIKE_DEVIATIONS * deviation):
+            spikes.append(steps[place])
+    return spikes
 
 
 def _plot_reference(axes: Axes, steps: Records, reference: ReferenceCurve) -> None:

@@ -105,6 +105,22 @@ def test_the_loss_chart_shows_training_validation_and_the_best_one():
     assert len(validation.get_xdata()) == 20 and best.get_xdata() == [2000]
 
 
+def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run():
+    noise = np.random.default_rng(1).normal(scale=0.03, size=100)
+    losses = 3 + 8 * np.exp(-np.arange(100) / 15) + noise
+    found = [
+        {"global_step": step, "train_loss": loss, "train_loss_min": loss, "train_loss_max": loss}
+        for step, loss in enumerate(losses)
+    ]
+    assert charts.find_spikes(found) == []
+    peaks = {14: 1.5, 25: 1.2, 80: 0.6}
+    for step, height in peaks.items():
+        found[step]["train_loss"] += height
+    assert [record["global_step"] for record in charts.find_spikes(found)] == list(peaks)
+    (axes,) = plotted_losses(found).axes
+    assert "spikes (mean far above those before): 3" in axes.get_legend_handles_labels()[1]
+
+
 @pytest.mark.parametrize(
     "prices",
     [

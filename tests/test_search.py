@@ -187,6 +187,19 @@ def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys)
     assert [trial["fits"] for trial in trials if trial["microbatch_size"] == 6] == [False]
 
 
+def test_a_search_on_a_gpu_says_what_fits_on_other_cards(workplace, monkeypatch, capsys):
+    """1 GiB + 0.5 GiB a sequence, of 23.5 GiB less what CUDA and the allocator need: 42."""
+    workplace.add_run()
+    simulated_search(workplace, monkeypatch, capacity=3.7)
+    assert "other cards" not in capsys.readouterr().out  # a CPU's address space tells nothing
+    monkeypatch.setattr(commands, "num_gpus", lambda: 1)
+    simulated_search(workplace, monkeypatch, capacity=3.7)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("other cards, by the line 1 GiB + 0.5 GiB a sequence through the two")
+    sizes = dict(re.findall(r"(\d+) GiB (\d+)", line))
+    assert (sizes["24"], sizes["80"]) == ("42", "151")
+
+
 def test_a_trial_that_fails_ends_the_search_and_keeps_what_it_has_found(
     workplace, monkeypatch, capsys
 ):

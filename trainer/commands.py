@@ -20,6 +20,7 @@ from processes.command_line import Options
 from processes.distributed import Process, num_gpus, spans_nodes, start_torchrun
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
+from reporting.speed import CARDS_GIB, usable_gib
 from reporting.summary import final_status
 from run_config import OLD_NAME, Run, load_run, make_run_dir
 from tokens.batch_plan import largest_divisor
@@ -167,6 +168,16 @@ def search(run: Run, options: Options, num_processes: int) -> None:
         f"fastest microbatch: {fastest.microbatch_size:,}"
         f" ({fastest.tokens_per_second:,.0f} tokens/s)"
     )
+    if on_gpu and len(fitting) > 1 and (line := fit_memory(fitting)):
+        slope, fixed = line
+        sizes = [
+            f"{card} GiB {max(0, int((usable_gib(reported) - fixed) / slope)):,}"
+            for card, reported in CARDS_GIB.items()
+        ]
+        print_line(
+            f"other cards, by the line {fixed:.3g} GiB + {slope:.3g} GiB a sequence through the two"
+            f" largest: {', '.join(sizes)}"
+        )
     if options.save:
         print_line(save_result(run, trials, num_processes))
 
@@ -257,14 +268,9 @@ def find_max_microbatch(
         if low == most or failure == low + 1:
             break
         predicted: float = low * GROWTH
-        if len(fitting) > 1:
-            slope, fixed = np.polyfit(
-                [trial.microbatch_size for trial in fitting[-2:]],
-                [trial.demand_gib for trial in fitting[-2:]],
-                1,
-            )
-            if slope > 0:
-                predicted = (fitting[-1].capacity_gib - fixed) / slope * (1 - ROUNDING)
+        if len(fitting) > 1 and (line := fit_memory(fitting)):
+            slope, fixed = line
+            predicted = (fitting[-1].capacity_gib - fixed) / slope * (1 - ROUNDING)
         if predicted > low * GROWTH:
             predicted = min(predicted * SAFETY, low * MAX_GROWTH)
         size = max(int(predicted), low + 1 + low // 100)
@@ -273,6 +279,14 @@ def find_max_microbatch(
         if most is not None:
             size = min(size, most)
     return trials
+
+
+def fit_memory(fitting: list[Trial]) -> tuple[float, float] | None:
+    """Fit GiB a sequence and fixed GiB through the two largest trials; None if they do not rise."""
+    sizes = [trial.microbatch_size for trial in fitting[-2:]]
+    memory = [trial.demand_gib for trial in fitting[-2:]]
+    slope, fixed = np.polyfit(sizes, memory, 1)
+    return (slope, fixed) if slope > 0 else None
 
 
 def by_size(trials: list[Trial]) -> tuple[list[Trial], int | None]:

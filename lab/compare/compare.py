@@ -47,10 +47,10 @@ HIDDEN_FIRST = (  # in a terminal that is too narrow
     "usd_per_hour",
     "usd_without_validation",
     "tokens_per_second",
+    "usd_per_megatoken_without_validation",
     "usd_per_megatoken",
     "train_loss",
     "seconds_without_validation",
-    "ift_score",
     "tokens",
     "seconds",
     "tokens_to_loss",
@@ -87,6 +87,7 @@ SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format of a
     "usd": ("US$", dollars),
     "usd_without_validation": ("US$,\nno val.", dollars),
     "usd_per_megatoken": ("US$ per\nMtoken", precise),
+    "usd_per_megatoken_without_validation": ("US$ per\nMtoken,\nno val.", precise),
 }
 
 

@@ -165,6 +165,8 @@ def _row_of(group: list[Result], text: str) -> Row:
     }
     seconds, usd, validation = found["seconds"], found["usd"], found.pop("validation_seconds")
     training = None if None in (seconds, validation) else seconds - validation
+    usd_training = _ratio(None if None in (usd, training) else usd * training, seconds)
+    megatokens = _ratio(found["tokens"], 1e6)
     return Row(
         group,
         {
@@ -175,11 +177,10 @@ def _row_of(group: list[Result], text: str) -> Row:
             "num_seeds": len(group),
             **found,
             "seconds_without_validation": training,
-            "usd_without_validation": _ratio(
-                None if None in (usd, training) else usd * training, seconds
-            ),
+            "usd_without_validation": usd_training,
             "usd_per_hour": _ratio(usd, _ratio(seconds, 3600)),
-            "usd_per_megatoken": _ratio(usd, _ratio(found["tokens"], 1e6)),
+            "usd_per_megatoken": _ratio(usd, megatokens),
+            "usd_per_megatoken_without_validation": _ratio(usd_training, megatokens),
             "ift_judge": first.judge,
             "machine": first.device,
             **spreads,

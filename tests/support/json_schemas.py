@@ -100,6 +100,7 @@ COMPARED = part(
     " test_loss validation_bits_per_byte test_bits_per_byte ift_score ift_low"
     " ift_high seconds seconds_without_validation tokens_per_second num_gpus"
     " usd_per_hour usd usd_without_validation usd_per_megatoken"
+    " usd_per_megatoken_without_validation"
     " test_loss_spread validation_loss_spread"
     " train_loss_spread tokens_to_loss usd_to_loss"
     " reference_difference reference_tokens_ahead",
