@@ -1,4 +1,4 @@
-"""`lab generate`: text from a model."""
+"""`lab generate`: text from a model, or from several side by side."""
 
 import os
 from contextlib import suppress
@@ -8,11 +8,14 @@ from typing import Any
 import click
 
 from basics.cli import RUNS_DIR, FiniteRange
-from basics.errors import visible
+from basics.errors import one_line, visible
+from lab.table import Column, Table
+
+MIN_WIDTH = 16  # characters to which a text is wrapped beside others
 
 
 @click.command()
-@click.argument("target")
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
 @click.option(
     "--checkpoint",
     default="best",
@@ -55,7 +58,7 @@ from basics.errors import visible
 )
 @RUNS_DIR
 def command(
-    target: str,
+    targets: tuple[str, ...],
     checkpoint: str,
     prompt: str,
     num_samples: int,
@@ -64,27 +67,49 @@ def command(
     runs_dir: Path,
     **sampling: Any,
 ) -> None:
-    """Generate text from a model.
+    """Generate text from a model, or from several models side by side.
 
-    TARGET is a run, a directory of GPT-2 weights, or a model on the Hugging Face hub
-    (owner/name). A text is printed while it is generated, and ends at the end-of-text token, or
-    before a --stop. When the context is full, its older half is dropped.
+    TARGET is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
+    hub (owner/name). A text is printed while it is generated, and ends at the end-of-text token, or
+    before a --stop. When the context is full, its older half is dropped. Texts of several models
+    are printed in a table, each from the same seed.
     """
     # Imported here so that --help does not wait for torch.
+    from lab.evaluate.measure import choose_models
     from reporting.sampling import SamplingOptions, stream_text
     from trainer.models import load_model
 
-    loaded = load_model(target, runs_dir=runs_dir, checkpoint_name=checkpoint)
-    tokenizer = loaded.load_tokenizer()
+    models = choose_models(targets, checkpoint, None, runs_dir)
     prompt = as_utf8(prompt)
-    for number in range(num_samples):
+    seeds = range(seed, seed + num_samples)
+    heads = [f"--- {place + 1} of {num_samples}, seed {each}" for place, each in enumerate(seeds)]
+    texts: list[list[str]] = [[] for _ in seeds]
+    for chosen in models:  # one at a time is in memory
+        loaded = load_model(chosen.name, runs_dir=runs_dir, checkpoint_name=chosen.checkpoint)
+        tokenizer = loaded.load_tokenizer()
+        for head, text, each in zip(heads, texts, seeds, strict=True):
+            options = SamplingOptions(**sampling, seed=each)
+            pieces = stream_text(loaded.model, tokenizer, prompt, options, stops=stops)
+            if len(models) > 1:
+                text.append(prompt + "".join(pieces))
+                continue
+            if num_samples > 1:
+                click.echo(head)
+            click.echo(visible(prompt), nl=False)
+            for piece in pieces:
+                click.echo(visible(piece), nl=False)
+            click.echo()
+        del loaded  # before the next one is loaded
+    if len(models) == 1:
+        return
+    columns = [
+        Column(one_line("@".join(filter(None, (one.name, one.checkpoint)))), "left", MIN_WIDTH)
+        for one in models
+    ]
+    for head, text in zip(heads, texts, strict=True):
         if num_samples > 1:
-            click.echo(visible(f"--- {number + 1} of {num_samples}, seed {seed + number}"))
-        click.echo(visible(prompt), nl=False)
-        options = SamplingOptions(**sampling, seed=seed + number)
-        for piece in stream_text(loaded.model, tokenizer, prompt, options, stops=stops):
-            click.echo(visible(piece), nl=False)
-        click.echo()
+            click.echo(head)
+        click.echo(visible(Table(columns, [text]).terminal()))
 
 
 def as_utf8(argument: str) -> str:

@@ -35,6 +35,7 @@ END_BYTES = 2**17  # of the records, some 300: what a list shows of a run
 SEARCHED_BYTES = 2**22  # of the records, where the last validation is looked for
 VALIDATION = b'"validation_loss"'
 WARNED_RECORDS = 50  # the last ones, whose skipped steps are warned of
+EVALUATIONS = "evaluations.jsonl"  # of a run, and in `runs/` of the models that are no runs
 LITTLE_DISK_GIB = 5.0
 
 Record = dict[str, Any]
@@ -100,9 +101,10 @@ def last_value(records: Sequence[Record], key: str) -> float | None:
 
 
 def append_evaluation(path: Path, record: Record) -> None:
-    """Add a line with the time to a run's evaluations.jsonl; a failure is only a warning."""
+    """Add a line with the time to an evaluations.jsonl; a failure is only a warning."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         append_whole(path, to_json(record | {"time": now}) + "\n")
     except OSError as error:
         print_error(f"warning: result not saved: {path}: {error.strerror or error}")

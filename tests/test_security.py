@@ -158,9 +158,11 @@ def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch):
         "reporting.sampling.stream_text", lambda *_, **__: iter([f"{HOSTILE}\n\tx"])
     )
     for arguments in (("--samples", "2"), ("--prompt", HOSTILE.replace("\0", ""))):
-        result = succeeded(run_lab("generate", "x", *arguments))
+        result = succeeded(run_lab("generate", "owner/x", *arguments))
         assert is_inert(result.output) and "\n\tx" in result.output
         assert r"\x1b[2J" in result.output
+    side_by_side = succeeded(run_lab("generate", "owner/x", "owner/y")).output
+    assert is_inert(side_by_side) and side_by_side.count(r"\x1b[2J") == 2
 
 
 def test_the_hub_client_prints_nothing_by_itself(tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ from basics.cli import RUNS_DIR, USD_PER_HOUR, print_json
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from basics.text import dollars
 from lab.compare.reference import mark_differences, references_of, save_reference
-from lab.compare.results import Result, read_published, read_result
+from lab.compare.results import MODEL, Result, read_models, read_published, read_result
 from lab.compare.rows import LOSS_NAMES, Comparison, Row, compare
-from lab.runs import chosen_runs
+from lab.runs import chosen_runs, launched_runs
 from lab.table import UNKNOWN, Column, Table, short_count
 from reporting.metrics_file import set_keys
 from reporting.reference import Compared, ReferenceCurve
@@ -172,6 +172,9 @@ def command(
 ) -> None:
     """Compare RUNs, or all runs that have been launched. Works while they train.
 
+    RUN may also be a model that is no run, by the name under which it was evaluated or judged;
+    without RUN all of these are there too.
+
     Runs that differ only in random_seed are merged into one row.
     """
     if len(forms) > 1:
@@ -187,7 +190,8 @@ def command(
             )
         results[name] = results[name].priced(USD_PER_HOUR(price))
     comparison = compare([*results.values(), *(read_published() if published else [])], to_loss_of)
-    curves, problems = references_of([*results.values()], reference_name, runs_dir)
+    runs_alone = [result for result in results.values() if result.status != MODEL]
+    curves, problems = references_of(runs_alone, reference_name, runs_dir)
     comparison.notes.extend([*mark_differences(comparison.rows, curves), *problems])
     saved_to = save_reference(comparison.rows, saved_name, runs_dir) if saved_name else None
     table = table_of(comparison)
@@ -204,19 +208,24 @@ def command(
 
 
 def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
-    """Read the runs with these names, or all that have been launched and can be read.
+    """Read the runs and models with these names, or all that can be read.
 
     Raises: UserError: a named run does not exist, was not launched, or cannot be read.
     """
+    launched = launched_runs(runs_dir)
+    models = {one.name: one for one in read_models(runs_dir) if one.name not in launched}
+    named = [models[name] for name in dict.fromkeys(names) if name in models]
+    of_runs = [name for name in names if name not in models]
+    is_of_models = bool(names) and not of_runs
     results = []
-    for name in chosen_runs(runs_dir, names):
+    for name in [] if is_of_models else chosen_runs(runs_dir, of_runs):
         try:
             results.append(read_result(runs_dir / name))
         except UserError as error:
             if names:
                 raise
             print_error(f"warning: left out: {one_line(str(error))}")
-    return results
+    return [*results, *(named if names else models.values())]
 
 
 def table_of(comparison: Comparison) -> Table:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from basics.errors import UserError, one_line
 from basics.json_files import parsed_object
 from lab.plan.memory import size_name
-from lab.runs import Record, RunFiles, last_value, number, number_of
+from lab.runs import EVALUATIONS, Record, RunFiles, last_value, number, number_of, words
 from reporting.metrics_file import read_metrics, read_records
 from reporting.setting_changes import REFERENCE_SETTINGS, histories
 from reporting.summary import FINISHED, last_of_sets
@@ -20,6 +20,7 @@ from run_config import ModelConfig, TrainConfig, load_config, with_defaults
 
 PUBLISHED_PATH = Path(__file__).parents[2] / "runs" / "published.json"
 PUBLISHED = "published"
+MODEL = "model"  # one that is no run of this project
 LONGEST_VALUE = 60  # characters of a setting
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
     "dataset",
@@ -73,7 +74,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Result:
-    """One run, or one published row. Results with an equal group are points of one curve."""
+    """One run, another model, or a published row. Results with an equal group form one curve."""
 
     name: str
     status: str
@@ -145,11 +146,8 @@ def read_result(run_dir: Path) -> Result:
     """Read the files of one run. Raises: UserError: one of them is too large."""
     files = RunFiles.read(run_dir)
     records = tuple(read_metrics(run_dir / "metrics.jsonl"))
-    evaluations = [*map(parsed_object, read_records(run_dir / "evaluations.jsonl").split("\n"))]
-    scores = [
-        line for line in evaluations if number_of(line, "score") is not None and "judge" in line
-    ]
-    judged = scores[-1] if scores else {}  # the last line of `lab judge`
+    evaluations = _evaluations(run_dir)
+    judged = _last_judged(evaluations)
     tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
     settings = {key: shown(value) for key, value in config.items() if key not in REFERENCE_SETTINGS}
@@ -177,11 +175,11 @@ def read_result(run_dir: Path) -> Result:
         figures=_figures(files, records, config, judged),
         sets={key: number(value) for key, value in last_of_sets([*records, files.summary]).items()},
         records=records,
-        tests={str(test.get("text") or slice_of(test)): test for test in tests},  # later ones win
+        tests=_by_text(tests),
         tokenizer=next((name for name in tokenizers if isinstance(name, str)), None),
         code=shown(code) if code else "",
         memory_gib=number_of(facts, "peak_memory_gib"),
-        judge=f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else "",
+        judge=_judge_of(judged),
         loss_group=group(*LOSS_SETTINGS) if files.status == FINISHED else (),
         memory_group=(*machine, *group(*MEMORY_SETTINGS)),
         search=_trials(run_dir),
@@ -206,9 +204,9 @@ def _figures(
     context_length = number_of(config, "context_length")
     if found["tokens"] and steps and context_length:
         batch = round(found["tokens"] / steps / context_length)
-    interval, machine = judged.get("score_interval"), files.part("machine")
-    low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
+    machine = files.part("machine")
     is_on_gpus = machine.get("device_type") == "cuda"
+    found |= _score(judged)
     return found | {
         "steps": steps,
         "seconds": seconds,
@@ -216,20 +214,85 @@ def _figures(
         "validation_seconds": validation,
         "global_batch_size": batch,
         "microbatch_size": number((files.part("batch") or config).get("microbatch_size")),
-        "ift_score": number_of(judged, "score"),
-        "ift_low": number(low),
-        "ift_high": number(high),
         "num_gpus": number_of(machine, "processes") if is_on_gpus else None,
     }
 
 
-def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
-    """Return the tests of the last checkpoint, then of the best one; the longest slices first."""
-    tests = [
+def read_models(runs_dir: Path) -> list[Result]:
+    """Read what was measured of models that are no runs. Raises: UserError: it is too large."""
+    by_target: dict[str, list[Record]] = {}
+    for line in _evaluations(runs_dir):
+        if target := words(line.get("target")):
+            by_target.setdefault(target, []).append(line)
+    results = []
+    for target, lines in by_target.items():
+        tests = sorted(_losses(lines), key=_num_tokens, reverse=True)
+        judged = _last_judged(lines)
+        figures: Figures = dict.fromkeys(FIGURES)
+        if tests or judged:  # scores of tasks are not shown
+            tokenizers = (words(test.get("tokenizer")) for test in tests)
+            sizes = (words(line.get("model")) for line in lines)
+            result = Result(
+                name=target,
+                status=MODEL,
+                figures=figures | _score(judged),
+                tests=_by_text(tests),
+                tokenizer=next(filter(None, tokenizers), None),
+                judge=_judge_of(judged),
+                size=next(filter(None, sizes), ""),
+            )
+            results.append(result)
+    return results
+
+
+def _evaluations(directory: Path) -> list[Record]:
+    """Return the lines of `lab evaluate` and `lab judge`; of a damaged one an empty record."""
+    return [*map(parsed_object, read_records(directory / EVALUATIONS).split("\n"))]
+
+
+def _last_judged(evaluations: list[Record]) -> Record:
+    """Return the last line of `lab judge`; an empty one if there is none."""
+    scores = [
+        line for line in evaluations if number_of(line, "score") is not None and "judge" in line
+    ]
+    return scores[-1] if scores else {}
+
+
+def _judge_of(judged: Record) -> str:
+    return f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}" if judged else ""
+
+
+def _score(judged: Record) -> Figures:
+    interval = judged.get("score_interval")
+    low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
+    return {
+        "ift_score": number_of(judged, "score"),
+        "ift_low": number(low),
+        "ift_high": number(high),
+    }
+
+
+def _by_text(tests: list[Record]) -> dict[str, Record]:
+    """Return tests by the text or the slice that they were measured on; later ones win."""
+    return {str(test.get("text") or slice_of(test)): test for test in tests}
+
+
+def _num_tokens(test: Record) -> float:
+    return number_of(test, "num_tokens") or 0
+
+
+def _losses(evaluations: list[Record]) -> list[Record]:
+    """Return the losses on held-out tokens; not on tokens trained on."""
+    return [
         line
         for line in evaluations
         if number_of(line, "loss") is not None and line.get("split") == "validation"
-    ]  # not of tokens trained on
+    ]
+
+
+def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
+    """Return the tests of the last checkpoint, then of the best one; the longest slices first."""
+    tests = _losses(evaluations)
     best = files.part("best").get("checkpoint")
     last = number_of(files.summary, "global_step")
     steps = [number_of(line, "global_step") for line in tests]
@@ -240,7 +303,7 @@ def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
         found += [line for line, step in zip(tests, steps, strict=True) if step == last]
     if best is not None:
         found += [line for line in tests if line.get("checkpoint") == best]
-    return sorted(found, key=lambda line: number_of(line, "num_tokens") or 0, reverse=True)
+    return sorted(found, key=_num_tokens, reverse=True)
 
 
 def _trials(run_dir: Path) -> tuple[tuple[float, float], ...]:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from basics.errors import UserError
 from basics.text import counted
-from lab.compare.results import FIGURES, PUBLISHED, Result, mean_reached, shown, slice_of
+from lab.compare.results import FIGURES, MODEL, PUBLISHED, Result, mean_reached, shown, slice_of
 from lab.runs import number_of
 from lab.stats import pooled_deviation, t_95
 from reporting.summary import FINISHED
 
 SEED = "random_seed"
+ENDED = (FINISHED, MODEL, PUBLISHED)
 LOSS_NAMES = {
     "test_loss": "test loss",
     "validation_loss": "validation loss",
@@ -24,7 +25,7 @@ LOSS_NAMES = {
 
 @dataclass
 class Row:
-    """One run, one published row, or the mean of runs that differ only in their seed."""
+    """One run, model or published row, or the mean of runs that differ only in their seed."""
 
     results: list[Result]
     values: dict[str, Any]  # by column of CSV and JSON; None for what is not known
@@ -40,7 +41,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        return self.values["run"] + {FINISHED: "", PUBLISHED: "*"}.get(
+        return self.values["run"] + {FINISHED: "", MODEL: "", PUBLISHED: "*"}.get(
             self.first.status, f" ({self.first.status})"
         )
 
@@ -243,7 +244,9 @@ def deciding_loss(rows: list[Row]) -> str:
     Runs that have not ended count only if no run has ended.
     """
     measured = [row for row in rows if any(row.loss(kind) is not None for kind in LOSS_NAMES)]
-    ended = [row for row in measured if row.first.status in (FINISHED, PUBLISHED)] or measured
+    ended = [
+        row for row in measured if row.first.status in (FINISHED, MODEL, PUBLISHED)
+    ] or measured
     return max(LOSS_NAMES, key=lambda kind: sum(row.loss(kind) is not None for row in ended))
 
 

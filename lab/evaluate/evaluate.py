@@ -91,8 +91,9 @@ def command(
     """Measure models on held-out tokens and print one table, lowest loss first.
 
     A target is a run, RUN@CHECKPOINT, a directory of GPT-2 weights, or a model on the Hugging Face
-    hub (owner/name). The results of a run are added to its evaluations.jsonl; of a run with several
-    checkpoints a chart over tokens is drawn in its directory. In brackets are 95% intervals: of
+    hub (owner/name). The results of a run are added to its evaluations.jsonl, those of other models
+    to the one in --runs-dir: `lab compare` shows them. Of a run with several checkpoints a chart
+    over tokens is drawn in its directory. In brackets are 95% intervals: of
     losses over blocks of up to 16,384 tokens (Student's t; from 8 blocks on), of accuracies
     Wilson's.
     """

@@ -10,7 +10,8 @@ from basics.errors import UserError, one_line, print_error
 from checkpointing import find_checkpoint
 from lab.evaluate.scoring import Slice, encode_questions, evaluate, score
 from lab.evaluate.tasks import Quiz
-from lab.runs import Record, append_evaluation
+from lab.plan.memory import size_name
+from lab.runs import EVALUATIONS, Record, append_evaluation
 from preparation.ensure_dataset import provide_dataset
 from run_config import DATASET_NAME, load_run
 from tokens.token_file import TokenFile
@@ -36,7 +37,7 @@ def measure_all(
     runs_dir: Path,
     microbatch_size: int,
 ) -> Iterator[Record]:
-    """Measure every model and yield a record of its loss, or of each task; add runs' records.
+    """Measure every model and yield a record of its loss, or of each task; keep the records.
 
     `slices` are by the model's name; there are none if tasks are scored instead. Raises: UserError:
     a model, tokens or questions cannot be used; earlier records are good.
@@ -60,6 +61,9 @@ def measure_all(
             for record in _records(target, slices.get(model.name), quizzes, microbatch_size):
                 if target.run:
                     append_evaluation(target.run.evaluations_path, about | record)
+                else:
+                    of_model = {"model": size_name(target.model.config)}
+                    append_evaluation(runs_dir / EVALUATIONS, about | of_model | record)
                 yield about | record
         del target  # before the next one is loaded
     if not done:

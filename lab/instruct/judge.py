@@ -12,14 +12,14 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from basics.checkpoint_files import CHECKPOINT_NAME
-from basics.cli import PLACE
+from basics.cli import PLACE, RUNS_DIR
 from basics.errors import UserError, one_line, visible, writing_to
 from basics.files import append_whole
 from basics.json_files import parsed_object
 from basics.text import counted
 from lab.instruct.instructions import AnswersFile, check_writable, read_entries
 from lab.instruct.judge_endpoint import Comparison, Judge, UnusableReplyError, compare
-from lab.runs import Record, append_evaluation
+from lab.runs import EVALUATIONS, Record, append_evaluation
 from lab.table import Column, Table
 
 LINE_START = b'{"key":"'  # of every line of a file of judgements
@@ -58,6 +58,7 @@ Score = tuple[float, tuple[float, float] | None]  # the mean and its interval
     show_default=True,
     help="Seed of the order of the answers and of the intervals.",
 )
+@RUNS_DIR
 def command(
     files: tuple[Path, ...],
     model: str,
@@ -65,6 +66,7 @@ def command(
     output: Path | None,
     concurrency: int,
     seed: int,
+    runs_dir: Path,
 ) -> None:
     """Have a judge score the answers in each FILE, as `lab tune` writes them.
 
@@ -72,7 +74,7 @@ def command(
     the models' names. The key is read from OPENAI_API_KEY; your own server may need none. Each
     judgement is saved at once: the same command continues where an earlier one stopped, and
     repeats the questions that failed. The score of answers that lie in their run's directory is
-    added to its evaluations.jsonl: `lab compare` shows it.
+    added to its evaluations.jsonl, that of others to the one in --runs-dir: `lab compare` shows it.
     """
     by_name = _by_name(files)
     _, first = next(iter(by_name.values()))
@@ -109,21 +111,19 @@ def command(
         click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
     for name, (score, interval) in found.items():
         where, file = by_name[name]
-        run_dir = where.parent
-        if run_dir.name != file.model or not (run_dir / "model.json").is_file():
-            continue
+        is_of_run = where.parent.name == file.model and (where.parent / "model.json").is_file()
         record: Record = {}
         if at := CHECKPOINT_NAME.fullmatch(file.checkpoint or ""):
             record["global_step"] = int(at[1])  # a launch drops records of later steps
         record |= {
-            "target": file.model,
+            "target": file.model if is_of_run else name,
             "checkpoint": file.checkpoint,
             "judge": model,
             "score": score,
             "score_interval": interval,
             "questions": len(judged),
         }
-        append_evaluation(run_dir / "evaluations.jsonl", record)
+        append_evaluation((where.parent if is_of_run else runs_dir) / EVALUATIONS, record)
 
 
 def _table(found: dict[str, Score]) -> Table:

@@ -209,6 +209,43 @@ def test_csv_row_has_all_figures_of_a_run(runs):
     assert row["test_slice"] == "tiny/validation, 400 tokens from token 0"
 
 
+def test_models_that_are_no_runs_stand_in_the_table(runs):
+    """The last loss on a slice counts, and the last score; a run of the same name is the run."""
+    runs.add("one", losses=(3.3, 3.2, 3.1))
+    of_gpt2 = {"target": "openai-community/gpt2", "model": "GPT-2 small (124M)", "checkpoint": None}
+    judged = {"judge": "J", "score": 20.0, "score_interval": [18, 25]}
+    lines = [
+        of_gpt2 | SLICE | {"loss": 3.5},
+        of_gpt2 | SLICE | {"loss": 3.0},
+        of_gpt2 | SLICE | {"loss": 1.0, "split": "train"},
+        of_gpt2 | {"benchmark": "piqa", "accuracy": 0.6},
+        {"target": "openai-community/gpt2"} | judged,
+        {"target": "./export", "score": "x"} | SLICE,
+        {"target": "tasks", "benchmark": "piqa", "accuracy": 0.6},
+        {"target": "one"} | SLICE | {"loss": 9.0},
+        {"target": 7} | SLICE | {"loss": 9.0},
+        {"target": "./\x1b[2Jbad"} | SLICE | {"loss": 4.0},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (runs.dir / "evaluations.jsonl").write_text(text + '{"target": "cut')
+    comparison = runs.compare()
+    assert (
+        names_of(comparison)[:2] == ["openai-community/gpt2", "one"] and len(comparison.rows) == 3
+    )
+    row = cells_of(comparison, "openai")
+    assert (row["test loss"], row["IFT"]) == ("3.0000", "20.00 (18.00 to 25.00)")
+    assert row["model"] == "GPT-2 small (124M)" and row["val. loss"] == "-"
+    assert "\x1b" not in table_of(comparison).terminal(160)
+    assert names_of(runs.compare("one")) == ["one"]
+    assert names_of(runs.compare("openai-community/gpt2")) == ["openai-community/gpt2"]
+    both = runs.compare("one", "openai-community/gpt2")
+    assert names_of(both) == ["openai-community/gpt2", "one"]
+    checked(run_lab("compare", "--json", "--runs-dir", str(runs.dir)).stdout)
+    assert "no run 'absent'" in error_line(
+        run_lab("compare", "one", "absent", "--runs-dir", str(runs.dir))
+    )
+
+
 def test_the_score_of_a_judge_stands_beside_the_losses(runs):
     for name, lines in {
         "judged": [{"score": 1.0}, {"score": 21.5, "score_interval": [18, 25]}],

@@ -183,6 +183,11 @@ def test_a_model_on_the_hub_is_downloaded_unless_it_is_of_another_architecture(t
         rows = rows_of(lab_evaluate(trained, *arguments, **hub.environment(tmp_path / "home")))
     assert rows[0][0] == "someone/model"
     assert rows[0][1] == rows_of(lab_evaluate(trained, str(directory), "--dataset", "tiny"))[0][1]
+    kept = read_lines(trained.runs_dir / "evaluations.jsonl")
+    assert [line["target"] for line in kept] == ["someone/model", str(directory)]
+    assert kept[0]["loss"] == kept[1]["loss"] and kept[0]["model"].startswith("2 layers, 24 wide")
+    compared = run_lab("compare", "someone/model", "--runs-dir", str(trained.runs_dir)).stdout
+    assert "someone/model" in compared and f"{kept[0]['loss']:.4f}" in compared
     assert hub.downloads("model.safetensors") and not hub.downloads("pytorch_model.bin")
     other = Hub(
         {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x" * 1000},
@@ -331,6 +336,7 @@ def test_a_user_error_is_one_line_and_nothing_is_recorded(trained, arguments, me
     )
     assert message in error_line(lab_evaluate(trained, *arguments.split(" ")))
     assert not (trained.runs_dir / "tiny/evaluations.jsonl").exists()
+    assert not (trained.runs_dir / "evaluations.jsonl").exists()
 
 
 # Tasks

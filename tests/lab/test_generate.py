@@ -4,6 +4,7 @@ run, its text, its evaluation, its export.
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -151,6 +152,22 @@ def test_samples_and_stops_on_the_command_line(trained):
     stop = alone[0].rstrip("\n")[10]
     stopped = succeeded(generate(trained, *arguments, "--stop", stop)).stdout
     assert stopped == "import" + alone[0][6:].split(stop)[0] + "\n"
+
+
+def test_texts_of_several_models_stand_side_by_side(trained):
+    arguments = ("--prompt", "import", "--max-new-tokens", "8", "--top-k", "1")
+    alone = [
+        succeeded(generate(trained, "tiny", "--checkpoint", name, *arguments)).stdout
+        for name in ("latest", "best")
+    ]
+    both = succeeded(generate(trained, "tiny@latest", "tiny", *arguments, "--samples", "2")).stdout
+    first, second = both.split("--- ")[1:]
+    assert first.startswith("1 of 2, seed 42\n") and second.startswith("2 of 2, seed 43\n")
+    assert re.split(r"  +", first.splitlines()[1].strip()) == ["tiny@latest", "tiny@best"]
+    letters = "".join(re.findall(r"\w", "".join(first.splitlines()[3:])))
+    wanted = "".join(re.findall(r"\w", "".join(alone)))
+    assert sorted(letters) == sorted(wanted)  # the lines of both texts alternate
+    assert "runs/absent: no such run" in error_line(generate(trained, "tiny", "absent"))
 
 
 # lab tokenizer

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -421,6 +422,8 @@ def judge(endpoint, *arguments, key=""):
         "judge",
         "--model",
         "the-judge",
+        "--runs-dir",
+        str(Path(arguments[0]).parent / "runs"),
         *where,
         *arguments,
         OPENAI_API_KEY=key,
@@ -688,12 +691,14 @@ def test_a_run_gets_the_score_of_the_answers_in_its_directory(endpoint, workplac
         place = workplace.runs_dir / run / "instruction-answers.json"
         files.append(write_answers(place, run, worths))
     files.append(write_answers(workplace.runs_dir / "two/other.json", "other", [1, 1]))
-    judged(endpoint, *files)
+    judged(endpoint, "--runs-dir", str(workplace.runs_dir), *files)
     (one,), (two,) = (
         read_lines(workplace.runs_dir / run / "evaluations.jsonl") for run in ("one", "two")
     )
     assert (one["judge"], one["score"], one["questions"]) == ("the-judge", 20, 2)
     assert one["score_interval"] == [10, 30] and two["score"] == 60
+    (other,) = read_lines(workplace.runs_dir / "evaluations.jsonl")  # of a model that is no run
+    assert (other["target"], other["score"], other["judge"]) == ("other", 1, "the-judge")
     for first_step, kept in ((5, [20]), (4, [])):  # of a launch that goes on, or steps back
         remove_metrics_from(path, first_step)
         assert [line["score"] for line in read_lines(path)] == kept
