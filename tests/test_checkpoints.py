@@ -41,7 +41,7 @@ from checkpointing import (
     renew_links,
     save_checkpoint,
 )
-from ops.schedule import schedule_warning
+from ops.schedule import learning_rate_at, schedule_warning
 from processes.command_line import Options, command_line
 from processes.distributed import Process
 from processes.startup_agreement import Agreement
@@ -371,6 +371,17 @@ def test_a_rate_that_rises_is_one_warning_with_its_cause(
     found = schedule_warning(run.config, 39, was, num_steps=num_steps, changed=changed)
     assert raised in found and bool(raised) == bool(found)
     assert changed is not None or "because" not in found
+
+
+def test_before_its_decay_wsd_has_the_rates_of_a_run_of_any_length(workplace):
+    """So the longer run from such a checkpoint is the one that was long from the start."""
+    workplace.add_run(train={"schedule": "wsd", "decay_period_percent": 20})
+    config = load_run(workplace.runs_dir, "tiny").config
+    short, long = (
+        [learning_rate_at(config, step, num_steps=num_steps) for step in range(100)]
+        for num_steps in (100, 200)
+    )
+    assert short[:81] == long[:81] and short[81:] != long[81:]
 
 
 def test_without_links_latest_and_best_are_files_that_name_checkpoints(tmp_path, monkeypatch):
