@@ -65,6 +65,8 @@ FIGURES = (
     "ift_score",  # 0 to 100: a judge model's score after instruction fine-tuning
     "ift_low",
     "ift_high",  # the score's 95% interval
+    "ift_spread",  # standard deviation over repeated tunings; and their number
+    "ift_tunings",
     "seconds",
     "validation_seconds",
     "usd",  # of all phases; of one; of all
@@ -269,6 +271,8 @@ def _score(judged: Record) -> Figures:
         "ift_score": number_of(judged, "score"),
         "ift_low": number(low),
         "ift_high": number(high),
+        "ift_spread": number_of(judged, "score_spread"),
+        "ift_tunings": number_of(judged, "tunings"),
     }
 
 

@@ -146,9 +146,18 @@ def tune(
 
 
 def run(
-    target: LoadedModel, data: Data, options: TuneOptions, output: Path, model_output: Path
+    target: LoadedModel,
+    data: Data,
+    options: TuneOptions,
+    output: Path,
+    model_output: Path | None,
+    repeat: int = 1,
 ) -> None:
-    """Fine-tune, write the tuned model whole or not at all, then its answers. Raises: UserError."""
+    """Fine-tune, write the tuned model whole or not at all, then its answers.
+
+    Without `model_output` only the answers are kept; `repeat` counts tunings of the same model.
+    Raises: UserError.
+    """
     tokenizer = target.load_tokenizer()
     length = target.model.config.context_length
     encode = partial(
@@ -190,10 +199,12 @@ def run(
         "options": asdict(options),
         "epochs": epochs,
         "best_epoch": best["number"],
+        "repeat": repeat,
     }
-    card = tuned_card(target, data, record)
-    write_export(target, model_output, Extras(card, chat_template=CHAT_TEMPLATE))
-    click.echo(visible(f"tuned model in {model_output}"))
+    if model_output:
+        card = tuned_card(target, data, record)
+        write_export(target, model_output, Extras(card, chat_template=CHAT_TEMPLATE))
+        click.echo(visible(f"tuned model in {model_output}"))
     record["answers"] = _answer(target, data.test, options.max_new_tokens)
     with writing_to(output):
         write_atomically(output, to_json(record, indent=2))

@@ -68,6 +68,7 @@ class AnswersFile(BaseModel):
 
     model: str = Field(min_length=1)
     checkpoint: str | None = None
+    repeat: int = Field(default=1, ge=1)  # of several tunings of the same model
     answers: list[AnsweredEntry] = Field(min_length=1)
 
 

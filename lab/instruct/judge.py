@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -109,21 +110,42 @@ def command(
     )
     if reason:
         click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
-    for name, (score, interval) in found.items():
-        where, file = by_name[name]
+    for names in _repeated(by_name):
+        where, file = by_name[names[0]]
         is_of_run = where.parent.name == file.model and (where.parent / "model.json").is_file()
+        means = [
+            float(np.mean([scores[name] for name in names])) for scores in judged
+        ]  # by question
+        score, interval = summarise(means, seed=seed)
         record: Record = {}
         if at := CHECKPOINT_NAME.fullmatch(file.checkpoint or ""):
             record["global_step"] = int(at[1])  # a launch drops records of later steps
         record |= {
-            "target": file.model if is_of_run else name,
+            "target": file.model if is_of_run or len(names) > 1 else names[0],
             "checkpoint": file.checkpoint,
             "judge": model,
             "score": score,
             "score_interval": interval,
             "questions": len(judged),
         }
+        if len(names) > 1:
+            spread = statistics.stdev(found[name][0] for name in names)
+            record |= {"score_spread": spread, "tunings": len(names)}
+            mean = f"mean score {score:.2f} ± {spread:.2f}"
+            click.echo(visible(f"{one_line(file.model)}: {mean}, of {len(names)} tunings"))
         append_evaluation((where.parent if is_of_run else runs_dir) / EVALUATIONS, record)
+
+
+def _repeated(by_name: dict[str, tuple[Path, AnswersFile]]) -> list[list[str]]:
+    """Return the names of files that are repeated tunings of one model together, others alone."""
+    groups: dict[object, list[str]] = {}
+    for name, (path, file) in by_name.items():
+        groups.setdefault((path.parent, file.model, file.checkpoint), []).append(name)
+    found = []
+    for names in groups.values():
+        is_repeated = len({by_name[name][1].repeat for name in names}) == len(names)
+        found += [names] if is_repeated else [[name] for name in names]
+    return found
 
 
 def _table(found: dict[str, Score]) -> Table:

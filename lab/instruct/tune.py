@@ -1,5 +1,6 @@
 """`lab tune`: fine-tune a model on instructions, and write its answers to held-out ones."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ from lab.instruct.instructions import book_entries, check_writable, load_entries
     help="Seed of the order of the entries and of dropout.",
 )
 @click.option(
+    "--repeats",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Tune and answer so many times, each with the next seed: FILE, FILE-2 and so on, for the"
+    " spread of the score. The first model is kept.",
+)
+@click.option(
     "--output",
     type=PLACE,
     metavar="FILE",
@@ -77,6 +86,7 @@ def command(
     target_name: str,
     checkpoint: str,
     data: Path | None,
+    repeats: int,
     output: Path | None,
     model_output: Path | None,
     runs_dir: Path,
@@ -111,6 +121,12 @@ def command(
             " replaced; name another directory with --model-output"
         )
     check_output(model_output, option="--model-output")
-    check_writable(output)
+    outputs = [output, *(output.with_stem(f"{output.stem}-{n + 1}") for n in range(1, repeats))]
+    for path in outputs:
+        check_writable(path)
     entries = load_entries(data or book_entries(datasets_dir))
-    run(target, entries, TuneOptions(**options), output, model_output)
+    first = TuneOptions(**options)
+    run(target, entries, first, output, model_output)
+    for number, path in enumerate(outputs[1:], start=1):
+        target = load_model(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)
+        run(target, entries, replace(first, seed=first.seed + number), path, None, number + 1)

@@ -237,6 +237,24 @@ def test_the_data_of_the_book_is_downloaded_once(
     assert (tuned_place.datasets_dir / "instruction-data.json").read_bytes() == wanted
 
 
+def test_repeated_tunings_differ_in_their_seed_alone_and_keep_the_first_model(tuned_place):
+    succeeded(tune(tuned_place, *SHORT, "--repeats", "2", "--seed", "7"))
+    run_dir = tuned_place.runs_dir / "tiny"
+    first, second = (
+        json.loads((run_dir / f"instruction-answers{end}.json").read_text()) for end in ("", "-2")
+    )
+    assert [one["repeat"] for one in (first, second)] == [1, 2]
+    assert (first["options"].pop("seed"), second["options"].pop("seed")) == (7, 8)
+    assert first["options"] == second["options"] and first["epochs"][0] == second["epochs"][0]
+    assert first["epochs"][1] != second["epochs"][1]
+    alone = str(tuned_place.root / "alone.json")
+    model = ("--model-output", str(tuned_place.root / "model"))
+    succeeded(tune(tuned_place, *SHORT, "--seed", "8", "--output", alone, *model))
+    assert json.loads(Path(alone).read_text())["epochs"] == second["epochs"]
+    weights = [place / "model.safetensors" for place in (run_dir / "tuned", Path(model[1]))]
+    assert weights[0].read_bytes() != weights[1].read_bytes()  # not that of the second seed
+
+
 def test_places_that_cannot_be_written_are_refused_before_tuning(tuned_place):
     succeeded(tune(tuned_place, *SHORT))
     base, other = tuned_place.runs_dir / "tiny/tuned", tuned_place.root / "other"
@@ -702,6 +720,22 @@ def test_a_run_gets_the_score_of_the_answers_in_its_directory(endpoint, workplac
     for first_step, kept in ((5, [20]), (4, [])):  # of a launch that goes on, or steps back
         remove_metrics_from(path, first_step)
         assert [line["score"] for line in read_lines(path)] == kept
+
+
+def test_the_score_of_repeated_tunings_has_their_spread(endpoint, workplace):
+    run_dir = workplace.add_run("one")
+    files = []
+    for number, worths in enumerate(([10, 30], [20, 60]), start=1):
+        path = run_dir / f"answers-{number}.json"
+        files.append(write_answers(path, "one", worths))
+        path.write_text(path.read_text().replace('"more": 1', f'"repeat": {number}'))
+    files.append(write_answers(workplace.root / "other.json", "other", [1, 1]))
+    result = succeeded(judge(endpoint, "--runs-dir", str(workplace.runs_dir), *files))
+    assert "one: mean score 30.00 ± 14.14, of 2 tunings\n" in result.stdout
+    (line,) = read_lines(run_dir / "evaluations.jsonl")
+    assert (line["score"], line["tunings"], line["target"]) == (30, 2, "one")
+    assert line["score_spread"] == pytest.approx(14.142, rel=1e-4)
+    assert line["score_interval"] == [15, 45]  # over the questions, of their means
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ COMPARED = part(
     flag="is_within_spread",
     number_or_none="global_batch_size microbatch_size tokens steps train_loss validation_loss"
     " test_loss validation_bits_per_byte test_bits_per_byte ift_score ift_low"
-    " ift_high seconds seconds_without_validation tokens_per_second num_gpus"
+    " ift_high ift_spread ift_tunings seconds seconds_without_validation tokens_per_second num_gpus"
     " usd_per_hour usd usd_without_validation usd_per_megatoken"
     " usd_per_megatoken_without_validation"
     " test_loss_spread validation_loss_spread"
