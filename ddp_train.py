@@ -419,6 +419,10 @@ class Trainer:
             self.wait_for_all()
             self.validate(self.resume.first_step - 1)
             self.wait_for_all()
+        if self.config.validate_at_start and self.resume.first_step == 0:
+            self.wait_for_all()
+            self.validate_initial_weights()
+            self.wait_for_all()
 
     def say_settings(self, warnings: list[str]) -> None:
         """Print what the launch goes on from, the warnings of the start-up, sizes and rates."""
@@ -550,19 +554,10 @@ class Trainer:
 
         Rank 0 records the losses, and continues the run's `sample_prompts` with the model.
         """
-        losses = {}
         with self.clock.phase(VALIDATION) as phase:
-            for name, microbatches in self.data.validation_sets.items():
-                loss = validate(self.step.loss_functions, microbatches, self.watchdog)
-                if loss is None:  # with `validate_on` "all" on every rank
-                    return
-                losses[name] = loss
-        if not self.process.is_main:
+            results = self.measure_validation_losses()
+        if results is None:
             return
-        results = [
-            SetResult(name, losses[name], bytes_per_token)
-            for name, bytes_per_token in self.data.set_bytes_per_token.items()
-        ]
         self.log.report_validation(global_step, results, phase.seconds)
         if prompts := self.config.sample_prompts:
             with self.clock.phase(VALIDATION), autocast(self.config.precision, self.process.device):
@@ -575,6 +570,31 @@ class Trainer:
                 usd=self.clock.usd(),
             )
         )
+
+    def validate_initial_weights(self) -> None:
+        """Record the validation losses before the first step. Every rank."""
+        with self.clock.phase(VALIDATION) as phase:
+            results = self.measure_validation_losses()
+        if results is not None:
+            self.log.report_initial_validation(results, phase.seconds)
+
+    def measure_validation_losses(self) -> list[SetResult] | None:
+        """Measure the loss on each validation set. Every rank.
+
+        None after a stop signal, and on ranks other than 0.
+        """
+        losses = {}
+        for name, microbatches in self.data.validation_sets.items():
+            loss = validate(self.step.loss_functions, microbatches, self.watchdog)
+            if loss is None:  # with `validate_on` "all" on every rank
+                return None
+            losses[name] = loss
+        if not self.process.is_main:
+            return None
+        return [
+            SetResult(name, losses[name], bytes_per_token)
+            for name, bytes_per_token in self.data.set_bytes_per_token.items()
+        ]
 
     def draw_charts(self) -> None:
         """Start to draw the run's charts, the last thing before training goes on. Rank 0."""

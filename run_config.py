@@ -143,6 +143,7 @@ class TrainConfig(FrozenConfig):
     validation_sequences: Count | None = None
     validation: dict[str, str] | None = None  # sets by name: a token file, or a dataset
     validate_on: Literal["rank0", "all"] = "rank0"
+    validate_at_start: bool = False  # also before the first step
     checkpoint_interval: Count | None = None  # global steps
     keep_checkpoints: Count | None = None  # None for all
     sample_prompts: Prompts | None = None
@@ -214,6 +215,10 @@ class TrainConfig(FrozenConfig):
             (
                 self.validation is not None and not self.validates,
                 "validation names the sets to validate on: set validation_interval too, or drop it",
+            ),
+            (
+                self.validate_at_start and not self.validates,
+                "validate_at_start needs a validation: set validation_interval too, or drop it",
             ),
             (
                 self.validation is not None and not 1 <= len(self.validation) <= MAX_SETS,

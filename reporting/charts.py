@@ -20,7 +20,7 @@ from basics.json_files import found_object
 from basics.text import dollars
 from ops.schedule import learning_rate_at
 from processes.beside import serve
-from reporting.metrics_file import is_step, read_metrics, set_key, set_keys
+from reporting.metrics_file import INITIAL_LOSS, is_step, read_metrics, set_key, set_keys
 from reporting.reference import Kind, ReferenceCurve, reference_of_run
 from reporting.setting_changes import recorded_changes
 from run_config import Run, TrainConfig
@@ -81,12 +81,14 @@ def draw_charts(run_dir: Path, records: Records) -> None:
 
     if steps := [record for record in records if record.get("train_loss") is not None]:
         config, num_steps = _plan_of(run_dir)
+        initial = (record.get(INITIAL_LOSS) for record in records)
         draw(
             "loss-chart.png",
             "loss (nats per token)",
             partial(
                 plot_losses,
                 deciding_set=config.deciding_set if config else "",
+                initial_loss=next((loss for loss in initial if loss is not None), None),
                 reference=reference_of_run(run_dir),
             ),
             steps,
@@ -173,6 +175,7 @@ def plot_losses(
     validations: Records,
     *,
     deciding_set: str = "",
+    initial_loss: float | None = None,
     reference: ReferenceCurve | None = None,
 ) -> None:
     """Plot the training loss with its range, the validation loss and the best one; and dollars.
@@ -203,6 +206,16 @@ def plot_losses(
             marker="v",
             linestyle="none",
             label=f"spikes (mean far above those before): {len(spikes)}",
+        )
+    if initial_loss is not None:
+        axes.plot(
+            0,
+            initial_loss,
+            color="tab:red",
+            marker="s",
+            markersize=5,
+            linestyle="none",
+            label=f"validation before training: {initial_loss:.4f}",
         )
     if validations:
         axes.plot(

@@ -16,6 +16,7 @@ MAX_STEP = 2**40
 BOUND = 1e100  # of the numbers of a record
 LARGEST = 1e15  # the largest number that a run could have measured
 THROTTLING = "gpu_throttling"
+INITIAL_LOSS = "validation_initial_loss"  # before the first step
 CHANGED = "changed"  # settings between two launches: see `setting_changes`
 # Where trackers show the keys of a record, and the beginning of a key that they leave out. {layer}
 # and {gpu} are the place in a list, counted from 1 and, as nvidia-smi does, from 0.
@@ -42,6 +43,7 @@ SECTIONS = {
         "validation_perplexity",
         "validation_bits_per_byte",
         "validation_seconds",
+        INITIAL_LOSS,
     ),
     ("progress", ""): ("tokens", "seconds", "usd", "seconds_left", "usd_at_end"),
     ("layers/{layer}", "layer_"): (

@@ -17,7 +17,7 @@ from basics.json_files import to_json
 from basics.text import counted, dollars
 from reporting.clock import VALIDATION, PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, Window
-from reporting.metrics_file import LARGEST, read_metrics, set_key
+from reporting.metrics_file import INITIAL_LOSS, LARGEST, read_metrics, set_key
 from reporting.reference import Comparison, Kind
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
 from reporting.time_left import TimeLeft
@@ -183,6 +183,16 @@ class RunLog:
             said += f", {result.loss:.4f} on {result.text}"
         self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | {said} | {seconds:.1f} s")
         self._warn_if_behind()
+
+    def report_initial_validation(self, results: Sequence[SetResult], seconds: float) -> None:
+        """Record and show the validation before the first step. No checkpoint has its loss."""
+        self._time_left.add_validation()
+        self.record(0, {"tokens": 0, INITIAL_LOSS: results[0].loss})
+        said = ", ".join(
+            f"{result.loss:.4f} on {result.text}" if result.name else f"{result.loss:.4f}"
+            for result in results
+        )
+        self.say(f"step 0/{self.plan.num_steps:,} | validation loss {said} | {seconds:.1f} s")
 
     def _left(self, seconds_left: float | None, usd: float) -> dict[str, float]:
         """Return what a record has of the time and the dollars to come, as far as it is known."""

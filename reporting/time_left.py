@@ -56,8 +56,12 @@ class TimeLeft:
 
     def after_validation(self, global_step: int) -> float | None:
         """Return the seconds left after the validation of a step, as `after_steps` does."""
-        self._num_validations += 1
+        self.add_validation()
         return self._seconds(global_step, num_validated=global_step + 1)
+
+    def add_validation(self) -> None:
+        """Count one whose seconds the clock has by now."""
+        self._num_validations += 1
 
     def _seconds(self, global_step: int, *, num_validated: int) -> float | None:
         """Return the seconds left; the validations of the first `num_validated` steps are done."""

@@ -25,7 +25,7 @@ from reporting.charts import (
     plot_layers,
     plot_losses,
 )
-from reporting.metrics_file import METRICS
+from reporting.metrics_file import INITIAL_LOSS, METRICS
 from run_config import load_run
 from tests.support.workplace import TINY_TRAIN, draw_bare
 
@@ -103,6 +103,22 @@ def test_the_loss_chart_shows_training_validation_and_the_best_one():
     training, validation, best = axes.lines
     assert training.get_xydata()[0].tolist() == [10, pytest.approx(10 * 10**-0.2)]
     assert len(validation.get_xdata()) == 20 and best.get_xdata() == [2000]
+
+
+def test_the_loss_chart_shows_the_validation_before_training(tmp_path, monkeypatch):
+    drawn = []
+
+    def lay_out(path, plot):
+        figure = Figure()
+        plot(figure)
+        drawn.append(figure)
+
+    monkeypatch.setattr(charts, "draw_by_hand", lay_out)
+    draw_charts(tmp_path, [{"global_step": 0, INITIAL_LOSS: 5.5}, *records(300)])
+    (axes,) = drawn[0].axes
+    texts = axes.get_legend_handles_labels()[1]
+    place = texts.index("validation before training: 5.5000")
+    assert axes.get_legend_handles_labels()[0][place].get_xydata().tolist() == [[0, 5.5]]
 
 
 def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run():

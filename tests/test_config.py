@@ -70,6 +70,16 @@ WRONG = [
     ("train", {"microbatch_size": None}, '"microbatch_size" is missing'),
     ("train", {"min_train_tokens": 0}, "min_train_tokens is 0"),
     ("train", {"validation_batches": None}, "validation_interval goes together with"),
+    (
+        "train",
+        {
+            "validation_interval": None,
+            "validation_batches": None,
+            "checkpoint_interval": 5,
+            "validate_at_start": True,
+        },
+        "validate_at_start needs a validation",
+    ),
     ("train", {"validation_interval": None, "validation_batches": None}, "checkpoint_interval"),
     ("train", {"validation_sequences": 4}, "validation_batches and validation_sequences exclude"),
     (

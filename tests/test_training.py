@@ -17,6 +17,7 @@ from basics.machine import code_version
 from gpt import GPTModel
 from processes.command_line import Options, command_line, read_command_line
 from processes.distributed import Process
+from reporting.metrics_file import INITIAL_LOSS
 from run_config import TrainConfig, load_run
 from tests.support.runs import summary_of, validations_of
 from tests.support.workplace import (
@@ -245,6 +246,24 @@ def test_a_run_without_validation_takes_best_from_the_training_loss(workplace):
     )
     best = json.loads((run_dir / "checkpoints/best/meta.json").read_text())
     assert best == min(metas, key=lambda meta: meta["loss"])
+
+
+def test_the_initial_weights_are_validated_once_and_decide_no_best(workplace):
+    train = {"validate_at_start": True, "learning_rate": 1e-9, "min_train_tokens": 10 * 128}
+    run_dir = workplace.add_run(train=train)
+    workplace.add_dataset()
+    first = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "7")).stdout
+    again = succeeded(workplace.torchrun(2, "tiny")).stdout
+    initial, *others = [
+        record for record in read_lines(run_dir / "metrics.jsonl") if INITIAL_LOSS in record
+    ]
+    assert not others and (initial["global_step"], initial["tokens"]) == (0, 0)
+    validations = [record["validation_loss"] for record in validations_of(run_dir)]
+    assert validations == pytest.approx([initial[INITIAL_LOSS]] * 2, abs=1e-4)
+    assert f"step 0/10 | validation loss {initial[INITIAL_LOSS]:.4f} | " in first
+    assert "step 0/10" not in again
+    best = json.loads((run_dir / "checkpoints/best/validation.json").read_text())["loss"]
+    assert best == min(validations)
 
 
 def change(workplace, file, **values):

@@ -195,8 +195,7 @@ def flops_of(run: Run, plan: BatchPlan) -> float:
 
 
 def count_validations(run: Run, plan: BatchPlan) -> int:
-    interval = run.config.validation_interval
-    return -(-plan.num_steps // interval) if interval else 0  # the last step is always validated
+    return run.config.num_validations(plan.num_steps) + run.config.validate_at_start
 
 
 def validation_flops(run: Run, plan: BatchPlan) -> float:

@@ -221,6 +221,11 @@ def test_the_share_of_validation_is_that_of_the_hours_without_it(workplace):
     assert part["share"] == pytest.approx(part["hours"] / found["hours"]["expected"])
     assert part["usd"] == pytest.approx(10 * part["hours"])
     assert without["validation"]["number"] == without["validation"]["share"] == 0
+    one_more = estimated(workplace, "x=8xH100@10", **train | {"validate_at_start": True})
+    assert one_more["validation"]["number"] == part["number"] + 1
+    assert one_more["validation"]["hours"] == pytest.approx(
+        part["hours"] * (1 + 1 / part["number"])
+    )
 
 
 def test_a_wish_for_validations_gives_the_interval(workplace):
