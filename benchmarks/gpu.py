@@ -1,7 +1,8 @@
-"""What a GPU can tell about this trainer, in 15 minutes of a rented card.
+"""What a GPU can tell about this trainer, in 20 minutes of a rented card.
 
     python benchmarks/gpu.py --parts facts,curve,rows --minutes 7
     python benchmarks/gpu.py --parts rank,kernels,memory,ceilings,diagnostics --minutes 7
+    python benchmarks/gpu.py --parts ladder --minutes 7
     python benchmarks/gpu.py --device cpu          # every part, with tiny shapes
 
 Each part runs in a process of its own and has a time limit. Each figure is a line of OUTPUT as soon
@@ -77,7 +78,7 @@ TINY = ModelConfig(
     qkv_bias=False,
 )
 # Seconds that a part may take, the most decisive first. On an H100 (estimated): 20, 50, 330, 60,
-# 50, 40, 15, 120.
+# 50, 40, 15, 120, 230.
 LIMITS = {
     "facts": 60,
     "curve": 120,
@@ -87,6 +88,7 @@ LIMITS = {
     "memory": 100,
     "ceilings": 60,
     "diagnostics": 180,
+    "ladder": 400,
 }
 LEAST_SECONDS = 5.0  # that a part needs to begin
 TINY_ROWS = ("ours", throughput.ORIGINAL, throughput.WHOLE_RUN)
@@ -251,6 +253,18 @@ def rows(place: Place) -> Iterator[Line]:
     else:
         chosen = [task for task in tasks if task.name in TINY_ROWS and task.model == tasks[0].model]
         tasks = [tiny_task(task) for task in chosen]
+    yield from measure_tasks(tasks, place)
+
+
+def ladder(place: Place) -> Iterator[Line]:
+    """Measure the rows of `benchmarks.throughput` that add one change at a time."""
+    tasks = throughput.tasks_of(place.device.type)
+    tasks = [task for task in tasks if task.name in throughput.LADDER]
+    yield from measure_tasks(tasks if place.is_gpu else list(map(tiny_task, tasks)), place)
+
+
+def measure_tasks(tasks: list[Task], place: Place) -> Iterator[Line]:
+    """Measure tasks of one shape while there is time, each in processes of its own."""
     with tempfile.TemporaryDirectory(prefix="gpu-rows-") as folder:
         tokens_path = throughput.write_tokens(Path(folder) / "zipf", tasks[0])
         for task in tasks:
@@ -560,6 +574,7 @@ PARTS = {
     "memory": memory,
     "ceilings": ceilings,
     "diagnostics": diagnostics,
+    "ladder": ladder,
 }
 
 
@@ -605,7 +620,7 @@ def page(lines: list[Line]) -> str:
             if line["part"] == part
         ]
         texts.append(f"## {part}\n")
-        if part == "rows":
+        if part in ("rows", "ladder"):
             texts += rows_page([line for line in found if "row" in line])
             found = [line for line in found if "row" not in line]
         # A table for each kind of line.
@@ -623,7 +638,8 @@ def rows_page(lines: list[Line]) -> list[str]:
         return []
     shape = ModelConfig(**known[0]["shape"])
     texts = [size_name(shape), "", *throughput.speed_table(measured, shape.flops_per_token), ""]
-    if any(line["row"] == throughput.REFERENCE for line in known):
+    references = throughput.REFERENCE, throughput.FIRST_OF_LADDER
+    if any(line["row"] in references for line in known):
         texts += throughput.differences(known)
     whole = [line for line in known if line.get("blocks") and line["row"] == throughput.WHOLE_RUN]
     return texts + [throughput.measurement_line(line, shape) for line in whole[-1:]]
@@ -651,7 +667,7 @@ def parse_parts(_: Any, __: Any, text: str) -> list[str]:
     default="cuda" if torch.cuda.is_available() else "cpu",
 )
 @click.option("--parts", default=",".join(PARTS), show_default=True, callback=parse_parts)
-@click.option("--minutes", type=float, default=15.0, show_default=True, help="Of all parts.")
+@click.option("--minutes", type=float, default=20.0, show_default=True, help="Of all parts.")
 @click.option(
     "--nanogpt",
     type=click.Path(exists=True, file_okay=False, resolve_path=True, path_type=Path),

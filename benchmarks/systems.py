@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,9 @@ class Task:
     microbatch_size: int
     global_batch_size: int
     num_steps: int
+    # Ours, no keys of train.json: as the trainer does by default on the device, or not at all.
+    pads_vocabulary: bool = True
+    fuses_adamw: bool = True
 
     @property
     def model(self) -> ModelConfig:
@@ -93,7 +96,13 @@ def ours(task: Task, tokens_path: Path, process: Process) -> System:
     train = resolve_for_device(TrainConfig(**task.train_values), process.device)
     if process.device.type == "cpu":
         keep_freed_memory()  # as ddp_train.py does
-    step = TrainingStep(build_training_state(task.model, train, process), train, process)
+    state = build_training_state(task.model, train, process)
+    if not task.pads_vocabulary:
+        state.model.options = replace(state.model.options, head_multiple=1)
+    if not task.fuses_adamw:
+        groups = [group | {"fused": None} for group in state.optimizer.param_groups]
+        state = replace(state, optimizer=PlainAdamW(groups))
+    step = TrainingStep(state, train, process)
     data = Microbatches(
         TokenFile(tokens_path), task.plan, start_token=0, vocab_size=task.model.vocab_size
     )
@@ -111,6 +120,16 @@ def ours(task: Task, tokens_path: Path, process: Process) -> System:
         train.precision,
         bool(train.compile),
     )
+
+
+class PlainAdamW(torch.optim.AdamW):
+    """AdamW as PyTorch computes it unless told otherwise: not fused. It skips no step."""
+
+    found_inf: Tensor  # set by `TrainingStep`
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        del self.found_inf  # only the fused kernel takes it, the others raise an error
+        return super().step(closure)
 
 
 def other(task: Task, tokens_path: Path, process: Process) -> System:

@@ -1,9 +1,11 @@
 """The benchmarks measure what they say: speed, recipes, the prose corpus."""
 
 import gzip
+import itertools
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,14 @@ from basics.errors import UserError
 from benchmarks import gpu, prose, recipes, systems, throughput
 from benchmarks.systems import Task, measure, time_steps
 from benchmarks.throughput import ORIGINAL, REFERENCE, RowFailed, differences
+from ddp_train import TrainingStep
 from lab.plan.memory import GPT2_SMALL, Setting, peak_memory
 from lab.plan.speed_sources import Measurement
 from reporting.speed import usable_gib
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.lab_cli import run_lab
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines, run_command, succeeded
-from trainer.precision import resolve_for_device
+from trainer.precision import choose_forward_options, resolve_for_device
 
 # --- what the compiler writes for a GPU
 
@@ -87,8 +90,9 @@ def test_the_products_on_a_gpu_are_those_of_the_model_and_attention_is_one_call(
 def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(
     tmp_path, pytestconfig
 ):
-    """The rows, three trainings of half a minute, with --thorough only."""
-    parts = [part for part in gpu.PARTS if part != "rows" or pytestconfig.getoption("--thorough")]
+    """Parts that train in processes of their own, for minutes, with --thorough only."""
+    is_thorough = pytestconfig.getoption("--thorough")
+    parts = [part for part in gpu.PARTS if part not in ("rows", "ladder") or is_thorough]
     output = tmp_path / "gpu.jsonl"
     result = succeeded(
         run_command(
@@ -132,6 +136,11 @@ def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(
     (found,) = re.findall(r"for benchmarks/measured.json: (.*)", result.stdout)
     measured = Measurement.model_validate_json(found)
     assert measured.tokens_per_second == rows[throughput.WHOLE_RUN] and measured.compile
+    assert [line["row"] for line in lines["ladder"]] == [
+        name for name in throughput.LADDER if name != "TF32"
+    ]
+    assert all(len(line["losses"]) == gpu.TINY_STEPS for line in lines["ladder"])
+    assert result.stdout.count("54,000") == 1 and "losses differ" not in result.stdout
 
 
 def test_a_part_that_fails_takes_too_long_or_comes_too_late_is_a_line_and_status_1(
@@ -340,6 +349,122 @@ def test_every_row_divides_the_global_batch_and_has_a_name_of_its_own(device):
     tasks = throughput.tasks_of(device, Path("nanogpt"))
     assert len({(task.name, task.model) for task in tasks}) == len(tasks)
     assert not any(task.global_batch_size % task.microbatch_size for task in tasks)
+
+
+# --- one change at a time
+
+
+def ladder_of(device):
+    return [task for task in throughput.tasks_of(device) if task.name in throughput.LADDER]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_row_changes_one_thing_and_fits_an_rtx_3090(device):
+    def settings(task):
+        changed = {field: getattr(task, field) for field in ("pads_vocabulary", "fuses_adamw")}
+        return set((task.changes | changed).items())
+
+    tasks = ladder_of(device)
+    assert [task.name for task in tasks] == [
+        name for name in throughput.LADDER if device == "cuda" or name != "TF32"
+    ]
+    for before, after in itertools.pairwise(tasks):
+        assert len(settings(after) - settings(before)) == 1
+        assert replace(before, name="", changes={}, pads_vocabulary=True, fuses_adamw=True) == (
+            replace(after, name="", changes={}, pads_vocabulary=True, fuses_adamw=True)
+        )
+    if device == "cuda":
+        place, bytes_there = torch.device("cuda", 0), usable_gib(23.6) * 2**30
+        for task in tasks:
+            train = resolve_for_device(TrainConfig(**task.train_values), place)
+            setting = Setting(task.model, train, train.precision, 1)
+            assert peak_memory(setting, task.microbatch_size).total < bytes_there
+            # So that there is something to leave out in the rows before.
+            if train.precision == "bf16":
+                assert choose_forward_options(task.model, train, place).head_multiple == 128
+
+
+def test_a_row_without_padding_and_the_fused_kernel_trains_without_them(monkeypatch, tmp_path):
+    """As on a GPU, whose default pads the head of code that is not compiled too."""
+    states = []
+
+    def build(state, *arguments):
+        states.append(state)
+        return TrainingStep(state, *arguments)
+
+    def padding(*arguments):
+        return replace(choose_forward_options(*arguments), head_multiple=128)
+
+    monkeypatch.setattr(systems, "TrainingStep", build)
+    monkeypatch.setattr("trainer.loss_functions.choose_forward_options", padding)
+    tasks = [
+        replace(gpu.tiny_task(task), changes=task.changes | {"compile": False})
+        for task in ladder_of("cpu")
+        if task.name in ("fp32", "vocabulary padded", "fused AdamW")
+    ]
+    tokens_path = throughput.write_tokens(tmp_path / "zipf", tasks[0])
+    lines = [{"row": task.name} | measure(task, tokens_path) for task in tasks]
+    found = [
+        (
+            state.model.options.attention,
+            state.model.options.head_multiple,
+            state.optimizer.param_groups[0]["fused"],
+        )
+        for state in states
+    ]
+    assert found == [
+        ("math", 1, None),
+        ("flash", 128, None),
+        ("flash", 128, True),
+    ]
+    assert differences(lines) == []
+
+
+def test_rows_of_one_change_have_a_table_of_their_own_beside_the_notes(monkeypatch, tmp_path):
+    def fake(task, *_):
+        if task.name == "bf16":
+            raise RowFailed("out of memory")
+        return {
+            "tokens_per_second": 2000.0 if task.changes["precision"] == "fp32" else 3000.0,
+            "precision": "fp32",
+            "peak_mib": 9.0,
+            "losses": [5.0 - 0.1 * step for step in range(10)],
+            "microbatch_size": 2,
+            "compile_seconds": 0.0,
+            "machine": {"device": "a test"},
+        }
+
+    tasks = [TASKS[0], *ladder_of("cuda")]
+    monkeypatch.setattr(throughput, "tasks_of", lambda *_: tasks)
+    monkeypatch.setattr(throughput, "measure_row", fake)
+    monkeypatch.setattr(throughput, "write_tokens", lambda folder, _: folder / "train.safetensors")
+
+    def call(*arguments):
+        return CliRunner().invoke(
+            throughput.main,
+            ["--device", "cpu", "--output", str(tmp_path / "out.jsonl"), *arguments],
+        )
+
+    assert "ours, fp32" not in call("--only", "TF32").stdout
+    both = call()
+    assert both.exit_code == 1 and ", cpu, one change at a time\n" in both.stdout
+    systems_table, ladder_table = both.stdout.split("one change at a time")
+    assert "RTX 3090" not in systems_table and "| / original |" in systems_table
+    rows = [line.strip("| ").split(" | ") for line in ladder_table.splitlines() if "| " in line]
+    cells = {name.strip(): [cell.strip() for cell in rest] for name, *rest in rows}
+    assert cells["TF32"][-3:] == ["1.50", "19,600", "1.39"]
+    assert cells["bf16"][0] == "failed: out of memory"
+    assert cells["fused AdamW"][-3:] == ["1.50", "54,000", "3.83"]
+
+
+def test_the_figures_of_the_notes_are_those_of_the_document():
+    text = (PROJECT_DIR / "benchmarks/README.md").read_text()
+    table = text[text.index("| row | adds |") :].split("\n\n")[0]
+    shown = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert [(name, notes, ratio) for name, _, notes, ratio, *_ in shown] == [
+        (name, f"{tokens:,}", f"{tokens / 14_100:.2f}")
+        for name, (_, tokens) in throughput.LADDER.items()
+    ]
 
 
 # --- recipes
