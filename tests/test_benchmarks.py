@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,9 +91,9 @@ def test_the_products_on_a_gpu_are_those_of_the_model_and_attention_is_one_call(
 def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(
     tmp_path, pytestconfig
 ):
-    """Parts that train in processes of their own, for minutes, with --thorough only."""
-    is_thorough = pytestconfig.getoption("--thorough")
-    parts = [part for part in gpu.PARTS if part not in ("rows", "ladder") or is_thorough]
+    """The rows, three trainings of half a minute, with --thorough only; the ladder has a test."""
+    left_out = {"ladder"} | ({"rows"} if not pytestconfig.getoption("--thorough") else set())
+    parts = [part for part in gpu.PARTS if part not in left_out]
     output = tmp_path / "gpu.jsonl"
     result = succeeded(
         run_command(
@@ -136,11 +137,6 @@ def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(
     (found,) = re.findall(r"for benchmarks/measured.json: (.*)", result.stdout)
     measured = Measurement.model_validate_json(found)
     assert measured.tokens_per_second == rows[throughput.WHOLE_RUN] and measured.compile
-    assert [line["row"] for line in lines["ladder"]] == [
-        name for name in throughput.LADDER if name != "TF32"
-    ]
-    assert all(len(line["losses"]) == gpu.TINY_STEPS for line in lines["ladder"])
-    assert result.stdout.count("54,000") == 1 and "losses differ" not in result.stdout
 
 
 def test_a_part_that_fails_takes_too_long_or_comes_too_late_is_a_line_and_status_1(
@@ -384,7 +380,10 @@ def test_each_row_changes_one_thing_and_fits_an_rtx_3090(device):
                 assert choose_forward_options(task.model, train, place).head_multiple == 128
 
 
-def test_a_row_without_padding_and_the_fused_kernel_trains_without_them(monkeypatch, tmp_path):
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_row_without_padding_and_the_fused_kernel_trains_without_them(
+    monkeypatch, tmp_path, compiles
+):
     """As on a GPU, whose default pads the head of code that is not compiled too."""
     states = []
 
@@ -398,7 +397,7 @@ def test_a_row_without_padding_and_the_fused_kernel_trains_without_them(monkeypa
     monkeypatch.setattr(systems, "TrainingStep", build)
     monkeypatch.setattr("trainer.loss_functions.choose_forward_options", padding)
     tasks = [
-        replace(gpu.tiny_task(task), changes=task.changes | {"compile": False})
+        replace(gpu.tiny_task(task), changes=task.changes | {"compile": compiles})
         for task in ladder_of("cpu")
         if task.name in ("fp32", "vocabulary padded", "fused AdamW")
     ]
@@ -445,7 +444,8 @@ def test_rows_of_one_change_have_a_table_of_their_own_beside_the_notes(monkeypat
             ["--device", "cpu", "--output", str(tmp_path / "out.jsonl"), *arguments],
         )
 
-    assert "ours, fp32" not in call("--only", "TF32").stdout
+    one = call("--only", "TF32")
+    assert one.exit_code == 0 and "ours, fp32" not in one.stdout
     both = call()
     assert both.exit_code == 1 and ", cpu, one change at a time\n" in both.stdout
     systems_table, ladder_table = both.stdout.split("one change at a time")
@@ -455,6 +455,28 @@ def test_rows_of_one_change_have_a_table_of_their_own_beside_the_notes(monkeypat
     assert cells["TF32"][-3:] == ["1.50", "19,600", "1.39"]
     assert cells["bf16"][0] == "failed: out of memory"
     assert cells["fused AdamW"][-3:] == ["1.50", "54,000", "3.83"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_part_of_a_gpu_measures_these_rows_only_and_its_page_has_the_notes(monkeypatch, device):
+    def fake(task, *_):
+        return {
+            "tokens_per_second": 2000.0,
+            "precision": task.changes["precision"],
+            "peak_mib": 9.0,
+            "losses": [5.0, 4.0 if task.name == "fused AdamW" else 3.0],
+            "microbatch_size": task.microbatch_size,
+            "compile_seconds": 0.0,
+        }
+
+    monkeypatch.setattr(throughput, "measure_row", fake)
+    monkeypatch.setattr(throughput, "write_tokens", lambda folder, _: folder)
+    place = gpu.Place(torch.device(device), None, time.monotonic() + 60)
+    lines = [{"part": "ladder"} | line for line in gpu.ladder(place)]
+    assert [line["row"] for line in lines] == [task.name for task in ladder_of(device)]
+    assert {line["microbatch_size"] for line in lines} == {place.size(8)}
+    page = gpu.page(lines)
+    assert "| 54,000 |" in page and "fused AdamW: its losses differ by 1.0000" in page
 
 
 def test_the_figures_of_the_notes_are_those_of_the_document():

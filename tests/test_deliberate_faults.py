@@ -5,6 +5,7 @@ from tests.support.workplace import PROJECT_DIR
 
 AREAS = {
     "accumulation",
+    "benchmarks",
     "best",
     "budget",
     "checkpoint",
