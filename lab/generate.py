@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from basics.cli import RUNS_DIR, FiniteRange
-from basics.errors import one_line, visible
+from basics.errors import UserError, one_line, visible
 from lab.table import Column, Table
 
 MIN_WIDTH = 16  # characters to which a text is wrapped beside others
@@ -84,9 +84,16 @@ def command(
     seeds = range(seed, seed + num_samples)
     heads = [f"--- {place + 1} of {num_samples}, seed {each}" for place, each in enumerate(seeds)]
     texts: list[list[str]] = [[] for _ in seeds]
+    failure = None
     for chosen in models:  # one at a time is in memory
-        loaded = load_model(chosen.name, runs_dir=runs_dir, checkpoint_name=chosen.checkpoint)
-        tokenizer = loaded.load_tokenizer()
+        try:
+            loaded = load_model(chosen.name, runs_dir=runs_dir, checkpoint_name=chosen.checkpoint)
+            tokenizer = loaded.load_tokenizer()
+        except UserError as error:
+            if not texts[0]:
+                raise
+            failure = error  # the texts of the models before it are printed first
+            break
         for head, text, each in zip(heads, texts, seeds, strict=True):
             options = SamplingOptions(**sampling, seed=each)
             pieces = stream_text(loaded.model, tokenizer, prompt, options, stops=stops)
@@ -104,12 +111,14 @@ def command(
         return
     columns = [
         Column(one_line("@".join(filter(None, (one.name, one.checkpoint)))), "left", MIN_WIDTH)
-        for one in models
+        for one in models[: len(texts[0])]
     ]
     for head, text in zip(heads, texts, strict=True):
         if num_samples > 1:
             click.echo(head)
         click.echo(visible(Table(columns, [text]).terminal()))
+    if failure:
+        raise failure
 
 
 def as_utf8(argument: str) -> str:

@@ -130,8 +130,11 @@ def is_launched(runs_dir: Path, name: str) -> bool:
     return any(version and version[1] for version in versions)
 
 
-def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
-    """Return these runs, or all that have been launched. Raises: UserError: one of them is not."""
+def chosen_runs(runs_dir: Path, names: Iterable[str], *, models: Iterable[str] = ()) -> list[str]:
+    """Return these runs, or all that have been launched.
+
+    Raises: UserError: one of them is not; it names those that are, and other `models`.
+    """
     launched = launched_runs(runs_dir)
     names = list(dict.fromkeys(plain_name(runs_dir, name) for name in names))
     for name in names:
@@ -142,7 +145,8 @@ def chosen_runs(runs_dir: Path, names: Iterable[str]) -> list[str]:
                     f" ddp_train.py {name}"
                 )
             trained = ", ".join(launched) or "none"
-            raise UserError(f"{runs_dir}: no run {name[:60]!r}; trained runs: {trained}")
+            others = f"; models: {', '.join(models)}" if models else ""
+            raise UserError(f"{runs_dir}: no run {name[:60]!r}; trained runs: {trained}{others}")
     return names or launched
 
 

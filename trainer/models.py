@@ -56,6 +56,12 @@ class LoadedModel:
     def device(self) -> torch.device:
         return self.model.token_embedding.weight.device
 
+    @property
+    def full_name(self) -> str:
+        """The name; of a directory its whole path, the same from every working directory."""
+        place = directory_of(Path(self.name))
+        return str(place.resolve()) if self.run is None and place.is_dir() else self.name
+
     def load_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises: UserError if it is not known."""
         if self.tokenizer_name is None:

@@ -214,18 +214,20 @@ def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
     """
     launched = launched_runs(runs_dir)
     models = {one.name: one for one in read_models(runs_dir) if one.name not in launched}
-    named = [models[name] for name in dict.fromkeys(names) if name in models]
-    of_runs = [name for name in names if name not in models]
-    is_of_models = bool(names) and not of_runs
+    if names:
+        found = [models[name] for name in dict.fromkeys(names) if name in models]
+        of_runs = [name for name in names if name not in models]
+        if of_runs:
+            chosen = chosen_runs(runs_dir, of_runs, models=models)
+            found = [*(read_result(runs_dir / name) for name in chosen), *found]
+        return found
     results = []
-    for name in [] if is_of_models else chosen_runs(runs_dir, of_runs):
+    for name in launched:
         try:
             results.append(read_result(runs_dir / name))
         except UserError as error:
-            if names:
-                raise
             print_error(f"warning: left out: {one_line(str(error))}")
-    return [*results, *(named if names else models.values())]
+    return [*results, *models.values()]
 
 
 def table_of(comparison: Comparison) -> Table:

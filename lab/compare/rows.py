@@ -15,7 +15,6 @@ from lab.stats import pooled_deviation, t_95
 from reporting.summary import FINISHED
 
 SEED = "random_seed"
-ENDED = (FINISHED, MODEL, PUBLISHED)
 LOSS_NAMES = {
     "test_loss": "test loss",
     "validation_loss": "validation loss",
@@ -241,13 +240,13 @@ def _mark_differences(rows: list[Row]) -> str:
 def deciding_loss(rows: list[Row]) -> str:
     """Choose the loss to sort by: the one that most rows have; test, then validation, if equal.
 
-    Runs that have not ended count only if no run has ended.
+    Runs that have not ended count only if no run has ended; models only if there are no runs.
     """
     measured = [row for row in rows if any(row.loss(kind) is not None for kind in LOSS_NAMES)]
-    ended = [
-        row for row in measured if row.first.status in (FINISHED, MODEL, PUBLISHED)
-    ] or measured
-    return max(LOSS_NAMES, key=lambda kind: sum(row.loss(kind) is not None for row in ended))
+    runs = [row for row in measured if row.first.status != MODEL]
+    ended = [row for row in runs if row.first.status in (FINISHED, PUBLISHED)]
+    deciding = ended or runs or measured
+    return max(LOSS_NAMES, key=lambda kind: sum(row.loss(kind) is not None for row in deciding))
 
 
 def _bits_note(rows: list[Row], kind: str) -> str:

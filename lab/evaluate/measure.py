@@ -62,8 +62,11 @@ def measure_all(
                 if target.run:
                     append_evaluation(target.run.evaluations_path, about | record)
                 else:
-                    of_model = {"model": size_name(target.model.config)}
-                    append_evaluation(runs_dir / EVALUATIONS, about | of_model | record)
+                    of_model = about | {
+                        "target": target.full_name,
+                        "model": size_name(target.model.config),
+                    }
+                    append_evaluation(runs_dir / EVALUATIONS, of_model | record)
                 yield about | record
         del target  # before the next one is loaded
     if not done:

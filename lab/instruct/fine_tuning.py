@@ -193,7 +193,7 @@ def run(
     epochs, best = tune(target.model, train, validation, options)
     click.echo(f"using the weights of epoch {best['number']:,}")
     record = {
-        "model": target.name,
+        "model": target.full_name,
         "checkpoint": target.checkpoint and target.checkpoint.name,
         "data": {"file": str(data.path), **counts},
         "options": asdict(options),

@@ -4,6 +4,7 @@ import json
 import os
 import statistics
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from tqdm import tqdm
 
 from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.cli import PLACE, RUNS_DIR
-from basics.errors import UserError, one_line, visible, writing_to
+from basics.errors import UserError, one_line, print_line, visible, writing_to
 from basics.files import append_whole
 from basics.json_files import parsed_object
 from basics.text import counted
 from lab.instruct.instructions import AnswersFile, check_writable, read_entries
 from lab.instruct.judge_endpoint import Comparison, Judge, UnusableReplyError, compare
-from lab.runs import EVALUATIONS, Record, append_evaluation
+from lab.runs import EVALUATIONS, Record, append_evaluation, is_launched
 from lab.table import Column, Table
 
 LINE_START = b'{"key":"'  # of every line of a file of judgements
@@ -74,8 +75,8 @@ def command(
     The judge sees all models' answers to a question in one request, in shuffled order and without
     the models' names. The key is read from OPENAI_API_KEY; your own server may need none. Each
     judgement is saved at once: the same command continues where an earlier one stopped, and
-    repeats the questions that failed. The score of answers that lie in their run's directory is
-    added to its evaluations.jsonl, that of others to the one in --runs-dir: `lab compare` shows it.
+    repeats the questions that failed. The score of a run is added to its evaluations.jsonl, that of
+    another model to the one in --runs-dir: `lab compare` shows it.
     """
     by_name = _by_name(files)
     _, first = next(iter(by_name.values()))
@@ -112,10 +113,14 @@ def command(
         click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
     for names in _repeated(by_name):
         where, file = by_name[names[0]]
-        is_of_run = where.parent.name == file.model and (where.parent / "model.json").is_file()
-        means = [
-            float(np.mean([scores[name] for name in names])) for scores in judged
-        ]  # by question
+        path = runs_dir / EVALUATIONS
+        if where.parent.name == file.model and (where.parent / "model.json").is_file():
+            path = where.parent / EVALUATIONS
+        elif is_launched(runs_dir, file.model):
+            path = runs_dir / file.model / EVALUATIONS
+        is_of_run = path != runs_dir / EVALUATIONS
+        # By question the mean over the tunings.
+        means = [float(np.mean([scores[name] for name in names])) for scores in judged]
         score, interval = summarise(means, seed=seed)
         record: Record = {}
         if at := CHECKPOINT_NAME.fullmatch(file.checkpoint or ""):
@@ -133,18 +138,34 @@ def command(
             record |= {"score_spread": spread, "tunings": len(names)}
             mean = f"mean score {score:.2f} ± {spread:.2f}"
             click.echo(visible(f"{one_line(file.model)}: {mean}, of {len(names)} tunings"))
-        append_evaluation((where.parent if is_of_run else runs_dir) / EVALUATIONS, record)
+        append_evaluation(path, record)
 
 
 def _repeated(by_name: dict[str, tuple[Path, AnswersFile]]) -> list[list[str]]:
-    """Return the names of files that are repeated tunings of one model together, others alone."""
-    groups: dict[object, list[str]] = {}
+    """Return the names of files that are repeated tunings of one model together, others alone.
+
+    A tuning with other options or other data is no repetition. Prints which files of one model
+    are not taken together.
+    """
+    groups: dict[str, list[str]] = {}
     for name, (path, file) in by_name.items():
-        groups.setdefault((path.parent, file.model, file.checkpoint), []).append(name)
+        options = {key: value for key, value in file.options.items() if key != "seed"}
+        tuning = [str(path.parent), file.model, file.checkpoint, file.data, options]
+        groups.setdefault(json.dumps(tuning, sort_keys=True), []).append(name)
     found = []
     for names in groups.values():
-        is_repeated = len({by_name[name][1].repeat for name in names}) == len(names)
-        found += [names] if is_repeated else [[name] for name in names]
+        if len({by_name[name][1].repeat for name in names}) == len(names):
+            found.append(names)
+        else:
+            found += [[name] for name in names]
+    num_groups = Counter(by_name[names[0]][1].model for names in found)
+    for model, number in num_groups.items():
+        if number > 1:
+            print_line(
+                f"{one_line(model)}: its files are of {number} tunings that are no repetitions of"
+                " each other (they differ in more than their seed, or have the same number), so"
+                " each has a score of its own, and the last one stands in lab compare"
+            )
     return found
 
 

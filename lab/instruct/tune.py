@@ -126,6 +126,8 @@ def command(
         check_writable(path)
     entries = load_entries(data or book_entries(datasets_dir))
     first = TuneOptions(**options)
+    if target.checkpoint:  # the same one each time, also of a run that still trains
+        checkpoint = target.checkpoint.name
     run(target, entries, first, output, model_output)
     for number, path in enumerate(outputs[1:], start=1):
         target = load_model(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)

@@ -47,19 +47,21 @@ class Often:
             )
         return often
 
-    def interval(self, num_steps: int, step: float, validation: float) -> int:
-        """Return the largest number of validations as steps between two; at the end there is one.
+    def interval(self, num_steps: int, step: float, validation: float, *, at_start: bool) -> int:
+        """Return the steps between two validations: as few as are wanted, and one at the end.
 
         Args:
             step, validation: seconds of one.
+            at_start: whether there is one more, before the first step.
         """
         if self.unit == "m":
             return min(num_steps, max(1, int(self.amount * 60 / step)))
-        wanted = self.amount
+        times = self.amount
         if self.unit == "%":
             share = self.amount / 100
-            wanted = share / (1 - share) * num_steps * step / validation
-        return -(-num_steps // min(num_steps, max(1, int(wanted))))
+            times = share / (1 - share) * num_steps * step / validation
+        times = min(num_steps, max(1, int(times) - at_start))
+        return math.ceil(num_steps / times)
 
 
 @dataclass(frozen=True)
@@ -143,24 +145,22 @@ def estimate(
     except UserError:
         return found | {"reason": "too few tokens for a step"}
     mfu, source, detail = expected_speed(setting, gpu, measured)
-    shares = {
+    mfus = {
         "low": max(gpu.high_mfu.share, mfu),
         "expected": mfu,
         "high": min(gpu.low_mfu.share, mfu),
     }
     if often:
         run = with_interval(run, plan, often, gpu.peak(setting.precision) * mfu)
-    num_validations = count_validations(run, plan)
-    validation = num_validations * validation_flops(run, plan)
     hours = {
-        name: flops_of(run, plan) / gpu.peak(setting.precision) / share / 3600
-        for name, share in shares.items()
+        name: flops_of(run, plan) / gpu.peak(setting.precision) / mfu / 3600
+        for name, mfu in mfus.items()
     }
     checkpoints = num_checkpoints(run, plan)
     saving_seconds = checkpoints * bytes_of_checkpoint(run) / speed.SLOW_DISK_BYTES_PER_SECOND
     hours["high"] += saving_seconds / 3600
     usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
-    share = validation / flops_of(run, plan)
+    share = share_of_validation(run, plan)
     flops_per_second = num_gpus * mfu * gpu.peak(setting.precision)
     tokens_per_second = flops_per_second / run.model.flops_per_token
     return found | {
@@ -174,7 +174,7 @@ def estimate(
         "usd": usd,
         "validation": {
             "interval": run.config.validation_interval,
-            "number": num_validations,
+            "number": count_validations(run, plan),
             "share": share,
             "hours": share * hours["expected"],
             "usd": share * usd["expected"],
@@ -209,6 +209,10 @@ def validation_flops(run: Run, plan: BatchPlan) -> float:
     return tokens * run.model.flops_per_token * FORWARD_SHARE
 
 
+def share_of_validation(run: Run, plan: BatchPlan) -> float:
+    return count_validations(run, plan) * validation_flops(run, plan) / flops_of(run, plan)
+
+
 def with_interval(run: Run, plan: BatchPlan, often: Often, flops_per_second: float) -> Run:
     """Return the run with the `validation_interval` that makes it validate so often.
 
@@ -221,7 +225,9 @@ def with_interval(run: Run, plan: BatchPlan, often: Often, flops_per_second: flo
         )
     step = plan.tokens_per_step * run.model.flops_per_token / plan.world_size / flops_per_second
     validation = validation_flops(run, plan) / flops_per_second
-    interval = often.interval(plan.num_steps, step, validation)
+    interval = often.interval(
+        plan.num_steps, step, validation, at_start=run.config.validate_at_start
+    )
     config = run.config.model_copy(update={"validation_interval": interval})
     return replace(run, config=config)
 
@@ -282,7 +288,7 @@ def save_interval(run: Run, often: Often) -> str:
     changed = with_interval(run, plan, often, flops_per_second)
     interval, number = changed.config.validation_interval, count_validations(changed, plan)
     each = validation_flops(changed, plan) / flops_per_second
-    share = number * each * flops_per_second / flops_of(changed, plan)
+    share = share_of_validation(changed, plan)
     assert interval
     set_number(run.train_path, "validation_interval", interval)
     return (

@@ -131,13 +131,8 @@ def command(
     for warning in setting_warnings(loaded):
         print_error(f"warning: {warning}")
     often = Often.parse(options["validate"]) if options["validate"] else None
-    if options["save"] or options["usd_per_hour"]:
-        others = more or tokens or options["as_json"] or options["compare"]
-        if not (options["save"] and (budget or often)) or others or budget and often:
-            raise UserError(
-                "--save needs --budget or --validate, one at a time; --usd-per-hour needs --save;"
-                " neither goes with --machine, --tokens, --compare or --json"
-            )
+    check_options(options | {"machine": more, "tokens": tokens, "budget": budget})
+    if options["save"]:
         if often:
             click.echo(visible(estimate.save_interval(loaded, often)))
             return
@@ -206,6 +201,26 @@ def command(
     ]
     texts = [_about(loaded, num_tokens), *(table.terminal() for table in tables)]
     click.echo(visible("\n\n".join(texts)))
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse options that have no effect beside others. Raises: UserError."""
+    if options["save"] and bool(options["budget"]) == bool(options["validate"]):
+        raise UserError("--save needs --budget or --validate, one at a time")
+    if options["usd_per_hour"] and not (options["save"] and options["budget"]):
+        raise UserError("--usd-per-hour needs --save and --budget; else add --machine")
+    of_a_plan = {
+        "machine": "--machine",
+        "tokens": "--tokens",
+        "compare": "--compare",
+        "schedule_chart": "--schedule-chart",
+        "as_json": "--json",
+    }
+    for name, option in of_a_plan.items():
+        if options["save"] and options[name]:
+            raise UserError(f"{option} does not go with --save, which shows no plan: drop one")
+    if options["compare"] and options["validate"]:
+        raise UserError("--validate does not go with --compare, which shows no intervals: drop one")
 
 
 def _about(run: Run, num_tokens: int) -> str:
@@ -296,7 +311,7 @@ def _machine_table(
         notes = [
             "Hours and US$ count validation, not startup; M tokens per US$: while training.",
             "validation: how many, and their share of the expected hours and US$",
-            *_about_intervals(possible, often),
+            *_about_wish(possible, often),
             "prices: "
             + ", ".join(dict.fromkeys(_about_price(price) for price in known))
             + ", or of --machine; other prices, on demand and spot: --compare",
@@ -312,12 +327,19 @@ def _machine_table(
     return Table(columns, rows, _wrapped(notes), (HOURS_RANGE, USD_PRICE, VALIDATION))
 
 
-def _about_intervals(possible: list[dict[str, Any]], often: Often | None) -> list[str]:
-    """Say which `validation_interval` each machine needs for what was wanted."""
+def _about_wish(possible: list[dict[str, Any]], often: Often | None) -> list[str]:
+    """Say which `validation_interval` each machine needs for what was wanted, and what it costs."""
     if often is None:
         return []
-    intervals = (f"{found['name']} {found['validation']['interval']:,}" for found in possible)
-    return [f"validation_interval for that: {', '.join(intervals)}"]
+    wanted, notes = often.amount / 100 if often.unit == "%" else 1.0, []
+    for found in possible:
+        validation = found["validation"]
+        note = f"{found['name']}: validation_interval {validation['interval']:,}, validations"
+        note += f" {_about_validation(validation)}"
+        if validation["share"] > wanted:
+            note += ", more than wanted: so long is a single one"
+        notes.append(note)
+    return notes
 
 
 def _about_validation(found: dict[str, Any]) -> str:

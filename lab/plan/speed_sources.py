@@ -184,9 +184,10 @@ def expected_speed(
     )
     if is_as_original and wanted.precision in LOW_PRECISIONS:
         is_measured = not gpu.low_mfu.origin and not is_other_work
+        origin = "for a run" if gpu.low_mfu.origin else "as the original system reached"
         detail = (
-            f"{gpu.low_mfu}, as the original system reached with GPT-2 small, not compiled and"
-            " with math attention; with only one of the two a run is faster"
+            f"{gpu.low_mfu}, {origin} with GPT-2 small, not compiled and with math attention;"
+            " with only one of the two a run is faster"
         )
         mfu = gpu.low_mfu.share * recomputing
         return ExpectedSpeed(mfu, ORIGINAL if is_measured else ROUGH, detail)

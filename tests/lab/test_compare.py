@@ -241,9 +241,22 @@ def test_models_that_are_no_runs_stand_in_the_table(runs):
     both = runs.compare("one", "openai-community/gpt2")
     assert names_of(both) == ["openai-community/gpt2", "one"]
     checked(run_lab("compare", "--json", "--runs-dir", str(runs.dir)).stdout)
-    assert "no run 'absent'" in error_line(
-        run_lab("compare", "one", "absent", "--runs-dir", str(runs.dir))
-    )
+    unknown = error_line(run_lab("compare", "one", "absent", "--runs-dir", str(runs.dir)))
+    assert "no run 'absent'; trained runs: one; models: openai-community/gpt2, ./" in unknown
+
+
+def test_models_do_not_decide_how_runs_are_compared(runs):
+    for seed, loss in enumerate((3.0, 3.1)):
+        runs.add(f"a-{seed}", train={"random_seed": seed}, losses=(loss, loss, None))
+        runs.add(f"b-{seed}", train={"random_seed": seed, "beta1": 0.5}, losses=(4, loss + 1, None))
+    alone = runs.compare()
+    lines = [{"target": f"owner/{name}", "loss": 2.0} | SLICE for name in "abc"]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (runs.dir / "evaluations.jsonl").write_text(text)
+    comparison = runs.compare()
+    assert comparison.sorted_by == alone.sorted_by == "validation_loss"
+    assert names_of(comparison)[:2] == names_of(alone) and len(comparison.rows) == 5
+    assert runs.compare("owner/a").sorted_by == "test_loss"
 
 
 def test_the_score_of_a_judge_stands_beside_the_losses(runs):

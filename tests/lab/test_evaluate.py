@@ -172,7 +172,9 @@ def test_without_a_spread_to_measure_there_is_no_interval():
 # Targets and checkpoints
 
 
-def test_a_model_on_the_hub_is_downloaded_unless_it_is_of_another_architecture(trained, tmp_path):
+def test_a_model_on_the_hub_is_downloaded_unless_it_is_of_another_architecture(
+    trained, tmp_path, monkeypatch
+):
     directory = export(random_model(**MODEL), tmp_path / "model")
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
     hub = Hub(
@@ -183,7 +185,11 @@ def test_a_model_on_the_hub_is_downloaded_unless_it_is_of_another_architecture(t
         rows = rows_of(lab_evaluate(trained, *arguments, **hub.environment(tmp_path / "home")))
     assert rows[0][0] == "someone/model"
     assert rows[0][1] == rows_of(lab_evaluate(trained, str(directory), "--dataset", "tiny"))[0][1]
-    kept = read_lines(trained.runs_dir / "evaluations.jsonl")
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        lab_evaluate(trained, "./model/", "--dataset", "tiny")
+    *kept, last = read_lines(trained.runs_dir / "evaluations.jsonl")
+    assert last["target"] == str(directory)  # the same from every working directory
     assert [line["target"] for line in kept] == ["someone/model", str(directory)]
     assert kept[0]["loss"] == kept[1]["loss"] and kept[0]["model"].startswith("2 layers, 24 wide")
     compared = run_lab("compare", "someone/model", "--runs-dir", str(trained.runs_dir)).stdout

@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 
+from basics.errors import UserError
 from gpt import GPTModel
 from lab.generate import as_utf8
 from preparation.pipeline import PrepareOptions, prepare_dataset
@@ -155,19 +156,28 @@ def test_samples_and_stops_on_the_command_line(trained):
 
 
 def test_texts_of_several_models_stand_side_by_side(trained):
-    arguments = ("--prompt", "import", "--max-new-tokens", "8", "--top-k", "1")
-    alone = [
-        succeeded(generate(trained, "tiny", "--checkpoint", name, *arguments)).stdout
-        for name in ("latest", "best")
-    ]
+    arguments = ("--prompt", "import", "--max-new-tokens", "8")
     both = succeeded(generate(trained, "tiny@latest", "tiny", *arguments, "--samples", "2")).stdout
-    first, second = both.split("--- ")[1:]
-    assert first.startswith("1 of 2, seed 42\n") and second.startswith("2 of 2, seed 43\n")
-    assert re.split(r"  +", first.splitlines()[1].strip()) == ["tiny@latest", "tiny@best"]
-    letters = "".join(re.findall(r"\w", "".join(first.splitlines()[3:])))
-    wanted = "".join(re.findall(r"\w", "".join(alone)))
-    assert sorted(letters) == sorted(wanted)  # the lines of both texts alternate
+    for sample, seed in zip(both.split("--- ")[1:], ("42", "43"), strict=True):
+        about, heads, _, *lines = sample.splitlines()
+        assert about == f"{int(seed) - 41} of 2, seed {seed}"
+        assert re.split(r"  +", heads.strip()) == ["tiny@latest", "tiny@best"]
+        middle = heads.index("tiny@best")
+        columns = [line[:middle] for line in lines], [line[middle:] for line in lines]
+        for name, column in zip(("latest", "best"), columns, strict=True):
+            alone = generate(trained, "tiny", "--checkpoint", name, "--seed", seed, *arguments)
+            assert letters("".join(column)) == letters(succeeded(alone).stdout)
     assert "runs/absent: no such run" in error_line(generate(trained, "tiny", "absent"))
+
+
+def letters(text):
+    return re.findall(r"[a-zA-Z0-9]", text)
+
+
+def test_texts_are_printed_before_the_error_of_a_later_model(trained, tmp_path):
+    result = generate(trained, "tiny", str(tmp_path), "--prompt", "import", "--max-new-tokens", "8")
+    assert isinstance(result.exception, UserError) and str(tmp_path) in str(result.exception)
+    assert result.stdout.startswith("tiny@best") and "import" in result.stdout
 
 
 # lab tokenizer

@@ -245,6 +245,7 @@ def test_repeated_tunings_differ_in_their_seed_alone_and_keep_the_first_model(tu
     )
     assert [one["repeat"] for one in (first, second)] == [1, 2]
     assert (first["options"].pop("seed"), second["options"].pop("seed")) == (7, 8)
+    assert first["checkpoint"] == second["checkpoint"] != "best"
     assert first["options"] == second["options"] and first["epochs"][0] == second["epochs"][0]
     assert first["epochs"][1] != second["epochs"][1]
     alone = str(tuned_place.root / "alone.json")
@@ -736,6 +737,36 @@ def test_the_score_of_repeated_tunings_has_their_spread(endpoint, workplace):
     assert (line["score"], line["tunings"], line["target"]) == (30, 2, "one")
     assert line["score_spread"] == pytest.approx(14.142, rel=1e-4)
     assert line["score_interval"] == [15, 45]  # over the questions, of their means
+
+
+def test_tunings_with_other_options_or_of_the_same_number_are_no_repetitions(endpoint, workplace):
+    workplace.add_run("one")
+    files = []
+    for number, (repeat, rate) in enumerate([(1, 1e-5), (2, 1e-5), (3, 1e-3)]):
+        path = workplace.runs_dir / "one" / f"answers-{number}.json"
+        files.append(write_answers(path, "one", [10 * (number + 1), 10]))
+        options = {"learning_rate": rate, "seed": 42 + number}
+        content = json.loads(path.read_text()) | {"repeat": repeat, "options": options}
+        path.write_text(json.dumps(content))
+    arguments = "--runs-dir", str(workplace.runs_dir)
+    output = succeeded(judge(endpoint, *arguments, *files)).stdout
+    assert "one: its files are of 2 tunings that are no repetitions of each other" in output
+    repeated, alone = read_lines(workplace.runs_dir / "one/evaluations.jsonl")
+    assert (repeated["tunings"], repeated["score"]) == (2, 12.5) and "tunings" not in alone
+    path.write_text(
+        json.dumps(content | {"repeat": 2, "options": options | {"learning_rate": 1e-5}})
+    )
+    output = succeeded(judge(endpoint, *arguments, *files)).stdout
+    assert "one: its files are of 3 tunings" in output and "±" not in output
+
+
+def test_the_score_of_a_launched_run_is_its_own_wherever_the_answers_are(endpoint, workplace):
+    run_dir = workplace.add_run("one")
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    file = write_answers(workplace.root / "elsewhere.json", "one", [10, 30])
+    succeeded(judge(endpoint, "--runs-dir", str(workplace.runs_dir), file))
+    (line,) = read_lines(run_dir / "evaluations.jsonl")
+    assert line["score"] == 20 and not (workplace.runs_dir / "evaluations.jsonl").exists()
 
 
 @pytest.mark.parametrize(

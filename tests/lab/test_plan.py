@@ -249,6 +249,9 @@ def test_a_wish_for_validations_gives_the_interval(workplace):
     assert interval * step_seconds <= 120 < (interval + 1) * step_seconds
     assert planned_with("0.001%")["number"] == planned_with("9999m")["number"] == 1
     assert planned_with("99999999")["interval"] == 1
+    at_start = {"validate_at_start": True}
+    assert planned_with("10", **at_start)["number"] == 10
+    assert planned_with("5%", **at_start)["share"] <= 0.05
     with pytest.raises(UserError, match="--validate needs the length of a validation"):
         estimated(workplace, "x=8xH100@10", "10", **WITHOUT_VALIDATION)
 
@@ -263,7 +266,12 @@ def test_the_plan_shows_validation_and_the_intervals_for_a_wish():
     (row,) = (row for row in rows_of(plan("8xa100m40")) if row[0] == "8x A100-40")
     assert row[13] == "50: 0.10 h, $1.02, 14.0%"
     output = plan("8xa100m40", "--validate", "10")
-    assert "\nvalidation_interval for that: 8x H100 3,062, 2x H100 12,246, 8x A100-40 3" in output
+    line = "\n8x A100-40: validation_interval 3,062, validations 10: 0.02 h, $0.20, 3.2%\n"
+    assert line in output and "more than wanted" not in output
+    too_long = ", validations 1: <0.01 h, $0.02, 0.3%, more than wanted: so long is a single one"
+    assert too_long in plan("8xa100m40", "--validate", "0.01%")
+    refused = run_lab("plan", "8xa100m40", "--validate", "5%", "--compare")
+    assert "--validate does not go with --compare" in error_line(refused)
 
 
 @pytest.mark.parametrize(
@@ -830,7 +838,8 @@ def test_a_public_figure_counts_only_for_such_a_run(tmp_path, model, train, prec
 def test_the_speed_of_the_original_is_that_of_its_form(tmp_path, device, model, train, mfu, source):
     found = expected(tmp_path, device, changed(model, train))
     assert (found.mfu, found.source) == (pytest.approx(mfu), source)
-    assert "the original system reached" in found.detail
+    assert ("the original system reached" in found.detail) == (device == H100)
+    assert ("5.0% (assumed), for a run with GPT-2 small" in found.detail) == (device != H100)
 
 
 @pytest.mark.parametrize(("seconds", "is_slow"), [(750.0, False), (15_000.0, True)])
@@ -1038,19 +1047,18 @@ def test_the_interval_of_a_wish_is_written(workplace):
     assert load_run(workplace.runs_dir, "tiny").config.min_train_tokens == 1000 * STEP
 
 
-OPTIONS = "--save needs --budget or --validate, one at a time; --usd-per-hour needs --save; neither"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--budget", "9"], "--save needs the machine's price; set usd_per_hour, or pass"),
         (["--budget", "0.0001", "--usd-per-hour", "36"], "buys no step, which costs US$0.0"),
-        ([], OPTIONS),
-        (["--budget", "9", "--json"], OPTIONS),
-        (["--budget", "9", "--machine", "a=1xH100@2"], OPTIONS),
-        (["--budget", "9", "--compare"], OPTIONS),
-        (["--budget", "9", "--validate", "10"], OPTIONS),
+        ([], "--save needs --budget or --validate, one at a time"),
+        (["--budget", "9", "--validate", "10"], "--save needs --budget or --validate, one at a"),
+        (["--budget", "9", "--json"], "--json does not go with --save"),
+        (["--budget", "9", "--machine", "a=1xH100@2"], "--machine does not go with --save"),
+        (["--budget", "9", "--compare"], "--compare does not go with --save"),
+        (["--validate", "9", "--schedule-chart", "a.png"], "--schedule-chart does not go with"),
+        (["--validate", "9", "--usd-per-hour", "1"], "--usd-per-hour needs --save and --budget"),
     ],
 )
 def test_what_cannot_be_saved_is_one_line(workplace, arguments, message):
