@@ -37,6 +37,7 @@ from processes.distributed import Process, end_torchrun, process_group, spans_no
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
+from reporting.machine_time import begin_launch, record_launch, record_search
 from reporting.metrics_file import CHANGED
 from reporting.reference import Comparison, ReferenceCurve
 from reporting.run_log import RunLog, SetResult, batch_arithmetic
@@ -142,6 +143,8 @@ def train_run(
 ) -> None:
     """Train a run; all of its memory is free afterwards. Every rank."""
     process, data, resume = watchdog.process, prepared.data, prepared.resume
+    if process.is_main:
+        begin_launch(prepared.run, clock)
     watchdog.write_heartbeats(prepared.run.heartbeat_path)
     run, warnings = agreement.run(
         "device", lambda: decide_for_device(prepared.run, data.plan, process.device)
@@ -177,6 +180,8 @@ def find_learning_rate(options: Options, watchdog: Watchdog, agreement: Agreemen
             )
             microbatches.close()
             del step.parallel_loss  # its threads must be gone before its process group
+    if process.is_main:
+        record_search(run, run.config.usd_per_hour)
     report_range_test(run, losses, process)
 
 
@@ -625,6 +630,7 @@ class Trainer:
         unwritten = self.log.finish(end)
         self.has_summary = not (unwritten or self.saver.is_behind)
         command_failure = self.beside.finish()
+        record_launch(self.run, self.clock)
         if self.saver.is_behind:
             unwritten = self.saver.pop_failure()
         if unwritten:
@@ -682,6 +688,7 @@ class Trainer:
         if self.process.is_main and not self.has_summary:
             self.saver.wait(timeout=self.watchdog.deadlines.last_write)
             self.log.write_status(status, reason)
+            record_launch(self.run, self.clock)
 
     def say_sample(self) -> None:
         """Print a sample of the model's text, of the first prompt; a failure is only a warning."""

@@ -375,6 +375,7 @@ class Run:
     train_path = _inside("train.json")  # that `train` was read from
     reference_path = _inside("reference.json")  # the curve that the last launch is compared with
     search_path = _inside("microbatch-search.json")  # the speed that the last search has measured
+    machine_time_path = _inside("machine-time.jsonl")  # when the run used which machine
 
     def decided(self, config: TrainConfig) -> Self:
         """Return the run with `config`, which sets keys that the run's own config leaves open."""

@@ -82,6 +82,13 @@ def machine_up_seconds() -> float:
         return time.time() - psutil.boot_time()
 
 
+def boot_id() -> str:
+    """Return what the kernel draws anew at each boot; empty if it is not known."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def cuda_problem() -> tuple[str, str]:
     """Return why PyTorch cannot use the GPUs of this machine, and what helps; empty if it can.
 

@@ -20,6 +20,7 @@ from basics.errors import UserError, one_line, print_error
 from basics.files import append_whole
 from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import found_object, to_json
+from lab.bills import Bill
 from reporting.metrics_file import MAX_RECORDS_BYTES, THROTTLING, is_number, valid_records
 from reporting.reference import RUN_REFERENCE, Compared
 from reporting.summary import duration
@@ -236,6 +237,8 @@ class RunState:
     seconds_left: float | None = None  # as it last recorded while it trains, as `usd_at_end` is
     usd_per_hour: float | None = None  # the mean until now, while it trains and has a price
     usd_at_end: float | None = None
+    download_seconds: float | None = None  # a part of `seconds`
+    bill: Bill | None = None  # of its machines, where `read_bills` was asked for it
     memory_gib: float | None = None  # of the fullest GPU as last reported, else a process's peak
     tokenizer: str | None = None
     bytes_per_token: float | None = None  # the mean, in the validation text
@@ -245,8 +248,8 @@ class RunState:
     warnings: tuple[str, ...] = ()  # one line each
 
 
-def read_state(runs_dir: Path, name: str) -> RunState:
-    """Read the state of one run; the name is one of `launched_runs`."""
+def read_state(runs_dir: Path, name: str, bill: Bill | None = None) -> RunState:
+    """Read the state of one run; the name is one of `launched_runs`. Its files lack its bill."""
     files = RunFiles.read(runs_dir / name)
     records = last_records(runs_dir / name / "metrics.jsonl")
     is_running = files.status == RUNNING
@@ -280,6 +283,8 @@ def read_state(runs_dir: Path, name: str) -> RunState:
         seconds_left=left,
         usd_per_hour=price,
         usd_at_end=at_end,
+        bill=bill,
+        download_seconds=files.phases("seconds").get("download"),
         memory_gib=max(
             (gib for gib in gpus if gib),
             default=number_of(files.part("machine"), "peak_memory_gib"),

@@ -216,7 +216,10 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
     if summary["usd"]:
         lines.append(_split("cost", summary["usd"], lambda usd: f"${dollars(usd)}"))
     if price:
-        lines.append(f"machine up {duration(up)}, US${dollars(up / 3600 * price)}")
+        lines.append(
+            f"machine up {duration(up)}, US${dollars(up / 3600 * price)} for all that it has done;"
+            " this run's part of it: lab list"
+        )
     if summary["energy_kwh"] is not None:
         lines.append(f"energy: {summary['energy_kwh']:,.3f} kWh, of the GPUs of rank 0's machine")
     if summary["skipped_steps"]:

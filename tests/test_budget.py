@@ -17,6 +17,7 @@ from basics.text import dollars
 from processes.command_line import Options
 from processes.watchdog import Watchdog
 from reporting.clock import PhaseClock, nearest_limit
+from reporting.machine_time import read_uses
 from reporting.reference import Comparison
 from reporting.summary import duration
 from reporting.time_left import TimeLeft
@@ -332,7 +333,11 @@ def test_dollars_are_shown_recorded_and_split(workplace):
         "startup",
     }
     assert re.search(rf"^cost: \${dollars(total)} = \$[\d.,]+ training, ", output, re.MULTILINE)
-    assert re.search(r"^machine up \d+:\d\d:\d\d, US\$[\d.,]+$", output, re.MULTILINE)
+    assert re.search(r"^machine up \d+:\d\d:\d\d, US\$[\d.,]+ for all that", output, re.MULTILINE)
+    first, last = read_uses(run_dir)  # from the launch's start, and from its end
+    assert last.until - last.began == pytest.approx(sum(summary["seconds"].values()), abs=3)
+    assert last.began == pytest.approx(first.began, abs=0.1) and first.until < last.until
+    assert last.usd_per_hour == PRICE
     (line,) = re.findall(r"^step 5/12 .*tok/s \| .*", output, re.MULTILINE)
     reports = [one for one in read_lines(run_dir / "metrics.jsonl") if "seconds_left" in one]
     first = reports[0]
@@ -433,8 +438,13 @@ def test_the_time_of_a_launch_counts_from_before_its_model_is_built(workplace, m
     workplace.add_dataset()
     run_dir = workplace.add_run()
     calls = []
-    monkeypatch.setattr(Watchdog, "write_heartbeats", lambda _, path: calls.append(path))
+    monkeypatch.setattr(
+        Watchdog,
+        "write_heartbeats",
+        lambda _, path: calls.extend([path, len(read_uses(run_dir))]),
+    )
     monkeypatch.setattr(startup, "build_state", lambda *_: calls.append("state"))
     with pytest.raises(pytest.fail.Exception, match="training would start now"):
         run_in_process(*workplace.arguments("tiny"), under_torchrun=True)
-    assert calls == [run_dir / "heartbeat.json", "state"]
+    # The heartbeat of a killed launch says how long that has used the machine: it is read first.
+    assert calls == [run_dir / "heartbeat.json", 1, "state"]

@@ -35,6 +35,7 @@ from processes.signals import DEADLINES
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
 from reporting import charts
+from reporting.machine_time import read_uses
 from run_config import ModelConfig, load_run
 from tests.support.hub_server import Hub, serving
 from tests.support.models import ONE_PROCESS, add_dataset_with_tokenizer, export, write_tokenizer
@@ -385,6 +386,9 @@ def test_a_search_on_real_memory_with_two_processes(workplace):
     largest = max(size for size, fitted in results.items() if fitted)
     assert f"\nlargest microbatch: {largest}\n" in result.stdout and largest > 1
     assert results[largest + 1] is False
+    (use,) = read_uses(workplace.runs_dir / "tiny")  # the machine's time, and nothing else
+    assert use.kind == "search" and use.until - use.began > 1
+    (workplace.runs_dir / "tiny/machine-time.jsonl").unlink()
     assert workplace.files() == before
 
 

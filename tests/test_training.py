@@ -80,6 +80,7 @@ def test_a_finished_run_leaves_its_files(finished):
         "summary.json",
         "checkpoints",
         "identity.json",
+        "machine-time.jsonl",
         "loss-chart.png",
         "grad-norm-chart.png",
         "learning-rate-chart.png",

@@ -20,6 +20,7 @@ from processes.command_line import Options
 from processes.distributed import Process, num_gpus, spans_nodes, start_torchrun
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
+from reporting.machine_time import record_search
 from reporting.speed import CARDS_GIB, usable_gib
 from reporting.summary import final_status
 from run_config import OLD_NAME, Run, load_run, make_run_dir
@@ -146,7 +147,10 @@ def search(run: Run, options: Options, num_processes: int) -> None:
 
     batch = run.config.global_batch_size
     most = None if batch is None else max(1, batch // num_processes)  # that the run can use
-    trials = find_max_microbatch(try_size, most)
+    try:
+        trials = find_max_microbatch(try_size, most)
+    finally:  # a search that fails or is stopped costs as much
+        record_search(run, options.usd_per_hour or run.config.usd_per_hour)
     fitting, failure = by_size(trials)
     if not fitting:
         raise UserError(

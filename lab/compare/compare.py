@@ -2,14 +2,16 @@
 
 import base64
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import click
 
-from basics.cli import RUNS_DIR, USD_PER_HOUR, print_json
+from basics.cli import RUNS_DIR, print_json
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from basics.text import dollars
+from lab.bills import prices_of, read_bills
 from lab.compare.reference import mark_differences, references_of, save_reference
 from lab.compare.results import MODEL, Result, read_models, read_published, read_result
 from lab.compare.rows import LOSS_NAMES, Comparison, Row, compare
@@ -40,6 +42,11 @@ img {{ max-width: 100%; display: block; margin: 1em 0; }}
 """
 HIDDEN_FIRST = (  # in a terminal that is too narrow
     "model",
+    "setup_seconds",
+    "download_seconds",
+    "search_seconds",
+    "idle_seconds",
+    "machine_seconds",
     "machine",
     "microbatch_size",
     "steps",
@@ -55,6 +62,7 @@ HIDDEN_FIRST = (  # in a terminal that is too narrow
     "seconds",
     "tokens_to_loss",
     "reference_difference",
+    "machine_usd",
     "usd",
     "validation_loss",
     "global_batch_size",
@@ -88,6 +96,12 @@ SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format of a
     "usd_without_validation": ("US$,\nno val.", dollars),
     "usd_per_megatoken": ("US$ per\nMtoken", precise),
     "usd_per_megatoken_without_validation": ("US$ per\nMtoken,\nno val.", precise),
+    "setup_seconds": ("set-up\ns", whole),
+    "download_seconds": ("down-\nload s", whole),
+    "search_seconds": ("search\ns", whole),
+    "idle_seconds": ("idle\ns", whole),
+    "machine_seconds": ("machine\ns", whole),
+    "machine_usd": ("US$ of\nmachine", dollars),
 }
 
 
@@ -143,7 +157,7 @@ SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format of a
     "prices",
     multiple=True,
     metavar="RUN=PRICE",
-    help="Price all the time of RUN afterwards; may be repeated.",
+    help="Price all the time of RUN afterwards, or of all runs with PRICE alone; may be repeated.",
 )
 @click.option(
     "--reference",
@@ -182,13 +196,11 @@ def command(
     results = {result.name: result for result in find_results(runs_dir, runs)}
     if not results and not published:
         raise UserError(f"{runs_dir}: holds no trained run; train one, or add --published")
-    for text in prices:
-        name, _, price = text.rpartition("=")
-        if name not in results:
-            raise UserError(
-                f"--usd-per-hour {text[:60]!r}: wanted RUN=PRICE, with a RUN of the comparison"
-            )
-        results[name] = results[name].priced(USD_PER_HOUR(price))
+    by_run = prices_of(prices, results, runs_dir)
+    bills = read_bills(runs_dir, by_run)
+    for name, result in results.items():
+        priced = result.priced(by_run[name]) if name in by_run else result
+        results[name] = replace(priced, figures=priced.figures | bills.get(name, {}))
     comparison = compare([*results.values(), *(read_published() if published else [])], to_loss_of)
     runs_alone = [result for result in results.values() if result.status != MODEL]
     curves, problems = references_of(runs_alone, reference_name, runs_dir)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from basics.errors import UserError, one_line
 from basics.json_files import parsed_object
+from lab.bills import BILL
 from lab.plan.memory import size_name
 from lab.runs import EVALUATIONS, Record, RunFiles, last_value, number, number_of, words
 from reporting.metrics_file import read_metrics, read_records
@@ -70,6 +71,8 @@ FIGURES = (
     "seconds",
     "validation_seconds",
     "usd",  # of all phases; of one; of all
+    "download_seconds",  # of that phase
+    *BILL,  # of the machines, beside all phases: set-up, searches and idle time
     "num_gpus",
 )
 
@@ -214,6 +217,8 @@ def _figures(
         "seconds": seconds,
         "usd": usd,
         "validation_seconds": validation,
+        "download_seconds": files.phases("seconds").get("download"),
+        **dict.fromkeys(BILL),  # its files alone do not tell
         "global_batch_size": batch,
         "microbatch_size": number((files.part("batch") or config).get("microbatch_size")),
         "num_gpus": number_of(machine, "processes") if is_on_gpus else None,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from basics.errors import UserError
 from basics.text import counted
 from lab.sweep.definition import Sweep
+from reporting.machine_time import SHARES_VARIABLE
 
 AUTO = "auto"  # as many runs at once as the machine has room for
 GPU_LIST = "CUDA_VISIBLE_DEVICES"
@@ -77,7 +78,7 @@ def shares_of_gpus(parallel: int | str, processes: int, *, num_gpus: int) -> lis
     shares = []
     for first in range(0, wanted * processes, processes):
         own = ",".join(gpus[first : first + processes])
-        shares.append(Share(f"GPU {own}", {GPU_LIST: own}))
+        shares.append(Share(f"GPU {own}", {GPU_LIST: own, SHARES_VARIABLE: str(wanted)}))
     return shares
 
 
@@ -91,7 +92,7 @@ def shares_of_cores(
     width = processes * threads
     wanted = max(1, len(cores) // width) if parallel == AUTO else int(parallel)
     # The trainer takes 1 as not set, and then shares out the cores that it may use.
-    environment = {"OMP_NUM_THREADS": str(threads)}
+    environment = {"OMP_NUM_THREADS": str(threads), SHARES_VARIABLE: str(wanted)}
     shares = []
     for first in range(0, wanted * width, width):
         own = sorted({cores[i % len(cores)] for i in range(first, first + width)})

@@ -427,6 +427,7 @@ def test_runs_at_once_have_gpus_of_their_own(sweeps, monkeypatch):
     seen = [given(sweeps.tiny / run) for run in ("baseline-seed-42", "weight_decay-0-seed-42")]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in seen] == ["7,5", "GPU-abc,2"]
     assert {one["options"]["--usd-per-hour"] for one in seen} == {"18.0"}  # half of the machine
+    assert {one["DDP_TRAIN_SHARES"] for one in seen} == {"2"}  # bills are of the whole one
 
 
 def test_the_screen_shows_the_runs_that_are_being_trained_and_the_table(sweeps):

@@ -79,14 +79,19 @@ MACHINE = part(
     },
 )
 AGAINST_REFERENCE = part(number="loss", number_or_none="tokens")
+BILL = part(
+    number="setup_seconds search_seconds launch_seconds idle_seconds machine_seconds",
+    number_or_none="machine_usd",
+)
 RUN = part(
     text="name status",
     texts="warnings",
     text_or_none="reason phase tokenizer reference",
     whole_or_none="global_step num_steps",
     number_or_none="heartbeat_seconds tokens train_loss validation_loss tokens_per_second mfu"
-    " seconds usd seconds_left usd_per_hour usd_at_end memory_gib bytes_per_token",
+    " seconds usd seconds_left usd_per_hour usd_at_end memory_gib bytes_per_token download_seconds",
     parts={
+        "bill": BILL | None,
         "train_compared": AGAINST_REFERENCE | None,
         "validation_compared": AGAINST_REFERENCE | None,
     },
@@ -101,6 +106,8 @@ COMPARED = part(
     " ift_high ift_spread ift_tunings seconds seconds_without_validation tokens_per_second num_gpus"
     " usd_per_hour usd usd_without_validation usd_per_megatoken"
     " usd_per_megatoken_without_validation"
+    " download_seconds setup_seconds search_seconds launch_seconds idle_seconds machine_seconds"
+    " machine_usd"
     " test_loss_spread validation_loss_spread"
     " train_loss_spread tokens_to_loss usd_to_loss"
     " reference_difference reference_tokens_ahead",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS, TOKENS = 4, 1000
+KEPT = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DDP_TRAIN_SHARES")  # of the environment
 SECONDS = 100.0  # of a run, at least as it says
 
 
@@ -56,7 +57,7 @@ def main() -> int:
     )
     with (run_dir.parent / "launches").open("a") as file:
         file.write(f"{name}\n")
-    given = {key: os.environ.get(key) for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+    given = {key: os.environ.get(key) for key in KEPT}
     given |= {"cores": sorted(os.sched_getaffinity(0)), "options": options}
     (run_dir / "given.json").write_text(json.dumps(given))
     comparison = comparison_of(run_dir, train)
