@@ -37,7 +37,7 @@ from processes.distributed import Process, end_torchrun, process_group, spans_no
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
-from reporting.machine_time import begin_launch, record_launch, record_search
+from reporting.machine_time import begin_launch, record_launch
 from reporting.metrics_file import CHANGED
 from reporting.reference import Comparison, ReferenceCurve
 from reporting.run_log import RunLog, SetResult, batch_arithmetic
@@ -180,8 +180,6 @@ def find_learning_rate(options: Options, watchdog: Watchdog, agreement: Agreemen
             )
             microbatches.close()
             del step.parallel_loss  # its threads must be gone before its process group
-    if process.is_main:
-        record_search(run, run.config.usd_per_hour)
     report_range_test(run, losses, process)
 
 

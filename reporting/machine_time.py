@@ -70,8 +70,11 @@ def record_use(
 
 
 def record_search(run: Run, usd_per_hour: float | None) -> None:
-    """Record this process, a search, if the run has a directory already."""
-    record_use(run, SEARCH, seconds_since_process_start(), usd_per_hour)
+    """Record this process, a search that has found something; one that fails leaves no file.
+
+    `usd_per_hour` is that of the command line, if it has one.
+    """
+    record_use(run, SEARCH, seconds_since_process_start(), usd_per_hour or run.config.usd_per_hour)
 
 
 def record_launch(run: Run, clock: PhaseClock, earlier_seconds: float = 0.0) -> None:

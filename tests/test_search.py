@@ -602,6 +602,9 @@ def test_two_processes_leave_a_trained_run_as_it_was(tiny, workplace):
     assert result.stdout.count("suggestion") == 1
     after, chart = contents(workplace.root), tiny.run_dir / CHART_NAME
     assert Image.open(chart).size[0] > 100
+    assert [use.kind for use in read_uses(tiny.run_dir)] == ["launch", "launch", "search"]
+    times = str(tiny.run_dir / "machine-time.jsonl")
+    assert after.pop(times) != before.pop(times)  # which the bill needs
     assert after.pop(str(chart)) and after == before
 
 

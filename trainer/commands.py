@@ -147,10 +147,7 @@ def search(run: Run, options: Options, num_processes: int) -> None:
 
     batch = run.config.global_batch_size
     most = None if batch is None else max(1, batch // num_processes)  # that the run can use
-    try:
-        trials = find_max_microbatch(try_size, most)
-    finally:  # a search that fails or is stopped costs as much
-        record_search(run, options.usd_per_hour or run.config.usd_per_hour)
+    trials = find_max_microbatch(try_size, most)
     fitting, failure = by_size(trials)
     if not fitting:
         raise UserError(
@@ -184,6 +181,7 @@ def search(run: Run, options: Options, num_processes: int) -> None:
         )
     if options.save:
         print_line(save_result(run, trials, num_processes))
+    record_search(run, options.usd_per_hour)
 
 
 def run_to_search(options: Options, num_processes: int) -> Run:

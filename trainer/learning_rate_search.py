@@ -21,6 +21,7 @@ from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import Watchdog
 from reporting import charts
 from reporting.clock import PhaseClock
+from reporting.machine_time import record_search
 from run_config import GROUPS, Run, TrainConfig
 from tokens.batches import RunData
 from trainer.startup import decide_for_device, prepare_run
@@ -148,6 +149,7 @@ def report_range_test(run: Run, losses: list[float], process: Process) -> None:
 
     with writing_to(path):
         charts.draw_by_hand(path, plot)
+    record_search(run, None)
     print_line(f"chart: {path}")
 
 
