@@ -37,7 +37,7 @@ from processes.distributed import Process, end_torchrun, process_group, spans_no
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
-from reporting.machine_time import begin_launch, record_launch
+from reporting.machine_time import begin_launch, read_uses, record_launch
 from reporting.metrics_file import CHANGED
 from reporting.reference import Comparison, ReferenceCurve
 from reporting.run_log import RunLog, SetResult, batch_arithmetic
@@ -143,14 +143,15 @@ def train_run(
 ) -> None:
     """Train a run; all of its memory is free afterwards. Every rank."""
     process, data, resume = watchdog.process, prepared.data, prepared.resume
-    if process.is_main:
-        begin_launch(prepared.run, clock)
+    uses = read_uses(prepared.run.run_dir)  # before the first heartbeat replaces the last one
     watchdog.write_heartbeats(prepared.run.heartbeat_path)
     run, warnings = agreement.run(
         "device", lambda: decide_for_device(prepared.run, data.plan, process.device)
     )
     state = agreement.run("state", lambda: build_state(run, data, resume, options, process))
     watchdog.expect_steps(run.config.hang_timeout_seconds)
+    if process.is_main:
+        begin_launch(run, clock, uses)
     with process_group(process, agreement.connect("group"), run.config) as group:
         trainer = Trainer(
             run, data, resume, prepared.reference, options, state, watchdog, clock, group

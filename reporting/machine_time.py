@@ -83,13 +83,14 @@ def record_launch(run: Run, clock: PhaseClock, earlier_seconds: float = 0.0) -> 
     record_use(run, LAUNCH, seconds, clock.usd_per_hour, earlier_seconds)
 
 
-def begin_launch(run: Run, clock: PhaseClock) -> None:
+def begin_launch(run: Run, clock: PhaseClock, uses: list[Use]) -> None:
     """Record this launch, and the one before it if that was killed.
 
-    Called by rank 0 before this launch's first heartbeat replaces the last one of that launch.
+    Rank 0, when nothing is left that could be refused. `uses` were read before this launch's first
+    heartbeat, which has replaced the last one of that launch.
     """
     earlier_seconds = 0.0
-    launches = [use for use in read_uses(run.run_dir) if use.kind == LAUNCH]
+    launches = [use for use in uses if use.kind == LAUNCH]
     if launches:
         with suppress(OSError):
             append_whole(run.machine_time_path, to_json(launches[-1].model_dump()) + "\n")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from basics.text import dollars
 from processes.command_line import Options
 from processes.watchdog import Watchdog
+from reporting import machine_time
 from reporting.clock import PhaseClock, nearest_limit
 from reporting.machine_time import read_uses
 from reporting.reference import Comparison
@@ -438,13 +439,10 @@ def test_the_time_of_a_launch_counts_from_before_its_model_is_built(workplace, m
     workplace.add_dataset()
     run_dir = workplace.add_run()
     calls = []
-    monkeypatch.setattr(
-        Watchdog,
-        "write_heartbeats",
-        lambda _, path: calls.extend([path, len(read_uses(run_dir))]),
-    )
+    monkeypatch.setattr(Watchdog, "write_heartbeats", lambda _, path: calls.append(path))
+    # The heartbeat of a killed launch says how long that has used the machine: it is read first.
+    monkeypatch.setattr(machine_time, "read_uses", lambda run_dir: calls.append(run_dir))
     monkeypatch.setattr(startup, "build_state", lambda *_: calls.append("state"))
     with pytest.raises(pytest.fail.Exception, match="training would start now"):
         run_in_process(*workplace.arguments("tiny"), under_torchrun=True)
-    # The heartbeat of a killed launch says how long that has used the machine: it is read first.
-    assert calls == [run_dir / "heartbeat.json", 1, "state"]
+    assert calls == [run_dir, run_dir / "heartbeat.json", "state"]

@@ -181,12 +181,12 @@ def test_a_launch_that_was_killed_lasted_until_its_heartbeat(run, monkeypatch):
     now = time.time()
     with monkeypatch.context() as patched:
         patched.setattr(time, "time", lambda: now - 3 * HOUR)
-        begin_launch(run, Clock(0.0))
+        begin_launch(run, Clock(0.0), read_uses(run.run_dir))
     heartbeat(run, HOUR, "another")
     assert read_uses(run.run_dir)[-1].until == pytest.approx(now - 3 * HOUR, abs=30)
     heartbeat(run, HOUR, read_uses(run.run_dir)[-1].host)
     assert read_uses(run.run_dir)[-1].until == pytest.approx(now - HOUR, abs=30)
-    begin_launch(run, Clock(0.0))
+    begin_launch(run, Clock(0.0), read_uses(run.run_dir))
     run.heartbeat_path.unlink()
     parts = read_bills(run.run_dir.parent, {})["tiny"]
     assert parts["launch_seconds"] == pytest.approx(2 * HOUR, abs=30)
@@ -194,7 +194,7 @@ def test_a_launch_that_was_killed_lasted_until_its_heartbeat(run, monkeypatch):
 
 
 def test_a_launch_records_its_time_and_the_price_of_the_whole_machine(run, monkeypatch):
-    begin_launch(run, Clock())
+    begin_launch(run, Clock(), [])
     monkeypatch.setenv(machine_time.SHARES_VARIABLE, "2")  # a sweep gives each its share
     record_launch(run, Clock())
     first, last = read_uses(run.run_dir)
@@ -207,15 +207,15 @@ def test_a_run_that_goes_on_from_an_earlier_version_says_so_once(run):
     clock = Clock()
     clock.resume({"training": 500.0}, {})
     record_search(run, None)
-    begin_launch(run, clock)
-    begin_launch(run, clock)
+    begin_launch(run, clock, read_uses(run.run_dir))
+    begin_launch(run, clock, read_uses(run.run_dir))
     assert sorted(use.earlier_seconds for use in read_uses(run.run_dir)) == [0, 0, 500, 500]
     assert read_bills(run.run_dir.parent, {}) == {}
 
 
 def test_a_full_disk_ends_no_launch(run, monkeypatch):
     monkeypatch.setattr(machine_time, "append_whole", lambda *_: (_ for _ in ()).throw(OSError(28)))
-    begin_launch(run, Clock())
+    begin_launch(run, Clock(), [])
     assert read_uses(run.run_dir) == []
 
 
