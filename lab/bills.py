@@ -8,7 +8,7 @@ from pathlib import Path
 
 from basics.cli import USD_PER_HOUR
 from basics.errors import UserError
-from reporting.machine_time import Use, read_uses
+from reporting.machine_time import SEARCH, Use, read_uses
 from run_config import RUN_NAME, plain_name
 
 LAUNCH_SECONDS, SEARCH_SECONDS = "launch_seconds", "search_seconds"
@@ -72,7 +72,7 @@ def divided(machine: list[tuple[str, Use]]) -> Iterator[tuple[str, Use, str, flo
         current = [(name, use) for name, use in current if use.until > start]
         users = {(name, use.kind): use for name, use in current}  # lines of one use overlap
         for (name, kind), use in users.items():
-            part = SEARCH_SECONDS if kind == "search" else LAUNCH_SECONDS
+            part = SEARCH_SECONDS if kind == SEARCH else LAUNCH_SECONDS
             yield name, use, part, (end - start) / len(users)
         if users:
             last_end = end

@@ -118,9 +118,9 @@ def read_uses(run_dir: Path) -> list[Use]:
     beat = read_heartbeat(run_dir)
     places = [place for place, use in enumerate(uses) if use.kind == LAUNCH]
     if places and beat.get("host") == uses[places[-1]].host:
-        with suppress(ValueError, TypeError):  # a heartbeat is not trusted either
+        with suppress(ValueError, TypeError, OverflowError):  # a heartbeat is not trusted either
             beaten = datetime.datetime.fromisoformat(beat["time"]).timestamp()
             last = uses[places[-1]]
-            until = min(max(last.until, beaten), LAST_SECOND)
+            until = max(last.until, min(beaten, time.time()))
             uses[places[-1]] = last.model_copy(update={"until": until})
     return uses

@@ -186,7 +186,10 @@ def test_a_launch_that_was_killed_lasted_until_its_heartbeat(run, monkeypatch):
     assert read_uses(run.run_dir)[-1].until == pytest.approx(now - 3 * HOUR, abs=30)
     heartbeat(run, HOUR, read_uses(run.run_dir)[-1].host)
     assert read_uses(run.run_dir)[-1].until == pytest.approx(now - HOUR, abs=30)
-    begin_launch(run, Clock(0.0), read_uses(run.run_dir))
+    uses = read_uses(run.run_dir)
+    heartbeat(run, -HOUR, uses[-1].host)  # by a clock that is wrong
+    assert read_uses(run.run_dir)[-1].until == pytest.approx(now, abs=30)
+    begin_launch(run, Clock(0.0), uses)
     run.heartbeat_path.unlink()
     parts = read_bills(run.run_dir.parent, {})["tiny"]
     assert parts["launch_seconds"] == pytest.approx(2 * HOUR, abs=30)
@@ -219,7 +222,7 @@ def test_a_full_disk_ends_no_launch(run, monkeypatch):
     assert read_uses(run.run_dir) == []
 
 
-@pytest.mark.parametrize("value", ODD_VALUES)
+@pytest.mark.parametrize("value", [*ODD_VALUES, '"0001-01-01"'])
 def test_odd_lines_are_left_out(runs_dir, value):
     run_dir = add_run(runs_dir, "odd")
     path = run_dir / "machine-time.jsonl"
