@@ -1,6 +1,7 @@
 """The promises of SECURITY.md that no other test shows: printing, tokens, and the network."""
 
 import ast
+import importlib
 import io
 import logging
 import re
@@ -153,6 +154,7 @@ def test_the_traceback_of_a_command_is_inert(tmp_path, monkeypatch, capsys):
 
 
 def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch):
+    importlib.import_module("lab.evaluate.measure")  # keeps the real `load_model` for later tests
     monkeypatch.setattr("trainer.models.load_model", Mock())
     monkeypatch.setattr(
         "reporting.sampling.stream_text", lambda *_, **__: iter([f"{HOSTILE}\n\tx"])
