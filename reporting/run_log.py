@@ -132,7 +132,7 @@ class RunLog:
             counts=2 * window.num_steps >= REPORT_INTERVAL,
         )
         numbers = window.numbers | compared | {"tokens_per_second": speed}
-        seconds_left = self._time_left.after_steps(global_step)
+        seconds_left = self._time_left.after_steps(global_step, spent)
         left = self._left(seconds_left, sum(window.usd.values()))
         self.record(global_step, numbers | left | machine, window)
         said = (

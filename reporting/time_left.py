@@ -46,25 +46,26 @@ class TimeLeft:
         self._validating_before = spent[VALIDATION]
         self._reports.append((first_step, _spent_on_steps(spent)))
 
-    def after_steps(self, global_step: int) -> float | None:
+    def after_steps(self, global_step: int, spent: dict[str, float]) -> float | None:
         """Return the seconds left after a step, before its own validation if one is due.
 
-        None as long as nothing has been measured. Call it when the device has finished the step.
+        `spent` has what all launches had spent by then, by phase: it may be reported later, after
+        other steps. None as long as nothing has been measured.
         """
-        self._reports.append((global_step, _spent_on_steps(self._clock.read())))
-        return self._seconds(global_step, num_validated=global_step)
+        self._reports.append((global_step, _spent_on_steps(spent)))
+        return self._seconds(global_step, after=global_step)
 
     def after_validation(self, global_step: int) -> float | None:
         """Return the seconds left after the validation of a step, as `after_steps` does."""
         self.add_validation()
-        return self._seconds(global_step, num_validated=global_step + 1)
+        return self._seconds(global_step, after=global_step + 1)
 
     def add_validation(self) -> None:
         """Count one whose seconds the clock has by now."""
         self._num_validations += 1
 
-    def _seconds(self, global_step: int, *, num_validated: int) -> float | None:
-        """Return the seconds left; the validations of the first `num_validated` steps are done."""
+    def _seconds(self, global_step: int, *, after: int) -> float | None:
+        """Return the seconds left; the validations of the first `after` steps are done."""
         if len(self._reports) < 2 or self._reports[-1][0] == self._reports[0][0]:
             return None
         (first, before), (last, now) = self._reports[0], self._reports[-1]
@@ -75,7 +76,7 @@ class TimeLeft:
         else:
             validation = estimated_validation_seconds(step, self._config, self._plan)
         num_steps = self._plan.num_steps
-        num_validations = self._config.num_validations(num_steps, after=num_validated)
+        num_validations = self._config.num_validations(num_steps, after=after)
         return (num_steps - 1 - global_step) * step + num_validations * validation
 
 

@@ -18,11 +18,13 @@ from processes.command_line import Options
 from processes.watchdog import Watchdog
 from reporting import machine_time
 from reporting.clock import PhaseClock, nearest_limit
+from reporting.loss_window import LAG, LossWindow
 from reporting.machine_time import read_uses
 from reporting.reference import Comparison
+from reporting.run_log import RunLog
 from reporting.summary import duration
 from reporting.time_left import TimeLeft
-from run_config import ModelConfig, Run, TrainConfig
+from run_config import ModelConfig, Run, TrainConfig, load_run
 from tests.support.optional import given, settings, st
 from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
@@ -210,7 +212,7 @@ def times_left(now, *, first_step=0, estimated=100, **changes):
             pass_time("waiting", 1)
         is_due = config.is_validation_due(step, num_steps=plan.num_steps)
         if is_due or (step + 1) % 10 == 0:
-            said.append((left.after_steps(step), now.seconds))
+            said.append((left.after_steps(step, clock.read()), now.seconds))
         if is_due:
             pass_time("validation", 120)
             said.append((left.after_validation(step), now.seconds))
@@ -240,11 +242,41 @@ def test_the_estimate_of_a_validation_knows_its_sets_and_its_length(now):
 
 
 def test_nothing_is_left_to_say_before_a_step_is_measured(now):
-    left = TimeLeft(train_config(), BatchPlan(4, 2, 1, 16, num_steps=100), PhaseClock())
+    clock = PhaseClock()
+    left = TimeLeft(train_config(), BatchPlan(4, 2, 1, 16, num_steps=100), clock)
     left.start(10)
-    assert left.after_steps(10) is None and left.after_validation(10) is None
+    assert left.after_steps(10, clock.read()) is None and left.after_validation(10) is None
     now.seconds += 5
-    assert left.after_steps(11) is not None
+    assert left.after_steps(11, clock.read()) is not None
+
+
+def test_windows_that_are_read_at_one_time_have_the_time_left_of_their_own_steps(
+    workplace, now, monkeypatch
+):
+    """On a GPU, before a checkpoint: the older one is no slower, and the pace stays the same."""
+    monkeypatch.setitem(LAG, "cpu", 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    train = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 30}
+    workplace.add_run(train=train)
+    run = load_run(workplace.runs_dir, "tiny")
+    plan = BatchPlan(2, 2, 1, 16, num_steps=100)
+    clock, window = PhaseClock(), LossWindow(torch.device("cpu"))
+    clock.usd_per_hour = 3600.0
+    comparison = Comparison(None, run.config)
+    log = RunLog(run, plan, None, clock=clock, comparison=comparison, is_active=True)
+    log.start(0)
+    clock.enter("compile")
+    for step in range(60):
+        now.seconds += 6 if step else 30
+        window.add(torch.tensor(3.0), torch.tensor(1.0))
+        clock.enter("training")
+        if (step + 1) % 10 == 0:
+            for closed in window.close(step, 0.1, clock, waits=step == 29):
+                log.report_steps(closed, {})
+    records = read_lines(run.metrics_path)
+    left = {record["global_step"]: record["seconds_left"] for record in records}
+    assert left == pytest.approx({step: 6 * (99 - step) for step in (9, 19, 29, 39, 49)})
+    assert [record["usd_at_end"] for record in records] == pytest.approx([30 + 6 * 99] * 5)
 
 
 @pytest.mark.parametrize("interval", [None, 1, 3, 7, 50])
