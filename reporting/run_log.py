@@ -187,7 +187,7 @@ class RunLog:
     def report_initial_validation(self, results: Sequence[SetResult], seconds: float) -> None:
         """Record and show the validation before the first step. No checkpoint has its loss."""
         self._time_left.add_validation()
-        self.record(0, {"tokens": 0, INITIAL_LOSS: results[0].loss})
+        self.record(0, {"tokens": 0, INITIAL_LOSS: results[0].loss, "validation_seconds": seconds})
         said = ", ".join(
             f"{result.loss:.4f} on {result.text}" if result.name else f"{result.loss:.4f}"
             for result in results

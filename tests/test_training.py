@@ -249,19 +249,29 @@ def test_a_run_without_validation_takes_best_from_the_training_loss(workplace):
     assert best == min(metas, key=lambda meta: meta["loss"])
 
 
-def test_the_initial_weights_are_validated_once_and_decide_no_best(workplace):
+@pytest.mark.parametrize("validate_on", ["rank0", "all"])
+def test_the_initial_weights_are_validated_once_and_decide_no_best(workplace, validate_on):
+    """On rank 0 of the dataset's own text, on all ranks of two sets."""
     train = {"validate_at_start": True, "learning_rate": 1e-9, "min_train_tokens": 10 * 128}
+    if validate_on == "all":
+        workplace.add_dataset("other", num_tokens=100)
+        train |= {"validate_on": "all", "validation": {"own": "tiny", "other": "other"}}
     run_dir = workplace.add_run(train=train)
     workplace.add_dataset()
     first = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "7")).stdout
     again = succeeded(workplace.torchrun(2, "tiny")).stdout
-    initial, *others = [
-        record for record in read_lines(run_dir / "metrics.jsonl") if INITIAL_LOSS in record
-    ]
+    records = read_lines(run_dir / "metrics.jsonl")
+    initial, *others = [record for record in records if INITIAL_LOSS in record]
     assert not others and (initial["global_step"], initial["tokens"]) == (0, 0)
     validations = [record["validation_loss"] for record in validations_of(run_dir)]
     assert validations == pytest.approx([initial[INITIAL_LOSS]] * 2, abs=1e-4)
-    assert f"step 0/10 | validation loss {initial[INITIAL_LOSS]:.4f} | " in first
+    seconds = initial["validation_seconds"]
+    assert 0 < seconds < initial["seconds"]
+    said = f"{initial[INITIAL_LOSS]:.4f}"
+    if validate_on == "all":
+        said = rf"{said} on own \(perplexity .*\), 5\.\d{{4}} on other \(perplexity .*\)"
+    found = re.findall(rf"^step 0/10 \| validation loss {said} \| (.*) s$", first, re.MULTILINE)
+    assert found == [f"{seconds:.1f}"]
     assert "step 0/10" not in again
     best = json.loads((run_dir / "checkpoints/best/validation.json").read_text())["loss"]
     assert best == min(validations)
