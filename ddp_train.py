@@ -562,11 +562,12 @@ class Trainer:
             results = self.measure_validation_losses()
         if results is None:
             return
-        self.log.report_validation(global_step, results, phase.seconds)
         if prompts := self.config.sample_prompts:
             with self.clock.phase(VALIDATION), autocast(self.config.precision, self.process.device):
                 failure = self.sampler.try_to_write(self.run.samples_path, prompts, global_step)
             self.log.warn("no samples", failure)
+        # After the samples: the time left counts them too, with each validation to come.
+        self.log.report_validation(global_step, results, phase.seconds)
         self.saver.add_validation(
             Validation(
                 loss=finite_or_none(results[0].loss),  # of the set that decides `best`

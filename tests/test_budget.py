@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ddp_train
 from basics.text import dollars
 from processes.command_line import Options
 from processes.watchdog import Watchdog
@@ -21,7 +22,7 @@ from reporting.clock import PhaseClock, nearest_limit
 from reporting.loss_window import LAG, LossWindow
 from reporting.machine_time import read_uses
 from reporting.reference import Comparison
-from reporting.run_log import RunLog
+from reporting.run_log import RunLog, SetResult
 from reporting.summary import duration
 from reporting.time_left import TimeLeft
 from run_config import ModelConfig, Run, TrainConfig, load_run
@@ -31,6 +32,8 @@ from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, 
 from tokens.batch_plan import BatchPlan
 from trainer import startup
 from trainer.stopping import Stop
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -250,21 +253,27 @@ def test_nothing_is_left_to_say_before_a_step_is_measured(now):
     assert left.after_steps(11, clock.read()) is not None
 
 
+def started_log(workplace, clock, **train):
+    """Return the log of a run of 100 steps, whose first step is next."""
+    workplace.add_run(train=train)
+    run = load_run(workplace.runs_dir, "tiny")
+    plan, comparison = BatchPlan(2, 2, 1, 16, num_steps=100), Comparison(None, run.config)
+    log = RunLog(run, plan, None, clock=clock, comparison=comparison, is_active=True)
+    log.start(0)
+    return log
+
+
 def test_windows_that_are_read_at_one_time_have_the_time_left_of_their_own_steps(
     workplace, now, monkeypatch
 ):
     """On a GPU, before a checkpoint: the older one is no slower, and the pace stays the same."""
     monkeypatch.setitem(LAG, "cpu", 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    train = {"validation_interval": None, "validation_batches": None, "checkpoint_interval": 30}
-    workplace.add_run(train=train)
-    run = load_run(workplace.runs_dir, "tiny")
-    plan = BatchPlan(2, 2, 1, 16, num_steps=100)
-    clock, window = PhaseClock(), LossWindow(torch.device("cpu"))
+    clock, window = PhaseClock(), LossWindow(CPU)
     clock.usd_per_hour = 3600.0
-    comparison = Comparison(None, run.config)
-    log = RunLog(run, plan, None, clock=clock, comparison=comparison, is_active=True)
-    log.start(0)
+    log = started_log(
+        workplace, clock, validation_interval=None, validation_batches=None, checkpoint_interval=30
+    )
     clock.enter("compile")
     for step in range(60):
         now.seconds += 6 if step else 30
@@ -273,10 +282,47 @@ def test_windows_that_are_read_at_one_time_have_the_time_left_of_their_own_steps
         if (step + 1) % 10 == 0:
             for closed in window.close(step, 0.1, clock, waits=step == 29):
                 log.report_steps(closed, {})
-    records = read_lines(run.metrics_path)
+    records = read_lines(log.run.metrics_path)
     left = {record["global_step"]: record["seconds_left"] for record in records}
     assert left == pytest.approx({step: 6 * (99 - step) for step in (9, 19, 29, 39, 49)})
     assert [record["usd_at_end"] for record in records] == pytest.approx([30 + 6 * 99] * 5)
+
+
+def test_the_time_left_after_a_validation_has_the_samples_of_those_to_come(
+    workplace, now, monkeypatch
+):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    clock, window, saved = PhaseClock(), LossWindow(CPU), []
+    log = started_log(workplace, clock, validation_interval=10, sample_prompts=["a"])
+
+    def validates():
+        now.seconds += 3
+        return [SetResult("", 5.0)]
+
+    def samples(*_):
+        now.seconds += 20
+        return ""
+
+    trainer = SimpleNamespace(
+        clock=clock,
+        config=log.run.config,
+        log=log,
+        measure_validation_losses=validates,
+        process=SimpleNamespace(device=CPU),
+        run=log.run,
+        sampler=SimpleNamespace(try_to_write=samples),
+        saver=SimpleNamespace(add_validation=saved.append),
+    )
+    clock.enter("training")
+    for _ in range(10):
+        window.add(torch.tensor(3.0), torch.tensor(1.0))
+        now.seconds += 6
+    (closed,) = window.close(9, 0.1, clock, waits=True)
+    log.report_steps(closed, {})
+    ddp_train.Trainer.validate(trainer, 9)
+    validation = read_lines(log.run.metrics_path)[-1]
+    assert validation["validation_seconds"] == 3 and len(saved) == 1
+    assert validation["seconds_left"] == pytest.approx(90 * 60 / 9 + 9 * (3 + 20))
 
 
 @pytest.mark.parametrize("interval", [None, 1, 3, 7, 50])
