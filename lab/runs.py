@@ -21,6 +21,7 @@ from basics.files import append_whole
 from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import found_object, to_json
 from lab.bills import Bill
+from reporting.clock import DOWNLOAD, STARTUP
 from reporting.metrics_file import MAX_RECORDS_BYTES, THROTTLING, is_number, valid_records
 from reporting.reference import RUN_REFERENCE, Compared
 from reporting.summary import duration
@@ -259,8 +260,15 @@ def read_state(runs_dir: Path, name: str, bill: Bill | None = None) -> RunState:
         step = max((record["global_step"] for record in records), default=None)
     seconds, usd = files.spent(records)
     left = at_end = price = None
+    phase = words(files.beat.get("phase")) if is_running else None
     if is_running:
-        left, at_end = last_value(records, "seconds_left"), last_value(records, "usd_at_end")
+        # Not as an earlier launch recorded them: its machine, or the run's length, may have been
+        # another. The summary has what was spent before this launch, once that has started up.
+        before = sum(files.phases("seconds").values())
+        of_launch = [record for record in records if (number_of(record, "seconds") or 0) > before]
+        if phase not in (STARTUP, DOWNLOAD):
+            left = last_value(of_launch, "seconds_left")
+            at_end = last_value(of_launch, "usd_at_end")
         if usd and seconds:
             price = usd / seconds * 3600
     gpus = _last_list(records, "gpu_memory_gib")
@@ -270,7 +278,7 @@ def read_state(runs_dir: Path, name: str, bill: Bill | None = None) -> RunState:
         name=name,
         status=files.status,
         reason=words(files.summary.get("reason")),
-        phase=words(files.beat.get("phase")) if is_running else None,
+        phase=phase,
         heartbeat_seconds=files.heartbeat_seconds,
         global_step=None if step is None else int(step),
         num_steps=None if num_steps is None else int(num_steps),

@@ -107,6 +107,26 @@ def test_the_time_and_money_left_are_those_of_the_log(runs_dir):
     assert "0:01:20 left (until " in said and "$0.1000 of about $0.9000 at $360.00/h" in said
 
 
+@pytest.mark.parametrize(
+    ("spent_before", "phase", "seconds_left"),
+    [(4.0, "training", 90.0), (9.0, "compile", None), (4.0, "startup", None)],
+)
+def test_the_time_and_money_left_are_not_those_of_an_earlier_launch(
+    runs_dir, spent_before, phase, seconds_left
+):
+    """The summary has what was spent before a launch; one that starts up has not written it yet."""
+    seconds = {"startup": 1.0, "training": spent_before - 1}
+    run_dir = add_run(runs_dir, "resumed", status="running", steps=0, seconds=seconds)
+    append(run_dir, report(80, seconds_left=90.0, usd_at_end=2.0))  # at 8 s
+    beat(run_dir, phase=phase)
+    state = read_state(runs_dir, "resumed")
+    assert state.seconds_left == seconds_left
+    assert state.usd_at_end == (seconds_left and 2.0)
+    append(run_dir, report(90, seconds=10.0, seconds_left=50.0))
+    beat(run_dir)
+    assert read_state(runs_dir, "resumed").seconds_left == 50
+
+
 def test_every_command_tells_the_same_time_and_money(runs_dir):
     """A killed run: its heartbeat is later than its last record."""
     run_dir = add_run(
