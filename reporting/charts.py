@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from basics.failpoints import failpoint
 from basics.files import replacing
@@ -254,16 +255,20 @@ def find_spikes(steps: Records) -> Records:
     loss at the beginning of training is no noise, and would hide a spike there.
     """
     losses = np.array([record["train_loss"] for record in steps])
-    spikes = []
-    for place in range(LEAST_SPIKE_REPORTS, len(losses)):
-        before = losses[max(0, place - SPIKE_REPORTS) : place]
-        middle = min(np.median(before), np.median(before[-LATEST_REPORTS:]))
-        changes = np.diff(before)
-        # 1.4826 makes it a standard deviation; that of a difference is sqrt(2) times as large.
-        deviation = 1.4826 * np.median(np.abs(changes - np.median(changes))) / np.sqrt(2)
-        if losses[place] - middle > max(MIN_SPIKE, SPIKE_DEVIATIONS * deviation):
-            spikes.append(steps[place])
-    return spikes
+    if len(losses) <= LEAST_SPIKE_REPORTS:
+        return []
+    # Row i has the losses before report LEAST_SPIKE_REPORTS + i: at the beginning fewer, after NaN.
+    missing = np.full(SPIKE_REPORTS - LEAST_SPIKE_REPORTS, np.nan)
+    before = sliding_window_view(np.concatenate((missing, losses[:-1])), SPIKE_REPORTS)
+    latest = np.median(before[:, -LATEST_REPORTS:], axis=1)
+    middle = np.minimum(np.nanmedian(before, axis=1), latest)
+    changes = np.diff(before)
+    from_median = np.abs(changes - np.nanmedian(changes, axis=1, keepdims=True))
+    # 1.4826 makes it a standard deviation; that of a difference is sqrt(2) times as large.
+    deviation = 1.4826 * np.nanmedian(from_median, axis=1) / np.sqrt(2)
+    heights = losses[LEAST_SPIKE_REPORTS:] - middle
+    found = np.flatnonzero(heights > np.maximum(MIN_SPIKE, SPIKE_DEVIATIONS * deviation))
+    return [steps[LEAST_SPIKE_REPORTS + place] for place in found]
 
 
 def _plot_reference(axes: Axes, steps: Records, reference: ReferenceCurve) -> None:

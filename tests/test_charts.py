@@ -137,6 +137,27 @@ def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run():
     assert "spikes (mean far above those before): 3" in axes.get_legend_handles_labels()[1]
 
 
+def is_spike(losses, place):
+    """Return the same of one report, whose place is not one of the first ten."""
+    before = losses[max(0, place - 20) : place]
+    changes = np.diff(before)
+    deviation = 1.4826 * np.median(np.abs(changes - np.median(changes))) / np.sqrt(2)
+    height = losses[place] - min(np.median(before), np.median(before[-5:]))
+    return height > max(0.1, 7 * deviation)
+
+
+@pytest.mark.parametrize("num_reports", [0, 1, 9, 10, 11, 12, 19, 20, 21, 22, 300])
+@pytest.mark.parametrize("scale", [0.0, 0.003, 0.3])
+def test_spikes_are_those_that_each_report_has_by_itself(num_reports, scale):
+    random = np.random.default_rng(num_reports)
+    losses = 3 + 8 * np.exp(-np.arange(num_reports) / 15)
+    losses += random.normal(scale=scale, size=num_reports)
+    losses += random.uniform(0, 2, num_reports) * (random.random(num_reports) < 0.1)
+    steps = [{"global_step": step, "train_loss": loss} for step, loss in enumerate(losses)]
+    expected = [step for step in steps[10:] if is_spike(losses, step["global_step"])]
+    assert charts.find_spikes(steps) == expected and (expected or num_reports < 300)
+
+
 @pytest.mark.parametrize(
     "prices",
     [
