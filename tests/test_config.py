@@ -17,7 +17,7 @@ from run_config import (
 )
 from tests.support.lab_cli import run_lab
 from tests.support.runs import run_in_process
-from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, succeeded
 
 
 def load(workplace, **changes):
@@ -204,12 +204,14 @@ def test_settings_that_were_hardly_meant_are_warned_of(workplace, model, train, 
     assert not found or re.search(warning, found[0]), found
 
 
-def test_a_launch_and_a_plan_print_the_warnings(workplace):
+def test_a_prefetch_a_launch_and_a_plan_print_the_warnings_once(workplace):
     workplace.add_run(train={"momentum": 0.9})
     workplace.add_dataset()
     warning = "train.json: momentum has no effect: it is a key of optimizer muon; drop it"
     found = run_in_process(*workplace.arguments("tiny", "--prefetch"))
     assert found.stdout.count(warning) == 1
+    launched = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2", "--max-steps", "1"))
+    assert (launched.stdout + launched.stderr).count(warning) == 1  # of parent and two ranks
     planned = run_lab("plan", "tiny", "--json", "--runs-dir", str(workplace.runs_dir))
     assert planned.stderr.count(warning) == 1 and json.loads(planned.stdout)
 
