@@ -565,6 +565,20 @@ def test_a_failing_step_and_a_machine_that_is_not_fit_are_failures(machine):
     assert result.returncode != 0 and "Done" not in result.stdout
 
 
+def test_git_ignores_what_the_commands_write_and_not_what_ships(tmp_path):
+    shutil.copy(PROJECT_DIR / ".gitignore", tmp_path)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    written = [
+        "datasets/demo/train.safetensors",
+        "runs/demo/metrics.jsonl",
+        "runs/evaluations.jsonl",
+        "sweeps/rates/sweep.json",
+    ]
+    paths = [*written, "runs/demo/train.json", "runs/published.json"]
+    found = run_command("git", "-C", str(tmp_path), "check-ignore", *paths)
+    assert found.stdout.splitlines() == written
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_are_clean():
     result = subprocess.run(
