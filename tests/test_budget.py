@@ -487,7 +487,7 @@ def test_a_limit_stops_inside_it_with_a_checkpoint(workplace):
     summary = summary_of(run_dir)
     assert summary["status"] == "stopped" and summary["reason"].startswith("max_cost_usd is ")
     assert f"({summary['reason']})" in output and "the rest is a reserve" in summary["reason"]
-    assert 1.8 < sum(summary["seconds"].values()) <= 2
+    assert 1.7 < sum(summary["seconds"].values()) <= 2  # the next ten steps take 0.2 s
     stopped_at = json.loads((run_dir / "checkpoints/latest/meta.json").read_text())["global_step"]
     assert 20 < stopped_at == summary["global_step"] < 1999
     # With less than it has spent, it does not go on; with more, it does.
