@@ -264,7 +264,7 @@ def documents(runs_dir, *options):
 
 
 def test_lists_and_comparisons_show_the_bill_apart_from_training(two):
-    printed = succeeded(run_lab("list", "--runs-dir", str(two))).stdout
+    printed = succeeded(run_lab("list", "--runs-dir", str(two), COLUMNS="200")).stdout
     texts = {line.split()[0]: " ".join(line.split()[-8:]) for line in printed.splitlines() if line}
     assert texts["b"] == "1:30:00 3.00 0:00:00 0:06:40 0:00:00 1:00:00 2:30:00 5.00"
     assert texts["old"] == "1:30:00 - - 0:06:40 - - - -"

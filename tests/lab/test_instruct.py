@@ -549,7 +549,10 @@ def test_no_judged_question_is_an_error(endpoint, files, monkeypatch, kind, reas
     endpoint.faults = [Fault(kind, times=999)]
     error = error_line(judge(endpoint, *files))
     assert "none of 12 questions was judged" in error and reason in error
-    assert len(endpoint.requests) == asks * NUM_QUESTIONS
+    if kind == "slow":  # on a busy machine a request may end before the endpoint has read it
+        assert len(endpoint.requests) <= asks * NUM_QUESTIONS
+    else:
+        assert len(endpoint.requests) == asks * NUM_QUESTIONS
 
 
 @pytest.mark.parametrize("kind", ["401", "402", "403", "404", "quota"])
