@@ -173,7 +173,7 @@ def run_command(*command: str, **environment: str) -> CompletedProcess[str]:
         command,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=230,
         cwd=PROJECT_DIR,
         env=os.environ | environment,
     )
