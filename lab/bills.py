@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
+import click
+
 from basics.cli import USD_PER_HOUR
 from basics.errors import UserError
 from reporting.machine_time import SEARCH, Use, read_uses
@@ -15,6 +17,13 @@ LAUNCH_SECONDS, SEARCH_SECONDS = "launch_seconds", "search_seconds"
 SETUP_SECONDS, IDLE_SECONDS = "setup_seconds", "idle_seconds"
 PARTS = (SETUP_SECONDS, SEARCH_SECONDS, LAUNCH_SECONDS, IDLE_SECONDS)
 BILL = (*PARTS, "machine_seconds", "machine_usd")
+PRICES = click.option(
+    "--usd-per-hour",
+    "prices",
+    multiple=True,
+    metavar="RUN=PRICE",
+    help="Price all the time of RUN afterwards, or of all runs with PRICE alone; may be repeated.",
+)
 Bill = dict[str, float | None]  # by BILL; seconds of all machines of a run, and what they cost
 
 

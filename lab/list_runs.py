@@ -10,7 +10,7 @@ import click
 from basics.cli import RUNS_DIR, print_json
 from basics.errors import print_error, visible
 from basics.text import counted, dollars
-from lab.bills import prices_of, read_bills
+from lab.bills import PRICES, prices_of, read_bills
 from lab.runs import NEW, RUNNING, RunState, chosen_runs, launched_runs, read_state
 from lab.table import UNKNOWN, Column, Table, cell
 from reporting.summary import duration
@@ -29,13 +29,7 @@ MIN_STATUS = 12  # characters of a line in a narrow terminal
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option(
-    "--usd-per-hour",
-    "prices",
-    multiple=True,
-    metavar="RUN=PRICE",
-    help="Price all the time of RUN afterwards, or of all runs with PRICE alone; may be repeated.",
-)
+@PRICES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
 @RUNS_DIR
 def command(runs: tuple[str, ...], prices: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:

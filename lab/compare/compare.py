@@ -11,7 +11,7 @@ import click
 from basics.cli import RUNS_DIR, print_json
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from basics.text import dollars
-from lab.bills import prices_of, read_bills
+from lab.bills import PRICES, prices_of, read_bills
 from lab.compare.reference import mark_differences, references_of, save_reference
 from lab.compare.results import MODEL, Result, read_models, read_published, read_result
 from lab.compare.rows import LOSS_NAMES, Comparison, Row, compare
@@ -152,13 +152,7 @@ SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format of a
     help="Show after how many tokens each run reached the final validation loss of RUN."
     "  [default: of the finished run with the highest one]",
 )
-@click.option(
-    "--usd-per-hour",
-    "prices",
-    multiple=True,
-    metavar="RUN=PRICE",
-    help="Price all the time of RUN afterwards, or of all runs with PRICE alone; may be repeated.",
-)
+@PRICES
 @click.option(
     "--reference",
     "reference_name",
