@@ -76,10 +76,18 @@ class CheckpointMeta(FrozenConfig):
     tokenizer: str | None
     tokenizer_file: bytes | None = Field(default=None, exclude=True)  # written beside `meta.json`
     loss_scale: LossScale | None = None  # only in fp16
-    model: ModelConfig
+    model: ModelConfig  # of the weights: a run that grows has more layers later
     random_seed: int
     settings: dict[str, Any] = {}  # of `setting_changes.settings_of`; older checkpoints have none
     data: dict[str, str]  # fingerprints of the token files by split, start tokens by key
+
+    @property
+    def run_layers(self) -> Any:
+        """The layers of the run's whole model, of which this checkpoint may have the first ones.
+
+        As in `settings`, which anybody may have written: it need not be a number.
+        """
+        return self.settings.get("n_layers", self.model.n_layers)
 
 
 class Validation(FrozenConfig):

@@ -15,6 +15,7 @@ import gc
 import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from basics.errors import DISK_FULL, NON_FINITE, UserError, describe, drop_unwri
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.machine import code_version
+from basics.text import counted
 from checkpointing import CheckpointMeta, TrainingState, Validation, best_of, list_checkpoints
 from ops.schedule import learning_rate_at
 from optim import clip_gradients, decay_line, rates_line, set_rates
@@ -45,12 +47,14 @@ from reporting.sampling import Sampler
 from reporting.setting_changes import change_lines, settings_of
 from reporting.speed import SPEED_CHECK_STEPS
 from reporting.summary import RunEnd, final_status
+from reporting.time_left import Growth
 from run_config import Run, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, RunData, dropout_seed, read_ahead
 from trainer.background_saver import BackgroundSaver
 from trainer.commands import launch, run_to_search, search
 from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
+from trainer.growth import grown_state
 from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
 from trainer.loss_functions import LossFunctions, validate
 from trainer.measurements import Measurements
@@ -156,6 +160,7 @@ def train_run(
         trainer = Trainer(
             run, data, resume, prepared.reference, options, state, watchdog, clock, group
         )
+        del state  # the trainer's own: a run that grows replaces it
         global_step = trainer.train(agreement, prepared.warnings + warnings, prepared.energy_kwh)
     if process.is_main:
         trainer.end(global_step)
@@ -327,6 +332,9 @@ class Trainer:
             clock,
             group,
         )
+        self.growth = Growth.ahead(
+            run, state.model.config, num_steps=self.plan.num_steps, first_step=resume.first_step
+        )
         self.measurements = Measurements(run, self.plan, state.model, self.process)
         comparison = Comparison(reference, self.config)
         self.log = RunLog(
@@ -355,11 +363,14 @@ class Trainer:
             group=group,
             saver=self.saver,
             comparison=comparison,
+            growth=self.growth,
         )
         self.sampler = Sampler(
             state.model, data.tokenizer_name, watchdog.heartbeat, data.tokenizer_path
         )
         self.code = code_version() if self.process.is_main else ""
+        # The first step of this launch at its present depth: it compiles, and is not measured.
+        self.depth_began = resume.first_step
         self.has_reported_speed = False
         self.has_summary = False  # of the launch's end: `before_exit` must not overwrite it
         watchdog.before_exit = self.before_exit
@@ -373,6 +384,8 @@ class Trainer:
         global_step = first_step - 1  # returned if the launch has no step to take
         for global_step in range(first_step, self.stop.last_step + 1):
             self.watchdog.heartbeat(global_step)
+            if self.grows_before(global_step):
+                self.grow(global_step)
             learning_rate = learning_rate_at(self.config, global_step, num_steps=num_steps)
             diagnostics.begin_step(global_step)
             loss, grad_norm = self.step.take(
@@ -382,13 +395,16 @@ class Trainer:
             )
             loss_window.add(loss, grad_norm)
             self.log.step()
-            if global_step == first_step:
+            if global_step == self.depth_began:
                 self.after_first_step(loss)
-            ends = self.stop.after(global_step, is_report_due=loss_window.is_full)
+            # No report has steps of two depths.
+            is_last_of_depth = self.grows_before(global_step + 1)
+            is_report_due = loss_window.is_full or is_last_of_depth
+            ends = self.stop.after(global_step, is_report_due=is_report_due)
             # A launch that ends saves what it has trained, whatever the intervals say.
             saves = ends or self.config.is_save_due(global_step, num_steps=num_steps)
-            if saves or loss_window.is_full:
-                self.report(global_step, learning_rate, waits=saves)
+            if saves or is_report_due:
+                self.report(global_step, learning_rate, waits=saves or is_last_of_depth)
             if saves:
                 self.save_and_validate(global_step)
                 ends = self.stop.is_asked() or ends  # perhaps during the validation
@@ -404,7 +420,7 @@ class Trainer:
             self.identity, aside_dir = open_run_dir(
                 self.run, self.data, self.resume, self.reference, self.options, self.clock
             )
-            self.log.start(self.resume.first_step)
+            self.log.start(self.resume.first_step, self.growth)
             if aside_dir is not None:
                 self.log.say(
                     f"earlier checkpoints that the run does not go on from are now in {aside_dir}"
@@ -428,6 +444,31 @@ class Trainer:
             self.validate_initial_weights()
             self.wait_for_all()
 
+    def grows_before(self, global_step: int) -> bool:
+        """Return whether the model gets the layers that it lacks before a step (`grow`)."""
+        lacks_layers = self.state.model.config.n_layers < self.run.model.n_layers
+        return lacks_layers and global_step >= self.growth.step
+
+    def grow(self, global_step: int) -> None:
+        """Train all layers from this step on: compile them, and build DDP anew. Every rank."""
+        self.clock.enter(COMPILE)  # until the end of the first step with them
+        self.clock.measure_from_here()
+        self.watchdog.expect_steps(self.config.hang_timeout_seconds)
+        before = self.state.model.config
+        del self.step  # before there are two models in memory
+        self.state = grown_state(self.state, self.run, self.process)
+        self.measurements.model = self.state.model
+        self.sampler = replace(self.sampler, model=self.state.model)
+        gc.unfreeze()  # `after_first_step` has exempted the old model
+        gc.collect()
+        torch.cuda.empty_cache()  # the layers need larger blocks; nothing without CUDA
+        self.step = TrainingStep(
+            self.state, self.config, self.process, self.measurements.diagnostics
+        )
+        self.depth_began, self.has_reported_speed = global_step, False
+        self.stop.start(global_step)
+        self.log.grow(global_step, before, self.state.model.config)
+
     def say_settings(self, warnings: list[str]) -> None:
         """Print what the launch goes on from, the warnings of the start-up, sizes and rates."""
         run, plan, model, resume = self.run, self.plan, self.state.model, self.resume
@@ -445,6 +486,11 @@ class Trainer:
             f" parameter; {run.config.precision} on {self.process.device.type}; attention:"
             f" {self.measurements.attention_kernel}"
         )
+        if model.config.n_layers < run.model.n_layers:
+            lines.append(
+                f"{counted(model.config.n_layers, 'layer')}, {model.config.num_parameters:,}"
+                f" parameters, until step {self.growth.step:,}; then {run.model.n_layers} layers"
+            )
         lines.append(f"learning rates: {rates_line(run.model, run.config)}")
         lines.append(decay_line(model, run.config))
         for line in lines:
@@ -465,7 +511,7 @@ class Trainer:
         With `waits` also those that the device may not have finished yet.
         """
         measurements, loss_window = self.measurements, self.measurements.loss_window
-        num_measured = global_step - self.resume.first_step  # all but the first one
+        num_measured = global_step - self.depth_began  # all but the first one
         is_speed_due = not self.has_reported_speed and num_measured + 1 >= SPEED_CHECK_STEPS
         for window in loss_window.close(
             global_step, learning_rate, self.clock, waits=waits or is_speed_due
@@ -538,7 +584,7 @@ class Trainer:
                     tokenizer=self.data.tokenizer_name,
                     tokenizer_file=self.data.tokenizer_file,
                     loss_scale=self.state.loss_scale(),
-                    model=self.run.model,
+                    model=self.state.model.config,
                     random_seed=self.config.random_seed,
                     settings=settings_of(self.run),
                     data=self.data.fingerprints,
@@ -658,8 +704,9 @@ class Trainer:
         has_diverged = is_trained and last is not None and last.loss is None
         is_due = self.config.is_validation_due(global_step, num_steps=self.plan.num_steps)
         return RunEnd(
-            first_step=self.resume.first_step,
+            first_step=self.depth_began,
             global_step=global_step,
+            num_layers=self.state.model.config.n_layers,
             failure="the last validation loss is not finite" if has_diverged else "",
             stop_reason=self.stop.reason,
             lacks_validation=is_due and last is None,

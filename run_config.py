@@ -83,6 +83,10 @@ class ModelConfig(FrozenConfig):
             raise ValueError(f"emb_dim {self.emb_dim} is not divisible by n_heads {self.n_heads}")
         return self
 
+    def with_layers(self, n_layers: int) -> Self:
+        """Return the shape of so many of the layers, with embeddings and head."""
+        return self.model_copy(update={"n_layers": n_layers})
+
     @property
     def num_matrix_parameters(self) -> int:
         """The parameters in the layers' matrices: QKV, attention output, the two of the MLP."""
@@ -127,6 +131,13 @@ class StopIfBehind(FrozenConfig):
         return self
 
 
+class Grow(FrozenConfig):
+    """The first part of a run trains the first `from_layers` layers alone: a share of its steps."""
+
+    from_layers: int = Field(default=1, ge=1, le=2**10)
+    at: float = Field(gt=0, lt=1)  # the share
+
+
 class TrainConfig(FrozenConfig):
     """`train.json`: data, batch, optimizer and intervals of a run."""
 
@@ -148,6 +159,7 @@ class TrainConfig(FrozenConfig):
     keep_checkpoints: Count | None = None  # None for all
     sample_prompts: Prompts | None = None
     diagnostics_interval: Count | None = None  # global steps
+    grow: Grow | None = None
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     init_from: str | None = Field(default=None, min_length=1, max_length=4096)
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -244,6 +256,11 @@ class TrainConfig(FrozenConfig):
                 f'use_amp is false but precision is "{self.precision}": drop one',
             ),
             (
+                self.grow is not None and self.init_from is not None,
+                "grow trains from initial weights, and init_from has weights of all layers: drop"
+                " one",
+            ),
+            (
                 self.deterministic and self.attention == "cudnn",
                 'attention "cudnn" is not deterministic: drop it, or deterministic',
             ),
@@ -325,6 +342,13 @@ class TrainConfig(FrozenConfig):
         """Sequences of each set in one validation, of all microbatches; 0 without validation."""
         return self.validation_sequences or (self.validation_batches or 0) * self.microbatch_size
 
+    def growth_step(self, num_steps: int) -> int:
+        """Return the first global step with all layers in a run of so many; 0 without `grow`."""
+        if self.grow is None:
+            return 0
+        # At least one step has few layers, and at least the last one has all.
+        return min(max(1, round(self.grow.at * num_steps)), num_steps - 1)
+
     def is_validation_due(self, global_step: int, *, num_steps: int) -> bool:
         """Return whether a run of so many steps is validated after this one."""
         return self.validates and _is_due(global_step, num_steps, self.validation_interval)
@@ -337,8 +361,11 @@ class TrainConfig(FrozenConfig):
 
     def is_save_due(self, global_step: int, *, num_steps: int) -> bool:
         """Return whether a run of so many steps saves a checkpoint after this one."""
-        return self.is_validation_due(global_step, num_steps=num_steps) or _is_due(
-            global_step, num_steps, self.checkpoint_interval
+        return (
+            self.is_validation_due(global_step, num_steps=num_steps)
+            or _is_due(global_step, num_steps, self.checkpoint_interval)
+            # Compiling all layers may fail, or be killed.
+            or global_step + 1 == self.growth_step(num_steps)
         )
 
 
@@ -382,6 +409,12 @@ class Run:
         before, after = self.config.model_dump(), config.model_dump()
         left_open = {key: before[key] for key in before if before[key] != after[key]}
         return replace(self, config=config, left_open=left_open)
+
+    def first_model(self, num_steps: int) -> ModelConfig:
+        """Return the shape that the first step trains, in a run of so many steps; see `grow`."""
+        if self.config.grow is None or not self.config.growth_step(num_steps):
+            return self.model
+        return self.model.with_layers(self.config.grow.from_layers)
 
     def train_settings(self) -> dict[str, Any]:
         """Return all settings as JSON values for records; open keys have their `train.json` value.
@@ -440,7 +473,17 @@ def load_run(runs_dir: Path, name: str) -> Run:
         load_config(settings_dir / "model.json", ModelConfig),
         load_config(settings_dir / "train.json", TrainConfig),
     )
+    check_growth(settings_dir / "train.json", model, config)
     return Run(name, run_dir, model, config)
+
+
+def check_growth(where: Path | str, model: ModelConfig, config: TrainConfig) -> None:
+    """Check that a run that grows begins with fewer layers than it has. Raises: UserError."""
+    if config.grow is not None and config.grow.from_layers >= model.n_layers:
+        raise UserError(
+            f"{where}: grow has from_layers {config.grow.from_layers}, and model.json has"
+            f" n_layers {model.n_layers}; make from_layers smaller, or drop grow"
+        )
 
 
 def setting_warnings(run: Run) -> list[str]:
@@ -466,6 +509,11 @@ def setting_warnings(run: Run) -> list[str]:
     ]
     if config.init_from is not None and "init" in model.model_fields_set:
         warnings.append(f"{model_path}: init has no effect: init_from is set; drop it")
+    if config.grow is not None and config.stop_if_behind is not None:
+        warnings.append(
+            f"{run.train_path}: stop_if_behind may end the run before it grows: with few layers it"
+            " is behind a run of full depth; drop one"
+        )
     if model.tie_weights and model.init == "torch" and config.init_from is None:
         warnings.append(
             f'{model_path}: with tie_weights and init "torch" the loss begins many times'

@@ -21,7 +21,14 @@ from basics.json_files import found_object
 from basics.text import dollars
 from ops.schedule import learning_rate_at
 from processes.beside import serve
-from reporting.metrics_file import INITIAL_LOSS, is_step, read_metrics, set_key, set_keys
+from reporting.metrics_file import (
+    INITIAL_LOSS,
+    NUM_LAYERS,
+    is_step,
+    read_metrics,
+    set_key,
+    set_keys,
+)
 from reporting.reference import Kind, ReferenceCurve, reference_of_run
 from reporting.setting_changes import recorded_changes
 from run_config import Run, TrainConfig
@@ -128,7 +135,16 @@ def _plan_of(run_dir: Path) -> tuple[TrainConfig | None, int]:
 
 
 def _mark_changes(axes: Axes, records: Records) -> None:
-    """Draw a vertical line where settings were changed between two launches, and name them."""
+    """Draw a vertical line where the model has grown, and where settings were changed."""
+    for record in records:
+        if num_layers := record.get(NUM_LAYERS):
+            axes.axvline(
+                record["global_step"],
+                color="tab:purple",
+                linewidth=1,
+                linestyle="--",
+                label=f"{num_layers:g} layers from step {record['global_step'] + 1:,} on",
+            )
     for num_steps, changes in recorded_changes(records):
         axes.axvline(
             num_steps,
@@ -412,7 +428,8 @@ def plot_layers(figure: Figure, records: Records, title: str) -> None:
     figure.set_size_inches(15, 7.5)
     figure.suptitle(title)
     *panels, last = figure.subplots(2, 4).flatten()
-    depth = len(records[-1]["layer_grad_norm"])
+    depth = max(len(record["layer_grad_norm"]) for record in records)
+    records = [_with_depth(record, depth) for record in records]
     colors = ScalarMappable(Normalize(1, max(2, depth)), "viridis_r")
     for axes, quantity in zip(panels, PANELS, strict=True):
         _plot_quantity(axes, records, quantity, colors)
@@ -421,6 +438,14 @@ def plot_layers(figure: Figure, records: Records, title: str) -> None:
         last.plot([], [], color=color, label=name)
     last.legend(frameon=False, loc="center right")
     figure.colorbar(colors, ax=last, location="left", label="layer")
+
+
+def _with_depth(record: dict[str, Any], depth: int) -> dict[str, Any]:
+    """Return a record with as many values by layer: of one before a growth, None above its own."""
+    return {
+        key: [*value, *[None] * (depth - len(value))] if key.startswith("layer_") else value
+        for key, value in record.items()
+    }
 
 
 def _plot_quantity(axes: Axes, records: Records, quantity: str, colors: Any) -> None:

@@ -17,6 +17,7 @@ BOUND = 1e100  # of the numbers of a record
 LARGEST = 1e15  # the largest number that a run could have measured
 THROTTLING = "gpu_throttling"
 INITIAL_LOSS = "validation_initial_loss"  # before the first step
+NUM_LAYERS = "num_layers"  # from this step on: the model has grown
 CHANGED = "changed"  # settings between two launches: see `setting_changes`
 # Where trackers show the keys of a record, and the beginning of a key that they leave out. {layer}
 # and {gpu} are the place in a list, counted from 1 and, as nvidia-smi does, from 0.
@@ -45,7 +46,14 @@ SECTIONS = {
         "validation_seconds",
         INITIAL_LOSS,
     ),
-    ("progress", ""): ("tokens", "seconds", "usd", "seconds_left", "usd_at_end"),
+    ("progress", ""): (
+        "tokens",
+        "seconds",
+        "usd",
+        "seconds_left",
+        "usd_at_end",
+        NUM_LAYERS,
+    ),
     ("layers/{layer}", "layer_"): (
         "layer_grad_norm",
         "layer_update_ratio",

@@ -17,11 +17,11 @@ from basics.json_files import to_json
 from basics.text import counted, dollars
 from reporting.clock import VALIDATION, PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, Window
-from reporting.metrics_file import INITIAL_LOSS, LARGEST, read_metrics, set_key
+from reporting.metrics_file import INITIAL_LOSS, LARGEST, NUM_LAYERS, read_metrics, set_key
 from reporting.reference import Comparison, Kind
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
-from reporting.time_left import TimeLeft
-from run_config import Run
+from reporting.time_left import NO_GROWTH, Growth, TimeLeft
+from run_config import ModelConfig, Run
 from tokens.batch_plan import BatchPlan
 
 PLAIN_LINE_SECONDS = 10  # between lines if there is no terminal for a bar
@@ -87,10 +87,10 @@ class RunLog:
         if failure:
             self.say(f"warning: {what}: {failure}")
 
-    def start(self, first_step: int) -> None:
+    def start(self, first_step: int, growth: Growth = NO_GROWTH) -> None:
         """Say in `summary.json` that the run trains, and start the bar at `first_step`."""
         if self.is_active:
-            self._time_left.start(first_step)
+            self._time_left.start(first_step, growth)
             self.write_status("running", None)
             self._bar = tqdm(
                 total=self.plan.num_steps,
@@ -100,6 +100,18 @@ class RunLog:
                 disable=None,
                 dynamic_ncols=True,
             )
+
+    def grow(self, global_step: int, before: ModelConfig, after: ModelConfig) -> None:
+        """Say and record that the model has all layers from this step on."""
+        if not self.is_active:
+            return
+        self._time_left.start(global_step)
+        self.say(
+            f"step {global_step + 1:,}/{self.plan.num_steps:,} | from here on {after.n_layers}"
+            f" layers, {after.num_parameters:,} parameters; until now"
+            f" {counted(before.n_layers, 'layer')}, {before.num_parameters:,}"
+        )
+        self.record(global_step, {NUM_LAYERS: after.n_layers})
 
     def write_status(self, status: str, reason: str | None) -> None:
         write_status(

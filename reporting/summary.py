@@ -34,10 +34,11 @@ class StopReason:
 class RunEnd:
     """The state of a run when a launch ends."""
 
-    first_step: int  # of this launch
+    first_step: int  # of this launch, with as many layers as at its end
     global_step: int
     stop_reason: StopReason | None  # unless the run is finished
     lacks_validation: bool  # the last step is taken, but its validation was interrupted
+    num_layers: int  # at its end; the run may not have grown yet
     facts: dict[str, Any]  # what else stands in `summary.json`, as it stands there
     failure: str = ""  # what is wrong with a run whose steps are all taken
 
@@ -50,7 +51,7 @@ def summarise(
     is_finished = plan.is_trained_after(end.global_step) and not end.lacks_validation
     reason = None if is_finished else end.stop_reason
     seconds = clock.read()
-    this_launch = clock.read_this_launch()
+    measured = clock.read_measured()
     num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
     last = {
         key: next((record[key] for record in reversed(records) if key in record), None)
@@ -74,7 +75,8 @@ def summarise(
         "this_launch": {
             "steps": num_measured,
             "tokens": num_measured * plan.tokens_per_step,
-            "seconds": step_seconds(this_launch),
+            "seconds": step_seconds(measured),
+            "num_layers": end.num_layers,
         },
         **end.facts,
         "batch": asdict(plan),

@@ -2,13 +2,37 @@
 
 import math
 from collections import deque
+from typing import NamedTuple, Self
 
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
-from run_config import TrainConfig
+from run_config import ModelConfig, Run, TrainConfig
 from tokens.batch_plan import BatchPlan
 
 PACE_REPORTS = 50  # the pace is that of so many reports
 ONE_TIME_PHASES = (STARTUP, DOWNLOAD, COMPILE, LOST)  # do not come again
+
+
+class Growth(NamedTuple):
+    """When the model of a launch gets the layers that it lacks, and what a step costs then."""
+
+    step: int = 0  # the first one with all layers; 0: it has them
+    factor: float = 1.0  # FLOPs of a step with all layers / FLOPs of a step now
+
+    @classmethod
+    def ahead(cls, run: Run, model: ModelConfig, *, num_steps: int, first_step: int) -> Self:
+        """Return the growth of a launch that begins at `first_step` with the layers of `model`."""
+        if model.n_layers >= run.model.n_layers:
+            return cls()
+        factor = run.model.flops_per_token / model.flops_per_token
+        return cls(max(first_step, run.config.growth_step(num_steps)), factor)
+
+    def as_steps_now(self, first: int, stop: int) -> float:
+        """Return as how many steps of now the steps from `first` on, before `stop`, take."""
+        num_late = max(0, stop - max(first, self.step))
+        return stop - first - num_late + num_late * self.factor
+
+
+NO_GROWTH = Growth()
 
 
 def estimated_validation_seconds(
@@ -31,7 +55,8 @@ class TimeLeft:
 
     A validation takes as long as those of this launch did, and until the first one is measured, as
     long as its forward passes. Everything else that comes again, such as checkpoints, is part of
-    the pace of the steps.
+    the pace of the steps. Of a growth ahead of the run, steps and validations with all layers take
+    longer by the ratio of the FLOPs, and compiling takes as long as in this launch so far.
     """
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, clock: PhaseClock) -> None:
@@ -39,11 +64,14 @@ class TimeLeft:
         # Global steps, and what all launches had spent after each on what comes again with steps.
         self._reports: deque[tuple[int, float]] = deque(maxlen=PACE_REPORTS + 1)
         self._num_validations, self._validating_before = 0, 0.0
+        self._growth = NO_GROWTH
 
-    def start(self, first_step: int) -> None:
-        """Begin a launch, whose first step compiles and is not measured."""
+    def start(self, first_step: int, growth: Growth = NO_GROWTH) -> None:
+        """Begin a launch, or go on with all layers: the first step compiles and is not measured."""
         spent = self._clock.read()
-        self._validating_before = spent[VALIDATION]
+        self._growth = growth
+        self._reports.clear()
+        self._num_validations, self._validating_before = 0, spent[VALIDATION]
         self._reports.append((first_step, _spent_on_steps(spent)))
 
     def after_steps(self, global_step: int, spent: dict[str, float]) -> float | None:
@@ -75,9 +103,14 @@ class TimeLeft:
             validation = validating / self._num_validations
         else:
             validation = estimated_validation_seconds(step, self._config, self._plan)
-        num_steps = self._plan.num_steps
+        num_steps, growth = self._plan.num_steps, self._growth
         num_validations = self._config.num_validations(num_steps, after=after)
-        return (num_steps - 1 - global_step) * step + num_validations * validation
+        num_late = self._config.num_validations(num_steps, after=max(after, growth.step))
+        return (
+            growth.as_steps_now(global_step + 1, num_steps) * step
+            + (num_validations - num_late + num_late * growth.factor) * validation
+            + (self._clock.read_this_launch()[COMPILE] if growth.step else 0.0)
+        )
 
 
 def _spent_on_steps(spent: dict[str, float]) -> float:

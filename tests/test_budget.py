@@ -24,7 +24,7 @@ from reporting.machine_time import read_uses
 from reporting.reference import Comparison
 from reporting.run_log import RunLog, SetResult
 from reporting.summary import duration
-from reporting.time_left import TimeLeft
+from reporting.time_left import NO_GROWTH, Growth, TimeLeft
 from run_config import ModelConfig, Run, TrainConfig, load_run
 from tests.support.optional import given, settings, st
 from tests.support.runs import run_in_process, summary_of
@@ -323,6 +323,76 @@ def test_the_time_left_after_a_validation_has_the_samples_of_those_to_come(
     validation = read_lines(log.run.metrics_path)[-1]
     assert validation["validation_seconds"] == 3 and len(saved) == 1
     assert validation["seconds_left"] == pytest.approx(90 * 60 / 9 + 9 * (3 + 20))
+
+
+def test_the_time_left_counts_steps_and_validations_after_a_growth_as_longer(now):
+    """Steps of 6 s and validations of 120 s, 3 times as long from step 50 on; compiling 30 s."""
+    config = train_config(validation_interval=25, validation_batches=4)
+    plan, clock = BatchPlan(4, 2, 1, 16, num_steps=105), PhaseClock()
+    left, said = TimeLeft(config, plan, clock), []
+
+    def pass_time(phase, seconds):
+        with clock.phase(phase):
+            now.seconds += seconds
+
+    pass_time("compile", 30)
+    left.start(0, Growth(step=50, factor=3.0))
+    for step in range(plan.num_steps):
+        factor = 1 if step < 50 else 3
+        if step == 50:
+            pass_time("compile", 30)
+            clock.measure_from_here()
+            left.start(50)
+        elif step:
+            pass_time("training", 6 * factor)
+        is_due = config.is_validation_due(step, num_steps=plan.num_steps)
+        if is_due or (step + 1) % 10 == 0:
+            said.append((step, left.after_steps(step, clock.read()), now.seconds))
+        if is_due:
+            pass_time("validation", 120 * factor)
+            said.append((step, left.after_validation(step), now.seconds))
+    known = [each for each in said if 25 <= each[0] < 50 or 75 <= each[0]]  # by a validation
+    # The first step with all layers compiles, so that it is not measured but counted.
+    wanted = [now.seconds - then + (18 if step < 50 else 0) for step, _, then in known]
+    assert [seconds for _, seconds, _ in known] == pytest.approx(wanted)
+
+
+def test_the_growth_ahead_is_that_of_the_weights(tmp_path):
+    model = ModelConfig(**TINY_MODEL)
+    run = Run("tiny", tmp_path, model, train_config(grow={"at": 0.5}))
+    small = model.with_layers(1)
+    found = Growth.ahead(run, small, num_steps=12, first_step=3)
+    # 6 (12 L C^2 + V C) + 12 L T C
+    flops = [6 * (layers * 12 * 256 + 257 * 16) + 12 * layers * 256 for layers in (1, 2)]
+    assert found == (6, pytest.approx(flops[1] / flops[0]))
+    assert found.as_steps_now(4, 12) == pytest.approx(2 + 6 * flops[1] / flops[0])
+    assert found.as_steps_now(4, 5) == 1 and found.as_steps_now(8, 9) == found.factor
+    assert Growth.ahead(run, small, num_steps=12, first_step=8).step == 8  # `at` was lowered
+    assert Growth.ahead(run, model, num_steps=12, first_step=3) == NO_GROWTH
+    assert NO_GROWTH.as_steps_now(4, 12) == 8
+
+
+def test_a_budget_reserves_what_a_growth_ahead_takes():
+    plan, growth = BatchPlan(4, 2, 2, 16, num_steps=1000), Growth(step=5, factor=3.0)
+    spent = MEASURED | {"validation": 7, "checkpoint": 9, "chart": 1}
+    for ahead, seconds in ((NO_GROWTH, 10 * 5 + 10 + 2), (growth, 3 * 5 + 7 * 15 + 30 + 10 + 2)):
+        for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
+            stop = Simulated({}, limit=30 + sum(spent.values()) + left, plan=plan)
+            stop.start(0, ahead)
+            stop.pass_time(**spent)
+            assert stop.after(1, is_report_due=True) == is_spent
+    # After it the steps since then count: 7 of 15 s in 105 s; a validation is estimated anew.
+    seconds = 10 * 15 + 15 / 2 / 3 * 2 + 2 * 10 + 2
+    since = {"compile": 30, "training": 105}
+    for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
+        limit = 30 + sum(spent.values()) + sum(since.values()) + left
+        stop = Simulated({}, limit=limit, plan=plan)
+        stop.start(0, growth)
+        stop.pass_time(**spent)
+        stop.clock.measure_from_here()
+        stop.start(42)
+        stop.pass_time(**since)
+        assert stop.after(49, is_report_due=True) == is_spent
 
 
 @pytest.mark.parametrize("interval", [None, 1, 3, 7, 50])

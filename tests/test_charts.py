@@ -25,7 +25,7 @@ from reporting.charts import (
     plot_layers,
     plot_losses,
 )
-from reporting.metrics_file import INITIAL_LOSS, METRICS
+from reporting.metrics_file import INITIAL_LOSS, METRICS, NUM_LAYERS
 from run_config import load_run
 from tests.support.workplace import TINY_TRAIN, draw_bare
 
@@ -249,6 +249,18 @@ def test_diagnostics_that_cannot_be_drawn_do_not_stop_their_chart(tmp_path, monk
         draw_charts(tmp_path, found)
         assert [path.name for path in tmp_path.iterdir()] == ["layers-chart.png"]
         (tmp_path / "layers-chart.png").unlink()
+
+
+def test_a_growth_is_marked_and_its_layers_begin_there(tmp_path, monkeypatch):
+    found = [*records(300), {"global_step": 150, NUM_LAYERS: 12}]
+    found += [*diagnosed(2, depth=1), *({**r, "global_step": 999} for r in diagnosed(3))]
+    figures = drawn(tmp_path, found, monkeypatch)
+    for name in CHARTS:
+        marked = lines_of(figures[name])["12 layers from step 151 on"]
+        assert list(marked.get_xdata()) == [150, 150]
+    entropy = figures["layers-chart.png"].axes[list(PANELS).index("attention_entropy")]
+    first, last = (line.get_ydata() for line in (entropy.lines[0], entropy.lines[11]))
+    assert np.isfinite(first).all() and np.isfinite(last).tolist() == [False] * 2 + [True] * 3
 
 
 def drawn(run_dir, found, monkeypatch):

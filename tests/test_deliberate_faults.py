@@ -37,6 +37,7 @@ AREAS = {
     "stop-signals",
     "token-files",
     "watchdog",
+    "growth",
 }
 
 

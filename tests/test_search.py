@@ -296,6 +296,7 @@ def trial_of(workplace, monkeypatch):
                     "microbatch_size": microbatch_size,
                     "path": str(workplace.root / "result"),
                     "prefetches": False,
+                    "n_layers": None,
                 }
             ),
         )
@@ -692,9 +693,23 @@ def test_the_step_is_compiled_by_as_many_processes_as_train(workplace, monkeypat
     options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir)
     commands.prefetch_run(options, replace(ONE_PROCESS, world_size=4))
     assert "compiled code: of 4 processes\n" in capsys.readouterr().out
-    assert asked == [(2, 4, {"prefetches": True})]
+    assert asked == [(2, 4, {"prefetches": True, "n_layers": 2})]
     with pytest.raises(UserError, match=f"{run_dir}/train.json: microbatch_size 2 does not fit"):
         commands.prefetch_run(options, replace(ONE_PROCESS, world_size=4))
+
+
+def test_a_run_that_grows_is_compiled_at_both_depths(workplace, monkeypatch):
+    workplace.add_run(train={"compile": True, "grow": {"at": 0.5}})
+    workplace.add_dataset()
+    asked = []
+    monkeypatch.setattr(
+        commands,
+        "try_microbatch",
+        lambda *_, n_layers, **__: (asked.append(n_layers), Trial(2, True))[1],
+    )
+    options = Options("tiny", datasets_dir=workplace.datasets_dir, runs_dir=workplace.runs_dir)
+    commands.prefetch_run(options, ONE_PROCESS)
+    assert asked == [1, 2]
 
 
 def test_a_gpu_in_use_is_refused(monkeypatch):
@@ -704,8 +719,9 @@ def test_a_gpu_in_use_is_refused(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_run_compiles_nothing_afterwards(workplace):
-    workplace.add_run(train=SHORT | {"compile": True})
+@pytest.mark.parametrize("grow", [None, {"at": 0.5}])
+def test_a_run_compiles_nothing_afterwards(workplace, grow):
+    workplace.add_run(train=SHORT | {"compile": True, "grow": grow})
     workplace.add_dataset()
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(workplace.root / "cache")}
     command = [

@@ -252,7 +252,7 @@ def test_a_plan_counts_the_time_of_all_sets(workplace):
 
 def test_a_budget_reserves_the_time_of_all_sets_before_the_first_validation(workplace, monkeypatch):
     clock = SimpleNamespace(
-        read_this_launch=lambda: dict.fromkeys(PHASES, 0.0) | {"training": 10.0},
+        read_measured=lambda: dict.fromkeys(PHASES, 0.0) | {"training": 10.0},
         longest=dict.fromkeys(PHASES, 0.0),
     )
 

@@ -96,12 +96,18 @@ def prefetch_run(options: Options, process: Process) -> None:
         _verify("initial weights", model_directory(config.init_from, options.runs_dir), DOWNLOADED)
     size = config.microbatch_size
     compiles = num_gpus() > 0 if config.compile is None else config.compile
-    if compiles and not try_microbatch(size, process.world_size, prefetches=True).fits:
-        raise UserError(
-            f"{run.train_path}: microbatch_size {size} does not fit into the memory;"
-            " make it smaller, or set head_chunks 8 (--find-max-microbatch measures"
-            " what fits)"
-        )
+    # A run that grows compiles twice; both are in the cache then, so the growth waits less.
+    checkpoint = prepared.resume.checkpoint
+    first = checkpoint.meta.model if checkpoint else run.first_model(data.plan.num_steps)
+    depths = {first.n_layers, run.model.n_layers}
+    for n_layers in sorted(depths) if compiles else ():
+        trial = try_microbatch(size, process.world_size, prefetches=True, n_layers=n_layers)
+        if not trial.fits:
+            raise UserError(
+                f"{run.train_path}: microbatch_size {size} does not fit into the memory;"
+                " make it smaller, or set head_chunks 8 (--find-max-microbatch measures"
+                " what fits)"
+            )
     print_line(
         f"compiled code: of {process.world_size} processes"
         if compiles
@@ -208,20 +214,31 @@ def run_to_search(options: Options, num_processes: int) -> Run:
 
 
 def try_microbatch(
-    microbatch_size: int, num_processes: int, *, on_gpu: bool = True, prefetches: bool = False
+    microbatch_size: int,
+    num_processes: int,
+    *,
+    on_gpu: bool = True,
+    prefetches: bool = False,
+    n_layers: int | None = None,
 ) -> Trial:
     """Train a few steps under torchrun, with the arguments of this process.
 
     On a CPU libraries fail in many ways where the address space is at its limit, so each failure of
     a microbatch above 1 counts as one that does not fit. One that `prefetches` compiles the
-    validation too, and fails where another program uses the GPU.
+    validation too, and fails where another program uses the GPU. With `n_layers` the model has only
+    so many layers.
 
     Raises: UserError: they failed for another reason than memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
         os.environ[TRIAL_VARIABLE] = json.dumps(
-            {"microbatch_size": microbatch_size, "path": str(result_path), "prefetches": prefetches}
+            {
+                "microbatch_size": microbatch_size,
+                "path": str(result_path),
+                "prefetches": prefetches,
+                "n_layers": n_layers,
+            }
         )
         try:
             status = start_torchrun(num_processes, logs_dir=Path(folder) / "logs")

@@ -79,7 +79,8 @@ def prepare_range_test(
         )
     run, _ = agreement.run("device", lambda: decide_for_device(run, data.plan, process.device))
     watchdog.expect_steps(run.config.hang_timeout_seconds)
-    config = run.config.model_copy(update={"validation_interval": None})
+    # Rates are for the whole model, so its first layers are not trained alone.
+    config = run.config.model_copy(update={"validation_interval": None, "grow": None})
     return replace(run, config=config), data
 
 

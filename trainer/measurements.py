@@ -22,7 +22,8 @@ class Measurements:
     """
 
     def __init__(self, run: Run, plan: BatchPlan, model: GPTModel, process: Process) -> None:
-        self._run, self._plan, self._model, self._process = run, plan, model, process
+        self._run, self._plan, self._process = run, plan, process
+        self.model = model  # that is trained now
         is_main = process.is_main
         self.loss_window = LossWindow(process.device)
         self.diagnostics = Diagnostics(
@@ -38,17 +39,17 @@ class Measurements:
         if self._gpu is None or steps_per_second is None:
             return reading
         tokens_per_second = steps_per_second * self._plan.tokens_per_step
-        flops = tokens_per_second * self._run.model.flops_per_token / self._process.world_size
+        flops = tokens_per_second * self.model.config.flops_per_token / self._process.world_size
         return reading | {"mfu": self._gpu.mfu(flops)}
 
     def speed(self, num_steps: int, clock: PhaseClock) -> Speed:
-        """Return the speed of this launch's last `num_steps`, and what may explain it."""
-        spent = clock.read_this_launch()
+        """Return the speed of the last `num_steps`, all at this depth, and what may explain it."""
+        spent = clock.read_measured()
         seconds = spent[TRAINING] + spent[WAITING]
         return Speed(
             tokens_per_second=num_steps * self._plan.tokens_per_step / seconds,
             num_processes=self._process.world_size,
-            flops_per_token=self._run.model.flops_per_token,
+            flops_per_token=self.model.config.flops_per_token,
             device_name=device_name(self._process),
             precision=self._run.config.precision,
             attention_kernel=self.attention_kernel,
@@ -67,5 +68,5 @@ class Measurements:
             "attention": self.attention_kernel,
             "deterministic": config.deterministic,
             "up_seconds": machine_up_seconds(),
-            "head_chunk_tokens": self._model.options.head_chunk_tokens,
+            "head_chunk_tokens": self.model.options.head_chunk_tokens,
         }

@@ -81,6 +81,8 @@ class MicrobatchTrial:
         takes too long: on a busy machine each step of a large microbatch may take minutes.
         """
         device, model = self.process.device, self._run.model
+        if self._task["n_layers"]:
+            model = model.with_layers(self._task["n_layers"])
         timer = threading.Timer(TRIAL_TIMEOUT.total_seconds(), self._fail, [TOO_SLOW])
         timer.daemon = True
         try:

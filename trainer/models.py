@@ -183,7 +183,10 @@ def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
             checkpoint = find_checkpoint(run.checkpoints_dir, checkpoint_name)
             if checkpoint is None:
                 raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
-            return _of_checkpoint(name, checkpoint, run.model, run)
+            model, meta = run.model, checkpoint.meta
+            if meta.run_layers == model.n_layers:  # the checkpoint may have fewer: see `grow`
+                model = model.with_layers(min(meta.model.n_layers, model.n_layers))
+            return _of_checkpoint(name, checkpoint, model, run)
         except UserError:
             if named_as_checkpoints(run.checkpoints_dir) == before:
                 raise  # else the run trains, and has removed what was being read

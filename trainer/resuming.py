@@ -150,11 +150,17 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
     """Refuse to resume with another model, seed or data; data as in `RunData.fingerprints`."""
     meta, model_path = checkpoint.meta, run.run_dir / "model.json"
     was = meta.model.model_dump(exclude=FREE_TO_CHANGE)
+    grow = run.config.grow
+    if meta.model.n_layers <= run.model.n_layers:  # the others may be to come: see `grow`
+        was["n_layers"] = meta.run_layers
     compared = [(model_path, key, getattr(run.model, key), was[key]) for key in was]
     compared += [
         (run.train_path, "optimizer", run.config.optimizer, meta.optimizer),
         (run.train_path, "random_seed", run.config.random_seed, meta.random_seed),
     ]
+    if grow is not None and meta.model.n_layers < run.model.n_layers:
+        few = ("grow.from_layers", grow.from_layers, meta.model.n_layers)
+        compared.append((run.train_path, *few))
     # With another start token, data would be read twice. Only keys that both have are compared: a
     # run may begin to use its validation file later.
     files = {

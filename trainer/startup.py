@@ -31,6 +31,7 @@ from reporting.tracker import check_tracker
 from run_config import Run, load_run, setting_warnings
 from tokens.batch_plan import BatchPlan, largest_divisor
 from tokens.batches import RunData, open_run_data
+from trainer.growth import shallow_state
 from trainer.loss_functions import build_training_state
 from trainer.models import initial_model
 from trainer.precision import check_attention, has_precision, resolve_for_device
@@ -243,10 +244,16 @@ def build_state(
     run: Run, data: RunData, resume: ResumePoint, options: Options, process: Process
 ) -> TrainingState:
     """Build the model and its optimizer; load what the run resumes from, or starts from."""
-    state = build_training_state(run.model, run.config, process)
     if resume.checkpoint is not None:
+        model = run.model.with_layers(resume.checkpoint.meta.model.n_layers)
+        state = build_training_state(model, run.config, process)
         checkpointing.load_checkpoint(resume.checkpoint, state)
-    elif run.config.init_from:
+        return state
+    if run.config.grow is not None:
+        num_layers = run.first_model(data.plan.num_steps).n_layers
+        return shallow_state(run, num_layers, process)
+    state = build_training_state(run.model, run.config, process)
+    if run.config.init_from:
         initial = initial_model(run, options.runs_dir, tokenizer_name=data.tokenizer_name)
         state.model.load_state_dict(initial.state_dict())
     return state

@@ -21,7 +21,7 @@ from reporting.loss_window import REPORT_INTERVAL
 from reporting.reference import Comparison
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND, checkpoint_bytes
 from reporting.summary import BEHIND, BUDGET, MAX_STEPS, SIGNAL, StopReason
-from reporting.time_left import estimated_validation_seconds
+from reporting.time_left import NO_GROWTH, Growth, estimated_validation_seconds
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 from trainer.background_saver import BackgroundSaver
@@ -50,8 +50,10 @@ class Stop:
         group: dist.ProcessGroup,
         saver: BackgroundSaver,
         comparison: Comparison,
+        growth: Growth = NO_GROWTH,
     ) -> None:
-        self._config, self._plan, self._first_step = run.config, plan, first_step
+        self._config, self._plan = run.config, plan
+        self.start(first_step, growth)
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
         self._comparison = comparison
         self._checkpoint_bytes = checkpoint_bytes(run.model, run.config)
@@ -59,6 +61,10 @@ class Stop:
         num_steps = plan.num_steps
         self.last_step = min(num_steps, began_at + (options.max_steps or num_steps)) - 1
         self.reason = StopReason(MAX_STEPS, MAX_STEPS) if options.max_steps else None
+
+    def start(self, first_step: int, growth: Growth = NO_GROWTH) -> None:
+        """Begin a launch, or go on with all layers: the first step compiles and is not measured."""
+        self._first_step, self._growth = first_step, growth
 
     def after(self, global_step: int, *, is_report_due: bool) -> bool:
         """Return whether the launch ends with this step: a collective, every rank.
@@ -101,11 +107,12 @@ class Stop:
     def _is_spent_after(self, global_step: int) -> bool:
         """Return whether the steps up to the next report would exceed the budget. Rank 0.
 
-        Uses the times measured in this launch. What has not happened yet is estimated: a validation
-        as its forward passes; a checkpoint by the speed of a slow disk.
+        Uses the times measured in this launch at its present depth. What has not happened yet is
+        estimated: a validation as its forward passes; a checkpoint by the speed of a slow disk; the
+        growth as what was compiled so far.
         """
         clock, config, plan = self._clock, self._config, self._plan
-        spent = clock.read_this_launch()
+        spent, growth = clock.read_measured(), self._growth
         trained = spent[TRAINING] + spent[DIAGNOSTICS] + spent[WAITING]
         num_measured = global_step - self._first_step  # all but the first one
         step = trained / num_measured if num_measured else spent[COMPILE]
@@ -124,8 +131,12 @@ class Stop:
             num_validations += config.is_validation_due(each, num_steps=plan.num_steps)
             if each != self.last_step:  # its checkpoint ends the launch, and is counted below
                 num_saves += config.is_save_due(each, num_steps=plan.num_steps)
+        grows = global_step < growth.step < stop
+        if grows:
+            validation *= growth.factor
         seconds = (
-            (stop - global_step - 1) * step
+            growth.as_steps_now(global_step + 1, stop) * step
+            + grows * spent[COMPILE]
             + num_validations * validation
             + (num_saves + 1) * save  # a launch ends with one
             + 2 * self._saver.longest_write_seconds  # it may wait for the write before

@@ -14,10 +14,10 @@ from basics.json_files import parsed_object
 from lab.bills import BILL
 from lab.plan.memory import size_name
 from lab.runs import EVALUATIONS, Record, RunFiles, last_value, number, number_of, words
-from reporting.metrics_file import read_metrics, read_records
+from reporting.metrics_file import NUM_LAYERS, read_metrics, read_records
 from reporting.setting_changes import REFERENCE_SETTINGS, histories
 from reporting.summary import FINISHED, last_of_sets
-from run_config import ModelConfig, TrainConfig, load_config, with_defaults
+from run_config import Grow, ModelConfig, TrainConfig, load_config, with_defaults
 
 PUBLISHED_PATH = Path(__file__).parents[2] / "runs" / "published.json"
 PUBLISHED = "published"
@@ -30,6 +30,7 @@ LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change
     "min_train_tokens",
     "repeat_data",
     "init_from",
+    "grow",
     "optimizer",
     "weight_decay",
     "decay_norms_and_biases",
@@ -63,6 +64,7 @@ FIGURES = (
     "microbatch_size",
     *FROM_RECORDS,
     "steps",
+    "training_pflop",  # 10^15 FLOPs: those of the model, without validation
     "ift_score",  # 0 to 100: a judge model's score after instruction fine-tuning
     "ift_low",
     "ift_high",  # the score's 95% interval
@@ -214,6 +216,7 @@ def _figures(
     found |= _score(judged)
     return found | {
         "steps": steps,
+        "training_pflop": _training_pflop(config, found["tokens"], steps, records),
         "seconds": seconds,
         "usd": usd,
         "validation_seconds": validation,
@@ -223,6 +226,28 @@ def _figures(
         "microbatch_size": number((files.part("batch") or config).get("microbatch_size")),
         "num_gpus": number_of(machine, "processes") if is_on_gpus else None,
     }
+
+
+def _training_pflop(
+    config: dict[str, Any], tokens: float | None, steps: float | None, records: tuple[Record, ...]
+) -> float | None:
+    """Return the training FLOPs, in 10^15, of a run; of one that grows, by its record of it."""
+    try:
+        model = ModelConfig.model_validate(
+            {key: config[key] for key in ModelConfig.model_fields if key in config}
+        )
+        grow = None if config.get("grow") is None else Grow.model_validate(config["grow"])
+    except ValidationError:
+        return None
+    grown_at = [record["global_step"] for record in records if number_of(record, NUM_LAYERS)]
+    if not tokens or not steps or grown_at and grow is None:  # the key was dropped since
+        return None
+    early = 0.0
+    if grow is not None:
+        early = min(1.0, grown_at[-1] / steps) if grown_at else 1.0  # it has not grown yet
+        small = model.with_layers(grow.from_layers).flops_per_token
+        return tokens * (early * small + (1 - early) * model.flops_per_token) / 1e15
+    return tokens * model.flops_per_token / 1e15
 
 
 def read_models(runs_dir: Path) -> list[Result]:

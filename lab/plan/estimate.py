@@ -5,7 +5,7 @@ import math
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from basics.checkpoint_files import SNAPSHOT_BLOCK_BYTES, named_as_checkpoints
 from basics.errors import UserError
@@ -16,7 +16,7 @@ from lab.plan.prices import Price
 from lab.plan.speed_sources import Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run
 from reporting import speed
-from run_config import Precision, Run, TrainConfig, make_run_dir
+from run_config import ModelConfig, Precision, Run, TrainConfig, make_run_dir
 from tokens.batch_plan import BatchPlan, largest_divisor, plan_batches
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
@@ -162,7 +162,7 @@ def estimate(
     usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
     share = share_of_validation(run, plan)
     flops_per_second = num_gpus * mfu * gpu.peak(setting.precision)
-    tokens_per_second = flops_per_second / run.model.flops_per_token
+    tokens_per_second = flops_per_second / flops_per_token(run, plan.num_steps)
     return found | {
         "microbatch_size": size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
@@ -179,6 +179,16 @@ def estimate(
             "hours": share * hours["expected"],
             "usd": share * usd["expected"],
         },
+        "parts": [
+            {
+                "n_layers": part.model.n_layers,
+                "steps": part.num_steps,
+                "hours": part.share * hours["expected"],
+                "usd": part.share * usd["expected"],
+                "tokens_per_second": flops_per_second / part.model.flops_per_token,
+            }
+            for part in parts_of(run, plan)
+        ],
         "tokens_per_second": tokens_per_second,
         "tokens_per_usd": tokens_per_second * 3600 / machine.usd_per_hour,
         "mfu": mfu,
@@ -188,10 +198,45 @@ def estimate(
     }
 
 
+class Part(NamedTuple):
+    """The steps of a run that train as many layers, and their validations."""
+
+    model: ModelConfig
+    num_steps: int
+    share: float  # of the run's FLOPs, as `flops_of` counts them
+
+
+def parts_of(run: Run, plan: BatchPlan) -> list[Part]:
+    """Return the part with few layers, if the run grows, and the one with all."""
+    num_early, num_steps = run.config.growth_step(plan.num_steps), plan.num_steps
+    late_steps = (num_steps - num_early) * plan.tokens_per_step / plan.world_size
+    num_late = run.config.num_validations(num_steps, after=num_early)
+    late_flops = late_steps * run.model.flops_per_token + num_late * validation_flops(run, plan)
+    share = late_flops / flops_of(run, plan)
+    late = Part(run.model, num_steps - num_early, share)
+    return [Part(run.first_model(num_steps), num_early, 1 - share), late] if num_early else [late]
+
+
+def flops_per_token(run: Run, num_steps: int) -> float:
+    """Return the training FLOPs per token, as a mean over a run of so many steps."""
+    early = run.config.growth_step(num_steps) / num_steps
+    small = run.first_model(num_steps).flops_per_token
+    return early * small + (1 - early) * run.model.flops_per_token
+
+
 def flops_of(run: Run, plan: BatchPlan) -> float:
     """Count the FLOPs of training and validation on the GPU that the others wait for."""
-    training = plan.num_tokens * run.model.flops_per_token / plan.world_size
-    return training + count_validations(run, plan) * validation_flops(run, plan)
+    training = plan.num_tokens * flops_per_token(run, plan.num_steps) / plan.world_size
+    return training + validations_flops(run, plan)
+
+
+def validations_flops(run: Run, plan: BatchPlan) -> float:
+    """Count the FLOPs of all validations, those before a growth with fewer layers."""
+    growth_step = run.config.growth_step(plan.num_steps)
+    num_late = run.config.num_validations(plan.num_steps, after=growth_step)
+    num_early = count_validations(run, plan) - num_late
+    early = replace(run, model=run.first_model(plan.num_steps))
+    return num_late * validation_flops(run, plan) + num_early * validation_flops(early, plan)
 
 
 def count_validations(run: Run, plan: BatchPlan) -> int:
@@ -199,7 +244,10 @@ def count_validations(run: Run, plan: BatchPlan) -> int:
 
 
 def validation_flops(run: Run, plan: BatchPlan) -> float:
-    """Count the FLOPs of one validation, of all sets, on the GPU that the others wait for."""
+    """Count the FLOPs of one validation, of all sets, on the GPU that the others wait for.
+
+    It is of all layers.
+    """
     sequences = run.config.num_validation_sequences
     num_microbatches = -(-sequences // plan.microbatch_size)
     share = 1.0
@@ -210,7 +258,7 @@ def validation_flops(run: Run, plan: BatchPlan) -> float:
 
 
 def share_of_validation(run: Run, plan: BatchPlan) -> float:
-    return count_validations(run, plan) * validation_flops(run, plan) / flops_of(run, plan)
+    return validations_flops(run, plan) / flops_of(run, plan)
 
 
 def with_interval(run: Run, plan: BatchPlan, often: Often, flops_per_second: float) -> Run:
@@ -223,8 +271,11 @@ def with_interval(run: Run, plan: BatchPlan, often: Often, flops_per_second: flo
             f"{run.train_path}: --validate needs the length of a validation; set"
             " validation_sequences, and any validation_interval"
         )
-    step = plan.tokens_per_step * run.model.flops_per_token / plan.world_size / flops_per_second
-    validation = validation_flops(run, plan) / flops_per_second
+    per_token = flops_per_token(run, plan.num_steps)
+    step = plan.tokens_per_step * per_token / plan.world_size / flops_per_second
+    # Validations are evenly spaced, so as many of them as of the steps have few layers.
+    with_all = validation_flops(run, plan) / flops_per_second
+    validation = with_all * per_token / run.model.flops_per_token
     interval = often.interval(
         plan.num_steps, step, validation, at_start=run.config.validate_at_start
     )
@@ -239,6 +290,8 @@ def num_checkpoints(run: Run, plan: BatchPlan) -> int:
     count = sum(steps // interval for interval in intervals)
     if len(intervals) == 2:
         count -= steps // math.lcm(*intervals)  # one checkpoint serves both
+    if growth_step := config.growth_step(steps):
+        count += all(growth_step % interval for interval in intervals)
     return count + all(steps % interval for interval in intervals)  # the last step is always saved
 
 

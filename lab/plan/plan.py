@@ -10,9 +10,16 @@ import click
 
 from basics.cli import ABOVE_0, RUNS_DIR, USD_PER_HOUR, print_json
 from basics.errors import UserError, print_error, visible, writing_to
-from basics.text import dollars, gb, gib
+from basics.text import counted, dollars, gb, gib
 from lab.plan import estimate
-from lab.plan.estimate import Often, amount, bytes_of_checkpoint, default_precision, pinned_bytes
+from lab.plan.estimate import (
+    Often,
+    amount,
+    bytes_of_checkpoint,
+    default_precision,
+    flops_per_token,
+    pinned_bytes,
+)
 from lab.plan.memory import Memory, Setting, largest_microbatch, peak_memory, size_name
 from lab.plan.prices import Prices, read_prices
 from lab.plan.speed_sources import read_measured
@@ -180,7 +187,7 @@ def command(
                 "model": size_name(loaded.model),
                 "parameters": loaded.model.num_parameters,
                 "tokens": num_tokens,
-                "flops_per_token": loaded.model.flops_per_token,
+                "flops_per_token": flops_per_token(loaded, num_tokens),
                 "checkpoint_bytes": bytes_of_checkpoint(loaded),
                 "pinned_bytes": pinned_bytes(loaded),
                 "memory_bytes": {
@@ -224,7 +231,8 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def _about(run: Run, num_tokens: int) -> str:
-    parameters, per_token = run.model.num_parameters, run.model.flops_per_token
+    # How many steps there are depends on the machine; a growth is at the same share of them.
+    parameters, per_token = run.model.num_parameters, flops_per_token(run, num_tokens)
     chinchilla, dtype = CHINCHILLA_TOKENS_PER_PARAMETER, run.config.all_reduce_dtype
     return "\n".join(
         [
@@ -233,6 +241,7 @@ def _about(run: Run, num_tokens: int) -> str:
             f" {chinchilla * parameters:,} tokens)",
             f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
             f" {per_token * num_tokens:.3g} FLOP in total, without validation",
+            *_about_growth(run),
             f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below),"
             f" {gb(2 * num_tokens)} or more for the tokens, {gb(PACKAGES_BYTES)} for the packages",
             f"host RAM: rank 0 pins about {gib(pinned_bytes(run))} on a GPU, for the copy from"
@@ -241,6 +250,37 @@ def _about(run: Run, num_tokens: int) -> str:
             f" (all_reduce_dtype {dtype})",
         ]
     )
+
+
+def _about_growth(run: Run) -> list[str]:
+    """Say what the first part of a run that grows needs, of FLOPs and of memory."""
+    grow = run.config.grow
+    if grow is None:
+        return []
+    small = run.model.with_layers(grow.from_layers)
+    setting = Setting(small, run.config, default_precision(run.config), 1)
+    memory = peak_memory(setting, run.config.microbatch_size).total
+    return [
+        f"grows: {counted(grow.from_layers, 'layer')} for {grow.at:.0%} of the steps"
+        f" ({small.flops_per_token / 1e6:,.1f} MFLOP per token, {gib(memory)} on one GPU), then"
+        f" {run.model.n_layers} ({run.model.flops_per_token / 1e6:,.1f} MFLOP per token, memory:"
+        " below)"
+    ]
+
+
+def _about_parts(possible: list[dict[str, Any]]) -> list[str]:
+    """Say for each machine what both parts of a run that grows take."""
+    lines = [
+        f"  {found['name']}: "
+        + ", then ".join(
+            f"{counted(part['n_layers'], 'layer')} {amount(part['hours'])} h,"
+            f" ${amount(part['usd'])}, {part['tokens_per_second']:,.0f} tokens/s"
+            for part in found["parts"]
+        )
+        for found in possible
+        if len(found["parts"]) > 1
+    ]
+    return ["both parts, expected, at the same MFU:", *lines] if lines else []
 
 
 def _memory_table(config: TrainConfig, peaks: list[Memory]) -> Table:
@@ -312,6 +352,7 @@ def _machine_table(
             "Hours and US$ count validation, not startup; M tokens per US$: while training.",
             "validation: how many, and their share of the expected hours and US$",
             *_about_wish(possible, often),
+            *_about_parts(possible),
             "prices: "
             + ", ".join(dict.fromkeys(_about_price(price) for price in known))
             + ", or of --machine; other prices, on demand and spot: --compare",

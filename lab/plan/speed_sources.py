@@ -114,7 +114,7 @@ def read_own(run_dir: Path) -> Measurement | None:
             compile=machine["compiled"],
             tokens_per_second=_launch_speed(files.summary),
             activation_checkpointing=files.part("train")["activation_checkpointing"],
-            model=ModelConfig.model_validate(files.part("model")),
+            model=_launch_model(files.summary),
             source=f"run {run_dir.name}",
             **{key: machine[key] for key in ("device", "processes", "precision", "attention")},
         )
@@ -131,6 +131,13 @@ def _launch_speed(summary: Record) -> float:
     return tokens / seconds
 
 
+def _launch_model(summary: Record) -> ModelConfig:
+    """Return the shape that `_launch_speed` is of: a run that grows has fewer layers at first."""
+    model = ModelConfig.model_validate(summary["model"])
+    num_layers = int(summary["this_launch"].get("num_layers", model.n_layers))
+    return ModelConfig.model_validate(model.model_dump() | {"n_layers": num_layers})
+
+
 def measured_speed(run: Run) -> tuple[float, int, str]:
     """Return tokens per second, on how many processes, and where: of a launch, or the search.
 
@@ -140,15 +147,16 @@ def measured_speed(run: Run) -> tuple[float, int, str]:
     for path in sorted((run.summary_path, run.search_path), reverse=True, key=_mtime):
         record = found_object(path)
         with suppress(*DAMAGED):
-            speed = (
-                _launch_speed(record) if "this_launch" in record else record["tokens_per_second"]
-            )
+            if "this_launch" in record:
+                speed, model = _launch_speed(record), _launch_model(record).model_dump()
+            else:
+                speed, model = record["tokens_per_second"], record["model"]
             device, world_size = str(record["machine"]["device"]), record["machine"]["processes"]
             if (
                 0 < speed < MAX_SPEED
                 and 1 <= world_size <= MAX_PROCESSES
                 and (not gpus or gpus.count(device) == world_size)
-                and record["model"] == run.model.model_dump()
+                and model == run.model.model_dump()
                 and all(record["train"][key] == getattr(run.config, key) for key in SPEED_KEYS)
             ):
                 where = f"{world_size}x {one_line(device)} ({path.name})"

@@ -14,7 +14,15 @@ from basics.errors import UserError, print_line, writing_to
 from basics.files import locked, write_atomically
 from basics.json_files import Config, FrozenConfig, describe, read_json_object, to_json, unknown_key
 from reporting.reference import REFERENCES, find_reference, write_reference
-from run_config import RUN_NAME, ModelConfig, Run, TrainConfig, load_config, with_defaults
+from run_config import (
+    RUN_NAME,
+    ModelConfig,
+    Run,
+    TrainConfig,
+    check_growth,
+    load_config,
+    with_defaults,
+)
 
 PLAN_NAME = "sweep.json"
 SEED, MAX_SEEDS = "random_seed", 1000
@@ -31,7 +39,7 @@ Changes = dict[str, Any]
 def parse_change(text: str) -> Changes:
     """Parse `KEY=VALUE[,KEY=VALUE]...`. Raises: UserError."""
     changes: Changes = {}
-    for part in re.split(r",(?=[A-Za-z_]\w*=)", text):  # a comma before another KEY=
+    for part in re.split(r",(?=[A-Za-z_][\w.]*=)", text):  # a comma before another KEY=
         key, _, value = part.partition("=")
         if not key or not value or key in changes:
             raise UserError(
@@ -75,6 +83,19 @@ def label(changes: Changes) -> str:
     return ",".join(texts) or "baseline"
 
 
+def _with_whole_objects(base: Run, changes: Changes) -> Changes:
+    """Return changes of keys with those of a part of an object, such as `grow.at`, put into it."""
+    whole = {key: value for key, value in changes.items() if "." not in key}
+    settings = base.config.model_dump(exclude_unset=True) | whole
+    for key in changes.keys() - whole.keys():
+        name, _, part = key.partition(".")
+        before = whole.get(name) or settings.get(name)
+        if before is not None and not isinstance(before, dict):
+            raise UserError(f"--change {label(changes)}: {name} is no object, so {key} is no key")
+        whole[name] = (before or {}) | {part: changes[key]}
+    return whole
+
+
 def _with_values(config: Config, changes: Changes) -> Config:
     """Return a config with those changes that are keys of it."""
     known = {
@@ -95,9 +116,11 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
     """
     known = [*ModelConfig.model_fields, *TrainConfig.model_fields]
     for key in changes:
-        if key not in known:
+        if key.partition(".")[0] not in known:
             raise UserError(f"--change {label(changes)}: {unknown_key(key, known)}")
-    model, config = _with_values(base.model, changes), _with_values(base.config, changes)
+    whole = _with_whole_objects(base, changes)
+    model, config = _with_values(base.model, whole), _with_values(base.config, whole)
+    check_growth(f"--change {label(changes)}", model, config)
     if "sample_prompts" not in changes:  # nobody reads the samples of all variants
         config = config.model_copy(update={"sample_prompts": ()})
     if config.reference is not None:  # it is looked for beside the runs of the sweep

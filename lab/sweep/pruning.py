@@ -33,6 +33,7 @@ SAME_KEYS = (
     "dataset",
     "vocab_size",
     "context_length",
+    "grow",
     "min_train_tokens",
     "validation",
     "start_val_token",

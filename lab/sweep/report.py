@@ -149,11 +149,14 @@ def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float
                 found.setdefault(key, {})[value] = entry.losses
     own = sweep.base.model.model_dump() | sweep.base.config.model_dump()
     own["global_batch_size"] = own["global_batch_size"] or entries[0].mean("global_batch_size")
+    for name, value in list(own.items()):
+        if isinstance(value, dict):  # a part of an object is a key such as grow.at
+            own |= {f"{name}.{part}": each for part, each in value.items()}
     ranges = {}
     for key, losses in found.items():
         if len(losses) < 2:
             continue
-        if number(own[key]) is not None:
+        if number(own.get(key)) is not None:
             losses.setdefault(own[key], []).extend(entries[0].losses)
         trained = sorted((value, each) for value, each in losses.items() if each)
         ranges[key] = {value: statistics.fmean(each) for value, each in trained}

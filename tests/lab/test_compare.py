@@ -191,6 +191,7 @@ def test_csv_row_has_all_figures_of_a_run(runs):
             "microbatch_size": 2,
             "tokens": 1536,
             "steps": 12,
+            "training_pflop": PFLOP[2],
             "train_loss": 3.25,
             "validation_loss": 3.125,
             "test_loss": 3.0625,
@@ -706,6 +707,10 @@ def test_tokens_to_a_loss_are_interpolated_between_validations(losses, target, e
     assert first_reaching(validations(*losses), target) == expected
 
 
+# By the number of layers; 1,536 tokens of 6 (12 L C^2 + V C) + 12 L T C.
+PFLOP = {n: 1536 * (6 * (12 * n * 256 + 257 * 16) + 12 * n * 256) / 1e15 for n in (1, 2)}
+
+
 def record_losses(runs, name, *losses, **train):
     runs.add(name, losses=(3.0, losses[-1], None), train=train)
     (runs.dir / name / "metrics.jsonl").write_text(
@@ -739,6 +744,24 @@ def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(runs, monkeyp
     assert rows["slow"]["tokens_to_loss"] == rows["slow"]["usd_to_loss"] == ""
     assert (rows["fast"]["tokens_to_loss"], rows["fast"]["usd_to_loss"]) == ("1536", "1")
     assert runs.compare("slow").target is None
+
+
+def test_training_flops_are_those_of_the_layers_that_a_run_had(runs):
+    for name, train in (("plain", {}), ("grown", {"grow": {"at": 0.25}}), ("early", {})):
+        runs.add(name, train=train | ({"grow": {"at": 0.75}} if name == "early" else {}))
+        runs.record(name)
+    runs.append("grown", {"global_step": 3, "num_layers": 2})
+    runs.add("dropped")
+    runs.append("dropped", {"global_step": 3, "num_layers": 2})  # its layers before are not known
+    found = {row.name: row.values["training_pflop"] for row in runs.compare().rows}
+    assert found == {
+        "plain": pytest.approx(PFLOP[2]),
+        "grown": pytest.approx(PFLOP[1] / 4 + PFLOP[2] * 3 / 4),
+        "early": pytest.approx(PFLOP[1]),  # it has not grown yet
+        "dropped": None,
+    }
+    differs = {row.name: row.values["differs"] for row in runs.compare().rows}
+    assert "grow={'at': 0.25}" in differs["grown"]
 
 
 def test_tokens_to_a_loss_are_a_mean_over_seeds_each_with_its_own_loss(runs):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from lab.compare.charts import fit_log_quadratic, loss_points, memory_points
 from lab.compare.results import read_published
 from lab.compare.rows import compare
 from lab.plan import speed_sources
-from lab.plan.estimate import Machine, Often, default_precision, num_checkpoints, verdict
+from lab.plan.estimate import Machine, Often, default_precision, flops_of, num_checkpoints, verdict
 from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, peak_memory
 from lab.plan.prices import Price, read_prices
@@ -873,12 +874,21 @@ def test_the_summary_of_a_resumed_run_tells_the_speed_of_its_last_launch(workpla
         global_step=999,
         stop_reason=None,
         lacks_validation=False,
+        num_layers=MODEL.n_layers,
         facts={"machine": MACHINE},
     )
-    run.summary_path.write_text(
-        json.dumps(summarise(run, BatchPlan(8, 1, 8, 1024, 2000), clock, end, []))
-    )
+    plan = BatchPlan(8, 1, 8, 1024, 2000)
+    run.summary_path.write_text(json.dumps(summarise(run, plan, clock, end, [])))
     assert read_own(run.run_dir).tokens_per_second == pytest.approx(99 * 65536 / 10)
+    # The model has grown 50 steps ago, or it has one layer yet.
+    clock.measure_from_here()
+    clock._spent |= {"training": 28.0}
+    for num_layers in (MODEL.n_layers, 1):
+        end = replace(end, first_step=949, num_layers=num_layers)
+        run.summary_path.write_text(json.dumps(summarise(run, plan, clock, end, [])))
+        found = read_own(run.run_dir)
+        assert found.tokens_per_second == pytest.approx(50 * 65536 / 20)
+        assert found.model == MODEL.with_layers(num_layers)
 
 
 # The length that a budget buys, at a measured speed
@@ -935,6 +945,62 @@ def test_the_length_is_what_the_budget_buys_at_the_measured_speed(workplace, spe
         f"<0.01 hours, US${seconds(steps):.2f} at 3600 an hour: training and validation, without"
         f" start-up and checkpoints\nmeasured: 1,280 tokens/s on 2x A100 ({file})\n"
     )
+
+
+def test_the_length_of_a_run_that_grows_is_bought_at_the_price_of_both_parts(workplace):
+    add_measured(workplace, train={"grow": {"at": 0.5}})
+    path = workplace.runs_dir / "tiny/train.json"
+    succeeded(save(workplace, "--budget", "10", "--usd-per-hour", "3600"))  # 10 seconds
+    steps = json.loads(path.read_text())["min_train_tokens"] // STEP
+    run = load_run(workplace.runs_dir, "tiny")
+    small, whole = (run.model.with_layers(n).flops_per_token for n in (1, 2))
+    work = 10 * STEP * whole  # measured with all layers, FLOPs a second
+
+    def seconds(steps):
+        growth = round(0.5 * steps)
+        flops = STEP * (growth * small + (steps - growth) * whole)
+        due = [step for step in range(1, steps + 1) if step % 5 == 0 or step == steps]
+        # On one of two processes, while the other one waits.
+        return (flops + sum(2 * 96 / 3 * (small if s <= growth else whole) for s in due)) / work
+
+    assert seconds(steps) <= 10 < seconds(steps + 1)
+
+
+def test_a_plan_has_hours_dollars_and_memory_of_both_parts_of_a_growth(workplace):
+    whole = estimated(workplace, "box=8xH100@20")
+    grown = estimated(workplace, "box=8xH100@20", grow={"from_layers": 1, "at": 0.5})
+    # Matrices of 12 L C^2, the head, and attention, without validation: MFLOP per token.
+    small, large = 6 * (12 * 768**2 + 50257 * 768) + 12 * 1024 * 768, 854.438400e6
+    share = (small + large) / 2 / large
+    assert large == pytest.approx(load_run(workplace.runs_dir, "run-0").model.flops_per_token)
+    assert grown["hours"]["expected"] == pytest.approx(share * whole["hours"]["expected"], rel=1e-3)
+    assert grown["tokens_per_second"] == pytest.approx(whole["tokens_per_second"] / share, rel=1e-3)
+    first, second = grown["parts"]
+    assert (first["n_layers"], second["n_layers"]) == (1, 12)
+    assert first["steps"] + second["steps"] == grown["steps"]
+    for key in ("hours", "usd"):
+        assert first[key] + second[key] == pytest.approx(grown[key]["expected"])
+        assert first[key] / second[key] == pytest.approx(small / large, rel=1e-3)
+    assert second["tokens_per_second"] == pytest.approx(whole["tokens_per_second"])
+    assert [part["steps"] for part in whole["parts"]] == [whole["steps"]]
+    output = plan("run-1", runs_dir=workplace.runs_dir)
+    assert "\ngrows: 1 layer for 50% of the steps (283.5 MFLOP per token, " in output
+    assert "then 12 (854.4 MFLOP per token, memory: below)" in output
+    assert f"{(small + large) / 2e6:,.1f} MFLOP per token, forward and backward" in output
+    both = r"\n +8x H100: 1 layer [\d.]+ h, \$[\d.]+, [\d,]+ tokens/s, then 12 layers [\d.]+ h"
+    assert re.search(both, output)
+    document = checked(plan("run-1", "--json", runs_dir=workplace.runs_dir))
+    assert document.flops_per_token == pytest.approx((small + large) / 2)
+
+
+def test_validations_before_a_growth_cost_less(workplace):
+    train = {"validation_interval": 1000, "validation_sequences": 3200, "grow": {"at": 0.5}}
+    run_dir = workplace.add_run(model=BIG, train=BILLION | train | {"validation_batches": None})
+    run, batches = load_run(workplace.runs_dir, run_dir.name), BatchPlan(8, 1, 8, 1024, 4000)
+    small, whole = (run.model.with_layers(n).flops_per_token for n in (1, 12))
+    training = batches.num_tokens / 8 * (small + whole) / 2
+    validations = 2 * 3200 * 1024 / 3 * (small + whole)  # two of four
+    assert flops_of(run, batches) == pytest.approx(training + validations)
 
 
 def test_all_other_text_of_the_file_stays(workplace):

@@ -17,7 +17,7 @@ from basics.files import lock_directory
 from lab.compare import charts as comparison_charts
 from lab.sweep import definition, execution, progress, report, shares
 from processes import distributed
-from run_config import load_run
+from run_config import Grow, load_run
 from tests.support import stub_trainer
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
@@ -190,6 +190,10 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
             ["--change", "validation_interval=null,validation_batches=null,checkpoint_interval=5"],
             "a sweep compares validation losses",
         ),
+        (["--change", "grow.at=2"], "grow.at should be less than 1, found 2"),
+        (["--change", "grow.from_layers=1"], '"grow.at" is missing'),
+        (["--change", "grow.at=0.5,n_layers=1"], "from_layers 1, and model.json has n_layers 1"),
+        (["--change", "dataset.at=0.5"], "dataset is no object, so dataset.at is no key"),
         (["--change", "max_hours=3"], "stop runs before their end; drop it from"),
         (["--change", "max_cost_usd=3,usd_per_hour=1"], "pass --budget-usd for the whole sweep"),
         (["--change", "init_from=tiny"], "no checkpoint yet; train tiny first"),
@@ -249,6 +253,34 @@ def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps):
     train = sweeps.train_json(second)
     assert train["sample_prompts"] == []  # a sweep prints no samples
     assert "precision" not in train and train["global_batch_size"] == 4
+
+
+def test_a_part_of_an_object_can_be_changed(sweeps):
+    grow, both = 'grow={"from_layers":1,"at":0.5}', "learning_rate=0.02,grow.at=0.7"
+    succeeded(sweeps.run("--change", grow, "--change", both, "--prune"))
+    _, first, second = sweeps.launches()
+    assert sweeps.train_json(first)["grow"] == {"from_layers": 1, "at": 0.5}
+    assert sweeps.train_json(second)["grow"] == {"at": 0.7}  # the base has none
+    assert sweeps.train_json(second)["learning_rate"] == 0.02
+    assert "stop_if_behind" not in sweeps.train_json(first)  # few layers are behind at first
+    path = sweeps.workplace.runs_dir / "tiny/train.json"
+    settings = json.loads(path.read_text()) | {"grow": {"from_layers": 1, "at": 0.5}}
+    path.write_text(json.dumps(settings))
+    base = load_run(sweeps.workplace.runs_dir, "tiny")
+    _, config = definition.changed(base, {"grow.at": 0.25})
+    assert config.grow == Grow(from_layers=1, at=0.25)
+    assert definition.changed(base, {"grow": None})[1].grow is None
+
+
+def test_a_range_of_a_part_of_an_object_has_a_table(sweeps):
+    """The baseline's own value is a part of it, if there is one."""
+    arguments = ("--range", "grow.at=0.3,0.7")
+    text = succeeded(sweeps.run(*arguments)).stdout
+    assert "grow.at: no curve is fitted; it needs the losses of 3" in text
+    path = sweeps.workplace.runs_dir / "tiny/train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"grow": {"at": 0.5}}))
+    text = succeeded(sweeps.run(*arguments, "--name", "with-its-own")).stdout
+    assert "grow.at: " in text and "no curve is fitted" not in text
 
 
 def test_a_range_is_fitted_with_the_baseline_and_charts_are_drawn_when_asked_for(

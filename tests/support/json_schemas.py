@@ -59,6 +59,7 @@ MACHINE = part(
         "hours": LOW_TO_HIGH,
         "usd": LOW_TO_HIGH,
         "validation": VALIDATION,
+        "parts": list[part(whole="n_layers steps", number="hours usd tokens_per_second")],
         "tokens_per_second": float,
         "tokens_per_usd": float,
         "mfu": float,
@@ -101,8 +102,8 @@ COMPARED = part(
     whole="num_seeds",
     text_or_none="machine reference",
     flag="is_within_spread",
-    number_or_none="global_batch_size microbatch_size tokens steps train_loss validation_loss"
-    " test_loss validation_bits_per_byte test_bits_per_byte ift_score ift_low"
+    number_or_none="global_batch_size microbatch_size tokens steps training_pflop train_loss"
+    " validation_loss test_loss validation_bits_per_byte test_bits_per_byte ift_score ift_low"
     " ift_high ift_spread ift_tunings seconds seconds_without_validation tokens_per_second num_gpus"
     " usd_per_hour usd usd_without_validation usd_per_megatoken"
     " usd_per_megatoken_without_validation"
