@@ -85,7 +85,7 @@ class CheckpointMeta(FrozenConfig):
     def run_layers(self) -> Any:
         """The layers of the run's whole model, of which this checkpoint may have the first ones.
 
-        As in `settings`, which anybody may have written: it need not be a number.
+        It is not checked: anybody may have written `settings`.
         """
         return self.settings.get("n_layers", self.model.n_layers)
 

@@ -81,7 +81,7 @@ def draw_charts(run_dir: Path, records: Records) -> None:
             _label_steps(axes)
             axes.set_ylabel(ylabel)
             plot(axes, *shown)
-            _mark_changes(axes, records)
+            _mark_events(axes, records)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(frameon=False)
 
@@ -134,7 +134,7 @@ def _plan_of(run_dir: Path) -> tuple[TrainConfig | None, int]:
     return config, found if isinstance(found, int) and is_step(found) else 0
 
 
-def _mark_changes(axes: Axes, records: Records) -> None:
+def _mark_events(axes: Axes, records: Records) -> None:
     """Draw a vertical line where the model has grown, and where settings were changed."""
     for record in records:
         if num_layers := record.get(NUM_LAYERS):

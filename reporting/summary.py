@@ -34,7 +34,7 @@ class StopReason:
 class RunEnd:
     """The state of a run when a launch ends."""
 
-    first_step: int  # of this launch, with as many layers as at its end
+    first_step: int  # the first one of this launch that trained `num_layers` layers
     global_step: int
     stop_reason: StopReason | None  # unless the run is finished
     lacks_validation: bool  # the last step is taken, but its validation was interrupted

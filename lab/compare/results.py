@@ -216,7 +216,13 @@ def _figures(
     found |= _score(judged)
     return found | {
         "steps": steps,
-        "training_pflop": _training_pflop(config, found["tokens"], steps, records),
+        "training_pflop": _training_pflop(
+            config,
+            found["tokens"],
+            steps,
+            records,
+            num_layers=number_of(files.part("this_launch"), "num_layers"),
+        ),
         "seconds": seconds,
         "usd": usd,
         "validation_seconds": validation,
@@ -229,9 +235,17 @@ def _figures(
 
 
 def _training_pflop(
-    config: dict[str, Any], tokens: float | None, steps: float | None, records: tuple[Record, ...]
+    config: dict[str, Any],
+    tokens: float | None,
+    steps: float | None,
+    records: tuple[Record, ...],
+    *,
+    num_layers: float | None,
 ) -> float | None:
-    """Return the training FLOPs, in 10^15, of a run; of one that grows, by its record of it."""
+    """Return the training FLOPs, in 10^15, of a run; of one that grows, by its record of it.
+
+    `num_layers` are those at the end of the last launch, None while it trains.
+    """
     try:
         model = ModelConfig.model_validate(
             {key: config[key] for key in ModelConfig.model_fields if key in config}
@@ -243,7 +257,8 @@ def _training_pflop(
     if not tokens or not steps or grown_at and grow is None:  # the key was dropped since
         return None
     early = 0.0
-    if grow is not None:
+    # With all layers and no record of a growth, the run got the key when it had trained them.
+    if grow is not None and (grown_at or num_layers != model.n_layers):
         early = min(1.0, grown_at[-1] / steps) if grown_at else 1.0  # it has not grown yet
         small = model.with_layers(grow.from_layers).flops_per_token
         return tokens * (early * small + (1 - early) * model.flops_per_token) / 1e15

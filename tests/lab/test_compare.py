@@ -753,12 +753,15 @@ def test_training_flops_are_those_of_the_layers_that_a_run_had(runs):
     runs.append("grown", {"global_step": 3, "num_layers": 2})
     runs.add("dropped")
     runs.append("dropped", {"global_step": 3, "num_layers": 2})  # its layers before are not known
+    runs.add("later", train={"grow": {"at": 0.25}}, summary={"this_launch": {"num_layers": 2}})
+    runs.record("later")  # it got the key when it had trained with all layers
     found = {row.name: row.values["training_pflop"] for row in runs.compare().rows}
     assert found == {
         "plain": pytest.approx(PFLOP[2]),
         "grown": pytest.approx(PFLOP[1] / 4 + PFLOP[2] * 3 / 4),
         "early": pytest.approx(PFLOP[1]),  # it has not grown yet
         "dropped": None,
+        "later": pytest.approx(PFLOP[2]),
     }
     differs = {row.name: row.values["differs"] for row in runs.compare().rows}
     assert "grow={'at': 0.25}" in differs["grown"]
