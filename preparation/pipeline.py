@@ -418,5 +418,5 @@ def _fetch(shard: Shard) -> Future[None]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name="download", daemon=True).start()
     return future

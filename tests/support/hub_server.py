@@ -130,7 +130,12 @@ def used_in_this_process(hub: Hub, home: Path) -> Iterator[None]:
         patch.setattr(time, "sleep", lambda _: None)
         HfFileSystem.clear_instance_cache()
         close_session()  # its connections are those of another test's hub
-        yield
+        try:
+            yield
+        finally:  # one fetched ahead would go on without its hub, and close others' connections
+            for thread in threading.enumerate():
+                if thread.name == "download":
+                    thread.join()
 
 
 @pytest.fixture(name="tokens_hub")
