@@ -451,6 +451,10 @@ class Trainer:
 
     def grow(self, global_step: int) -> None:
         """Train all layers from this step on: compile them, and build DDP anew. Every rank."""
+        if self.process.is_main:
+            with self.clock.phase(CHECKPOINT):
+                self.saver.wait()  # a failure while they compile then loses no step
+        self.wait_for_all()
         self.clock.enter(COMPILE)  # until the end of the first step with them
         self.clock.measure_from_here()
         self.watchdog.expect_steps(self.config.hang_timeout_seconds)
