@@ -159,8 +159,7 @@ def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> No
         (run.train_path, "random_seed", run.config.random_seed, meta.random_seed),
     ]
     if grow is not None and meta.model.n_layers < run.model.n_layers:
-        few = ("grow.from_layers", grow.from_layers, meta.model.n_layers)
-        compared.append((run.train_path, *few))
+        compared += [(run.train_path, "grow.from_layers", grow.from_layers, meta.model.n_layers)]
     # With another start token, data would be read twice. Only keys that both have are compared: a
     # run may begin to use its validation file later.
     files = {

@@ -246,7 +246,7 @@ def count_validations(run: Run, plan: BatchPlan) -> int:
 def validation_flops(run: Run, plan: BatchPlan) -> float:
     """Count the FLOPs of one validation, of all sets, on the GPU that the others wait for.
 
-    It is of all layers.
+    It has the layers of `run.model`, also before a growth.
     """
     sequences = run.config.num_validation_sequences
     num_microbatches = -(-sequences // plan.microbatch_size)
