@@ -20,7 +20,7 @@ from basics.failpoints import MARKS, VARIABLE
 from processes.signals import DEADLINES
 from reporting.metrics_file import MAX_RECORDS_BYTES, read_metrics
 from run_config import load_run
-from tests.support.runs import LONGEST_ERROR, read_only, refused, wait_for
+from tests.support.runs import LONGEST_ERROR, read_only, refused, struck_by
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_TRAIN,
@@ -328,7 +328,7 @@ def test_the_process_that_starts_torchrun_holds_the_lock_while_it_prepares(tiny,
         environment={VARIABLE: "prepare:hang", MARKS: str(marks)},
     )
     try:
-        wait_for(marks)  # it prepares
+        struck_by(marks)  # it prepares, and writes nothing more
         assert "another launch is training this run (without a heartbeat: it begins or ends); " in (
             refused(tiny, "tiny")
         )
