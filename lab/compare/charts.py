@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from numpy.polynomial import Polynomial
 
-from lab.compare.results import Result
+from lab.compare.results import Record, Result, training_flops
 from lab.compare.rows import LOSS_NAMES, Row, bits_key, deciding_loss, has_several_tokenizers
 from lab.runs import bytes_per_token, number_of
 from reporting.charts import draw_by_hand
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FLOPS = "training_flops"  # no record has them
 CURVES: dict[str, dict[str, float]] = {
     "train_loss": {"linewidth": 1, "alpha": 0.5},
     "validation_loss": {"linewidth": 2.5, "markersize": 4},
@@ -165,7 +166,7 @@ def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     """Return x and y of a run's curve as arrays of float64, (points,)."""
     points = []
     for record in result.records:
-        point = number_of(record, x_key), number_of(record, key)
+        point = _x_of(result, record, x_key), number_of(record, key)
         if None not in point:
             points.append(point)
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
@@ -178,16 +179,27 @@ def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     return x, y
 
 
+def _x_of(result: Result, record: Record, x_key: str) -> float | None:
+    if x_key != FLOPS:
+        return number_of(record, x_key)
+    step, tokens = number_of(record, "global_step"), number_of(record, "tokens")
+    if step is None or tokens is None or not result.flops_per_token:
+        return None
+    return training_flops(result.flops_per_token, tokens, step + 1)
+
+
 def _plot_curves(
     rows: list[Row], references: dict[str, ReferenceCurve], figure: Figure, *, in_bits: bool
 ) -> None:
     """Plot the losses of all runs, a panel for each axis that is recorded.
 
+    One over the training FLOPs is there if tokens differ in them: with growth, or several sizes.
     A reference is shown over tokens, as the first run that is compared with it has its units.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    records = [record for row in rows for result in row.results for record in result.records]
+    results = [result for row in rows for result in row.results]
+    records = [record for result in results for record in result.records]
     longest = max(number_of(record, "seconds") or 0.0 for record in records)
     is_short = longest < MINUTES_BELOW_SECONDS
     every_axis = [
@@ -201,10 +213,15 @@ def _plot_curves(
         for axis in every_axis
         if any(number_of(record, axis[1]) is not None for record in records)
     ]
-    shape = (2, 2) if len(recorded) == 4 else (1, len(recorded))
-    figure.set_size_inches(6 * shape[1], 4.5 * shape[0])
-    panels = figure.subplots(*shape, sharey=True, squeeze=False).flatten()
-    for axes, (label, x_key, unit) in zip(panels, recorded, strict=True):
+    if len({per_token for result in results for _, per_token in result.flops_per_token}) > 1:
+        recorded.append(("training FLOPs", FLOPS, 1))
+    num_rows = 1 if len(recorded) < 4 else 2
+    num_columns = -(-len(recorded) // num_rows)
+    figure.set_size_inches(6 * num_columns, 4.5 * num_rows)
+    panels = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False).flatten()
+    for unused in panels[len(recorded) :]:
+        unused.remove()
+    for axes, (label, x_key, unit) in zip(panels, recorded, strict=False):
         axes.set(xlabel=label, ylabel=f"loss ({_unit(in_bits)})")
         axes.tick_params(labelleft=True)  # on every panel, though they share the axis
         for place, row in enumerate(rows):

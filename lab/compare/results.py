@@ -59,6 +59,8 @@ FROM_RECORDS = (
     "validation_bits_per_byte",
 )  # also in a summary
 Figures = dict[str, float | None]  # by FIGURES; None for what is not known
+# Training FLOPs per token, with the first global step that has them: a run that grows has two.
+Parts = tuple[tuple[int, int], ...]
 FIGURES = (
     "global_batch_size",
     "microbatch_size",
@@ -100,6 +102,7 @@ class Result:
     machine: tuple[str, ...] = ()  # device, precision, number of processes
     device: str | None = None
     records: tuple[Record, ...] = ()
+    flops_per_token: Parts = ()  # of training
     memory_gib: float | None = None
     judge: str = ""  # who gave the instruction score, and when
     size: str = ""  # as `size_name` gives it; empty if it is not known
@@ -157,6 +160,7 @@ def read_result(run_dir: Path) -> Result:
     judged = _last_judged(evaluations)
     tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
+    flops_per_token = _flops_per_token(files, records, config)
     settings = {key: shown(value) for key, value in config.items() if key not in REFERENCE_SETTINGS}
     settings |= {key: text for key, text in histories(records).items() if key in settings}
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
@@ -179,7 +183,8 @@ def read_result(run_dir: Path) -> Result:
         size=size,
         reason=str(files.summary.get("reason") or ""),
         device=machine[0] if isinstance(facts.get("device"), str) else None,
-        figures=_figures(files, records, config, judged),
+        figures=_figures(files, records, config, judged, flops_per_token),
+        flops_per_token=flops_per_token,
         sets={key: number(value) for key, value in last_of_sets([*records, files.summary]).items()},
         records=records,
         tests=_by_text(tests),
@@ -194,7 +199,11 @@ def read_result(run_dir: Path) -> Result:
 
 
 def _figures(
-    files: RunFiles, records: tuple[Record, ...], config: dict[str, Any], judged: Record
+    files: RunFiles,
+    records: tuple[Record, ...],
+    config: dict[str, Any],
+    judged: Record,
+    flops_per_token: Parts,
 ) -> Figures:
     found: Figures = {}
     for key in FROM_RECORDS:
@@ -216,13 +225,9 @@ def _figures(
     found |= _score(judged)
     return found | {
         "steps": steps,
-        "training_pflop": _training_pflop(
-            config,
-            found["tokens"],
-            steps,
-            records,
-            num_layers=number_of(files.part("this_launch"), "num_layers"),
-        ),
+        "training_pflop": training_flops(flops_per_token, found["tokens"], steps) / 1e15
+        if flops_per_token and found["tokens"] and steps
+        else None,
         "seconds": seconds,
         "usd": usd,
         "validation_seconds": validation,
@@ -234,17 +239,10 @@ def _figures(
     }
 
 
-def _training_pflop(
-    config: dict[str, Any],
-    tokens: float | None,
-    steps: float | None,
-    records: tuple[Record, ...],
-    *,
-    num_layers: float | None,
-) -> float | None:
-    """Return the training FLOPs, in 10^15, of a run; of one that grows, by its record of it.
+def _flops_per_token(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any]) -> Parts:
+    """Return what a run's training takes per token; nothing if that is not known.
 
-    `num_layers` are those at the end of the last launch, None while it trains.
+    Of a run that grows it is that of the layers which its record of the growth tells.
     """
     try:
         model = ModelConfig.model_validate(
@@ -252,17 +250,27 @@ def _training_pflop(
         )
         grow = None if config.get("grow") is None else Grow.model_validate(config["grow"])
     except ValidationError:
-        return None
+        return ()
     grown_at = [record["global_step"] for record in records if number_of(record, NUM_LAYERS)]
-    if not tokens or not steps or grown_at and grow is None:  # the key was dropped since
-        return None
-    early = 0.0
+    if grow is None:
+        # With a record of a growth, the key was dropped since.
+        return () if grown_at else ((0, model.flops_per_token),)
+    small = (0, model.with_layers(grow.from_layers).flops_per_token)
+    if grown_at:
+        return (small, (grown_at[-1], model.flops_per_token))
     # With all layers and no record of a growth, the run got the key when it had trained them.
-    if grow is not None and (grown_at or num_layers != model.n_layers):
-        early = min(1.0, grown_at[-1] / steps) if grown_at else 1.0  # it has not grown yet
-        small = model.with_layers(grow.from_layers).flops_per_token
-        return tokens * (early * small + (1 - early) * model.flops_per_token) / 1e15
-    return tokens * model.flops_per_token / 1e15
+    num_layers = number_of(files.part("this_launch"), "num_layers")
+    return ((0, model.flops_per_token),) if num_layers == model.n_layers else (small,)
+
+
+def training_flops(parts: Parts, tokens: float, steps: float) -> float:
+    """Return the training FLOPs of a run's first steps, which have so many tokens in all."""
+    ends = [*(first for first, _ in parts[1:]), steps]
+    of_steps = sum(
+        per_token * (min(end, steps) - min(first, steps))
+        for (first, per_token), end in zip(parts, ends, strict=True)
+    )
+    return tokens * of_steps / steps
 
 
 def read_models(runs_dir: Path) -> list[Result]:

@@ -152,15 +152,14 @@ def estimate(
     }
     if often:
         run = with_interval(run, plan, often, gpu.peak(setting.precision) * mfu)
-    hours = {
-        name: flops_of(run, plan) / gpu.peak(setting.precision) / mfu / 3600
-        for name, mfu in mfus.items()
-    }
+    parts = parts_of(run, plan)
+    flops = sum(part.flops for part in parts)
+    hours = {name: flops / gpu.peak(setting.precision) / mfu / 3600 for name, mfu in mfus.items()}
     checkpoints = num_checkpoints(run, plan)
     saving_seconds = checkpoints * bytes_of_checkpoint(run) / speed.SLOW_DISK_BYTES_PER_SECOND
     hours["high"] += saving_seconds / 3600
     usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
-    share = share_of_validation(run, plan)
+    share = sum(part.validations_flops for part in parts) / flops
     flops_per_second = num_gpus * mfu * gpu.peak(setting.precision)
     tokens_per_second = flops_per_second / flops_per_token(run, plan.num_steps)
     return found | {
@@ -174,7 +173,7 @@ def estimate(
         "usd": usd,
         "validation": {
             "interval": run.config.validation_interval,
-            "number": count_validations(run, plan),
+            "number": sum(part.num_validations for part in parts),
             "share": share,
             "hours": share * hours["expected"],
             "usd": share * usd["expected"],
@@ -183,11 +182,11 @@ def estimate(
             {
                 "n_layers": part.model.n_layers,
                 "steps": part.num_steps,
-                "hours": part.share * hours["expected"],
-                "usd": part.share * usd["expected"],
+                "hours": part.flops / flops * hours["expected"],
+                "usd": part.flops / flops * usd["expected"],
                 "tokens_per_second": flops_per_second / part.model.flops_per_token,
             }
-            for part in parts_of(run, plan)
+            for part in parts
         ],
         "tokens_per_second": tokens_per_second,
         "tokens_per_usd": tokens_per_second * 3600 / machine.usd_per_hour,
@@ -199,22 +198,46 @@ def estimate(
 
 
 class Part(NamedTuple):
-    """The steps of a run that train as many layers, and their validations."""
+    """The steps of a run that train as many layers, and their validations.
+
+    FLOPs are those of the GPU that the others wait for.
+    """
 
     model: ModelConfig
     num_steps: int
-    share: float  # of the run's FLOPs, as `flops_of` counts them
+    training_flops: float
+    num_validations: int
+    validations_flops: float
+
+    @property
+    def flops(self) -> float:
+        return self.training_flops + self.validations_flops
 
 
 def parts_of(run: Run, plan: BatchPlan) -> list[Part]:
     """Return the part with few layers, if the run grows, and the one with all."""
-    num_early, num_steps = run.config.growth_step(plan.num_steps), plan.num_steps
-    late_steps = (num_steps - num_early) * plan.tokens_per_step / plan.world_size
-    num_late = run.config.num_validations(num_steps, after=num_early)
-    late_flops = late_steps * run.model.flops_per_token + num_late * validation_flops(run, plan)
-    share = late_flops / flops_of(run, plan)
-    late = Part(run.model, num_steps - num_early, share)
-    return [Part(run.first_model(num_steps), num_early, 1 - share), late] if num_early else [late]
+    config, num_steps = run.config, plan.num_steps
+    tokens = plan.tokens_per_step / plan.world_size
+    validation_tokens = tokens_per_validation(run, plan)
+
+    def part(model: ModelConfig, num_steps: int, num_validations: int) -> Part:
+        return Part(
+            model,
+            num_steps,
+            num_steps * tokens * model.flops_per_token,
+            num_validations,
+            num_validations * validation_tokens * model.flops_per_token * FORWARD_SHARE,
+        )
+
+    early_steps = config.growth_step(num_steps)
+    num_validations = config.num_validations(num_steps) + config.validate_at_start
+    if not early_steps:
+        return [part(run.model, num_steps, num_validations)]
+    num_late = config.num_validations(num_steps, after=early_steps)
+    return [
+        part(run.first_model(num_steps), early_steps, num_validations - num_late),
+        part(run.model, num_steps - early_steps, num_late),
+    ]
 
 
 def flops_per_token(run: Run, num_steps: int) -> float:
@@ -226,39 +249,17 @@ def flops_per_token(run: Run, num_steps: int) -> float:
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
     """Count the FLOPs of training and validation on the GPU that the others wait for."""
-    training = plan.num_tokens * flops_per_token(run, plan.num_steps) / plan.world_size
-    return training + validations_flops(run, plan)
+    return sum(part.flops for part in parts_of(run, plan))
 
 
-def validations_flops(run: Run, plan: BatchPlan) -> float:
-    """Count the FLOPs of all validations, those before a growth with fewer layers."""
-    growth_step = run.config.growth_step(plan.num_steps)
-    num_late = run.config.num_validations(plan.num_steps, after=growth_step)
-    num_early = count_validations(run, plan) - num_late
-    early = replace(run, model=run.first_model(plan.num_steps))
-    return num_late * validation_flops(run, plan) + num_early * validation_flops(early, plan)
-
-
-def count_validations(run: Run, plan: BatchPlan) -> int:
-    return run.config.num_validations(plan.num_steps) + run.config.validate_at_start
-
-
-def validation_flops(run: Run, plan: BatchPlan) -> float:
-    """Count the FLOPs of one validation, of all sets, on the GPU that the others wait for.
-
-    It has the layers of `run.model`, also before a growth.
-    """
+def tokens_per_validation(run: Run, plan: BatchPlan) -> float:
+    """Count the tokens of one validation, of all sets, on the GPU that the others wait for."""
     sequences = run.config.num_validation_sequences
     num_microbatches = -(-sequences // plan.microbatch_size)
     share = 1.0
     if run.config.validate_on == "all":  # rank 0's: all ranks take whole microbatches
         share = -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
-    tokens = run.config.num_validation_sets * share * sequences * plan.context_length
-    return tokens * run.model.flops_per_token * FORWARD_SHARE
-
-
-def share_of_validation(run: Run, plan: BatchPlan) -> float:
-    return validations_flops(run, plan) / flops_of(run, plan)
+    return run.config.num_validation_sets * share * sequences * plan.context_length
 
 
 def with_interval(run: Run, plan: BatchPlan, often: Often, flops_per_second: float) -> Run:
@@ -271,11 +272,11 @@ def with_interval(run: Run, plan: BatchPlan, often: Often, flops_per_second: flo
             f"{run.train_path}: --validate needs the length of a validation; set"
             " validation_sequences, and any validation_interval"
         )
+    # Validations are evenly spaced, so as many of them as of the steps have few layers.
     per_token = flops_per_token(run, plan.num_steps)
     step = plan.tokens_per_step * per_token / plan.world_size / flops_per_second
-    # Validations are evenly spaced, so as many of them as of the steps have few layers.
-    with_all = validation_flops(run, plan) / flops_per_second
-    validation = with_all * per_token / run.model.flops_per_token
+    tokens = tokens_per_validation(run, plan)
+    validation = tokens * per_token * FORWARD_SHARE / flops_per_second
     interval = often.interval(
         plan.num_steps, step, validation, at_start=run.config.validate_at_start
     )
@@ -339,15 +340,16 @@ def save_interval(run: Run, often: Often) -> str:
     plan = plan_batches(run, world_size=world_size, file_tokens=UNLIMITED_TOKENS)
     flops_per_second = tokens_per_second / world_size * run.model.flops_per_token
     changed = with_interval(run, plan, often, flops_per_second)
-    interval, number = changed.config.validation_interval, count_validations(changed, plan)
-    each = validation_flops(changed, plan) / flops_per_second
-    share = share_of_validation(changed, plan)
+    interval, parts = changed.config.validation_interval, parts_of(changed, plan)
+    number = sum(part.num_validations for part in parts)
+    flops = sum(part.validations_flops for part in parts)
+    share, seconds = flops / sum(part.flops for part in parts), flops / number / flops_per_second
     assert interval
     set_number(run.train_path, "validation_interval", interval)
     return (
         f"saved in {run.train_path}: validation_interval {interval}\n"
-        f"{counted(number, 'validation')} of about {each:,.1f} s, {share:.1%} of the time without"
-        f" start-up and checkpoints\nmeasured: {measured}"
+        f"{counted(number, 'validation')} of about {seconds:,.1f} s, {share:.1%} of the time"
+        f" without start-up and checkpoints\nmeasured: {measured}"
     )
 
 

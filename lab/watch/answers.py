@@ -16,6 +16,7 @@ from lab.runs import RUNNING, is_launched, launched_runs, number, read_state, sl
 from reporting.metrics_file import (
     LARGEST,
     METRICS,
+    NUM_LAYERS,
     OF_SETS,
     SET_KEY,
     THROTTLING,
@@ -35,7 +36,7 @@ DRAWN = [
     if name.startswith(("train/", "validation/", "machine/")) and key != THROTTLING
 ]
 BY_GPU = [key for key in DRAWN if is_list(key)]
-NUMBERS = [*AXES.values(), *(key for key in DRAWN if not is_list(key))]
+NUMBERS = [*AXES.values(), NUM_LAYERS, *(key for key in DRAWN if not is_list(key))]
 SLOWED_DOWN = "gpus_slowed_down"
 # An extreme is part of the line whose extreme it is.
 LINES = [key for key in ("usd", *DRAWN, SLOWED_DOWN) if not key.endswith(("_min", "_max"))]
@@ -235,6 +236,8 @@ def _table(content: bytes, numbers: list[str]) -> Any:
 def points_of(columns: Arrays, within: Range | None = None) -> Answer:
     """Return at most `MAX_POINTS` points: `x` by axis, and `lines` by key, over the same points.
 
+    `growths` has the `x` by axis at which the model got layers, and how many it has from there on.
+
     A point is a bucket of consecutive rows. Its x is that of the last row, its `y` the mean of the
     rows' numbers; of the sums in `RISING` it is the largest. A line also has the extremes, `low`
     and `high`, if numbers differ within a bucket, within the steps of a report or between GPUs.
@@ -265,7 +268,13 @@ def points_of(columns: Arrays, within: Range | None = None) -> Answer:
         if not np.isnan(columns[key][rows]).all()
     }
     shown = {axis: _short(values[last], 10) for axis, values in x.items()}
-    return {"x": shown, "lines": lines, "is_long": size > 1}
+    grown = first + np.flatnonzero(columns[NUM_LAYERS][rows] > 0)
+    growths = [
+        {"n_layers": int(columns[NUM_LAYERS][row])}
+        | {axis: _short(values[[row]], 10)[0] for axis, values in x.items()}
+        for row in grown
+    ]
+    return {"x": shown, "lines": lines, "is_long": size > 1, "growths": growths}
 
 
 def _line(key: str, columns: Arrays, rows: slice, starts: np.ndarray) -> Answer:

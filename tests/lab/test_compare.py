@@ -936,6 +936,34 @@ def test_curves_have_a_panel_for_each_recorded_axis_with_its_numbers(runs, secon
         assert max(figure.axes[2].lines[0].get_xdata()) == pytest.approx(10)
 
 
+def test_curves_of_a_run_that_grows_have_a_panel_over_its_flops(runs):
+    for name, train in (("plain", {}), ("grown", {"grow": {"at": 0.25}})):
+        runs.add(name, train=train)
+        records = [
+            {"global_step": step, "tokens": 100 * (step + 1), "train_loss": 5 - step / 10}
+            for step in range(4)
+        ]
+        if name == "grown":
+            records.insert(1, {"global_step": 1, "num_layers": 2})
+        path = runs.dir / name / "metrics.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def panels(*names):
+        figure = Figure()
+        rows = compare(find_results(runs.dir, names)).rows
+        comparison_charts._plot_curves(rows, {}, figure, in_bits=False)
+        return {axes.get_xlabel(): axes.lines for axes in figure.axes}
+
+    assert "training FLOPs" not in panels("plain")
+    lines = panels("plain", "grown")["training FLOPs"]
+    small, whole = (PFLOP[layers] / 1536 * 1e17 for layers in (1, 2))  # of 100 tokens
+    found = sorted([*line.get_xdata()] for line in lines)
+    assert found == [
+        pytest.approx([small, *(small + whole * step for step in (1, 2, 3))]),
+        pytest.approx([whole * step for step in (1, 2, 3, 4)]),
+    ]
+
+
 def test_two_losses_of_one_file_have_a_note_on_their_tokens(runs):
     runs.add("a")
     note = "validation loss: on the tokens on which a run validates, so not that of the test"

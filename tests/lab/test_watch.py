@@ -199,6 +199,18 @@ def test_a_range_is_thinned_by_itself(runs_dir):
     assert points(runs_dir, "long", within=("steps", 9e9, 1e10))[1]["usd"]["y"] == [5000]
 
 
+def test_a_growth_is_where_the_steps_with_all_layers_begin(runs_dir):
+    run_dir = add_run(runs_dir, "grows", steps=40)
+    before = Watched(runs_dir).run("grows")
+    assert before["growths"] == []
+    append(run_dir, {"global_step": 40, "num_layers": 4}, report(50))
+    growth = {"n_layers": 4, "steps": 41}
+    growth |= {axis: before["x"][axis][-1] for axis in ("tokens", "time", "dollars")}
+    assert Watched(runs_dir).run("grows")["growths"] == [growth]
+    for within, growths in ((("steps", 1, 20), []), (("steps", 38, 45), [growth])):
+        assert Watched(runs_dir).run("grows", within)["growths"] == growths
+
+
 def test_an_axis_never_goes_back(runs_dir):
     append(
         add_run(runs_dir, "odd", steps=0),
@@ -574,6 +586,26 @@ def test_validation_sets_are_drawn_by_name_and_have_charts_of_their_own(page, ru
         expect(drawn(page, "Loss").nth(4)).to_have_text(re.compile(r"sets code\s*3.1250"))
         expect(drawn(page, "Perplexity")).to_have_count(1)
         expect(drawn(page, "Bits per byte").nth(1)).to_have_text(re.compile(r"sets code\s*0.7500"))
+
+
+def test_a_growth_is_a_line_with_the_number_of_layers(page, runs_dir):
+    page.add_init_script("""
+        window.written = new Map();
+        const write = CanvasRenderingContext2D.prototype.fillText;
+        CanvasRenderingContext2D.prototype.fillText = function (text, x, ...all) {
+          if (text === "4 layers") written.set(this.canvas, x);
+          return write.call(this, text, x, ...all);
+        };""")
+    run_dir = add_run(runs_dir, "grows", steps=100)
+    append(run_dir, {"global_step": 100, "num_layers": 4}, *(report(100 + n) for n in (10, 100)))
+    place = f"written.get({LOSS}.plot.ctx.canvas)"
+    with served(runs_dir) as server:
+        open_page(page, server)
+        page.evaluate(WATCH_CHARTS)
+        for axis, x in (("Tokens", 100 * 2048), ("Steps", 101)):
+            page.locator("#axis").get_by_text(axis).click()
+            line = f"{LOSS}.plot.valToPos({x}, 'x', true)"
+            assert becomes(page, f"Math.round({place} - {line})", 4), axis
 
 
 def test_the_ten_runs_that_changed_last_are_drawn_at_first(page, two_runs):

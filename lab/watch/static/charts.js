@@ -75,13 +75,14 @@ class Chart {
     return { width: Math.max(200, Math.floor(this.place.clientWidth)), height };
   }
 
-  // runs: name, color, x, lines, is_long, lossScale (null if not known). view: axis, log, whole (the
+  // runs: name, color, x, lines, is_long, growths ([x, number of layers]), lossScale (null if not known). view: axis, log, whole (the
   // y range too), isZoomed, range (of x), theme, inBits.
   show(runs, view) {
     this.view = view;
     this.isLog = view.log && "log" in this.spec;
     const found = runs.map((run) => [run, this.seriesOf(run, runs.length === 1)]).filter(([, series]) => series.length);
     this.series = found.flatMap(([, series]) => series);
+    this.growths = found.flatMap(([{ growths, color }]) => growths.map(([x, layers]) => ({ x, layers, color })));
     this.card.hidden = !found.length;
     const drawn = JSON.stringify([this.series.map(({ label, color, isEdge, isFew, dash }) => [label, color, isEdge, isFew, dash]), { ...view, range: null }]);
     const tables = found.map(([{ x }, series]) => {
@@ -150,7 +151,7 @@ class Chart {
         points: { size: 6 },
         bind: { dblclick: () => () => this.onZoom(null) },
       },
-      hooks: { setSelect: [(plot) => this.select(plot)] },
+      hooks: { setSelect: [(plot) => this.select(plot)], draw: [(plot) => this.drawGrowths(plot)] },
     };
   }
 
@@ -166,6 +167,25 @@ class Chart {
         return value == null ? NONE : format[this.spec.format](value);
       },
     };
+  }
+
+  // A vertical line where the model of a run got its other layers, with their number.
+  drawGrowths({ ctx, bbox, valToPos }) {
+    ctx.save();
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textBaseline = "top";
+    for (const { x, layers, color } of this.growths) {
+      const left = x == null ? NaN : valToPos(x, "x", true);
+      if (!(left >= bbox.left && left <= bbox.left + bbox.width)) continue;
+      [ctx.strokeStyle, ctx.fillStyle] = [color, color];
+      ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+      ctx.beginPath();
+      ctx.moveTo(left, bbox.top);
+      ctx.lineTo(left, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.fillText(`${layers} layers`, left + 4 * devicePixelRatio, bbox.top);
+    }
+    ctx.restore();
   }
 
   select(plot) {

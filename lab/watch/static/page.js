@@ -57,7 +57,7 @@
     const [shown, axis] = [shownRuns(), controls.axis.value];
     const drawn = shown.filter(({ name }) => loaded.has(name)).map((run) => {
       const [{ name }, answer] = [run, loaded.get(run.name)];
-      return { ...answer, name, color: cssColor(colors.get(name)), x: answer.x[axis], lossScale: inBits ? bitsPerNat(run) : 1 };
+      return { ...answer, name, color: cssColor(colors.get(name)), x: answer.x[axis], growths: answer.growths.map((growth) => [growth[axis], growth.n_layers]), lossScale: inBits ? bitsPerNat(run) : 1 };
     });
     const unknown = drawn.filter(({ lossScale }) => lossScale === null).map(({ name }) => name);
     byId("loss-unit").textContent = !inBits ? "nats per token"
