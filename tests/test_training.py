@@ -436,6 +436,30 @@ def test_nothing_is_compiled_again_after_a_validation_and_the_curve_is_that_of_e
     assert_close(run_dir, eager_dir)
 
 
+def test_a_compiled_run_that_grows_compiles_each_depth_once_and_has_the_curve_of_an_eager_one(
+    workplace,
+):
+    workplace.add_dataset()
+    settings = {"grow": {"from_layers": 1, "at": 0.5}, "sample_prompts": []}
+    run_dir, eager_dir = (
+        workplace.add_run(name, model={"n_layers": 2}, train=settings | {"compile": compiles})
+        for name, compiles in (("tiny", True), ("eager", False))
+    )
+    succeeded(workplace.torchrun(1, "eager"))
+    output = succeeded(
+        forked(
+            "tests/support/torchrun_workers.py",
+            ["count-compilations", str(workplace.root), *workplace.arguments("tiny")],
+            num_processes=1,
+        )
+    ).stdout
+    counts = [json.loads(found) for found in re.findall("^compiled: (.*)$", output, re.M)]
+    # In training and in evaluation, with one layer and then with two.
+    assert [count["stats"]["unique_graphs"] for count in counts] == [2, 2, 2, 4, 4, 4]
+    assert {*summary_of(run_dir)["seconds"]} >= {"compile"}
+    assert_close(run_dir, eager_dir)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_gradients_are_averaged_in_the_dtype_that_is_asked_for(dtype):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
