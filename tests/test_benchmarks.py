@@ -46,6 +46,7 @@ def gpu_work(request):
             "--json",
             "--gpu",
             request.param,
+            timeout=800,
         )
     ).stdout
     return [json.loads(line) for line in printed.splitlines()]
@@ -88,6 +89,7 @@ def test_the_products_on_a_gpu_are_those_of_the_model_and_attention_is_one_call(
 # --- what a GPU can tell
 
 
+@pytest.mark.timeout(900)  # seven processes import torch, which a busy machine makes slow
 def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(
     tmp_path, pytestconfig
 ):
@@ -105,6 +107,9 @@ def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(
             ",".join(parts),
             "--output",
             str(output),
+            "--minutes",
+            "13",
+            timeout=800,
         )
     )
     lines = {part: [line for line in read_lines(output) if line["part"] == part] for part in parts}

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from processes import distributed
 from processes.command_line import command_line
 from processes.distributed import Process, end_torchrun, share_cpu_cores, this_process
 from run_config import TrainConfig, load_run
-from tests.support.runs import summary_of, wait_for
+from tests.support.runs import summary_of, wait_for, wait_until
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, Workplace
 from tokens.batches import open_run_data
 from trainer import startup
@@ -166,6 +167,11 @@ def machine(tmp_path):
     workplace.add_run(train={"min_train_tokens": 3000})
     (tmp_path / "ddp_train.py").symlink_to(PROJECT_DIR / "ddp_train.py")
     shutil.copytree(LAUNCH_DIR, tmp_path / "launch")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    for script in ("slurm.sbatch", "two-hosts.sh"):  # other tests may run on this machine
+        path = tmp_path / "launch" / script
+        path.write_text(path.read_text().replace("29400", port))
     commands = tmp_path / "commands"
     commands.mkdir()
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -259,6 +265,7 @@ def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs():
         assert str(place).startswith(f"{task['volumes'][0]['path']}/")
 
 
+@pytest.mark.timeout(600)  # two processes import torch, which a busy machine makes slow
 def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(machine):
     workplace, environment = machine
     environment |= {
@@ -274,7 +281,7 @@ def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(machine):
         env=environment,
         cwd=workplace.root,
     )
-    wait_for(workplace.runs_dir / "tiny/checkpoints/latest")
+    wait_until((workplace.runs_dir / "tiny/checkpoints/latest").exists, seconds=400)
     process.send_signal(signal.SIGUSR1)  # from Slurm
     assert process.wait(timeout=100) != 0
     assert summary_of(workplace.runs_dir / "tiny")["reason"] == "SIGUSR1"

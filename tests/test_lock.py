@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,14 +162,15 @@ def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(
     run_dir, monkeypatch, capsys, has_locks, goes_on, facts, age, outcome
 ):
     """Where nothing can be locked, and on a mount whose locks are only this machine's."""
-    numbers, sleep = count(), time.sleep
+    numbers = count()
     beat(run_dir, next(numbers), **facts)
     os.utime(run_dir / HEARTBEAT, (time.time() - age,) * 2)
-    monkeypatch.setattr(
-        run_lock.time,
-        "sleep",
-        lambda seconds: beat(run_dir, next(numbers), **facts) if goes_on else sleep(seconds),
-    )
+
+    def beat_or_sleep(seconds):
+        beat(run_dir, next(numbers), **facts) if goes_on else time.sleep(seconds)
+
+    # Not of the module itself: a thread that an earlier test has left may sleep too.
+    monkeypatch.setattr(run_lock, "time", SimpleNamespace(**vars(time) | {"sleep": beat_or_sleep}))
     if not has_locks:
         for patch in stand_ins.odd_file_system(run_dir):
             monkeypatch.setattr(*patch)

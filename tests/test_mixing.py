@@ -268,7 +268,7 @@ def test_workers_and_a_kill_do_not_change_the_bytes(tmp_path, monkeypatch):
     process = subprocess.Popen(
         [*SLOW_COMMAND, *arguments],
         cwd=PROJECT_DIR,
-        env=os.environ | {"PAUSE_SECONDS": "0.7"},
+        env=os.environ | {"PAUSE_SECONDS": "2"},
         stderr=subprocess.DEVNULL,
     )
     journal = tmp_path / ".out.partial/sources/.code.partial/journal.jsonl"

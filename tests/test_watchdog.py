@@ -26,7 +26,6 @@ from processes.signals import Deadlines, Peers, is_caused_by_others, is_timeout,
 from processes.startup_agreement import AgreedError, Agreement
 from processes.watchdog import SMALLER, Watchdog
 from tests.support.runs import (
-    SETTINGS,
     last_line_of_ours,
     struck_by,
     summary_of,
@@ -594,8 +593,9 @@ def slow_save(hit):
 )
 def test_a_save_that_makes_progress_may_take_longer_than_the_hang_timeout(workplace, faults):
     workplace.add_dataset()
-    run_dir = workplace.add_run(train=SETTINGS | {"collective_timeout_seconds": 5.0})
+    settings = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 5.0}
+    run_dir = workplace.add_run(train=settings)
     succeeded(with_fault(workplace, faults))
     summary = summary_of(run_dir)
     assert summary["status"] == "finished"
-    assert summary["checkpoints"]["longest_write_seconds"] > SETTINGS["hang_timeout_seconds"]
+    assert summary["checkpoints"]["longest_write_seconds"] > settings["hang_timeout_seconds"]

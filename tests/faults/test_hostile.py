@@ -320,13 +320,14 @@ def test_checkpoints_in_no_directory_are_refused(tiny):
 
 def test_the_process_that_starts_torchrun_holds_the_lock_while_it_prepares(tiny, monkeypatch):
     """Without torchrun the first process downloads the data: a second one must not do it too."""
-    monkeypatch.setenv(DEADLINES, '{"orphans": 0.2}')  # which it might be
+    deadlines = {DEADLINES: '{"orphans": 0.2}'}  # it might be one of these
     marks = tiny.root / "marks"
     first, _ = start_forked(
         "ddp_train.py",
         tiny.arguments("tiny", "--nproc-per-node", "1"),
-        environment={VARIABLE: "prepare:hang", MARKS: str(marks)},
+        environment={VARIABLE: "prepare:hang", MARKS: str(marks)} | deadlines,
     )
+    monkeypatch.setenv(*next(iter(deadlines.items())))
     try:
         struck_by(marks)  # it prepares, and writes nothing more
         assert "another launch is training this run (without a heartbeat: it begins or ends); " in (

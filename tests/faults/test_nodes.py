@@ -13,6 +13,7 @@ import pytest
 
 from basics.failpoints import MARKS, VARIABLE
 from tests.support.runs import (
+    SLOW_AT_THE_END,
     metrics_of,
     struck_by,
     summary_of,
@@ -134,7 +135,7 @@ def test_two_nodes_train_the_same_as_one(tmp_path, undisturbed):
 
 
 def test_when_a_node_dies_the_other_ends_and_the_run_resumes(cluster, undisturbed, node):
-    cluster.start(environment=SLOWLY)
+    cluster.start(environment={VARIABLE: SLOW_AT_THE_END.format(0.2)})
     wait_for(cluster.runs.runs_dir / "tiny/checkpoints/latest")
     for pid in cluster.pids(node):
         os.kill(pid, signal.SIGKILL)
@@ -150,7 +151,7 @@ def test_when_a_node_dies_the_other_ends_and_the_run_resumes(cluster, undisturbe
 # The second node's torchrun does not hold the store: the first one's would wait for it for long.
 @pytest.mark.parametrize(("victim", "number"), [("torchrun", 1), ("process", 0)])
 def test_a_signal_to_one_node_stops_both_with_a_checkpoint(cluster, undisturbed, victim, number):
-    cluster.start(environment=SLOWLY)
+    cluster.start(environment={VARIABLE: SLOW_AT_THE_END.format(0.2)})
     wait_for(cluster.runs.runs_dir / "tiny/checkpoints/latest")
     os.kill(cluster.pids(number)[victim == "process"], signal.SIGTERM)
     for result in cluster.end():  # which ends torchruns that wait, with another status

@@ -6,13 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from basics.errors import print_line
 from basics.files import lock_directory
 from lab.compare import charts as comparison_charts
 from lab.sweep import definition, execution, progress, report, shares
@@ -401,12 +400,12 @@ def test_a_run_that_another_command_trains_is_left_to_it_and_taken_over_when_it_
     )
     descriptor = lock_directory(sweeps.tiny / "drop_rate-0.0-seed-42")
 
-    def release():
-        wait_for(sweeps.tiny / "drop_rate-0.0-seed-43/summary.json")  # the last that is free
-        time.sleep(1)
-        os.close(descriptor)
+    def print_and_release(line):
+        print_line(line)
+        if line.startswith("waiting for 1 run"):
+            os.close(descriptor)
 
-    threading.Thread(target=release).start()
+    monkeypatch.setattr(execution, "print_line", print_and_release)
     result = succeeded(sweeps.run())
     assert "waiting for 1 run that other commands train\n" in result.stdout
     assert sweeps.launches()[2:] == [  # the second seeds first
@@ -635,11 +634,16 @@ def test_a_longer_variant_is_expected_to_take_longer(sweeps):
     ) in succeeded(sweeps.run(*arguments, "0.0277")).stdout
 
 
-def test_the_running_run_is_stopped_at_the_limit(sweeps):
+def test_the_running_run_is_stopped_at_the_limit(sweeps, monkeypatch):
     """A run that waits for a signal gets it from the budget, and continues later."""
+
+    def spent(launch):
+        return 3600.0 if (launch.run.run_dir / "waits").exists() else 0.0
+
+    monkeypatch.setattr(execution.Launch, "seconds", property(spent))
     sweeps.workplace.add_run("waiting", train=SETTINGS | {"weight_decay": 6})
     arguments = sweeps.command("--change", "weight_decay=0")[2:]
-    result = succeeded(run_lab("sweep", "waiting", *arguments, "--budget-hours", "0.0002"))
+    result = succeeded(run_lab("sweep", "waiting", *arguments, "--budget-hours", "0.5"))
     assert "budget: spent during baseline, seed 42, which was stopped" in result.stdout
     runs = sweeps.dir / "waiting"
     assert json.loads((runs / "baseline-seed-42/summary.json").read_text())["status"] == "stopped"

@@ -251,8 +251,8 @@ def _handler_of(hub: Hub) -> type[Handler]:
                 self.wfile.flush()
                 self.close()
             else:
+                hub.num_bytes += len(part)  # before the client can have read all
                 self.send(status, part, headers)
-                hub.num_bytes += len(part)
 
     def entry(name: str) -> dict[str, object]:
         content = hub.files[name]

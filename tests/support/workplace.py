@@ -168,12 +168,12 @@ def torchrun_command(num_processes: int, script: str) -> list[str]:
     ]
 
 
-def run_command(*command: str, **environment: str) -> CompletedProcess[str]:
+def run_command(*command: str, timeout: float = 230, **environment: str) -> CompletedProcess[str]:
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
-        timeout=230,
+        timeout=timeout,
         cwd=PROJECT_DIR,
         env=os.environ | environment,
     )
