@@ -196,6 +196,12 @@ def test_the_originals_name_of_a_key_is_known(workplace):
             {"microbatch_size": None, "minibatch_size": 4},
             "minibatch_size is the old name",
         ),
+        (
+            {"n_layers": 2},
+            {"grow": {"at": 0.5}, "reference": "demo", "stop_if_behind": {"loss": 0.1}},
+            "may end the run before it grows: .* compare with a run that grows, or drop one$",
+        ),
+        ({"n_layers": 2}, {"grow": {"at": 0.5}, "reference": "demo"}, None),
     ],
 )
 def test_settings_that_were_hardly_meant_are_warned_of(workplace, model, train, warning):
