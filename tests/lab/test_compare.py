@@ -937,14 +937,14 @@ def test_curves_have_a_panel_for_each_recorded_axis_with_its_numbers(runs, secon
 
 
 def test_curves_of_a_run_that_grows_have_a_panel_over_its_flops(runs):
-    for name, train in (("plain", {}), ("grown", {"grow": {"at": 0.25}})):
+    for name, train in (("plain", {}), ("grown", {"grow": {"at": 0.5}})):
         runs.add(name, train=train)
         records = [
             {"global_step": step, "tokens": 100 * (step + 1), "train_loss": 5 - step / 10}
             for step in range(4)
         ]
         if name == "grown":
-            records.insert(1, {"global_step": 1, "num_layers": 2})
+            records.insert(2, {"global_step": 2, "num_layers": 2})
         path = runs.dir / name / "metrics.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -959,7 +959,7 @@ def test_curves_of_a_run_that_grows_have_a_panel_over_its_flops(runs):
     small, whole = (PFLOP[layers] / 1536 * 1e17 for layers in (1, 2))  # of 100 tokens
     found = sorted([*line.get_xdata()] for line in lines)
     assert found == [
-        pytest.approx([small, *(small + whole * step for step in (1, 2, 3))]),
+        pytest.approx([small, 2 * small, 2 * small + whole, 2 * small + 2 * whole]),
         pytest.approx([whole * step for step in (1, 2, 3, 4)]),
     ]
 

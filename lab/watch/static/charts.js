@@ -173,7 +173,7 @@ class Chart {
   drawGrowths({ ctx, bbox, valToPos }) {
     ctx.save();
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-    ctx.textBaseline = "top";
+    [ctx.textAlign, ctx.textBaseline] = ["left", "top"];
     for (const { x, layers, color } of this.growths) {
       const left = x == null ? NaN : valToPos(x, "x", true);
       if (!(left >= bbox.left && left <= bbox.left + bbox.width)) continue;
