@@ -512,7 +512,7 @@ def setting_warnings(run: Run) -> list[str]:
     if config.grow is not None and config.stop_if_behind is not None:
         warnings.append(
             f"{run.train_path}: stop_if_behind may end the run before it grows: with few layers it"
-            " is behind a reference that had all; compare with a run that grows, or drop one"
+            " is behind a reference that had all; unless that grew too, drop stop_if_behind or grow"
         )
     if model.tie_weights and model.init == "torch" and config.init_from is None:
         warnings.append(

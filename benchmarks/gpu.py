@@ -710,7 +710,7 @@ def main(
     try:
         for name in parts:
             # A processor runs only the smallest shapes, but a busy one takes a minute to begin.
-            limit = LIMITS[name] if device == "cuda" else 300
+            limit = LIMITS[name] if device == "cuda" else max(300, LIMITS[name])
             seconds = min(limit, ends_at - time.monotonic())
             if seconds < LEAST_SECONDS:
                 append_whole(

@@ -167,7 +167,10 @@ def test_the_heartbeat_of_another_launch_refuses_this_one_while_it_changes(
     os.utime(run_dir / HEARTBEAT, (time.time() - age,) * 2)
 
     def beat_or_sleep(seconds):
-        beat(run_dir, next(numbers), **facts) if goes_on else time.sleep(seconds)
+        if goes_on:
+            beat(run_dir, next(numbers), **facts)
+        else:
+            time.sleep(seconds)
 
     # Not of the module itself: a thread that an earlier test has left may sleep too.
     monkeypatch.setattr(run_lock, "time", SimpleNamespace(**vars(time) | {"sleep": beat_or_sleep}))

@@ -193,7 +193,7 @@ def _plot_curves(
 ) -> None:
     """Plot the losses of all runs, a panel for each axis that is recorded.
 
-    One over the training FLOPs is there if tokens differ in them: with growth, or several sizes.
+    One over the training FLOPs is there if FLOPs per token differ: with growth, or several models.
     A reference is shown over tokens, as the first run that is compared with it has its units.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -213,7 +213,8 @@ def _plot_curves(
         for axis in every_axis
         if any(number_of(record, axis[1]) is not None for record in records)
     ]
-    if len({per_token for result in results for _, per_token in result.flops_per_token}) > 1:
+    differ = len({per_token for one in results for _, per_token in one.flops_per_token}) > 1
+    if differ and any(number_of(record, "tokens") is not None for record in records):
         recorded.append(("training FLOPs", FLOPS, 1))
     num_rows = 1 if len(recorded) < 4 else 2
     num_columns = -(-len(recorded) // num_rows)
@@ -221,7 +222,7 @@ def _plot_curves(
     panels = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False).flatten()
     for unused in panels[len(recorded) :]:
         unused.remove()
-    for axes, (label, x_key, unit) in zip(panels, recorded, strict=False):
+    for axes, (label, x_key, unit) in zip(panels[: len(recorded)], recorded, strict=True):
         axes.set(xlabel=label, ylabel=f"loss ({_unit(in_bits)})")
         axes.tick_params(labelleft=True)  # on every panel, though they share the axis
         for place, row in enumerate(rows):

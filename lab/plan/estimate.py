@@ -220,13 +220,13 @@ def parts_of(run: Run, plan: BatchPlan) -> list[Part]:
     tokens = plan.tokens_per_step / plan.world_size
     validation_tokens = tokens_per_validation(run, plan)
 
-    def part(model: ModelConfig, num_steps: int, num_validations: int) -> Part:
+    def part(model: ModelConfig, steps: int, validations: int) -> Part:
         return Part(
             model,
-            num_steps,
-            num_steps * tokens * model.flops_per_token,
-            num_validations,
-            num_validations * validation_tokens * model.flops_per_token * FORWARD_SHARE,
+            steps,
+            steps * tokens * model.flops_per_token,
+            validations,
+            validations * validation_tokens * model.flops_per_token * FORWARD_SHARE,
         )
 
     early_steps = config.growth_step(num_steps)

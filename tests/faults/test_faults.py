@@ -315,7 +315,8 @@ def test_a_run_that_ends_with_a_validation_that_is_not_finite_has_failed(workpla
 def test_a_second_launch_is_refused_and_names_the_first(workplace, run_dir):
     """While it is slow, but not to be taken for hung; what only reads takes no lock."""
     train_path = run_dir / "train.json"
-    train_path.write_text(train_path.read_text().replace(": 30.0", ": 600.0"))
+    settings = json.loads(train_path.read_text()) | {"hang_timeout_seconds": 600.0}
+    train_path.write_text(json.dumps(settings))
     first, _ = start_forked(
         "ddp_train.py",
         workplace.arguments("tiny"),

@@ -320,14 +320,14 @@ def test_checkpoints_in_no_directory_are_refused(tiny):
 
 def test_the_process_that_starts_torchrun_holds_the_lock_while_it_prepares(tiny, monkeypatch):
     """Without torchrun the first process downloads the data: a second one must not do it too."""
-    deadlines = {DEADLINES: '{"orphans": 0.2}'}  # it might be one of these
+    deadlines = '{"orphans": 0.2}'  # the second launch must not take the first one for an orphan
     marks = tiny.root / "marks"
     first, _ = start_forked(
         "ddp_train.py",
         tiny.arguments("tiny", "--nproc-per-node", "1"),
-        environment={VARIABLE: "prepare:hang", MARKS: str(marks)} | deadlines,
+        environment={VARIABLE: "prepare:hang", MARKS: str(marks), DEADLINES: deadlines},
     )
-    monkeypatch.setenv(*next(iter(deadlines.items())))
+    monkeypatch.setenv(DEADLINES, deadlines)
     try:
         struck_by(marks)  # it prepares, and writes nothing more
         assert "another launch is training this run (without a heartbeat: it begins or ends); " in (

@@ -203,9 +203,10 @@ def test_a_growth_is_where_the_steps_with_all_layers_begin(runs_dir):
     run_dir = add_run(runs_dir, "grows", steps=40)
     before = Watched(runs_dir).run("grows")
     assert before["growths"] == []
-    append(run_dir, {"global_step": 40, "num_layers": 4}, report(50))
-    growth = {"n_layers": 4, "steps": 41}
-    growth |= {axis: before["x"][axis][-1] for axis in ("tokens", "time", "dollars")}
+    record = {"global_step": 40, "num_layers": 4, "tokens": 41 * 2048, "seconds": 4.5}
+    append(run_dir, record, report(50))
+    growth = {"n_layers": 4, "steps": 41, "tokens": 41 * 2048, "time": 4.5}
+    growth["dollars"] = before["x"]["dollars"][-1]  # the record has none without a price
     assert Watched(runs_dir).run("grows")["growths"] == [growth]
     for within, growths in ((("steps", 1, 20), []), (("steps", 38, 45), [growth])):
         assert Watched(runs_dir).run("grows", within)["growths"] == growths
@@ -597,12 +598,13 @@ def test_a_growth_is_a_line_with_the_number_of_layers(page, runs_dir):
           return write.call(this, text, x, ...all);
         };""")
     run_dir = add_run(runs_dir, "grows", steps=100)
-    append(run_dir, {"global_step": 100, "num_layers": 4}, *(report(100 + n) for n in (10, 100)))
+    record = {"global_step": 100, "num_layers": 4, "tokens": 101 * 2048, "seconds": 10.1}
+    append(run_dir, record, *(report(100 + n) for n in (10, 100)))
     place = f"written.get({LOSS}.plot.ctx.canvas)"
     with served(runs_dir) as server:
         open_page(page, server)
         page.evaluate(WATCH_CHARTS)
-        for axis, x in (("Tokens", 100 * 2048), ("Steps", 101)):
+        for axis, x in (("Tokens", 101 * 2048), ("Steps", 101)):
             page.locator("#axis").get_by_text(axis).click()
             line = f"{LOSS}.plot.valToPos({x}, 'x', true)"
             assert becomes(page, f"Math.round({place} - {line})", 4), axis

@@ -34,7 +34,7 @@ from reporting.metrics_file import METRICS
 from tests.support.workplace import PROJECT_DIR, Workplace, read_lines, succeeded
 
 # Every 5 steps a validation and a checkpoint; 12 steps on two processes.
-# A hang is a fault of its own tests: writes to a busy disk may take seconds.
+# Longer than writes to a busy disk take; tests of hangs have their own.
 SETTINGS = {"hang_timeout_seconds": 30.0, "collective_timeout_seconds": 30.0}
 # So many seconds a step; the last one leaves time for a stop to be heard of.
 SLOW_AT_THE_END = "train:slow:seconds={};train:slow:hit=11:seconds=2"

@@ -174,7 +174,7 @@ class Chart {
     ctx.save();
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     [ctx.textAlign, ctx.textBaseline] = ["left", "top"];
-    for (const { x, layers, color } of this.growths) {
+    for (const [index, { x, layers, color }] of this.growths.entries()) {
       const left = x == null ? NaN : valToPos(x, "x", true);
       if (!(left >= bbox.left && left <= bbox.left + bbox.width)) continue;
       [ctx.strokeStyle, ctx.fillStyle] = [color, color];
@@ -183,7 +183,7 @@ class Chart {
       ctx.moveTo(left, bbox.top);
       ctx.lineTo(left, bbox.top + bbox.height);
       ctx.stroke();
-      ctx.fillText(`${layers} layers`, left + 4 * devicePixelRatio, bbox.top);
+      ctx.fillText(`${layers} layers`, left + 4 * devicePixelRatio, bbox.top + 12 * devicePixelRatio * index); // one below the other
     }
     ctx.restore();
   }
