@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -160,16 +161,15 @@ def read_result(run_dir: Path) -> Result:
     judged = _last_judged(evaluations)
     tests = _tests(files, evaluations)
     config, facts, code = _config(files), files.part("machine"), files.summary.get("code")
-    flops_per_token = _flops_per_token(files, records, config)
     settings = {key: shown(value) for key, value in config.items() if key not in REFERENCE_SETTINGS}
     settings |= {key: text for key, text in histories(records).items() if key in settings}
     machine = tuple(shown(facts.get(key)) for key in ("device", "precision", "processes"))
     tokenizers = [record.get("tokenizer") for record in (files.summary, *tests)]
-    model = {key: config[key] for key in ModelConfig.model_fields if key in config}
-    try:
-        size = size_name(ModelConfig.model_validate(model))
-    except ValidationError:
-        size = ""
+    known = {key: config[key] for key in ModelConfig.model_fields if key in config}
+    model = None
+    with suppress(ValidationError):
+        model = ModelConfig.model_validate(known)
+    flops_per_token = _flops_per_token(files, records, config, model) if model else ()
 
     def group(*keys: str) -> tuple[str, ...]:
         return tuple(settings.get(key, "null") for key in (*ModelConfig.model_fields, *keys))
@@ -180,7 +180,7 @@ def read_result(run_dir: Path) -> Result:
         config=config,
         settings=settings,
         machine=machine,
-        size=size,
+        size=size_name(model) if model else "",
         reason=str(files.summary.get("reason") or ""),
         device=machine[0] if isinstance(facts.get("device"), str) else None,
         figures=_figures(files, records, config, judged, flops_per_token),
@@ -239,15 +239,14 @@ def _figures(
     }
 
 
-def _flops_per_token(files: RunFiles, records: tuple[Record, ...], config: dict[str, Any]) -> Parts:
+def _flops_per_token(
+    files: RunFiles, records: tuple[Record, ...], config: dict[str, Any], model: ModelConfig
+) -> Parts:
     """Return what a run's training takes per token; nothing if that is not known.
 
     Of a run that grows it is that of the layers which its record of the growth tells.
     """
     try:
-        model = ModelConfig.model_validate(
-            {key: config[key] for key in ModelConfig.model_fields if key in config}
-        )
         grow = None if config.get("grow") is None else Grow.model_validate(config["grow"])
     except ValidationError:
         return ()
