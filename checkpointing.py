@@ -79,7 +79,7 @@ class CheckpointMeta(FrozenConfig):
     model: ModelConfig  # of the weights: a run that grows has more layers later
     random_seed: int
     settings: dict[str, Any] = {}  # of `setting_changes.settings_of`; older checkpoints have none
-    data: dict[str, str]  # fingerprints of the token files by split, start tokens by key
+    data: dict[str, str]  # as `RunData.fingerprints`
 
     @property
     def run_layers(self) -> Any:

@@ -217,7 +217,7 @@ def wrap_in_ddp(loss: nn.Module, process: Process, config: TrainConfig) -> Any:
 
 
 def microbatch_indices(plan: BatchPlan, rank: int, *, first_step: int) -> Iterator[int]:
-    """Yield the microbatches of one process, as positions in the token file.
+    """Yield the indices of one process's microbatches in the run's data.
 
     Data is a pure function of the position in the run: no loader has a state to save.
     """

@@ -10,7 +10,7 @@ from basics.cli import DATASETS_DIR, RUNS_DIR
 from basics.errors import UserError, visible, writing_to
 from basics.files import write_atomically
 from basics.json_files import read_json_object, to_json
-from basics.text import gib
+from basics.text import counted, gib
 from run_config import (
     OLD_NAME,
     RUN_NAME,
@@ -107,6 +107,12 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
         lines.append(
             f"these are only {plan.num_steps:,} steps: give it more text, or a smaller"
             " global_batch_size"
+        )
+    if first_step := made.config.growth_step(plan.num_steps):
+        first = made.first_model(plan.num_steps).n_layers
+        lines.append(
+            f"the first {first_step:,} steps train {counted(first, 'layer')}, the others"
+            f" {made.model.n_layers} (grow); drop grow to train all from the start"
         )
     lines += [
         f"plan: {made.model.num_parameters:,} parameters, {plan.num_steps:,} steps of"

@@ -5,6 +5,7 @@ from collections import deque
 from typing import NamedTuple, Self
 
 from reporting.clock import COMPILE, DOWNLOAD, LOST, STARTUP, VALIDATION, PhaseClock
+from reporting.speed import checkpoint_bytes
 from run_config import ModelConfig, Run, TrainConfig
 from tokens.batch_plan import BatchPlan
 
@@ -17,14 +18,19 @@ class Growth(NamedTuple):
 
     step: int = 0  # the first one with all layers; 0: it has them
     factor: float = 1.0  # FLOPs of a step with all layers / FLOPs of a step now
+    checkpoint_factor: float = 1.0  # the same, of the bytes of a checkpoint
 
     @classmethod
     def ahead(cls, run: Run, model: ModelConfig, *, num_steps: int, first_step: int) -> Self:
         """Return the growth of a launch that begins at `first_step` with the layers of `model`."""
         if model.n_layers >= run.model.n_layers:
             return cls()
-        factor = run.model.flops_per_token / model.flops_per_token
-        return cls(max(first_step, run.config.growth_step(num_steps)), factor)
+        all_bytes, bytes_now = (checkpoint_bytes(each, run.config) for each in (run.model, model))
+        return cls(
+            max(first_step, run.config.growth_step(num_steps)),
+            run.model.flops_per_token / model.flops_per_token,
+            all_bytes / bytes_now,
+        )
 
     def as_steps_now(self, first: int, stop: int) -> float:
         """Return as how many steps of now the steps from `first` on, before `stop`, take."""

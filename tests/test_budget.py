@@ -23,6 +23,7 @@ from reporting.loss_window import LAG, LossWindow
 from reporting.machine_time import read_uses
 from reporting.reference import Comparison
 from reporting.run_log import RunLog, SetResult
+from reporting.speed import checkpoint_bytes
 from reporting.summary import duration
 from reporting.time_left import NO_GROWTH, Growth, TimeLeft
 from run_config import ModelConfig, Run, TrainConfig, load_run
@@ -364,7 +365,8 @@ def test_the_growth_ahead_is_that_of_the_weights(tmp_path):
     found = Growth.ahead(run, small, num_steps=12, first_step=3)
     # 6 (12 L C^2 + V C) + 12 L T C
     flops = [6 * (layers * 12 * 256 + 257 * 16) + 12 * layers * 256 for layers in (1, 2)]
-    assert found == (6, pytest.approx(flops[1] / flops[0]))
+    state = [checkpoint_bytes(each, run.config) for each in (model, small)]
+    assert found == (6, pytest.approx(flops[1] / flops[0]), state[0] / state[1]) and found[2] > 1
     assert found.as_steps_now(4, 12) == pytest.approx(2 + 6 * flops[1] / flops[0])
     assert found.as_steps_now(4, 5) == 1 and found.as_steps_now(8, 9) == found.factor
     assert Growth.ahead(run, small, num_steps=12, first_step=8).step == 8  # `at` was lowered
@@ -373,26 +375,34 @@ def test_the_growth_ahead_is_that_of_the_weights(tmp_path):
 
 
 def test_a_budget_reserves_what_a_growth_ahead_takes():
-    plan, growth = BatchPlan(4, 2, 2, 16, num_steps=1000), Growth(step=5, factor=3.0)
-    spent = MEASURED | {"validation": 7, "checkpoint": 9, "chart": 1}
-    for ahead, seconds in ((NO_GROWTH, 10 * 5 + 10 + 2), (growth, 3 * 5 + 7 * 15 + 30 + 10 + 2)):
+    plan, growth = BatchPlan(4, 2, 2, 16, num_steps=1000), Growth(5, 3.0, checkpoint_factor=2.0)
+    spent, write = MEASURED | {"validation": 7, "checkpoint": 19, "chart": 1}, 4
+    now = 10 * 5 + 20 + 2 * write + 2
+    later = 3 * 5 + 7 * 15 + 30 + 2 * 19 + 1 + 2 * 2 * write + 2
+    for ahead, seconds in ((NO_GROWTH, now), (growth, later)):
         for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
             stop = Simulated({}, limit=30 + sum(spent.values()) + left, plan=plan)
             stop.start(0, ahead)
             stop.pass_time(**spent)
+            stop.saver.longest_write_seconds = write
             assert stop.after(1, is_report_due=True) == is_spent
     # After it the steps since then count: 7 of 15 s in 105 s; a validation is estimated anew.
-    seconds = 10 * 15 + 15 / 2 / 3 * 2 + 2 * 10 + 2
-    since = {"compile": 30, "training": 105}
-    for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
-        limit = 30 + sum(spent.values()) + sum(since.values()) + left
-        stop = Simulated({}, limit=limit, plan=plan)
-        stop.start(0, growth)
-        stop.pass_time(**spent)
-        stop.clock.measure_from_here()
-        stop.start(42)
-        stop.pass_time(**since)
-        assert stop.after(49, is_report_due=True) == is_spent
+    # Checkpoints are the larger of those before, by their size, and those since.
+    estimated = 10 * 15 + 15 / 2 / 3 * 2 + 2 * (2 * 19 + 1) + 2 * 2 * write + 2
+    measured = 10 * 15 + 15 / 2 / 3 * 2 + 2 * (50 + 1) + 2 * 60 + 2
+    for seconds, took, last_write in ((estimated, 10, write), (measured, 50, 60)):
+        since = {"compile": 30, "training": 105, "checkpoint": took}
+        for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
+            limit = 30 + sum(spent.values()) + sum(since.values()) + left
+            stop = Simulated({}, limit=limit, plan=plan)
+            stop.start(0, growth)
+            stop.pass_time(**spent)
+            stop.saver.longest_write_seconds = write
+            stop.clock.measure_from_here()
+            stop.start(42)
+            stop.pass_time(**since)
+            stop.saver.longest_write_seconds = last_write
+            assert stop.after(49, is_report_due=True) == is_spent
 
 
 @pytest.mark.parametrize("interval", [None, 1, 3, 7, 50])

@@ -228,6 +228,20 @@ def test_the_number_of_processes_does_not_change_a_grown_model(grown, num_proces
         torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
 
 
+def test_the_loss_scale_of_fp16_goes_on_over_the_growth(grown):
+    workplace = grown[0]
+    train = SHARED | {"precision": "fp16"}
+    run_dir, parts_dir = (workplace.add_run(n, model=DEEP, train=train) for n in ("fp16", "fp16-2"))
+    succeeded(workplace.torchrun(1, "fp16"))
+    for num_steps in ("6", "1"):  # the second launch grows at its start
+        succeeded(workplace.torchrun(1, "fp16-2", "--max-steps", num_steps))
+    succeeded(workplace.torchrun(1, "fp16-2"))
+    for each in (run_dir, parts_dir):
+        scales = [found.meta.loss_scale for found in list_checkpoints(each / "checkpoints")]
+        assert [scale.growth_tracker for scale in scales] == [*range(1, 13)]  # none is skipped
+    assert weights_of(parts_dir) == weights_of(run_dir)
+
+
 def test_a_checkpoint_is_saved_before_the_growth(grown):
     """A launch that is killed while all layers compile has lost no step."""
     workplace = grown[0]

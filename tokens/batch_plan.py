@@ -95,10 +95,11 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
     if train.min_train_tokens == -1:
         num_steps = usable_steps
     if not 1 <= num_steps <= usable_steps:
+        advice = "lower start_train_token" if train.repeat_data else "set repeat_data"
         raise UserError(
             f"{path}: wanted {max(num_steps, 1) * step_tokens + 1:,} training tokens from token"
             f" {train.start_train_token:,} on (batches of {step_tokens:,}), but {train.dataset} has"
-            f" {found:,}; lower min_train_tokens, or set repeat_data"
+            f" {found:,}; lower min_train_tokens, or {advice}"
         )
     return BatchPlan(
         train.microbatch_size,

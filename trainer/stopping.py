@@ -53,9 +53,9 @@ class Stop:
         growth: Growth = NO_GROWTH,
     ) -> None:
         self._config, self._plan = run.config, plan
-        self.start(first_step, growth)
         self._clock, self._watchdog, self._group, self._saver = clock, watchdog, group, saver
-        self._comparison = comparison
+        self._comparison, self._growth = comparison, NO_GROWTH
+        self.start(first_step, growth)
         self._checkpoint_bytes = checkpoint_bytes(run.model, run.config)
         began_at = first_step if options.began_at is None else options.began_at
         num_steps = plan.num_steps
@@ -64,6 +64,10 @@ class Stop:
 
     def start(self, first_step: int, growth: Growth = NO_GROWTH) -> None:
         """Begin a launch, or go on with all layers: the first step compiles and is not measured."""
+        # Until a checkpoint with all layers is measured: as those before, by its size.
+        factor = self._growth.checkpoint_factor
+        self._least_save_seconds = factor * self._clock.longest[CHECKPOINT]
+        self._least_write_seconds = factor * self._saver.longest_write_seconds
         self._first_step, self._growth = first_step, growth
 
     def after(self, global_step: int, *, is_report_due: bool) -> bool:
@@ -109,7 +113,7 @@ class Stop:
 
         Uses the times measured in this launch at its present depth. What has not happened yet is
         estimated: a validation as its forward passes; a checkpoint by the speed of a slow disk; the
-        growth as what was compiled so far.
+        growth as what was compiled so far, and a checkpoint after it by its bytes.
         """
         clock, config, plan = self._clock, self._config, self._plan
         spent, growth = clock.read_measured(), self._growth
@@ -120,9 +124,8 @@ class Stop:
         validation = clock.longest[VALIDATION]
         if not validation:
             validation = estimated_validation_seconds(step, config, plan)
-        save = clock.longest[CHECKPOINT] + clock.longest[CHART]
-        if not save:
-            save = self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND
+        save = max(clock.longest[CHECKPOINT], self._least_save_seconds)
+        write = max(self._saver.longest_write_seconds, self._least_write_seconds)
 
         stop = min(global_step + REPORT_INTERVAL, self.last_step) + 1
         num_validations = num_saves = 0
@@ -134,12 +137,16 @@ class Stop:
         grows = global_step < growth.step < stop
         if grows:
             validation *= growth.factor
+            save *= growth.checkpoint_factor
+            write *= growth.checkpoint_factor
+        if not save:
+            save = self._checkpoint_bytes / SLOW_DISK_BYTES_PER_SECOND
         seconds = (
             growth.as_steps_now(global_step + 1, stop) * step
             + grows * spent[COMPILE]
             + num_validations * validation
-            + (num_saves + 1) * save  # a launch ends with one
-            + 2 * self._saver.longest_write_seconds  # it may wait for the write before
+            + (num_saves + 1) * (save + clock.longest[CHART])  # a launch ends with one
+            + 2 * write  # it may wait for the write before
             + LAST_CHARTS_SECONDS
         )
         return seconds * (1 + SAFETY_MARGIN) > nearest_limit(config, clock)[0]

@@ -594,13 +594,13 @@ def test_a_growth_is_a_line_with_the_number_of_layers(page, runs_dir):
         window.written = new Map();
         const write = CanvasRenderingContext2D.prototype.fillText;
         CanvasRenderingContext2D.prototype.fillText = function (text, x, ...all) {
-          if (text === "4 layers") written.set(this.canvas, x);
+          if (text === "4 layers") written.set(this.canvas, [x, this.textAlign]);
           return write.call(this, text, x, ...all);
         };""")
     run_dir = add_run(runs_dir, "grows", steps=100)
     record = {"global_step": 100, "num_layers": 4, "tokens": 101 * 2048, "seconds": 10.1}
     append(run_dir, record, *(report(100 + n) for n in (10, 100)))
-    place = f"written.get({LOSS}.plot.ctx.canvas)"
+    place = f"written.get({LOSS}.plot.ctx.canvas)[0]"
     with served(runs_dir) as server:
         open_page(page, server)
         page.evaluate(WATCH_CHARTS)
@@ -608,6 +608,12 @@ def test_a_growth_is_a_line_with_the_number_of_layers(page, runs_dir):
             page.locator("#axis").get_by_text(axis).click()
             line = f"{LOSS}.plot.valToPos({x}, 'x', true)"
             assert becomes(page, f"Math.round({place} - {line})", 4), axis
+        # At the right edge the text is on the left of the line.
+        late = {"global_step": 199, "num_layers": 4, "tokens": 200 * 2048, "seconds": 20.0}
+        append(run_dir, late)
+        assert becomes(page, f"written.get({LOSS}.plot.ctx.canvas)[1]", "right")
+        line = f"{LOSS}.plot.valToPos(200, 'x', true)"
+        assert becomes(page, f"Math.round({place} - {line})", -4)
 
 
 def test_the_ten_runs_that_changed_last_are_drawn_at_first(page, two_runs):

@@ -173,7 +173,7 @@ class Chart {
   drawGrowths({ ctx, bbox, valToPos }) {
     ctx.save();
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-    [ctx.textAlign, ctx.textBaseline] = ["left", "top"];
+    ctx.textBaseline = "top";
     for (const [index, { x, layers, color }] of this.growths.entries()) {
       const left = x == null ? NaN : valToPos(x, "x", true);
       if (!(left >= bbox.left && left <= bbox.left + bbox.width)) continue;
@@ -183,7 +183,10 @@ class Chart {
       ctx.moveTo(left, bbox.top);
       ctx.lineTo(left, bbox.top + bbox.height);
       ctx.stroke();
-      ctx.fillText(`${layers} layers`, left + 4 * devicePixelRatio, bbox.top + 12 * devicePixelRatio * index); // one below the other
+      const [text, gap] = [`${layers} layers`, 4 * devicePixelRatio];
+      const fits = left + gap + ctx.measureText(text).width <= bbox.left + bbox.width;
+      ctx.textAlign = fits ? "left" : "right";
+      ctx.fillText(text, fits ? left + gap : left - gap, bbox.top + 12 * devicePixelRatio * index); // one below the other
     }
     ctx.restore();
   }
