@@ -68,16 +68,20 @@ def now(monkeypatch):
 
 
 @pytest.fixture
+def device():
+    """A GPU where there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture
 def num_restarts(request):
     return request.config.getoption("--restarts")
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and torch.cuda.is_available():
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(GPU_SECONDS))
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "thorough" in item.keywords and not config.getoption("--thorough"):
             item.add_marker(pytest.mark.skip(reason="only with --thorough"))

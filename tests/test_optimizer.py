@@ -21,23 +21,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_train
 import optim
 from basics.errors import UserError, one_line
-from checkpointing import SnapshotBuffers
 from gpt import ForwardOptions, GPTModel
 from optim import build_optimizer, decay_line, group_of, rates_line
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import STEP, ModelConfig, TrainConfig, load_run
-from tests.support.models import ONE_PROCESS, microbatches, step_of
+from tests.support.models import ONE_PROCESS, microbatches, ops_of, step_of
 from tests.support.runs import metrics_of, refused, summary_of, weights_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
 from tokens.batch_plan import BatchPlan
-from tokens.batches import Microbatch, dropout_seed
+from tokens.batches import dropout_seed
 from trainer import diagnostics
 from trainer.diagnostics import Diagnostics, forward_statistics
 from trainer.loss_functions import compile_now
@@ -340,64 +338,12 @@ def kernel_of(step):
     return attention_kernel(step.state.model, step.config, step.process.device)
 
 
-def train(step, first, stop):
-    batches = itertools.islice(microbatches(GPU), 2 * first, None)
-    for _ in range(first, stop):
-        step.take(batches, num_microbatches=2, learning_rate=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("compiles", [False, True])
-def test_a_deterministic_run_resumed_ends_bit_for_bit_as_the_uninterrupted_one(precision, compiles):
-    """For CPUs see test_reference.py."""
-    whole, first, second = (
-        step_of(
-            GPU,
-            precision=precision,
-            compile=compiles,
-            vocab_size=1000,
-            drop_rate=0.1,
-            deterministic=True,
-            emb_dim=128,
-        )
-        for _ in range(3)
-    )
-    assert kernel_of(whole) == "flash" or precision == "fp32"
-    train(whole, 0, STEPS)
-    train(first, 0, 3)
-    second.state.model.load_state_dict(first.state.model.state_dict())
-    second.state.optimizer.load_state_dict(first.state.optimizer.state_dict())
-    train(second, 3, STEPS)
-    found, wanted = (vars(SnapshotBuffers().take(step.state)) for step in (second, whole))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-def ops_of(step):
-    """Take a step; return the names of all operators and kernels that ran."""
-    device = step.process.device
-    tokens = torch.randint(0, 257, (2, 2, 16), device=device)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=activities) as profiler:
-        step.take(iter([Microbatch(0, *tokens)]), num_microbatches=1, learning_rate=1e-3)
-    return {event.key for event in profiler.key_averages()}
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_kernel_of_the_run_computes_attention(precision):
     for attention, is_flash in (("flash", True), ("math", False)):
         step = step_of(precision=precision, attention=attention, drop_rate=0.0)
         assert kernel_of(step) == attention
         assert (f"{FLASH}_backward" in ops_of(step)) == is_flash
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("attention", ["flash", "cudnn"])
-def test_the_kernel_runs_on_a_gpu(attention, compiles):
-    step = step_of(GPU, precision="bf16", attention=attention, compile=compiles, drop_rate=0.0)
-    assert step.config.compile == compiles and kernel_of(step) == attention
-    assert any(f"{attention}_attention_backward" in name for name in ops_of(step))
 
 
 @pytest.mark.parametrize(

@@ -276,26 +276,6 @@ def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(late, monkeyp
     assert found == [(2.0, 4, 0.75), (4.0, 8, 0.25), (8.0, 10, 0.125), (3 / 32, 12, 29.0)]
 
 
-@pytest.mark.gpu
-def test_closing_and_reading_windows_never_waits_for_the_device():
-    device = torch.device("cuda", 0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        window = LossWindow(device)
-        value = torch.tensor(3.0, device=device)
-        fill(window, 1, waits=True)  # NCCL starts
-        torch.cuda._sleep(10**9)  # some tenths of a second
-        window.add(value, value)
-        assert window.close(2, 0.1, PhaseClock(), waits=False) == []
-        ((_, values, _, ended),) = window._closed
-        assert not ended._event.query() and values.is_pinned()  # the device is still asleep
-        window.add(value, value)
-        _, last = window.close(3, 0.1, PhaseClock(), waits=True)
-        assert last.numbers["train_loss"] == 3.0 and last.steps_per_second > 0
-    finally:
-        dist.destroy_process_group()
-
-
 # Seconds and dollars by phase
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -40,14 +39,8 @@ from run_config import ModelConfig, load_run
 from tests.support.hub_server import Hub, serving
 from tests.support.models import ONE_PROCESS, add_dataset_with_tokenizer, export, write_tokenizer
 from tests.support.optional import example, given, settings, st
-from tests.support.runs import assert_refused, contents, run_in_process
-from tests.support.workplace import (
-    PROJECT_DIR,
-    TINY_MODEL,
-    run_command,
-    succeeded,
-    torchrun_command,
-)
+from tests.support.runs import assert_refused, contents, run_in_process, tried
+from tests.support.workplace import TINY_MODEL, run_command, succeeded
 from trainer import commands, learning_rate_search, microbatch_trial
 from trainer.learning_rate_search import CHART_NAME, RATES, run_range_test, suggest, suggested_rates
 from trainer.loss_functions import build_training_state
@@ -241,12 +234,6 @@ def test_a_search_that_is_impossible_says_why(workplace, monkeypatch, train, opt
     assert workplace.files() == before
 
 
-def tried(output):
-    """Read the table of trials: whether each microbatch fitted."""
-    rows = re.findall(r"^ +([\d,]+) +(\d|out of memory)", output, re.MULTILINE)
-    return {int(size.replace(",", "")): result != "out of memory" for size, result in rows}
-
-
 LOST_PEER = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer"
 
 
@@ -391,38 +378,6 @@ def test_a_search_on_real_memory_with_two_processes(workplace):
     assert use.kind == "search" and use.until - use.began > 1
     (workplace.runs_dir / "tiny/machine-time.jsonl").unlink()
     assert workplace.files() == before
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(660)  # up to 8 trials, each of which starts a process and compiles
-def test_the_largest_trains_on_a_gpu_and_the_next_does_not(workplace):
-    """Two layers and 6 GiB: a sequence takes about 0.2 GiB, by its logits."""
-    workplace.add_run(
-        model={
-            "vocab_size": 50257,
-            "context_length": 1024,
-            "emb_dim": 768,
-            "n_heads": 12,
-            "n_layers": 2,
-            "drop_rate": 0.0,
-        },
-        train={"precision": "bf16"},
-    )
-    result = succeeded(
-        subprocess.run(
-            [
-                *torchrun_command(1, "ddp_train.py"),
-                *workplace.arguments("tiny", "--find-max-microbatch", "--memory-limit-gib", "6"),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            cwd=PROJECT_DIR,
-        )
-    )
-    results = tried(result.stdout)
-    largest = max(size for size, fitted in results.items() if fitted)
-    assert largest > 4 and results[largest + 1] is False
 
 
 LONG_ENOUGH = {"min_train_tokens": -1, "gradient_accumulation_steps": 1}

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.amp import GradScaler
+from torch.profiler import ProfilerActivity, profile
 
 from checkpointing import (
     Checkpoint,
@@ -187,6 +188,16 @@ def microbatches(device: torch.device = CPU) -> Iterator[Microbatch]:
     for index in itertools.count():
         tokens = torch.randint(1, 257, (2, 2, 16), generator=generator)
         yield Microbatch(index, *tokens.to(device))
+
+
+def ops_of(step: TrainingStep) -> set[str]:
+    """Take a step; return the names of all operators and kernels that ran."""
+    device = step.process.device
+    tokens = torch.randint(0, 257, (2, 2, 16), device=device)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities) as profiler:
+        step.take(iter([Microbatch(0, *tokens)]), num_microbatches=1, learning_rate=1e-3)
+    return {event.key for event in profiler.key_averages()}
 
 
 MODEL = ModelConfig(**TINY_MODEL)

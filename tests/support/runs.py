@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -74,6 +75,12 @@ def last_line_of_ours(result: CompletedProcess[str]) -> str:
     return next(
         (line for line in reversed(result.stderr.splitlines()) if line.startswith("Error: ")), ""
     )
+
+
+def tried(output: str) -> dict[int, bool]:
+    """Read the table of a search for a microbatch: whether each size fitted."""
+    rows = re.findall(r"^ +([\d,]+) +(\d|out of memory)", output, re.MULTILINE)
+    return {int(size.replace(",", "")): result != "out of memory" for size, result in rows}
 
 
 def weights_of(run_dir: Path) -> str:
