@@ -27,6 +27,12 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# For sequences of many lengths: cuDNN plans anew for each length, which takes tens of milliseconds.
+FOR_ANY_LENGTH = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from basics.errors import describe
 from basics.files import append_whole
 from basics.json_files import to_json
-from gpt import Block, GPTModel
+from gpt import FOR_ANY_LENGTH, Block, GPTModel
 from tokens.tokenizer import Tokenizer, load_tokenizer
 
 SAMPLE_TOKENS = 64  # per prompt at a validation: one or two seconds on a GPU
@@ -53,7 +54,8 @@ class KeyValueCache:
             device=self._model.token_embedding.weight.device,
         )
         x = self._model.embed(token_ids, first_position=self._first)  # (1, T, C)
-        x = self._model.transform(x, self._run)[0, -1]  # (C,)
+        with sdpa_kernel(FOR_ANY_LENGTH):
+            x = self._model.transform(x, self._run)[0, -1]  # (C,)
         return F.linear(self._model.final_norm(x), self._model.head_weight).float()
 
     def _run(self, block: Block, x: Tensor) -> Tensor:

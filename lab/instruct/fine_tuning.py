@@ -10,6 +10,7 @@ import click
 import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCardData
+from torch.nn.attention import sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
@@ -18,7 +19,7 @@ from basics.errors import UserError, one_line, visible, writing_to
 from basics.files import write_atomically
 from basics.json_files import to_json
 from basics.text import code, escaped
-from gpt import GPTModel
+from gpt import FOR_ANY_LENGTH, GPTModel
 from lab.instruct.instructions import CHAT_TEMPLATE, INPUT, Data, Entry
 from lab.publish.export import Extras, write_export
 from lab.publish.model_card import MARK, public_name, template
@@ -97,6 +98,7 @@ def mean_loss(
         with (
             torch.set_grad_enabled(optimizer is not None),
             autocast("bf16" if has_bf16 else "fp32", device),
+            sdpa_kernel(FOR_ANY_LENGTH),
         ):
             logits = model(token_ids.to(device)).flatten(0, 1).float()  # (B * T, V)
             loss = F.cross_entropy(logits, targets.to(device).flatten(), ignore_index=IGNORED)
