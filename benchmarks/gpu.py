@@ -1,13 +1,13 @@
-"""What a GPU can tell about this trainer, in 20 minutes of a rented card.
+"""What a GPU can tell about this trainer, in some minutes of a rented card.
 
-    python benchmarks/gpu.py --parts facts,curve,rows --minutes 7
-    python benchmarks/gpu.py --parts rank,kernels,memory,ceilings,diagnostics --minutes 7
-    python benchmarks/gpu.py --parts ladder --minutes 7
+    python benchmarks/gpu.py --parts facts,rows,kernels,rank --minutes 9.2
+    python benchmarks/gpu.py --parts memory,ceilings,rows --minutes 2.3
+    python benchmarks/gpu.py --parts curve,diagnostics,ladder --minutes 12
     python benchmarks/gpu.py --device cpu          # every part, with tiny shapes
 
 Each part runs in a process of its own and has a time limit. Each figure is a line of OUTPUT as soon
 as it exists, a failure with its reason. The page of all lines is printed at the end. A later call
-with the same OUTPUT adds to it.
+with the same OUTPUT adds to it, and measures only rows of `rows` and `ladder` that it lacks.
 """
 
 import itertools
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ if __name__ == "__main__":
 import click
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from basics.errors import one_line
@@ -91,6 +93,8 @@ LIMITS = {
     "ladder": 400,
 }
 LEAST_SECONDS = 5.0  # that a part needs to begin
+# Of a row, so that one cannot use up the part; a cold one takes 60 on a GPU. A CPU may be busy.
+ROW_SECONDS = {"cuda": 100.0, "cpu": 300.0}
 TINY_ROWS = ("ours", throughput.ORIGINAL, throughput.WHOLE_RUN)
 TINY_STEPS, CURVE_STEPS = 40, 20
 SHOWN_KERNELS = 40
@@ -105,6 +109,7 @@ class Place:
     device: torch.device
     nanogpt: Path | None
     ends_at: float  # in time.monotonic(), of the part
+    known: tuple[Line, ...] = ()  # of earlier calls
 
     @property
     def is_gpu(self) -> bool:
@@ -170,7 +175,6 @@ def facts(place: Place) -> Iterator[Line]:
             "capability": torch.cuda.get_device_capability(place.device),
             "free_and_all_bytes": torch.cuda.mem_get_info(place.device),
         }
-        yield attempt({}, clocks_and_power)
     config = config_for(place.device, microbatch_size=2)
     model = GPTModel(place.model, choose_forward_options(place.model, config, place.device))
     yield {
@@ -180,7 +184,7 @@ def facts(place: Place) -> Iterator[Line]:
 
 
 def clocks_and_power() -> Line:
-    """Read what limits a GPU's speed: its clocks in MHz and its power limit in watts."""
+    """Read what limits a GPU's speed, as it works: its clocks in MHz, its power in watts."""
     import pynvml
 
     gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -188,6 +192,7 @@ def clocks_and_power() -> Line:
         "sm_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
         "sm_mhz_max": pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
         "memory_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
+        "power_w": pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
         "power_limit_w": pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
     }
 
@@ -253,22 +258,35 @@ def rows(place: Place) -> Iterator[Line]:
     else:
         chosen = [task for task in tasks if task.name in TINY_ROWS and task.model == tasks[0].model]
         tasks = [tiny_task(task) for task in chosen]
-    yield from measure_tasks(tasks, place)
+    yield from measure_tasks("rows", tasks, place)
 
 
 def ladder(place: Place) -> Iterator[Line]:
     """Measure the rows of `benchmarks.throughput` that add one change at a time."""
     tasks = throughput.tasks_of(place.device.type)
     tasks = [task for task in tasks if task.name in throughput.LADDER]
-    yield from measure_tasks(tasks if place.is_gpu else list(map(tiny_task, tasks)), place)
+    tasks = tasks if place.is_gpu else list(map(tiny_task, tasks))
+    yield from measure_tasks("ladder", tasks, place)
 
 
-def measure_tasks(tasks: list[Task], place: Place) -> Iterator[Line]:
-    """Measure tasks of one shape while there is time, each in processes of its own."""
+def measure_tasks(part: str, tasks: list[Task], place: Place) -> Iterator[Line]:
+    """Measure tasks of one shape while there is time, each in processes of its own.
+
+    A task that an earlier call has measured is left out.
+    """
+    done = Counter(
+        line["row"]
+        for line in place.known
+        if line["part"] == part and "row" in line and not line.get("failed")
+    )
     with tempfile.TemporaryDirectory(prefix="gpu-rows-") as folder:
         tokens_path = throughput.write_tokens(Path(folder) / "zipf", tasks[0])
         for task in tasks:
-            seconds = place.ends_at - time.monotonic() - 5
+            if done[task.name]:
+                done[task.name] -= 1
+                continue
+            left = place.ends_at - time.monotonic() - 5
+            seconds = min(ROW_SECONDS[place.device.type], left)
             if seconds < 15:
                 yield {"row": task.name, "failed": "no time was left"}
                 continue
@@ -356,26 +374,28 @@ def kernels(place: Place) -> Iterator[Line]:
         for _ in range(3):
             take()
         place.wait()
-    spent = [
-        (
-            event.key,
-            event.count // 3,
-            (event.self_device_time_total if place.is_gpu else event.self_cpu_time_total) / 3e3,
-        )
-        for event in profiler.key_averages()
-    ]
-    spent.sort(key=lambda each: -each[2])
-    yield {
-        "kernel": "all",
-        "calls": sum(each[1] for each in spent),
-        "ms": sum(each[2] for each in spent),
-    }
-    expected = expected_bytes() if place.is_gpu else {}
-    for name, calls, milliseconds in spent[:SHOWN_KERNELS]:
-        yield {"kernel": name, "calls": calls, "ms": milliseconds, "gb": expected.get(name)}
+    spent = {}
+    for event in profiler.key_averages():
+        total = event.self_device_time_total if place.is_gpu else event.self_cpu_time_total
+        if total:  # else it is a call of the host's, such as a launch
+            spent[event.key] = {"calls": event.count // 3, "ms": total / 3e3}
+    shown_first = sorted(spent, key=lambda name: -spent[name]["ms"])[:SHOWN_KERNELS]
+    every = {key: sum(each[key] for each in spent.values()) for key in ("calls", "ms")}
+    yield {"kernel": "all"} | every
+    for name in shown_first:
+        yield {"kernel": name} | spent[name]
+    if place.is_gpu:  # the last, since it may take longer than all before
+        for _ in range(10):
+            take()
+        yield attempt({}, clocks_and_power)  # the device is not done with these steps
+        expected = expected_bytes(place.ends_at - time.monotonic() - 2)
+        for name in shown_first:
+            if gigabytes := expected.get(name):
+                speed = gigabytes / spent[name]["ms"]  # GB a millisecond are TB a second
+                yield {"counted for": name, "gb": gigabytes, "tb_per_s": speed}
 
 
-def expected_bytes() -> dict[str, float]:
+def expected_bytes(seconds: float) -> dict[str, float]:
     """Return the GB that `benchmarks.gpu_code` counts for each kernel of that step, by name."""
     with suppress(subprocess.SubprocessError):
         printed = subprocess.run(
@@ -384,7 +404,7 @@ def expected_bytes() -> dict[str, float]:
             check=True,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=max(0.1, seconds),
             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         ).stdout
         return {
@@ -434,28 +454,36 @@ def ceilings(place: Place) -> Iterator[Line]:
     def copy() -> Line:
         numbers = torch.ones(2**30 if place.is_gpu else 2**16, device=place.device, dtype=dtype)
         copied = torch.empty_like(numbers)
-        seconds = median_seconds(lambda: copied.copy_(numbers), place)
+        seconds = median_seconds(lambda: copied.copy_(numbers), place, calls=10)
         return {"tb_per_s": 2 * numbers.nbytes / seconds / 1e12}
 
     yield attempt({"copy": "2 GiB"}, copy)
     head = -(-model.vocab_size // 128) * 128
-    for name, n, k, m in (
-        ("qkv", tokens, C, 3 * C),
-        ("output", tokens, C, C),
-        ("up", tokens, C, 4 * C),
-        ("down", tokens, 4 * C, C),
-        ("head", tokens, C, head),
-        ("head, gradient of x", tokens, head, C),
-        ("head, gradient", head, tokens, C),
-        ("up, gradient", 4 * C, tokens, C),
+    for name, inputs, outputs in (
+        ("qkv", C, 3 * C),
+        ("output", C, C),
+        ("up", C, 4 * C),
+        ("down", 4 * C, C),
+        ("head", C, head),
     ):
 
-        def product(n: int = n, k: int = k, m: int = m) -> Line:
-            a = torch.randn(n, k, device=place.device, dtype=dtype)
-            b = torch.randn(k, m, device=place.device, dtype=dtype)
-            return {"tflops": 2 * n * k * m / median_seconds(lambda: a @ b, place) / 1e12}
+        def products(inputs: int = inputs, outputs: int = outputs) -> Line:
+            x, weight, grad = (
+                torch.randn(shape, device=place.device, dtype=dtype)
+                for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+            )
 
-        yield attempt({"product": name}, product)
+            def tflops(product: Callable[[], Any]) -> float:
+                seconds = median_seconds(product, place, calls=10)
+                return 2 * tokens * inputs * outputs / seconds / 1e12
+
+            return {  # in the layouts of a linear layer
+                "forward_tflops": tflops(lambda: F.linear(x, weight)),
+                "input_gradient_tflops": tflops(lambda: grad @ weight),
+                "weight_gradient_tflops": tflops(lambda: grad.T @ x),
+            }
+
+        yield attempt({"products": name}, products)
     shape = (place.size(64), T, 3, model.n_heads, C // model.n_heads)
     for kernel in ("auto", "flash", "cudnn") if place.is_gpu else ("auto",):
 
@@ -464,13 +492,13 @@ def ceilings(place: Place) -> Iterator[Line]:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
             out = attend(q, k, v, 0.0, kernel)
             grad = torch.randn_like(out)
-            return {
-                "forward_ms": 1e3 * median_seconds(lambda: attend(q, k, v, 0.0, kernel), place),
-                "backward_ms": 1e3
-                * median_seconds(
-                    lambda: torch.autograd.grad(out, qkv, grad, retain_graph=True), place
-                ),
-            }
+            forward = median_seconds(lambda: attend(q, k, v, 0.0, kernel), place, calls=10)
+            backward = median_seconds(  # without stacking the three gradients
+                lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
+                place,
+                calls=10,
+            )
+            return {"forward_ms": 1e3 * forward, "backward_ms": 1e3 * backward}
 
         yield attempt({"attention": kernel}, attention)
 
@@ -556,15 +584,18 @@ def diagnostics(place: Place) -> Iterator[Line]:
             )
 
 
-def median_seconds(work: Callable[[], Any], place: Place, repeats: int = 9) -> float:
-    """Return the median time of a call, with the wait for the device, after three others."""
+def median_seconds(
+    work: Callable[[], Any], place: Place, *, calls: int = 1, repeats: int = 9
+) -> float:
+    """Return the median time of a call, after three warm-ups; waits for the device per `calls`."""
     times = []
     for _ in range(3 + repeats):
         place.wait()
         started = time.perf_counter()
-        work()
+        for _ in range(calls):
+            work()
         place.wait()
-        times.append(time.perf_counter() - started)
+        times.append((time.perf_counter() - started) / calls)
     return sorted(times[3:])[repeats // 2]
 
 
@@ -611,6 +642,10 @@ def run_part(name: str, seconds: float, output: Path, options: list[str]) -> Non
             os.killpg(process.pid, signal.SIGKILL)  # with what it has started
             process.wait()
     append_whole(output, json.dumps({"part": name, "failed": reason}) + "\n")
+
+
+def read_lines(output: Path) -> list[Line]:
+    return list(map(json.loads, output.read_text().splitlines())) if output.exists() else []
 
 
 def page(lines: list[Line]) -> str:
@@ -696,14 +731,17 @@ def main(
 ) -> None:
     """Measure what a GPU can tell, and print it as one page."""
     ends_at = ends_at or time.monotonic() + 60 * minutes
+    known = read_lines(output)
     if only_part is not None:
         place = Place(
-            torch.device("cuda", 0) if device == "cuda" else torch.device(device), nanogpt, ends_at
+            torch.device("cuda", 0) if device == "cuda" else torch.device(device),
+            nanogpt,
+            ends_at,
+            tuple(known),
         )
         for line in PARTS[only_part](place):
             append_whole(output, json.dumps({"part": only_part} | line) + "\n")
         return
-    known = len(output.read_text().splitlines()) if output.exists() else 0
     options = ["--device", device, *(["--nanogpt", str(nanogpt)] if nanogpt else [])]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 0
@@ -721,9 +759,9 @@ def main(
             click.echo(f"{name} done", err=True)
     except KeyboardInterrupt:  # the page is printed all the same
         status = 128 + signal.SIGINT
-    lines = list(map(json.loads, output.read_text().splitlines())) if output.exists() else []
+    lines = read_lines(output)
     click.echo(page(lines))
-    if any(line.get("failed") for line in lines[known:]):
+    if any(line.get("failed") for line in lines[len(known) :]):
         status = status or 1
     sys.exit(status)
 

@@ -63,6 +63,7 @@ class Task:
     # Ours, no keys of train.json: as the trainer does by default on the device, or not at all.
     pads_vocabulary: bool = True
     fuses_adamw: bool = True
+    tunes_kernels: bool = False  # as torch.compile's mode "max-autotune-no-cudagraphs"; minutes
 
     @property
     def model(self) -> ModelConfig:
@@ -96,6 +97,9 @@ def ours(task: Task, tokens_path: Path, process: Process) -> System:
     train = resolve_for_device(TrainConfig(**task.train_values), process.device)
     if process.device.type == "cpu":
         keep_freed_memory()  # as ddp_train.py does
+    if task.tunes_kernels:
+        torch._inductor.config.max_autotune = True
+        torch._inductor.config.coordinate_descent_tuning = True
     state = build_training_state(task.model, train, process)
     if not task.pads_vocabulary:
         state.model.options = replace(state.model.options, head_multiple=1)

@@ -8,6 +8,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -124,7 +126,7 @@ def test_every_part_of_the_script_for_a_gpu_has_figures_and_a_place_on_the_page(
     assert everything["ms"] > sum(line["ms"] for line in kernels[:3]) > 0 < one["step_ms"]
     assert any(line["kernel"] == "aten::mm" and line["calls"] > 10 for line in kernels)
     assert len(lines["memory"]) == 4 and all(line["planned_gib"] > 0 for line in lines["memory"])
-    assert lines["ceilings"][0]["tb_per_s"] > 0 and len(lines["ceilings"]) == 10
+    assert lines["ceilings"][0]["tb_per_s"] > 0 and len(lines["ceilings"]) == 7
     cadences = [line for line in lines["diagnostics"] if "every" in line]
     assert [line["every"] for line in cadences] == ["none", 10, 1, "none"]
     assert all(0 < line["step_ms"] for line in cadences)
@@ -172,6 +174,41 @@ def test_a_part_that_fails_takes_too_long_or_comes_too_late_is_a_line_and_status
     assert result.exit_code == 0
     wrong = CliRunner().invoke(gpu.main, ["--parts", "facts,nosuch"])
     assert wrong.exit_code == 2 and "'nosuch': wanted some of facts,curve," in wrong.output
+
+
+def test_kernels_are_lines_before_their_bytes_are_counted_and_launches_are_none(monkeypatch):
+    """With stand-ins: on a CPU no kernel is counted."""
+
+    class Gpu(gpu.Place):
+        is_gpu = True
+
+        def wait(self):
+            happened.append("wait")
+
+    events = [
+        SimpleNamespace(key=key, count=6, self_device_time_total=microseconds)
+        for key, microseconds in (("gelu", 3000), ("cudaLaunchKernel", 0), ("norm", 6000))
+    ]
+    profiler = MagicMock()
+    profiler.__enter__.return_value.key_averages.return_value = events
+    happened = []
+    monkeypatch.setattr(gpu, "profile", lambda **_: profiler)
+    monkeypatch.setattr(gpu, "build", lambda *_: (MagicMock(), lambda: happened.append("step")))
+    monkeypatch.setattr(gpu, "attention_kernel", lambda *_: "flash")
+    monkeypatch.setattr(gpu, "clocks_and_power", lambda: happened.append("clocks") or {"w": 700})
+    monkeypatch.setattr(gpu, "expected_bytes", lambda _: happened.append("count") or {"gelu": 2.0})
+    lines = []
+    for line in gpu.kernels(Gpu(torch.device("cpu"), None, time.monotonic() + 60)):
+        assert "count" not in happened or line.keys() == {"counted for", "gb", "tb_per_s"}
+        lines.append(line)
+    assert lines[1:] == [
+        {"kernel": "all", "calls": 4, "ms": 3.0},
+        {"kernel": "norm", "calls": 2, "ms": 2.0},
+        {"kernel": "gelu", "calls": 2, "ms": 1.0},
+        {"w": 700},
+        {"counted for": "gelu", "gb": 2.0, "tb_per_s": 2.0},
+    ]
+    assert happened[-3:] == ["step", "clocks", "count"]  # clocks of a device that works
 
 
 def test_a_row_that_fails_says_why_and_the_part_goes_on():
@@ -252,6 +289,30 @@ def test_a_process_that_fails_or_takes_too_long_has_a_reason(tmp_path):
         throughput.run(["-c", "raise ValueError('wrong')"], tmp_path, 60)
     with pytest.raises(RowFailed, match="ran out of time after 1 s"):
         throughput.run(["-c", "import time; time.sleep(600)"], tmp_path, 1)
+
+
+def test_a_whole_run_writes_no_text_for_which_a_vocabulary_may_be_fetched(monkeypatch, tmp_path):
+    written = []
+
+    def fail(arguments, *_):
+        run_dir = Path(arguments[arguments.index("--runs-dir") + 1]) / "whole-run"
+        written.append(json.loads((run_dir / "train.json").read_text()))
+        raise RowFailed("not run")
+
+    monkeypatch.setattr(throughput, "run", fail)
+    with pytest.raises(RowFailed):
+        throughput.measure_row(task_of("x", throughput.WHOLE_RUN_SYSTEM), tmp_path, tmp_path, 1)
+    assert written[0]["sample_prompts"] == []
+
+
+def test_kernels_are_tuned_only_in_the_row_for_it(tokens_path):
+    settings = torch._inductor.config
+    with settings.patch(max_autotune=False, coordinate_descent_tuning=False):
+        for tunes in (False, True):
+            measure(replace(TASKS[1], num_steps=10, tunes_kernels=tunes), tokens_path)
+            assert settings.max_autotune == settings.coordinate_descent_tuning == tunes
+    tuned = [task for task in throughput.tasks_of("cuda") if task.tunes_kernels]
+    assert [task.name for task in tuned] == [throughput.TUNED_KERNELS]
 
 
 def test_a_second_call_measures_what_is_missing_or_has_failed(monkeypatch, tmp_path):
@@ -336,7 +397,10 @@ def test_rows_on_a_gpu_begin_with_what_decides_and_fit_80_gib():
     rows = {task.name: task for task in throughput.tasks_of("cuda", Path("nanogpt"))}
     assert tuple(rows)[: len(throughput.FIRST_ON_GPU)] == throughput.FIRST_ON_GPU
     assert {task.num_steps for task in rows.values()} == {16}
-    for name, size in ((REFERENCE, 32), ("ours", 64), ("ours, microbatch 16", 16), (ORIGINAL, 16)):
+    sizes = {"ours": 64, throughput.WHOLE_RUN: 64, REFERENCE: 32, ORIGINAL: 16}
+    assert list(rows)[:2] == list(sizes)[:2]
+    sizes |= {"ours, microbatch 16": 16, "ours, Muon, microbatch 16": 16}
+    for name, size in sizes.items():
         assert rows[name].microbatch_size == size
     for task in rows.values():
         if task.system == "ours":
@@ -464,7 +528,10 @@ def test_rows_of_one_change_have_a_table_of_their_own_beside_the_notes(monkeypat
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_part_of_a_gpu_measures_these_rows_only_and_its_page_has_the_notes(monkeypatch, device):
-    def fake(task, *_):
+    """A second call goes on where the first ended. No row may use up the part."""
+
+    def fake(task, tokens_path, folder, seconds):
+        assert seconds <= gpu.ROW_SECONDS[device]
         return {
             "tokens_per_second": 2000.0,
             "precision": task.changes["precision"],
@@ -476,8 +543,12 @@ def test_the_part_of_a_gpu_measures_these_rows_only_and_its_page_has_the_notes(m
 
     monkeypatch.setattr(throughput, "measure_row", fake)
     monkeypatch.setattr(throughput, "write_tokens", lambda folder, _: folder)
-    place = gpu.Place(torch.device(device), None, time.monotonic() + 60)
+    place = gpu.Place(torch.device(device), None, time.monotonic() + 6000)
     lines = [{"part": "ladder"} | line for line in gpu.ladder(place)]
+    known = (*lines[:2], {"part": "ladder", "row": lines[2]["row"], "failed": "x"}, *lines[3:4])
+    assert [line["row"] for line in gpu.ladder(replace(place, known=known))] == [
+        line["row"] for line in (lines[2], *lines[4:])
+    ]
     assert [line["row"] for line in lines] == [task.name for task in ladder_of(device)]
     assert {line["microbatch_size"] for line in lines} == {place.size(8)}
     page = gpu.page(lines)
