@@ -178,6 +178,7 @@ def heartbeat(run, seconds_ago, host):
 
 def test_a_launch_that_was_killed_lasted_until_its_heartbeat(run, monkeypatch):
     """Also when the next launch has replaced the heartbeat."""
+    monkeypatch.setattr(machine_time, "machine_up_seconds", lambda: 10 * HOUR)
     now = time.time()
     with monkeypatch.context() as patched:
         patched.setattr(time, "time", lambda: now - 3 * HOUR)
