@@ -408,7 +408,7 @@ class Run:
         """Return the run with `config`, which sets keys that the run's own config leaves open."""
         before, after = self.config.model_dump(), config.model_dump()
         left_open = {key: before[key] for key in before if before[key] != after[key]}
-        return replace(self, config=config, left_open=left_open)
+        return replace(self, config=config, left_open=left_open | self.left_open)
 
     def first_model(self, num_steps: int) -> ModelConfig:
         """Return the shape that the first step trains, in a run of so many steps; see `grow`."""

@@ -24,7 +24,7 @@ from ddp_train import microbatch_indices
 from lab.evaluate.measure import choose_slice
 from lab.evaluate.scoring import evaluate
 from reporting.run_log import batch_arithmetic
-from run_config import load_run
+from run_config import SHIPPED_RUNS, load_run
 from tests.support.models import (
     TEXTS,
     WITH_A_SPACE,
@@ -35,7 +35,7 @@ from tests.support.models import (
 from tests.support.optional import given, package, settings, st
 from tests.support.workplace import write_tokens
 from tokens import tokenizer
-from tokens.batch_plan import BatchPlan, plan_batches
+from tokens.batch_plan import BatchPlan, divided, microbatch_warning, plan_batches
 from tokens.batches import Microbatches, open_run_data, read_ahead
 from tokens.token_file import TokenFile
 from tokens.tokenizer import END_OF_TEXT, byte_lengths, choose_tokenizer, load_tokenizer
@@ -135,8 +135,8 @@ BATCH_OF_24 = {"gradient_accumulation_steps": None, "global_batch_size": 24}
         (6, 1, 4),
         (1, 8, 3),
         (2, 4, 3),
-        (5, 1, "microbatch_size 5 x 1 processes; the nearest microbatch_size that divides is 4"),
-        (50, 2, "microbatch_size 50 x 2 processes; the nearest microbatch_size that divides is 12"),
+        (5, 1, 6),  # with microbatches of 4
+        (50, 2, 1),  # of 12
         (2, 5, "5 processes; change the number of processes, or make it 20 or 25"),
         (2, 48, "48 processes; change the number of processes, or make it 48 or 96"),
     ],
@@ -154,6 +154,46 @@ def test_accumulation_follows_from_the_global_batch_or_the_nearest_sizes_are_nam
         plan_batches(run, world_size=world_size, file_tokens=10_000)
     wanted = f"train.json: global_batch_size 24 is not divisible by {outcome}"
     assert str(caught.value).endswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("drop_rate", "effect"), [(0.0, "the loss is the same"), (0.1, "so the loss differs")]
+)
+def test_the_largest_microbatch_that_divides_the_global_batch_is_taken(
+    workplace, drop_rate, effect
+):
+    run = new_run(
+        workplace, model={"drop_rate": drop_rate}, train=BATCH_OF_24 | {"microbatch_size": 5}
+    )
+    taken = divided(run, world_size=2)
+    assert taken.config.microbatch_size == 4
+    assert taken.config.num_validation_sequences == run.config.num_validation_sequences == 15
+    assert taken.train_settings() == run.train_settings()  # no record says that they have changed
+    assert taken.decided(taken.config).train_settings() == run.train_settings()
+    line = microbatch_warning(taken)
+    assert "microbatch_size is 4 in this launch, not 5" in line and line.endswith(effect)
+    assert divided(taken, world_size=2) == taken
+    fitting = new_run(workplace, train=BATCH_OF_24 | {"microbatch_size": 6})
+    assert divided(fitting, world_size=2) == fitting and not microbatch_warning(fitting)
+
+
+TOO_SMALL = {("demo", 16)}  # its global batch, from which its figures are, has 8 sequences
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.parent.name for path in SHIPPED_RUNS.glob("*/train.json"))
+)
+def test_every_shipped_run_starts_on_up_to_16_processes(name):
+    run = load_run(SHIPPED_RUNS, name)
+    batch = run.config.global_batch_size
+    for world_size in (1, 2, 4, 8, 16):
+        if (run.name, world_size) in TOO_SMALL:
+            with pytest.raises(UserError, match="8 is not divisible by 16 processes"):
+                divided(run, world_size=world_size)
+            continue
+        plan = plan_batches(run, world_size=world_size, file_tokens=2**34)
+        assert plan.microbatch_size <= run.config.microbatch_size
+        assert batch is None or plan.global_batch_size == batch
 
 
 def microbatches(path, *, start_token=0, vocab_size=1000):

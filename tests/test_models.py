@@ -333,14 +333,14 @@ def test_a_gpt2_whose_attention_biases_are_zero_starts_a_run_with_or_without_the
         json.dumps(model.config.model_copy(update={"qkv_bias": qkv_bias}).model_dump())
     )
     run = load_run(workplace.runs_dir, "tiny")
-    initial = initial_model(run, workplace.runs_dir, tokenizer_name=None)
+    initial = initial_model(run, workplace.runs_dir).model
     GPTModel(run.model).load_state_dict(initial.state_dict())  # as a launch does
     tokens = tokens_for(model)
     assert torch.equal(initial(tokens), model(tokens))
     if not qkv_bias:  # biases that are not zero do not fit
         export(random_model(qkv_bias=True, tie_weights=tie_weights), source)
         with pytest.raises(UserError, match="qkv_bias True, model.json has False"):
-            initial_model(run, workplace.runs_dir, tokenizer_name=None)
+            initial_model(run, workplace.runs_dir)
 
 
 def test_a_resumed_run_does_not_start_again(workplace):

@@ -222,7 +222,7 @@ def test_a_trial_that_fails_ends_the_search_and_keeps_what_it_has_found(
         (
             {"gradient_accumulation_steps": None, "global_batch_size": 9, "microbatch_size": 1},
             {"num_processes": 2},
-            "global_batch_size 9 is not divisible by 2 processes, so nothing",
+            "global_batch_size 9 is not divisible by 2 processes",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from basics.machine import code_version
 from gpt import GPTModel
 from processes.command_line import Options, command_line, read_command_line
 from processes.distributed import Process
+from processes.startup_agreement import Agreement
+from reporting.clock import PhaseClock
 from reporting.metrics_file import INITIAL_LOSS
 from run_config import TrainConfig, load_run
 from tests.support.runs import summary_of, validations_of
@@ -27,8 +30,10 @@ from tests.support.workplace import (
     read_lines,
     run_command,
     succeeded,
+    write_tokens,
 )
 from tokens.token_file import TokenFile
+from trainer import startup
 
 
 def weights_of(run_dir):
@@ -354,6 +359,44 @@ def test_another_global_batch_is_refused_on_resuming_and_another_split_is_not(fi
     change(copied, "train", gradient_accumulation_steps=4)
     succeeded(copied.torchrun(1, "tiny", name))
     assert_close(copied.runs_dir / "tiny", finished[0].runs_dir / "tiny")
+
+
+def test_demo_starts_on_8_processes_and_goes_on_with_2(workplace):
+    """With microbatches of 1 and of 4; the global batch stays."""
+    for split, num_tokens in (("train", 5_610_000), ("validation", 60_000)):
+        tokens = np.resize(np.arange(250, dtype=np.uint16), num_tokens)
+        write_tokens(workplace.datasets_dir / f"python-stdlib/{split}.safetensors", tokens)
+    first = succeeded(workplace.torchrun(8, "demo", "--max-steps", "1"))
+    assert "microbatch 1 x accumulation 1 x 8 processes = global batch 8 sequ" in first.stdout
+    assert first.stdout.count("microbatch_size is 1 in this launch, not 4") == 1
+    second = succeeded(workplace.torchrun(2, "demo", "--max-steps", "1"))
+    assert "microbatch 4 x accumulation 1 x 2 processes = global batch 8 sequ" in second.stdout
+    assert "microbatch_size" not in second.stdout  # nor is it a changed setting
+    assert summary_of(workplace.runs_dir / "demo")["global_step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "message"),
+    [
+        (
+            {"gradient_accumulation_steps": None, "global_batch_size": 9},
+            {},
+            "global_batch_size 9 is not divisible by 2 processes",
+        ),
+        ({"reference": "nosuch"}, {}, "no reference 'nosuch'"),
+        ({"init_from": "no such model"}, {}, "init_from: run 'no such model' is not"),
+        ({}, {"checkpoint": "best"}, "no checkpoint yet"),
+    ],
+)
+def test_what_can_be_refused_without_the_data_is_refused_before_they_are_asked_for(
+    workplace, monkeypatch, train, options, message
+):
+    workplace.add_run(train={"dataset": "owner/name"} | train)
+    monkeypatch.setattr(startup, "provide_datasets", lambda *_: pytest.fail("asked for the data"))
+    options = Options("tiny", runs_dir=workplace.runs_dir, **options)
+    place = Process(0, 0, 2, torch.device("cpu"))
+    with pytest.raises(UserError, match=message):
+        startup.prepare_run(options, place, PhaseClock(), Agreement.in_one_process())
 
 
 @pytest.mark.parametrize(

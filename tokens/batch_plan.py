@@ -40,28 +40,47 @@ class BatchPlan:
         return global_step >= self.num_steps - 1
 
 
-def accumulation_steps_of(run: Run, *, world_size: int) -> int:
-    """Return the accumulation steps: as configured, or as they follow from `global_batch_size`.
+def divided(run: Run, *, world_size: int, most: int | None = None) -> Run:
+    """Return the run with a microbatch that divides its global batch among the processes.
 
-    Raises: UserError: `global_batch_size` is not divisible; names the nearest sizes that are.
+    How a global batch is divided is a matter of speed: instead of the configured `microbatch_size`,
+    or of `most`, the largest smaller one is taken that divides. The validation keeps its sequences.
+    A run without `global_batch_size` is returned as it is.
+
+    Raises: UserError: there are no whole sequences for each process; names the nearest sizes.
     """
-    size, wanted = run.config.microbatch_size, run.config.global_batch_size
-    if wanted is None:
-        return run.config.gradient_accumulation_steps
-    problem = f"{run.train_path}: global_batch_size {wanted} is not divisible by"
-    per_process, rest = divmod(wanted, world_size)
-    if rest or not per_process:
+    config, batch = run.config, run.config.global_batch_size
+    if batch is None:
+        return run
+    per_process, rest = divmod(batch, world_size)
+    if rest:
         fits = max(1, per_process) * world_size
         raise UserError(
-            f"{problem} {world_size} processes; change the number of processes, or make"
-            f" it {fits} or {fits + world_size}"
+            f"{run.train_path}: global_batch_size {batch} is not divisible by {world_size}"
+            f" processes; change the number of processes, or make it {fits} or {fits + world_size}"
         )
-    if per_process % size:
-        raise UserError(
-            f"{problem} microbatch_size {size} x {world_size} processes; the nearest"
-            f" microbatch_size that divides is {largest_divisor(per_process, size)}"
-        )
-    return per_process // size
+    size = largest_divisor(per_process, most or config.microbatch_size)
+    if size == config.microbatch_size:
+        return run
+    changes: dict[str, int | None] = {"microbatch_size": size}
+    if config.validation_batches:
+        changes["validation_batches"] = None
+        changes["validation_sequences"] = config.num_validation_sequences
+    return run.decided(config.model_copy(update=changes))
+
+
+def microbatch_warning(run: Run) -> str:
+    """Say which microbatch `divided` has taken; an empty string if it is the configured one."""
+    configured, size = run.left_open.get("microbatch_size"), run.config.microbatch_size
+    if configured is None:
+        return ""
+    effect = "the loss is the same"
+    if run.model.drop_rate:
+        effect = "dropout draws other places than with the configured one, so the loss differs"
+    return (
+        f"{run.train_path}: microbatch_size is {size} in this launch, not {configured}, so that the"
+        f" processes can divide global_batch_size {run.config.global_batch_size}; {effect}"
+    )
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -76,10 +95,13 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
     `repeat_data` the whole sequences of the file, at least one, are read again and again.
 
     Raises: UserError: the token file (of `file_tokens` tokens) is too short, or `global_batch_size`
-        is not divisible by the microbatches of all processes.
+        is not divisible by the processes.
     """
+    run = divided(run, world_size=world_size)
     train, path, context_length = run.config, run.train_path, run.model.context_length
-    accumulation_steps = accumulation_steps_of(run, world_size=world_size)
+    accumulation_steps = train.gradient_accumulation_steps
+    if train.global_batch_size is not None:
+        accumulation_steps = train.global_batch_size // (world_size * train.microbatch_size)
     step_tokens = train.microbatch_size * accumulation_steps * world_size * context_length
     found, epoch_tokens = file_tokens - train.start_train_token, None
     if found <= 0:

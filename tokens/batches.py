@@ -218,9 +218,10 @@ def _open_validation_set(run: Run, plan: BatchPlan, name: str, path: Path) -> Mi
     wanted = config.num_validation_sequences
     found = max(0, file.num_tokens - config.start_val_token - 1) // run.model.context_length
     if found < wanted:
-        key = "validation_sequences" if config.validation_sequences else "validation_batches"
+        settings = run.train_settings()
+        key = "validation_sequences" if settings["validation_sequences"] else "validation_batches"
         raise UserError(
-            f"{run.train_path}: {key} is {getattr(config, key):,}, which are"
+            f"{run.train_path}: {key} is {settings[key]:,}, which are"
             f" {wanted:,} sequences, but {file.path} has {found:,} from token"
             f" {config.start_val_token:,} on; lower it or start_val_token"
         )

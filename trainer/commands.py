@@ -24,7 +24,7 @@ from reporting.machine_time import record_search
 from reporting.speed import CARDS_GIB, usable_gib
 from reporting.summary import final_status
 from run_config import OLD_NAME, Run, load_run, make_run_dir
-from tokens.batch_plan import largest_divisor
+from tokens.batch_plan import divided
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, Trial
 from trainer.models import DOWNLOADED, model_directory
@@ -203,13 +203,8 @@ def run_to_search(options: Options, num_processes: int) -> Run:
             "--find-max-microbatch without a GPU: give --memory-limit-gib, the memory"
             " that a process may use"
         )
-    batch = run.config.global_batch_size
-    if options.save and batch is not None and batch % num_processes:
-        raise UserError(
-            f"{run.train_path}: global_batch_size {batch} is not divisible by"
-            f" {num_processes} processes, so nothing could be saved; change it, or the"
-            " number of processes"
-        )
+    if options.save:
+        divided(run, world_size=num_processes)  # or an error: nothing could be saved
     return run
 
 
@@ -323,7 +318,7 @@ def save_result(run: Run, trials: list[Trial], num_processes: int) -> str:
     size, batch = fitting[-1].microbatch_size, run.config.global_batch_size
     accumulation = run.config.gradient_accumulation_steps
     if batch is not None:
-        size = largest_divisor(batch // num_processes, size)
+        size = divided(run, world_size=num_processes, most=size).config.microbatch_size
         accumulation = batch // num_processes // size
     make_run_dir(run)
     key = OLD_NAME if OLD_NAME in read_json_object(run.train_path) else "microbatch_size"

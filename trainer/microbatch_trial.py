@@ -95,13 +95,13 @@ class MicrobatchTrial:
             join_process_group(
                 self.process, self._agreement.connect("trial"), timeout=TRIAL_TIMEOUT
             )
-            config = resolve_for_device(self._run.config, device)
+            config = resolve_for_device(self._run.config, device).model_copy(
+                update={"microbatch_size": self._size}
+            )
             if self._task["prefetches"]:
                 check_idle(device)
             else:  # the validation takes less memory than training, so it is not compiled
-                config = config.model_copy(
-                    update={"microbatch_size": self._size, "validation_interval": None}
-                )
+                config = config.model_copy(update={"validation_interval": None})
             check_attention(model, config, device)
             self._limit_memory()
             state = build_training_state(model, config, self.process)

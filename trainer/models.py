@@ -1,7 +1,7 @@
 """Models by name: of a run, from a directory of weights, or from the hub."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +107,12 @@ def load_model(
     return loaded
 
 
-def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GPTModel:
+def initial_model(run: Run, runs_dir: Path) -> LoadedModel:
     """Load the model that `init_from` names, float32, on the CPU. May download it.
 
     One without biases in attention gets zeros, if the run has them: it computes the same.
 
-    Raises: UserError: there is no such model, or it has another shape than the run's, or it was
-        trained with another tokenizer than the dataset's.
+    Raises: UserError: there is no such model, or it has another shape than the run's.
     """
     source = run.config.init_from or ""
     try:
@@ -129,16 +128,19 @@ def initial_model(run: Run, runs_dir: Path, *, tokenizer_name: str | None) -> GP
                 raise UserError(
                     f"{source} has {key} {found}, model.json has {wanted}; they must be equal"
                 )
-        theirs = loaded.tokenizer_name
-        if theirs and tokenizer_name and theirs != tokenizer_name:
-            raise UserError(
-                f"{source} was trained with the tokenizer {short_name(theirs)}, the"
-                f" dataset was made with {short_name(tokenizer_name)}; prepare the"
-                " dataset with its tokenizer"
-            )
     except UserError as error:
         raise UserError(f"{run.train_path}: init_from: {error}") from None
-    return model
+    return replace(loaded, model=model)
+
+
+def check_initial_tokenizer(run: Run, theirs: str | None, ours: str | None) -> None:
+    """Compare the tokenizer of the initial weights with the dataset's. Raises: UserError."""
+    if theirs and ours and theirs != ours:
+        raise UserError(
+            f"{run.train_path}: init_from: {run.config.init_from} was trained with the tokenizer"
+            f" {short_name(theirs)}, the dataset was made with {short_name(ours)}; prepare the"
+            " dataset with its tokenizer"
+        )
 
 
 def _with_zero_biases(source: str, model: GPTModel) -> GPTModel:

@@ -34,12 +34,10 @@ class ResumePoint:
         return self.checkpoint.meta.global_step + 1 if self.checkpoint else 0
 
 
-def find_resume_point(
-    run: Run, data: RunData, options: Options, process: Process, agreement: Agreement
-) -> tuple[ResumePoint, list[str]]:
-    """Return where the launch goes on, and warnings. Every rank.
-
-    Rank 0 chooses the checkpoint, and every process checks that it belongs to the run.
+def agree_on_checkpoint(
+    run: Run, options: Options, agreement: Agreement
+) -> tuple[str | None, list[str]]:
+    """Return what rank 0 chooses, as `choose_checkpoint` does. Every rank.
 
     Raises: AgreedError: the run cannot go on from its checkpoints.
     """
@@ -47,6 +45,18 @@ def find_resume_point(
         "checkpoint", lambda: json.dumps(choose_checkpoint(run, options))
     )
     name, warnings = json.loads(chosen)
+    return name, warnings
+
+
+def find_resume_point(
+    run: Run, data: RunData, name: str | None, process: Process, agreement: Agreement
+) -> tuple[ResumePoint, str]:
+    """Return where the launch goes on, and a warning or an empty string. Every rank.
+
+    `name` is of the checkpoint, if there is one: every process checks that it belongs to the run.
+
+    Raises: AgreedError: the run cannot go on from it.
+    """
     # Rank 0 has read all files on its machine; on each other machine one process does.
     thoroughly = process.is_main_of_node and not process.is_main
     checkpoint = agreement.run(
@@ -56,14 +66,15 @@ def find_resume_point(
     # A kill may come between the last step and the end of a run.
     says_finished = agreement.from_rank_0("status", lambda: str(read_summary(run).get("status")))
     if checkpoint is None:
-        return ResumePoint(), warnings
+        return ResumePoint(), ""
     global_step, num_steps = checkpoint.meta.global_step, data.plan.num_steps
     is_trained = data.plan.is_trained_after(global_step)
     lacks_validation = checkpoint.validation is None and run.config.is_validation_due(
         global_step, num_steps=num_steps
     )
+    warning = ""
     if process.is_main and (original := copied_from(run)):
-        warnings.append(
+        warning = (
             f"{run.run_dir} is a copy of {original} with its checkpoints, and goes"
             " on from there; --fresh starts it over"
         )
@@ -75,7 +86,7 @@ def find_resume_point(
             is_finished=is_trained and not lacks_validation and says_finished == FINISHED,
             changes=find_changes(checkpoint.meta.settings, settings_of(run)),
         ),
-        warnings,
+        warning,
     )
 
 

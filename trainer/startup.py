@@ -29,13 +29,19 @@ from reporting.speed import checkpoint_bytes
 from reporting.summary import write_status
 from reporting.tracker import check_tracker
 from run_config import Run, load_run, setting_warnings
-from tokens.batch_plan import BatchPlan, largest_divisor
+from tokens.batch_plan import BatchPlan, divided, largest_divisor, microbatch_warning
 from tokens.batches import RunData, open_run_data
 from trainer.growth import shallow_state
 from trainer.loss_functions import build_training_state
-from trainer.models import initial_model
+from trainer.models import check_initial_tokenizer, initial_model
 from trainer.precision import check_attention, has_precision, resolve_for_device
-from trainer.resuming import ResumePoint, copied_from, find_resume_point, identity_of_launch
+from trainer.resuming import (
+    ResumePoint,
+    agree_on_checkpoint,
+    copied_from,
+    find_resume_point,
+    identity_of_launch,
+)
 
 
 @dataclass(frozen=True)
@@ -60,15 +66,29 @@ def prepare_run(
     """
     run = agreement.run(
         "configs",
-        lambda: (
+        lambda: divided(
             load_run(options.runs_dir, options.run)
             .priced(options.usd_per_hour)
-            .compared_with(options.reference)
+            .compared_with(options.reference),
+            world_size=process.world_size,
         ),
     )
     config = run.config
     failpoint("prepare")
     agreement.run("tracker", lambda: check_tracker(config.tracker) if process.is_main else None)
+    # Before the data, which may be downloaded for an hour: all that can be refused without them.
+    curve = agreement.run("reference", lambda: reference_of(run))
+    checkpoint_name, warnings = agree_on_checkpoint(run, options, agreement)
+    initial_tokenizer = None
+    if config.init_from and checkpoint_name is None:  # later the other processes find it here too
+        initial_tokenizer = agreement.run(
+            "initial weights",
+            lambda: (
+                initial_model(run, options.runs_dir).tokenizer_name
+                if process.is_main_of_node
+                else None
+            ),
+        )
     with clock.phase(DOWNLOAD):
         agreement.run(
             "dataset",
@@ -85,19 +105,16 @@ def prepare_run(
             validation_paths=config.validation_paths(options.datasets_dir),
         ),
     )
-    reference, reference_warning = agreement.run("reference", lambda: load_reference(run, data))
+    agreement.run(
+        "tokenizers", lambda: check_initial_tokenizer(run, initial_tokenizer, data.tokenizer_name)
+    )
+    reference, reference_warning = agreement.run(
+        "comparison", lambda: made_comparable(curve, run, data)
+    )
     # After the data: a checkpoint belongs to the run only if it was trained on these files.
-    resume, warnings = find_resume_point(run, data, options, process, agreement)
-    warnings += [reference_warning, *setting_warnings(run)]
+    resume, copy_warning = find_resume_point(run, data, checkpoint_name, process, agreement)
+    warnings += [copy_warning, microbatch_warning(run), reference_warning, *setting_warnings(run)]
     checkpoint = resume.checkpoint
-    if config.init_from and checkpoint is None:  # later the other processes find it here too
-        agreement.run(
-            "initial weights",
-            lambda: (
-                process.is_main_of_node
-                and initial_model(run, options.runs_dir, tokenizer_name=data.tokenizer_name)
-            ),
-        )
     if checkpoint is not None:
         latest = checkpoint.validation or checkpoint.meta  # the later of the two records
         clock.resume(latest.seconds, latest.usd)
@@ -137,21 +154,29 @@ def prepare_run(
     return PreparedRun(run, data, resume, reference, list(filter(None, warnings)), energy_kwh)
 
 
-def load_reference(run: Run, data: RunData) -> tuple[ReferenceCurve | None, str]:
-    """Return the curve that the run is compared with, in nats per token of the run, if any.
+def reference_of(run: Run) -> ReferenceCurve | None:
+    """Return the curve that the run is compared with, if any, as its file has it.
 
-    Returns also a warning, or an empty string.
-    Raises: UserError: there is no such curve, or it cannot be compared with this run.
+    Raises: UserError: there is no such curve.
     """
-    config = run.config
-    if config.reference is None:
+    name = run.config.reference
+    return find_reference(name, run.run_dir.parent, run.run_dir) if name else None
+
+
+def made_comparable(
+    curve: ReferenceCurve | None, run: Run, data: RunData
+) -> tuple[ReferenceCurve | None, str]:
+    """Return the curve in nats per token of the run, and a warning or an empty string.
+
+    Raises: UserError: it cannot be compared with this run.
+    """
+    if curve is None:
         return None, ""
-    curve = find_reference(config.reference, run.run_dir.parent, run.run_dir)
     # The length of tokens is counted in the validation text, which takes a while.
     curve = curve.in_units_of(
         data.tokenizer_name, run.model.vocab_size, lambda: data.bytes_per_token
     )
-    limit = config.stop_if_behind
+    limit = run.config.stop_if_behind
     if limit and limit.std and curve.train_std is None and curve.validation_std is None:
         raise UserError(
             f"{run.train_path}: stop_if_behind has std, but the noise of reference {curve.name} is"
@@ -254,8 +279,8 @@ def build_state(
         return shallow_state(run, num_layers, process)
     state = build_training_state(run.model, run.config, process)
     if run.config.init_from:
-        initial = initial_model(run, options.runs_dir, tokenizer_name=data.tokenizer_name)
-        state.model.load_state_dict(initial.state_dict())
+        initial = initial_model(run, options.runs_dir)
+        state.model.load_state_dict(initial.model.state_dict())
     return state
 
 

@@ -22,6 +22,7 @@ from lab.doctor.run_checks import RUN_CHECKS
 from lab.table import Column, Table
 from processes.run_lock import trained_by
 from run_config import RUN_NAME, load_run
+from tokens.batch_plan import divided
 
 COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
 MIN_WIDTH = 30  # characters of what was found
@@ -138,6 +139,8 @@ def with_run(subject: Subject) -> tuple[Subject, Checks]:
         why = error.strerror or f"no answer within {ANSWER_SECONDS:g} s"
         found = machine_checks.problem(f"{error.filename or runs_dir}: {why}", "check the disk")
         return subject, {"configs": found}
+    with suppress(UserError):  # the check of the batch says it
+        run = divided(run, world_size=subject.world_size)
     return replace(subject, run=run), {}
 
 

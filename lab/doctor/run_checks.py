@@ -13,7 +13,7 @@ from preparation.ensure_dataset import STDLIB_DATASET, is_complete, splits_of
 from preparation.hub import ask_hub
 from reporting.reference import find_reference
 from reporting.speed import find_gpu, usable_gib
-from tokens.batch_plan import BatchPlan, plan_batches
+from tokens.batch_plan import BatchPlan, microbatch_warning, plan_batches
 from tokens.token_file import TokenFile
 
 PROCESS_GIB = 3.0  # of RAM, estimated: PyTorch with CUDA
@@ -131,12 +131,13 @@ def plan_of(subject: Subject) -> BatchPlan:
 def check_batch(subject: Subject) -> Finding:
     """Check that the global batch can be divided among the processes. Raises: UserError."""
     plan = plan_of(subject)
-    return ok(
+    text = (
         f"microbatch {plan.microbatch_size:,} x accumulation"
         f" {plan.gradient_accumulation_steps:,} x"
         f" {counted(plan.world_size, 'process', 'processes')} ="
         f" {plan.global_batch_size:,} sequences"
     )
+    return ok("; ".join(filter(None, [text, microbatch_warning(subject.run)])))
 
 
 def check_microbatch(subject: Subject) -> Finding | None:

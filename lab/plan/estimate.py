@@ -17,7 +17,7 @@ from lab.plan.speed_sources import Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run
 from reporting import speed
 from run_config import ModelConfig, Precision, Run, TrainConfig, make_run_dir
-from tokens.batch_plan import BatchPlan, largest_divisor, plan_batches
+from tokens.batch_plan import BatchPlan, divided, plan_batches
 
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
 MAX_TOKENS = 2**50  # of a length that a budget buys
@@ -129,16 +129,15 @@ def estimate(
         "largest_microbatch": largest,
         "reason": None,
     }
-    size, batch = config.microbatch_size, config.global_batch_size
     if not gpu.has_bf16 and "bf16" in (setting.precision, config.residual_dtype):
         return found | {"reason": "this GPU has no bf16"}
-    if batch and batch % num_gpus:
+    try:
+        sized = divided(run, world_size=num_gpus, most=max(1, largest))
+    except UserError:
         return found | {"reason": "batch not divisible"}
-    if batch and largest:
-        size = largest_divisor(batch // num_gpus, largest)
+    size = sized.config.microbatch_size
     if size > largest:
         return found | {"reason": "does not fit in memory"}
-    sized = replace(run, config=config.model_copy(update={"microbatch_size": size}))
     file_tokens = UNLIMITED_TOKENS if tokens is None else config.start_train_token + tokens + 1
     try:
         plan = plan_batches(sized, world_size=num_gpus, file_tokens=file_tokens)
