@@ -15,6 +15,8 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
+import psutil
+
 from basics.errors import describe, one_line
 from basics.failpoints import failpoint
 from basics.machine import PROJECT_DIR
@@ -29,9 +31,10 @@ PRIVATE = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     r"|TORCH_NCCL_ASYNC_ERROR_HANDLING|DDP_TRAIN_(\w+_SECONDS|LAUNCH))"
 )
+THREADS = "OMP_NUM_THREADS"
 FEW_RESOURCES = {
     "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
+    THREADS: "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
@@ -144,7 +147,25 @@ def start_module(module: str, run_dir: Path) -> subprocess.Popen[bytes]:
 
 def environment() -> dict[str, str]:
     """Return the environment of this process without what torchrun and the launch have added."""
-    return {name: value for name, value in os.environ.items() if not PRIVATE.fullmatch(name)}
+    added = {THREADS} if torchrun_limits_threads() else set()
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not PRIVATE.fullmatch(name) and name not in added
+    }
+
+
+def torchrun_limits_threads() -> bool:
+    """Return whether `THREADS` is 1 because torchrun has set it, which it does if nobody else has.
+
+    The system keeps the environment that a process began with: torchrun's has what a person set.
+    """
+    if os.environ.get(THREADS) != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    try:
+        return THREADS not in psutil.Process(os.getppid()).environ()
+    except psutil.Error:  # torchrun has just ended, or the system does not tell
+        return True
 
 
 def end_group(process: subprocess.Popen[Any], grace_seconds: float = GRACE_SECONDS) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from basics.entry_points import may_restart
 from basics.errors import STOP_SIGNALS, UserError, print_error
 from basics.machine import PROJECT_DIR, cuda_problem, num_cpu_cores
+from processes.beside import THREADS, torchrun_limits_threads
 from processes.signals import stop_signals
 from run_config import Precision, TrainConfig
 
@@ -87,7 +88,7 @@ def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
     # launch on this one would wait for ever.
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set the same, with a warning
+    os.environ.setdefault(THREADS, "1")  # torchrun would set the same, with a warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
     passed_on = ",".join([*(STOP_SIGNALS[number] for number in stop_signals()), "SIGQUIT"])
     # Without its address torchrun asks for that of the machine's name, which containers may lack.
@@ -238,9 +239,10 @@ def _own_address(target: str) -> str:
 def share_cpu_cores(process: Process) -> None:
     """Set the number of threads to this process's share of the cores, in a run on CPU.
 
-    torchrun sets OMP_NUM_THREADS to 1 unless the environment has another number.
+    A number that a person has set stays.
     """
-    if process.device.type == "cpu" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    is_set = THREADS in os.environ and not torchrun_limits_threads()
+    if process.device.type == "cpu" and not is_set:
         num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, num_cpu_cores() // num_local_processes))
 

@@ -22,7 +22,8 @@ from torch.distributed.run import parse_args
 
 from basics.errors import BAD_INPUT, BEHIND_REFERENCE, DISK_FULL, NON_FINITE, UserError
 from lab.sweep.sweep import command as sweep_command
-from processes import distributed
+from processes import beside, distributed
+from processes.beside import THREADS
 from processes.command_line import command_line
 from processes.distributed import Process, end_torchrun, share_cpu_cores, this_process
 from run_config import TrainConfig, load_run
@@ -49,17 +50,49 @@ SCANCEL = "kill -USR1 $(cat srun.pid)"
 
 
 @pytest.mark.parametrize(
-    ("num_local_processes", "omp_num_threads", "expected"),
-    [(2, "1", [4]), (16, "1", [1]), (2, "3", [])],
+    ("environment", "in_torchrun", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", THREADS: "1"}, None, 4),  # torchrun has set it
+        ({"LOCAL_WORLD_SIZE": "16", THREADS: "1"}, None, 1),
+        ({"LOCAL_WORLD_SIZE": "2", THREADS: "1"}, "1", None),
+        ({"LOCAL_WORLD_SIZE": "2", THREADS: "3"}, "3", None),
+        ({"LOCAL_WORLD_SIZE": "1"}, None, 8),
+        ({THREADS: "1", "TORCHELASTIC_RUN_ID": None}, None, None),  # without torchrun
+    ],
 )
-def test_cpu_processes_share_the_cores(monkeypatch, num_local_processes, omp_num_threads, expected):
+def test_cpu_processes_share_the_cores_unless_a_person_has_set_the_threads(
+    monkeypatch, environment, in_torchrun, expected
+):
+    for name, value in {THREADS: None, "TORCHELASTIC_RUN_ID": "x", **environment}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    parent = SimpleNamespace(environ=lambda: {THREADS: in_torchrun} if in_torchrun else {})
+    monkeypatch.setattr(psutil, "Process", lambda pid: parent if pid == os.getppid() else None)
     monkeypatch.setattr("processes.distributed.num_cpu_cores", lambda: 8)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local_processes))
-    monkeypatch.setenv("OMP_NUM_THREADS", omp_num_threads)
     changed: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", changed.append)
-    share_cpu_cores(Process(0, 0, num_local_processes, CPU))
-    assert changed == expected
+    kept = THREADS in beside.environment()
+    share_cpu_cores(Process(0, 0, 2, CPU))
+    assert changed == ([] if expected is None else [expected])
+    assert kept == (expected is None)  # in the commands that a launch starts
+
+
+def test_the_environment_that_a_process_began_with_tells_what_torchrun_has_set():
+    code = (
+        "import os, subprocess, sys\n"
+        "os.environ.setdefault('OMP_NUM_THREADS', '1')\n"  # as torchrun does
+        "os.environ['TORCHELASTIC_RUN_ID'] = 'x'\n"
+        "worker = 'from processes.beside import *; print(torchrun_limits_threads())'\n"
+        "subprocess.run([sys.executable, '-c', worker], check=True)"
+    )
+    for chosen, said in (({}, "True\n"), ({THREADS: "1"}, "False\n")):
+        others = {name: value for name, value in os.environ.items() if name != THREADS}
+        command = [sys.executable, "-c", code]
+        found = subprocess.run(
+            command, env=others | chosen, cwd=PROJECT_DIR, capture_output=True, text=True
+        )
+        assert found.stdout == said, found.stderr
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

@@ -226,9 +226,6 @@ def start_command(
     Its environment is that of the launch, as far as it is known, and the facts; `{run}`,
     `{run_dir}`, `{checkpoint}` and `{identity}` in the command become the facts of that name.
     """
-    kept = environment()
-    if kept.get("OMP_NUM_THREADS") == "1":  # torchrun sets that
-        del kept["OMP_NUM_THREADS"]
     command = re.sub(
         r"(?<!\$)\{(run|run_dir|checkpoint|identity)\}",
         lambda found: shlex.quote(facts[f"DDP_TRAIN_{found[1].upper()}"]),
@@ -239,7 +236,7 @@ def start_command(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env=kept | facts,
+        env=environment() | facts,
         start_new_session=True,
     )
 

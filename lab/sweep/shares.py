@@ -91,7 +91,6 @@ def shares_of_cores(
     """
     width = processes * threads
     wanted = max(1, len(cores) // width) if parallel == AUTO else int(parallel)
-    # The trainer takes 1 as not set, and then shares out the cores that it may use.
     environment = {"OMP_NUM_THREADS": str(threads), SHARES_VARIABLE: str(wanted)}
     shares = []
     for first in range(0, wanted * width, width):
