@@ -7,6 +7,8 @@ import torch
 from tests.support.stand_ins import FakeTime
 from tests.support.workplace import Workplace
 
+# Tables and bars fit the terminal: here as without one, whoever starts the tests, and from where.
+os.environ |= {"COLUMNS": "80", "LINES": "24"}
 GPU_SECONDS = 180  # of a test on a GPU: one that hangs must not use up the time of a rented card
 
 with contextlib.suppress(ModuleNotFoundError):  # its tests are then skipped

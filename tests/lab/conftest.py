@@ -36,8 +36,12 @@ def runs_dir(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Use one thread: on a busy machine, threads that wait for each other take much longer."""
+def one_thread(monkeypatch):
+    """Use one thread: on a busy machine, threads that wait for each other take much longer.
+
+    Each thread takes memory, too, which must not depend on the number of cores.
+    """
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a launch keeps it
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -197,7 +197,7 @@ def test_invalid_data_is_a_user_error_before_tuning(tuned_place, content, messag
     if content is not None:
         path.write_text(content)
     error = error_line(tune(tuned_place, data=path))
-    assert f"{path}: " in error and message in error
+    assert "/other.json: " in error and message in error  # a long path is cut at its beginning
     assert not (tuned_place.runs_dir / "tiny/instruction-answers.json").exists()
 
 

@@ -62,7 +62,10 @@ WITHOUT_VALIDATION = BILLION | {
 BY_BATCH = BILLION | {"gradient_accumulation_steps": None}
 
 
-def plan(*arguments, runs_dir=PROJECT_DIR / "runs"):
+NO_RUNS = PROJECT_DIR / "tests/no-runs"  # without the speeds of anybody's own runs
+
+
+def plan(*arguments, runs_dir=NO_RUNS):
     return succeeded(run_lab("plan", *arguments, "--runs-dir", str(runs_dir), COLUMNS="200")).output
 
 
@@ -390,7 +393,7 @@ def test_checkpoints_on_disk_are_those_that_are_kept(workplace, keep, most):
 def test_the_plan_is_a_json_document_with_the_figures_of_the_tables():
     """The machines are sorted by their expected cost; what was paid is in the estimate's range."""
     arguments = ("8xa100m40", "--machine", "mine=4xH200@9.5", "--budget", "40")
-    document = checked(run_lab("plan", *arguments, "--json").stdout)
+    document = checked(plan(*arguments, "--json"))
     costs = rows_of(plan(*arguments))
     assert [[row[0], row[9], row[-1]] for row in costs] == [
         [found.name, f"{found.usd.expected:.2f}", found.budget] for found in document.machines
@@ -478,7 +481,7 @@ def test_a_price_without_its_month_kind_or_source_is_refused(change):
 
 
 def test_a_comparison_shows_each_known_price_and_the_tokens_of_a_dollar():
-    document = checked(run_lab("plan", *ONE_DOLLAR, "--json").stdout)
+    document = checked(plan(*ONE_DOLLAR, "--json"))
     prices = read_prices()
     shipped = [each.model_dump() for each in (*prices.presets, *prices.others)]
     shown = [found.price.model_dump() for found in document.machines]

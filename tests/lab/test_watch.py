@@ -858,6 +858,7 @@ def test_hostile_and_long_texts_are_cut_before_names_and_figures(three_runs):
 
 def test_a_terminal_is_drawn_anew_until_control_c(three_runs, monkeypatch):
     terminal, sleeps = io.StringIO(), []
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(
         "lab.watch.text.Console",
         lambda **_: Console(
