@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from basics.cli import MAX_USD_PER_HOUR
-from basics.errors import UserError, cannot_be_written
+from basics.cli import MAX_USD_PER_HOUR, RUNS
+from basics.errors import UserError, cannot_be_written, print_line
 from basics.json_files import (
     Config,
     FrozenConfig,
@@ -29,7 +29,7 @@ STEP = "step"  # in an optimizer's state: the number of steps, of each parameter
 
 MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-SHIPPED_RUNS = Path(__file__).parent / "runs"
+SHIPPED_RUNS = Path(__file__).parent / RUNS
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
 SET_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}"  # of a validation set
 MAX_SETS = 16
@@ -454,8 +454,8 @@ def plain_name(runs_dir: Path, text: str) -> str:
 def load_run(runs_dir: Path, name: str) -> Run:
     """Read and check a run's two config files; a shipped run without a copy is read in place.
 
-    Raises: UserError: the name is not one plain directory name, the run does not exist, or one of
-        its files is missing, unreadable or wrong.
+    Raises: UserError: the name is not one plain directory name, the run does not exist or was
+        trained in another directory, or one of its files is missing, unreadable or wrong.
     """
     name = plain_name(runs_dir, name)
     if not RUN_NAME.fullmatch(name):
@@ -466,6 +466,11 @@ def load_run(runs_dir: Path, name: str) -> Run:
         )
     run_dir = runs_dir / name
     settings_dir = run_dir if run_dir.exists() else SHIPPED_RUNS / name
+    if runs_dir == RUNS and not runs_dir.exists() and has_checkpoints(settings_dir):
+        raise UserError(  # else it would start over, and nobody would notice
+            f"{name}: its checkpoints are in {settings_dir}, and there is no {RUNS}/ here:"
+            f" cd {SHIPPED_RUNS.parent}, or mkdir {RUNS} to start it over"
+        )
     if not settings_dir.is_dir():
         found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
         raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
@@ -475,6 +480,11 @@ def load_run(runs_dir: Path, name: str) -> Run:
     )
     check_growth(settings_dir / "train.json", model, config)
     return Run(name, run_dir, model, config)
+
+
+def has_checkpoints(run_dir: Path) -> bool:
+    """Return whether a run was trained in a directory, also if a kill left a part of one only."""
+    return any((run_dir / "checkpoints").glob("*-iteration-*"))
 
 
 def check_growth(where: Path | str, model: ModelConfig, config: TrainConfig) -> None:
@@ -528,22 +538,26 @@ def setting_warnings(run: Run) -> list[str]:
 
 
 def make_run_dir(run: Run) -> None:
-    """Copy one of the project's runs into the runs directory, if it is not there.
+    """Copy one of the project's runs into the runs directory, if it is not there; say so.
 
     Raises: UserError: the directory cannot be written.
     """
     if run.run_dir.exists():
         return
+    source_dir = SHIPPED_RUNS / run.name
     partial_dir = run.run_dir.with_name(f".{run.name}.{os.getpid()}")
     try:
         partial_dir.mkdir(parents=True)
         for file in ("model.json", "train.json"):
-            shutil.copyfile(SHIPPED_RUNS / run.name / file, partial_dir / file)
+            shutil.copyfile(source_dir / file, partial_dir / file)
         partial_dir.rename(run.run_dir)  # so that no other process finds half of it
     except OSError as error:
         shutil.rmtree(partial_dir, ignore_errors=True)
         if not run.run_dir.exists():  # another process may have made it
             raise cannot_be_written(run.run_dir, error) from None
+        return
+    left = ", without its checkpoints" if has_checkpoints(source_dir) else ""
+    print_line(f"{run.name}: copied from {source_dir} to {run.run_dir.absolute()}{left}")
 
 
 def with_defaults(model: ModelConfig, config: TrainConfig) -> tuple[ModelConfig, TrainConfig]:

@@ -26,7 +26,8 @@ from basics.json_files import to_json
 
 MAX_USD_PER_HOUR = 1e6
 PLACE = click.Path(path_type=Path)
-RUNS_DIR = click.option("--runs-dir", type=PLACE, default=Path("runs"), show_default=True)
+RUNS = Path("runs")  # of the current directory: where runs are, unless --runs-dir says so
+RUNS_DIR = click.option("--runs-dir", type=PLACE, default=RUNS, show_default=True)
 DATASETS_DIR = click.option(
     "--datasets-dir", type=PLACE, default=Path("datasets"), show_default=True
 )

@@ -25,7 +25,7 @@ from reporting.clock import DOWNLOAD, STARTUP
 from reporting.metrics_file import MAX_RECORDS_BYTES, THROTTLING, is_number, valid_records
 from reporting.reference import RUN_REFERENCE, Compared
 from reporting.summary import duration
-from run_config import RUN_NAME, plain_name
+from run_config import RUN_NAME, SHIPPED_RUNS, plain_name
 
 MAX_WORDS = 200  # characters of a status, a phase or a reason
 HEARTBEAT_SECONDS = 60  # a run that trains writes its heartbeat every few seconds
@@ -116,6 +116,11 @@ def launched_runs(runs_dir: Path) -> list[str]:
     """Return the names of all runs that have been launched, sorted. Raises: UserError."""
     try:
         names = sorted(os.listdir(runs_dir))
+    except FileNotFoundError:
+        remedy = "train a run (uv run ddp_train.py demo), or name another directory with --runs-dir"
+        if SHIPPED_RUNS.is_dir() and launched_runs(SHIPPED_RUNS):
+            remedy = f"there are trained runs in another one: --runs-dir {SHIPPED_RUNS}"
+        raise UserError(f"{runs_dir.absolute()}: no such directory; {remedy}") from None
     except OSError as error:
         raise UserError(
             f"{runs_dir}: cannot be read ({error.strerror}); set the directory of"

@@ -10,7 +10,7 @@ from typing import Any, Self
 import click
 
 from basics.checkpoint_files import BEST, CHECKPOINT_NAME, LATEST
-from basics.cli import ABOVE_0, USD_PER_HOUR, exit_with
+from basics.cli import ABOVE_0, RUNS, USD_PER_HOUR, exit_with
 from basics.errors import UserError
 from processes.run_lock import LockedError, lock_run
 from processes.signals import end_with_torchrun
@@ -24,7 +24,7 @@ class Options:
     run: str
     checkpoint: str | None = None
     datasets_dir: Path = Path("datasets")
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = RUNS
     nproc_per_node: int | None = None
     max_steps: int | None = None
     fresh: bool = False
@@ -91,7 +91,7 @@ class Options:
 @click.option(
     "--runs-dir",
     type=click.Path(path_type=Path),
-    default=Path("runs"),
+    default=RUNS,
     show_default=True,
     help="Directory of the run directories.",
 )

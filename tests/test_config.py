@@ -1,11 +1,18 @@
 """model.json and train.json: what is accepted, refused, warned of, and the defaults."""
 
+import gc
 import json
 import re
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
+import run_config
 from basics.errors import UserError
+from lab.__main__ import cli
+from processes.command_line import check_before_torch
 from run_config import (
     GROUPS,
     ModelConfig,
@@ -309,3 +316,66 @@ def test_a_run_of_the_project_is_read_where_it_is_and_copied_to_be_trained(tmp_p
     make_run_dir(run)  # it stays as it is
     assert load_run(runs_dir, "demo").config.learning_rate == 0.02
     assert sorted(path.name for path in runs_dir.rglob("*")) == ["demo", "model.json", "train.json"]
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A directory that is not the clone, whose run `demo` has a checkpoint."""
+    clone, here = tmp_path / "clone", tmp_path / "here"
+    shutil.copytree(run_config.SHIPPED_RUNS / "demo", clone / "runs/demo")
+    (clone / "runs/demo/checkpoints/20260101Z000000-iteration-4").mkdir(parents=True)
+    monkeypatch.setattr(run_config, "SHIPPED_RUNS", clone / "runs")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    return here
+
+
+def test_a_run_that_was_trained_in_the_clone_does_not_start_over_elsewhere(
+    elsewhere, monkeypatch, capsys
+):
+    clone = elsewhere.with_name("clone")
+    message = (
+        f"demo: its checkpoints are in {clone}/runs/demo, and there is no runs/ here: cd {clone},"
+        " or mkdir runs to start it over"
+    )
+    monkeypatch.setattr(sys, "argv", ["ddp_train.py", "demo"])
+    monkeypatch.setattr(gc, "disable", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        check_before_torch()
+    assert ended.value.code == 2 and not list(elsewhere.iterdir())
+    assert capsys.readouterr().err.startswith("Error: demo: its checkpoints are in ")
+    for command in ("plan", "doctor", "generate", "evaluate", "publish"):
+        with pytest.raises(UserError, match=re.escape(message)):
+            cli([command, "demo"], standalone_mode=False)
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_run_is_copied_with_a_line_that_names_both_places(elsewhere, capsys):
+    source = elsewhere.with_name("clone") / "runs/demo"
+    copied = f"demo: copied from {source} to"
+    make_run_dir(load_run(elsewhere / "named", "demo"))  # as somebody wants it
+    assert f"{copied} {elsewhere}/named/demo, without its checkpoints\n" == capsys.readouterr().out
+    (elsewhere / "runs").mkdir()
+    make_run_dir(load_run(Path("runs"), "demo"))
+    assert f"{copied} {elsewhere}/runs/demo, without its checkpoints\n" == capsys.readouterr().out
+    shutil.rmtree(source / "checkpoints")
+    shutil.rmtree(elsewhere / "runs")
+    make_run_dir(load_run(Path("runs"), "demo"))
+    assert f"{copied} {elsewhere}/runs/demo\n" == capsys.readouterr().out
+    make_run_dir(load_run(Path("runs"), "demo"))
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["list"], ["compare"], ["watch", "--text"]])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_the_lab_says_where_it_looked_for_runs(elsewhere, monkeypatch, words, is_trained):
+    runs_dir = elsewhere.with_name("clone") / "runs"
+    monkeypatch.setattr("lab.runs.SHIPPED_RUNS", runs_dir)
+    if is_trained:
+        (runs_dir / "demo/summary.json").write_text("{}")
+    with pytest.raises(UserError) as caught:
+        cli(words, standalone_mode=False)
+    message = str(caught.value)
+    assert message.startswith(f"{elsewhere}/runs: no such directory; ")
+    assert message.endswith(f"--runs-dir {runs_dir}") == is_trained
+    assert ("uv run ddp_train.py demo" in message) != is_trained

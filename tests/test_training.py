@@ -24,6 +24,7 @@ from reporting.metrics_file import INITIAL_LOSS
 from run_config import TrainConfig, load_run
 from tests.support.runs import summary_of, validations_of
 from tests.support.workplace import (
+    PROJECT_DIR,
     TINY_TRAIN,
     Workplace,
     forked,
@@ -372,6 +373,8 @@ def test_demo_starts_on_8_processes_and_goes_on_with_2(workplace):
     second = succeeded(workplace.torchrun(2, "demo", "--max-steps", "1"))
     assert "microbatch 4 x accumulation 1 x 2 processes = global batch 8 sequ" in second.stdout
     assert "microbatch_size" not in second.stdout  # nor is it a changed setting
+    copied = f"demo: copied from {PROJECT_DIR}/runs/demo to {workplace.runs_dir}/demo"
+    assert first.stdout.count(copied) == 1 and "copied" not in second.stdout
     assert summary_of(workplace.runs_dir / "demo")["global_step"] == 1
 
 

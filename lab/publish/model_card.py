@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import DatasetCard, EvalResult, ModelCard, ModelCardData
 
+from basics.cli import RUNS
 from basics.errors import UserError, first_line, one_line
 from basics.files import read_regular_file
 from basics.text import code, counted, dollars, escaped
@@ -60,7 +61,7 @@ class Request:
     with_gguf: bool = False
     licence: str | None = None
     languages: tuple[str, ...] = ()
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = RUNS
     datasets_dir: Path = Path("datasets")
 
     def check(self) -> None:
