@@ -24,7 +24,7 @@ PHASES = (
     "checkpoint",
     "chart",
     "lost",
-)  # after the checkpoint that a later launch resumed from
+)  # after the checkpoint that a later launch resumed from, unless a launch ended there in order
 (
     STARTUP,
     DOWNLOAD,

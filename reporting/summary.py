@@ -139,6 +139,24 @@ def read_summary(run: Run) -> dict[str, Any]:
     return found_object(run.summary_path)
 
 
+def spent_at_end(run: Run, global_step: int) -> tuple[dict[str, float], dict[str, float]] | None:
+    """Return the seconds and dollars by phase, if the last launch ended in order after this step.
+
+    They contain the time after the last checkpoint, such as that of charts, which the checkpoint
+    does not record. Nothing of it is lost: no step is repeated.
+    """
+    summary = read_summary(run)
+    if summary.get("global_step") != global_step:
+        return None
+    try:
+        seconds = {phase: summary["seconds"][phase] for phase in PHASES}
+        usd = {phase: summary["usd"][phase] for phase in PHASES if summary["usd"]}
+    except (LookupError, TypeError):  # damaged: the checkpoint's record suffices
+        return None
+    is_whole = all(is_number(value, 0) for value in (*seconds.values(), *usd.values()))
+    return (seconds, usd) if is_whole else None
+
+
 def record_when_done(run: Run, status: int | None) -> None:
     """Add to `summary.json` how the command after the end of a run ended; None before its end.
 

@@ -516,23 +516,28 @@ def test_dollars_are_shown_recorded_and_split(workplace):
 def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(workplace):
     run_dir = workplace.add_run()
     workplace.add_dataset()
-    totals, validated = [], {}
+    summaries, validated = [], {}
     for arguments, price in (
         (("--max-steps", "5"), PRICE),
         (("--max-steps", "7"), PRICE / 10),
         ((), PRICE),
     ):  # the last one goes on from the first one's checkpoint
-        checkpoint = [path.name for path in run_dir.glob("checkpoints/*-4")] if totals[1:] else []
+        checkpoint = [path.name for path in run_dir.glob("checkpoints/*-4") if summaries[1:]]
         succeeded(
             workplace.torchrun(1, "tiny", *checkpoint, *arguments, "--usd-per-hour", str(price))
         )
-        summary = summary_of(run_dir)
-        totals.append((sum(summary["seconds"].values()), summary["usd"]["total"]))
+        summaries.append(summary_of(run_dir))
         if not validated:
             validated = read_lines(next(run_dir.glob("checkpoints/*-4/validation.json")))[0]
             assert sum(validated["usd"].values()) == pytest.approx(
                 10 * sum(validated["seconds"].values()), rel=0.05
             )
+    # The first launch ended in order, so nothing of it is lost for the second one.
+    earlier, later, summary = summaries
+    assert later["seconds"]["lost"] == later["usd"]["lost"] == 0
+    for phase, spent in earlier["seconds"].items():
+        assert later["seconds"][phase] >= spent, phase
+    totals = [(sum(each["seconds"].values()), each["usd"]["total"]) for each in summaries]
     (first, first_usd), (second, second_usd), (third, third_usd) = totals
     assert second_usd == pytest.approx(first_usd + second - first, rel=0.02)
     assert third_usd == pytest.approx(second_usd + 10 * (third - second), rel=0.02)

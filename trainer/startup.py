@@ -26,7 +26,7 @@ from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
 from reporting.reference import ReferenceCurve, find_reference
 from reporting.speed import checkpoint_bytes
-from reporting.summary import write_status
+from reporting.summary import spent_at_end, write_status
 from reporting.tracker import check_tracker
 from run_config import Run, load_run, setting_warnings
 from tokens.batch_plan import BatchPlan, divided, largest_divisor, microbatch_warning
@@ -117,7 +117,8 @@ def prepare_run(
     checkpoint = resume.checkpoint
     if checkpoint is not None:
         latest = checkpoint.validation or checkpoint.meta  # the later of the two records
-        clock.resume(latest.seconds, latest.usd)
+        ended = spent_at_end(run, checkpoint.meta.global_step)
+        clock.resume(*(ended or (latest.seconds, latest.usd)))
     records: list[dict[str, Any]] = []
     energy_kwh = 0.0
     if not options.fresh:
