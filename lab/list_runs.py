@@ -51,7 +51,7 @@ def command(runs: tuple[str, ...], prices: tuple[str, ...], as_json: bool, runs_
         new = [name for name in new if name in runs]
         others = [name for name in runs if name not in new]
         launched = chosen_runs(runs_dir, others) if others else []
-    by_run = prices_of(prices, launched, runs_dir)
+    by_run = prices_of(prices, [*launched, *new], runs_dir)  # a search has a price too
     bills = read_bills(runs_dir, by_run)
     states = []
     for name in launched:

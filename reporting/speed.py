@@ -12,6 +12,9 @@ SMALL_MICROBATCH_TOKENS = 4096  # too few to fill a GPU's multiprocessors
 # Common memory sizes of GPUs, and what the driver reports; the lowest where cards differ.
 CARDS_GIB = {12: 11.6, 16: 15.6, 24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8, 192: 191.0}
 SLOW_DISK_BYTES_PER_SECOND = 100e6  # estimates a checkpoint before one is measured
+DOWNLOAD_BYTES_PER_SECOND = 100e6  # an estimate: a connection of 1 Gbit/s
+# Estimates of a launch on GPUs, not measured on one: processes and checks; the compiled steps.
+STARTUP_SECONDS, COMPILE_SECONDS = 15.0, 60.0
 EXPECTED_SHARE = 0.8  # of the best MFU, on a GPU without a public figure for several
 MAKERS = re.compile(r"^((NVIDIA|AMD|Tesla|Instinct|GeForce) )*", re.IGNORECASE)
 
@@ -233,6 +236,11 @@ def find_gpu(name: str) -> Gpu | None:
 def checkpoint_bytes(model: ModelConfig, config: TrainConfig) -> int:
     """Return the size of a run's largest checkpoint: float32 weights, the optimizer's state."""
     return 4 * model.num_parameters + config.optimizer_state_bytes(model)
+
+
+def estimated_startup_seconds(num_compilations: int) -> float:
+    """Estimate the seconds until a launch trains, without downloads, and of compiling later on."""
+    return STARTUP_SECONDS + num_compilations * COMPILE_SECONDS
 
 
 @dataclass(frozen=True)

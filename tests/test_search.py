@@ -170,8 +170,11 @@ def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys)
         )
         / "train.json"
     )  # 5 does not divide 12: the search corrects it
-    simulated_search(workplace, monkeypatch, capacity=3.7, save=True)
+    simulated_search(workplace, monkeypatch, capacity=3.7, save=True, usd_per_hour=36.0)
     text = capsys.readouterr().out
+    # Before the first trial.
+    estimate = "at most 0:03:20, US$2.00, for 8 launches of 25 s: start-up, a few steps"
+    assert text.startswith(f"estimate: {estimate}\nmicrobatch ")
     assert tried(text)[5] and not tried(text)[6]
     assert re.search(r"^ +5 +3\.50 GiB +999$", text, re.MULTILINE)
     assert "\nlargest microbatch: 5\nfastest microbatch: 4 (1,000 tokens/s)\n" in text
@@ -188,7 +191,10 @@ def test_a_search_on_a_gpu_says_what_fits_on_other_cards(workplace, monkeypatch,
     assert "other cards" not in capsys.readouterr().out  # a CPU's address space tells nothing
     monkeypatch.setattr(commands, "num_gpus", lambda: 1)
     simulated_search(workplace, monkeypatch, capacity=3.7)
-    line = capsys.readouterr().out.splitlines()[-1]
+    first, *_, line = capsys.readouterr().out.splitlines()
+    assert first == (
+        "estimate: at most 0:11:20, for 8 launches of 85 s: start-up, compilation, a few steps"
+    )
     assert line.startswith("other cards, by the line 1 GiB + 0.5 GiB a sequence through the two")
     sizes = dict(re.findall(r"(\d+) GiB (\d+)", line))
     assert (sizes["24"], sizes["80"]) == ("42", "151")

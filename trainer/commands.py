@@ -14,15 +14,15 @@ import torch
 from basics.errors import FAILED, STOP_SIGNALS, UserError, one_line, print_line, says_out_of_memory
 from basics.files import write_atomically
 from basics.json_files import read_json_object, set_number, to_json
-from basics.text import gib
+from basics.text import counted, dollars, gib
 from preparation.ensure_dataset import splits_of, verify_digests
 from processes.command_line import Options
 from processes.distributed import Process, num_gpus, spans_nodes, start_torchrun
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.machine_time import record_search
-from reporting.speed import CARDS_GIB, usable_gib
-from reporting.summary import final_status
+from reporting.speed import CARDS_GIB, estimated_startup_seconds, usable_gib
+from reporting.summary import duration, final_status
 from run_config import OLD_NAME, Run, load_run, make_run_dir
 from tokens.batch_plan import divided
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -36,6 +36,7 @@ GROWTH = 4  # times the largest that fits: tried without a line, and trusted of 
 SAFETY = 0.9  # share of a larger prediction that is tried: small microbatches may mislead
 MAX_GROWTH = 64  # times the largest that fits: never extrapolate further
 ROUNDING = 1e-6  # of the prediction
+TRIAL_STEPS_SECONDS = 10.0  # an estimate of the steps of a trial
 
 
 def launch(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
@@ -134,6 +135,9 @@ def search(run: Run, options: Options, num_processes: int) -> None:
     Raises: UserError: not even a microbatch of 1 fits, or its trial failed for another reason.
     """
     on_gpu = num_gpus() > 0
+    batch = run.config.global_batch_size
+    most = None if batch is None else max(1, batch // num_processes)  # that the run can use
+    print_line(cost_of_search(run, options, most, on_gpu=on_gpu))
     print_line(f"microbatch {'memory' if on_gpu else 'mapped memory':>14}     tokens/s")
 
     def try_size(size: int) -> Trial | None:
@@ -151,8 +155,6 @@ def search(run: Run, options: Options, num_processes: int) -> None:
         )
         return trial
 
-    batch = run.config.global_batch_size
-    most = None if batch is None else max(1, batch // num_processes)  # that the run can use
     trials = find_max_microbatch(try_size, most)
     fitting, failure = by_size(trials)
     if not fitting:
@@ -188,6 +190,20 @@ def search(run: Run, options: Options, num_processes: int) -> None:
     if options.save:
         print_line(save_result(run, trials, num_processes))
     record_search(run, options.usd_per_hour)
+
+
+def cost_of_search(run: Run, options: Options, most: int | None, *, on_gpu: bool) -> str:
+    """Say what a search takes at most: each trial is a launch, and compiles its own sizes."""
+    num_trials = min(MAX_TRIALS, most or MAX_TRIALS)
+    compiles = on_gpu if run.config.compile is None else run.config.compile
+    each = estimated_startup_seconds(int(compiles)) + TRIAL_STEPS_SECONDS
+    price = options.usd_per_hour or run.config.usd_per_hour
+    usd = f", US${dollars(num_trials * each / 3600 * price)}" if price else ""
+    return (
+        f"estimate: at most {duration(num_trials * each)}{usd}, for"
+        f" {counted(num_trials, 'launch', 'launches')} of {each:.0f} s:"
+        f" start-up, {'compilation, ' if compiles else ''}a few steps"
+    )
 
 
 def run_to_search(options: Options, num_processes: int) -> Run:

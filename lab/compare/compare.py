@@ -13,7 +13,14 @@ from basics.errors import UserError, cannot_be_written, one_line, print_error, v
 from basics.text import dollars
 from lab.bills import PRICES, prices_of, read_bills
 from lab.compare.reference import mark_differences, references_of, save_reference
-from lab.compare.results import MODEL, Result, read_models, read_published, read_result
+from lab.compare.results import (
+    MODEL,
+    Result,
+    read_models,
+    read_published,
+    read_result,
+    read_searched,
+)
 from lab.compare.rows import LOSS_NAMES, Comparison, Row, compare
 from lab.runs import chosen_runs, launched_runs
 from lab.table import UNKNOWN, Column, Table, short_count
@@ -189,7 +196,8 @@ def command(
     """
     if len(forms) > 1:
         raise UserError(f"--{' and --'.join(forms)} exclude each other; choose one")
-    results = {result.name: result for result in find_results(runs_dir, runs)}
+    found = find_results(runs_dir, runs, with_searches=bool(charts_dir or html_path))
+    results = {result.name: result for result in found}
     if not results and not published:
         raise UserError(f"{runs_dir}: holds no trained run; train one, or add --published")
     by_run = prices_of(prices, results, runs_dir)
@@ -215,16 +223,23 @@ def command(
         _draw(comparison.rows, curves, table, charts_dir, html_path)
 
 
-def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
+def find_results(
+    runs_dir: Path, names: tuple[str, ...], *, with_searches: bool = False
+) -> list[Result]:
     """Read the runs and models with these names, or all that can be read.
+
+    `with_searches` adds the runs that were not launched and have a saved search, for the charts.
 
     Raises: UserError: a named run does not exist, was not launched, or cannot be read.
     """
     launched = launched_runs(runs_dir)
     models = {one.name: one for one in read_models(runs_dir) if one.name not in launched}
+    others = dict(models)
+    if with_searches:
+        others |= {one.name: one for one in read_searched(runs_dir)}
     if names:
-        found = [models[name] for name in dict.fromkeys(names) if name in models]
-        of_runs = [name for name in names if name not in models]
+        found = [others[name] for name in dict.fromkeys(names) if name in others]
+        of_runs = [name for name in names if name not in others]
         if of_runs:
             chosen = chosen_runs(runs_dir, of_runs, models=models)
             found = [*(read_result(runs_dir / name) for name in chosen), *found]
@@ -235,7 +250,7 @@ def find_results(runs_dir: Path, names: tuple[str, ...]) -> list[Result]:
             results.append(read_result(runs_dir / name))
         except UserError as error:
             print_error(f"warning: left out: {one_line(str(error))}")
-    return [*results, *models.values()]
+    return [*results, *others.values()]
 
 
 def table_of(comparison: Comparison) -> Table:

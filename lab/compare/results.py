@@ -14,15 +14,26 @@ from basics.errors import UserError, one_line
 from basics.json_files import parsed_object
 from lab.bills import BILL
 from lab.plan.memory import size_name
-from lab.runs import EVALUATIONS, Record, RunFiles, last_value, number, number_of, words
+from lab.runs import (
+    EVALUATIONS,
+    NEW,
+    Record,
+    RunFiles,
+    is_launched,
+    last_value,
+    number,
+    number_of,
+    words,
+)
 from reporting.metrics_file import NUM_LAYERS, read_metrics, read_records
 from reporting.setting_changes import REFERENCE_SETTINGS, histories
 from reporting.summary import FINISHED, last_of_sets
-from run_config import Grow, ModelConfig, TrainConfig, load_config, with_defaults
+from run_config import RUN_NAME, Grow, ModelConfig, TrainConfig, load_config, with_defaults
 
 PUBLISHED_PATH = Path(__file__).parents[2] / "runs" / "published.json"
 PUBLISHED = "published"
 MODEL = "model"  # one that is no run of this project
+SEARCH_FILE = "microbatch-search.json"  # of --find-max-microbatch --save
 LONGEST_VALUE = 60  # characters of a setting
 LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
     "dataset",
@@ -272,6 +283,17 @@ def training_flops(parts: Parts, tokens: float, steps: float) -> float:
     return tokens * of_steps / steps
 
 
+def read_searched(runs_dir: Path) -> list[Result]:
+    """Read the runs that were not launched and have a saved search. Raises: UserError."""
+    names = sorted(path.parent.name for path in runs_dir.glob(f"*/{SEARCH_FILE}"))
+    found = [
+        replace(read_result(runs_dir / name), status=NEW)
+        for name in names
+        if RUN_NAME.fullmatch(name) and not is_launched(runs_dir, name)
+    ]
+    return [result for result in found if result.search]
+
+
 def read_models(runs_dir: Path) -> list[Result]:
     """Read what was measured of models that are no runs. Raises: UserError: it is too large."""
     by_target: dict[str, list[Record]] = {}
@@ -364,7 +386,7 @@ def _tests(files: RunFiles, evaluations: list[Record]) -> list[Record]:
 
 def _trials(run_dir: Path) -> tuple[tuple[float, float], ...]:
     """Return the microbatches that fitted in --find-max-microbatch --save, and the GiB of each."""
-    trials = parsed_object(read_records(run_dir / "microbatch-search.json")).get("trials")
+    trials = parsed_object(read_records(run_dir / SEARCH_FILE)).get("trials")
     found = []
     for trial in trials if isinstance(trials, list) else []:
         if isinstance(trial, dict) and trial.get("fits") is True:

@@ -19,6 +19,7 @@ from reporting import speed
 from run_config import ModelConfig, Precision, Run, TrainConfig, make_run_dir
 from tokens.batch_plan import BatchPlan, divided, plan_batches
 
+TOKEN_BYTES = 2  # in a file
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
 MAX_TOKENS = 2**50  # of a length that a budget buys
 UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matter
@@ -153,12 +154,17 @@ def estimate(
         run = with_interval(run, plan, often, gpu.peak(setting.precision) * mfu)
     parts = parts_of(run, plan)
     flops = sum(part.flops for part in parts)
-    hours = {name: flops / gpu.peak(setting.precision) / mfu / 3600 for name, mfu in mfus.items()}
+    training = {
+        name: flops / gpu.peak(setting.precision) / mfu / 3600 for name, mfu in mfus.items()
+    }
+    startup_hours = hours_of_startup(run, plan)
+    hours = {name: value + startup_hours for name, value in training.items()}
     checkpoints = num_checkpoints(run, plan)
     saving_seconds = checkpoints * bytes_of_checkpoint(run) / speed.SLOW_DISK_BYTES_PER_SECOND
     hours["high"] += saving_seconds / 3600
     usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
     share = sum(part.validations_flops for part in parts) / flops
+    validation_hours = share * training["expected"]
     flops_per_second = num_gpus * mfu * gpu.peak(setting.precision)
     tokens_per_second = flops_per_second / flops_per_token(run, plan.num_steps)
     return found | {
@@ -168,21 +174,22 @@ def estimate(
         "steps": plan.num_steps,
         "checkpoints": checkpoints,
         "checkpoints_kept": most_checkpoints(run, plan),
+        "startup_hours": startup_hours,
         "hours": hours,
         "usd": usd,
         "validation": {
             "interval": run.config.validation_interval,
             "number": sum(part.num_validations for part in parts),
             "share": share,
-            "hours": share * hours["expected"],
-            "usd": share * usd["expected"],
+            "hours": validation_hours,
+            "usd": validation_hours * machine.usd_per_hour,
         },
         "parts": [
             {
                 "n_layers": part.model.n_layers,
                 "steps": part.num_steps,
-                "hours": part.flops / flops * hours["expected"],
-                "usd": part.flops / flops * usd["expected"],
+                "hours": part.flops / flops * training["expected"],
+                "usd": part.flops / flops * training["expected"] * machine.usd_per_hour,
                 "tokens_per_second": flops_per_second / part.model.flops_per_token,
             }
             for part in parts
@@ -194,6 +201,15 @@ def estimate(
         "detail": detail,
         "budget": None if budget is None else verdict(usd, budget),
     }
+
+
+def hours_of_startup(run: Run, plan: BatchPlan) -> float:
+    """Estimate the hours of a run's only launch in which it does not train, on a machine that has
+    neither its tokens nor its compiled code: start-up, download of the tokens, compilation."""
+    num_depths = 2 if run.config.growth_step(plan.num_steps) else 1
+    num_compilations = 0 if run.config.compile is False else num_depths
+    download_seconds = TOKEN_BYTES * plan.num_tokens / speed.DOWNLOAD_BYTES_PER_SECOND
+    return (speed.estimated_startup_seconds(num_compilations) + download_seconds) / 3600
 
 
 class Part(NamedTuple):

@@ -13,6 +13,7 @@ from basics.errors import UserError, print_error, visible, writing_to
 from basics.text import counted, dollars, gb, gib
 from lab.plan import estimate
 from lab.plan.estimate import (
+    TOKEN_BYTES,
     Often,
     amount,
     bytes_of_checkpoint,
@@ -243,7 +244,8 @@ def _about(run: Run, num_tokens: int) -> str:
             f" {per_token * num_tokens:.3g} FLOP in total, without validation",
             *_about_growth(run),
             f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below),"
-            f" {gb(2 * num_tokens)} or more for the tokens, {gb(PACKAGES_BYTES)} for the packages",
+            f" {gb(TOKEN_BYTES * num_tokens)} or more for the tokens, {gb(PACKAGES_BYTES)} for the"
+            " packages",
             f"host RAM: rank 0 pins about {gib(pinned_bytes(run))} on a GPU, for the copy from"
             " which checkpoints are written",
             f"between several GPUs: {gb(NUM_BYTES[dtype] * parameters)} of gradients a step"
@@ -349,8 +351,9 @@ def _machine_table(
         gpus = [find_gpu(name) for name in dict.fromkeys(found["gpu"] for found in possible)]
         known = [found["price"] for found in machines if found["price"]]
         notes = [
-            "Hours and US$ count validation, not startup; M tokens per US$: while training.",
-            "validation: how many, and their share of the expected hours and US$",
+            "Hours and US$ count validation, and an estimate of start-up, download of its tokens"
+            " and compilation; M tokens per US$: while training.",
+            "validation: how many, and their share of the expected hours and US$ without start-up",
             *_about_wish(possible, often),
             *_about_parts(possible),
             "prices: "
@@ -427,8 +430,8 @@ def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: P
         notes = [
             f"{prices.about} Each source: benchmarks/prices.json, or --json.",
             *(f"  {', '.join(names)}: {remark}" for remark, names in remarks.items()),
-            "Hours and US$ count validation; neither startup nor what a spot machine loses when it"
-            " is taken away.",
+            "Hours and US$ count validation, and an estimate of start-up, download of its tokens"
+            " and compilation; not what a spot machine loses when it is taken away.",
             "tokens/s, M tokens per US$: while training, at the speed that is expected, by its"
             " source:",
             *_about_speeds(possible),

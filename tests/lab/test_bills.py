@@ -283,6 +283,20 @@ def test_lists_and_comparisons_show_the_bill_apart_from_training(two):
     assert "| 0 | 400 | 0 | 3600 | 9000 | 5.00 |" in table.replace(",", "")
 
 
+def test_a_price_afterwards_is_also_that_of_a_run_that_was_only_searched(runs_dir):
+    searched = runs_dir / "searched"
+    searched.mkdir()
+    (searched / "train.json").write_text("{}")
+    use(searched, 0.5, 2, kind="search", usd_per_hour=None)
+    for price in ("2", "searched=2"):
+        listed = run_lab(
+            "list", "searched", "--json", "--usd-per-hour", price, "--runs-dir", str(runs_dir)
+        )
+        (state,) = checked(succeeded(listed).stdout).runs
+        assert state.status == "not launched"
+        assert state.bill.machine_usd == pytest.approx(4, abs=0.01)
+
+
 def test_prices_afterwards_are_those_of_one_run_or_of_all(two):
     states, rows = documents(two, "--usd-per-hour", "10", "--usd-per-hour", "a=1")
     for name, usd in (("a", 2), ("b", 25)):

@@ -579,6 +579,19 @@ def test_a_search_for_the_microbatch_is_a_line_of_its_own_over_memory(runs):
     assert set(search) == {(1, 2.5), (5, 4.5)}
 
 
+@pytest.mark.parametrize("names", [(), ("new",)])
+def test_charts_have_a_saved_search_before_its_run_is_launched(workplace, runs, tmp_path, names):
+    runs.add("other")
+    workplace.add_run("new")
+    trials = [{"microbatch_size": n, "fits": True, "demand_gib": 2.0 + n} for n in (1, 5)]
+    (runs.dir / "new/microbatch-search.json").write_text(json.dumps({"trials": trials}))
+    charts = ("--charts", str(tmp_path / "charts"))
+    result = succeeded(run_lab("compare", *names, *charts, "--runs-dir", str(runs.dir)))
+    assert "new (not launched)" in result.stdout
+    assert f"written: {tmp_path / 'charts/memory-over-microbatch.png'}" in result.stderr
+    assert "not launched" not in succeeded(run_lab("compare", "--runs-dir", str(runs.dir))).stdout
+
+
 def test_runs_with_equal_settings_form_one_curve_and_others_none(runs):
     """Over the batch, all settings of the loss are equal; over the microbatch, those of memory."""
     runs.add_batches()

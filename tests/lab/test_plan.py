@@ -182,14 +182,16 @@ def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace):
     saving = found["checkpoints"] * 12 * 163_009_536 / 100e6
     assert found["checkpoints"] == -(-found["steps"] // run.config.checkpoint_interval)
     hours = found["hours"]
+    startup = 15 + 60 + 2 * run.config.min_train_tokens / 100e6  # compilation; 100 MB/s
     assert list(hours.values()) == pytest.approx(
         (
-            flops / (2 * 989e12 * 0.41) / 3600,
-            flops / (2 * 989e12 * 0.39) / 3600,
-            (flops / (2 * 989e12 * 0.053) + saving) / 3600,
+            (startup + flops / (2 * 989e12 * 0.41)) / 3600,
+            (startup + flops / (2 * 989e12 * 0.39)) / 3600,
+            (startup + flops / (2 * 989e12 * 0.053) + saving) / 3600,
         ),
         rel=1e-4,
     )
+    assert found["startup_hours"] * 3600 == pytest.approx(startup, rel=1e-4)
     assert found["usd"] == {name: 10 * each for name, each in hours.items()}
 
 
@@ -208,7 +210,7 @@ def test_all_gpus_wait_for_a_validation(workplace, where, interval, waiting):
     count = -(-found["steps"] // interval)
     training = found["steps"] * found["global_batch_size"] * 1024 * 854.44e6 / 8
     alone = 854.44e6 / 3 * 30 * 2 * 1024 * count
-    assert found["hours"]["low"] == pytest.approx(
+    assert found["hours"]["low"] - found["startup_hours"] == pytest.approx(
         (training + alone * waiting) / (989e12 * 0.41) / 3600, rel=1e-3
     )
 
@@ -220,9 +222,11 @@ def test_the_share_of_validation_is_that_of_the_hours_without_it(workplace):
     without = estimated(workplace, "x=8xH100@10", **long | WITHOUT_VALIDATION)
     part = found["validation"]
     assert (part["number"], part["interval"]) == (-(-found["steps"] // 50), 50)
-    without_hours = without["hours"]["expected"] / 10  # ten times as long
-    assert found["hours"]["expected"] - part["hours"] == pytest.approx(without_hours, rel=1e-3)
-    assert part["share"] == pytest.approx(part["hours"] / found["hours"]["expected"])
+    hours = found["hours"]["expected"] - found["startup_hours"]
+    # Ten times as long.
+    without_hours = (without["hours"]["expected"] - without["startup_hours"]) / 10
+    assert hours - part["hours"] == pytest.approx(without_hours, rel=1e-3)
+    assert part["share"] == pytest.approx(part["hours"] / hours)
     assert part["usd"] == pytest.approx(10 * part["hours"])
     assert without["validation"]["number"] == without["validation"]["share"] == 0
     one_more = estimated(workplace, "x=8xH100@10", **train | {"validate_at_start": True})
@@ -247,8 +251,8 @@ def test_a_wish_for_validations_gives_the_interval(workplace):
     times = by_share["number"] + 1
     oftener = planned_with(validation_interval=-(-plain["steps"] // times))
     assert oftener["number"] == times and oftener["share"] > 0.05
-    step_seconds = (plain["hours"]["expected"] - plain["validation"]["hours"]) * 3600
-    step_seconds /= plain["steps"]
+    training = plain["hours"]["expected"] - plain["startup_hours"] - plain["validation"]["hours"]
+    step_seconds = training * 3600 / plain["steps"]
     interval = planned_with("2m")["interval"]
     assert interval * step_seconds <= 120 < (interval + 1) * step_seconds
     assert planned_with("0.001%")["number"] == planned_with("9999m")["number"] == 1
@@ -294,10 +298,11 @@ def test_global_batch_is_the_same_on_every_machine(workplace):
 
 
 def test_higher_precision_takes_longer(workplace):
-    hours = [
-        estimated(workplace, "x=8xA100-80@10", precision=precision)["hours"]["low"]
+    found = [
+        estimated(workplace, "x=8xA100-80@10", precision=precision)
         for precision in ("bf16", "tf32", "fp32")
     ]
+    hours = [each["hours"]["low"] - each["startup_hours"] for each in found]
     assert hours == pytest.approx([hours[0], 2 * hours[0], 16 * hours[0]])
 
 
@@ -843,8 +848,8 @@ def test_the_plan_of_a_run_uses_an_own_run_and_says_which(workplace, seconds, is
     assert found.source == "own run"
     # Of the last launch alone, after its first step.
     assert found.mfu == pytest.approx(3e9 / seconds * 854.44e6 / 8 / 989e12, rel=1e-4)
-    hours = found.hours
-    assert hours.expected == pytest.approx(10**9 / (3e9 / seconds) / 3600, rel=1e-4)
+    hours, training = found.hours, 10**9 / (3e9 / seconds) / 3600
+    assert hours.expected - found.startup_hours == pytest.approx(training, rel=1e-4)
     assert hours.low < hours.expected < hours.high if is_slow else hours.low == hours.expected
 
 
@@ -958,13 +963,22 @@ def test_a_plan_has_hours_dollars_and_memory_of_both_parts_of_a_growth(workplace
     small, large = 6 * (12 * 768**2 + 50257 * 768) + 12 * 1024 * 768, 854.438400e6
     share = (small + large) / 2 / large
     assert large == pytest.approx(load_run(workplace.runs_dir, "run-0").model.flops_per_token)
-    assert grown["hours"]["expected"] == pytest.approx(share * whole["hours"]["expected"], rel=1e-3)
+    training, shortened = (
+        {
+            key: found[key]["expected"] - found["startup_hours"] * price
+            for key, price in (("hours", 1), ("usd", 20))
+        }
+        for found in (whole, grown)
+    )
+    assert shortened["hours"] == pytest.approx(share * training["hours"], rel=1e-3)
+    more = grown["startup_hours"] - whole["startup_hours"]  # it compiles once more
+    assert more == pytest.approx(60 / 3600, rel=1e-3)
     assert grown["tokens_per_second"] == pytest.approx(whole["tokens_per_second"] / share, rel=1e-3)
     first, second = grown["parts"]
     assert (first["n_layers"], second["n_layers"]) == (1, 12)
     assert first["steps"] + second["steps"] == grown["steps"]
     for key in ("hours", "usd"):
-        assert first[key] + second[key] == pytest.approx(grown[key]["expected"])
+        assert first[key] + second[key] == pytest.approx(shortened[key])
         assert first[key] / second[key] == pytest.approx(small / large, rel=1e-3)
     assert second["tokens_per_second"] == pytest.approx(whole["tokens_per_second"])
     assert [part["steps"] for part in whole["parts"]] == [whole["steps"]]

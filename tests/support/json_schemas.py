@@ -56,6 +56,7 @@ MACHINE = part(
     text_or_none="reason",
     parts={"price": PRICE | None},
     optional={
+        "startup_hours": float,
         "hours": LOW_TO_HIGH,
         "usd": LOW_TO_HIGH,
         "validation": VALIDATION,
