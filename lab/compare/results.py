@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from basics.errors import UserError, one_line
 from basics.json_files import parsed_object
+from basics.text import dollars
 from lab.bills import BILL
 from lab.plan.memory import size_name
 from lab.runs import (
@@ -452,6 +453,16 @@ def read_published() -> list[Result]:
         )
         results.append(result.priced(row["usd_per_hour"]) if "usd_per_hour" in row else result)
     return results
+
+
+def published_bills() -> str:
+    """Say what the machines of the published runs cost in all, which their seconds do not tell."""
+    bills = json.loads(PUBLISHED_PATH.read_text(encoding="utf-8"))["bills"]
+    usd = ", ".join(map(dollars, bills["runs_usd"]))
+    return (
+        f"its four runs on rented machines were billed US${usd}, and all of the machines' time"
+        f" US${dollars(bills['total_usd'])}"
+    )
 
 
 class Reached(NamedTuple):

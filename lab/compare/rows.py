@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 from basics.errors import UserError
 from basics.text import counted
-from lab.compare.results import FIGURES, MODEL, PUBLISHED, Result, mean_reached, shown, slice_of
+from lab.compare.results import (
+    FIGURES,
+    MODEL,
+    PUBLISHED,
+    Result,
+    mean_reached,
+    published_bills,
+    shown,
+    slice_of,
+)
 from lab.runs import number_of
 from lab.stats import pooled_deviation, t_95
 from reporting.summary import FINISHED
@@ -330,7 +339,7 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
     if any(row.is_published for row in rows):
         notes.append(
             "* published results of the original system; US$ computed from its seconds"
-            " and prices, for validation an estimate"
+            f" and prices, for validation an estimate; {published_bills()}"
         )
     return notes
 

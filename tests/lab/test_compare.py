@@ -22,7 +22,7 @@ from lab.compare.rows import compare
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import HOSTILE as HOSTILE_TEXT
 from tests.support.lab_cli import active_parts, error_line, run_lab, succeeded
-from tests.support.workplace import TINY_MODEL, TINY_TRAIN
+from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN
 
 SLICE = {"dataset": "tiny", "split": "validation", "start_token": 0, "num_tokens": 400}
 CHARTS = ["loss-curves.png", "loss-over-batch.png", "memory-over-microbatch.png"]
@@ -532,6 +532,17 @@ def figure_of(points, fit):
 
 def line_of(figure, label):
     return next(line for line in figure.axes[0].lines if label in line.get_label())
+
+
+def test_the_published_bills_are_those_of_the_four_runs_and_of_the_page(runs):
+    table = succeeded(run_lab("compare", "--published", "--runs-dir", str(runs.dir))).stdout
+    shown = "were billed US$47.35, 60.25, 51.47, 48.76, and all of the machines' time US$215.16"
+    assert shown in " ".join(table.split())
+    page = " ".join((PROJECT_DIR / "docs/evaluation.md").read_text().split())
+    assert (
+        "these four runs on rented machines were billed US$47.35, 60.25, 51.47 and 48.76, with"
+        " the rest of the machines' time US$215.16"
+    ) in page
 
 
 def test_published_losses_and_memory_are_fitted_as_published():
