@@ -589,6 +589,7 @@ def test_shell_scripts_are_clean():
             "bash",
             SCRIPT,
             PROJECT_DIR / ".ci" / "run",
+            PROJECT_DIR / ".ci" / "docs",
             *(PROJECT_DIR / "launch").glob("*.s[bh]*"),
         ],
         capture_output=True,

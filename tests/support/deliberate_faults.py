@@ -1,15 +1,18 @@
 """Put each fault of `tests/deliberate_faults.toml` into a copy of the project: do tests notice it?
 
-    uv run python -m tests.support.deliberate_faults [--area AREA ...] [--jobs N]
+    uv run python -m tests.support.deliberate_faults [--area AREA ...] [--jobs N] [--results FILE]
 
-Runs of tests are forked from this process, which has imported what takes long to import.
+With `--results` a command that was interrupted goes on where it was, as long as the code is the
+same. Runs of tests are forked from this process, which has imported what takes long to import.
 """
 
 import argparse
 import ast
 import atexit
 import gc
+import hashlib
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -30,6 +33,7 @@ CONFIGURATION = (
     "tests/test_reference.py::test_a_configuration_trains_and_resumes_as_the_reference[{}]"
 )
 OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
+UNBROKEN = "without a fault"  # among verdicts: all tests pass
 LIMIT_SECONDS, UNBROKEN_SECONDS = 180.0, 900.0  # of a fault's tests; of all tests without a fault
 
 
@@ -49,6 +53,10 @@ class Fault:
     tests: tuple[str, ...] = ()
     configurations: tuple[int, ...] = ()  # of tests/test_reference.py
     hangs: bool = False  # whether a run beyond the time limit counts as caught
+
+    @property
+    def key(self) -> str:
+        return f"{self.file} {self.function}: {self.code} -> {self.fault}"
 
     @property
     def selected(self) -> list[str]:
@@ -108,6 +116,34 @@ def read_faults() -> list[Fault]:
     return [Fault(area=area, **entry) for area, entries in by_area.items() for entry in entries]
 
 
+@cache
+def code_digest() -> str:
+    """Return a digest of all files except documents: a verdict is one of the code."""
+    digest = hashlib.sha256()
+    for name, content in sorted(project_files().items()):
+        if not name.endswith(".md"):
+            digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def read_verdicts(path: Path) -> dict[str, bool]:
+    """Return which faults were caught in this code, by their keys; also `UNBROKEN`."""
+    verdicts = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):  # a kill cuts a line
+            record = json.loads(line)
+            if record["code"] == code_digest():
+                verdicts[record["fault"]] = record["caught"]
+    return verdicts
+
+
+def append_verdict(path: Path | None, fault: str, *, is_caught: bool) -> None:
+    if path:
+        with path.open("a") as file:
+            line = {"code": code_digest(), "fault": fault, "caught": is_caught}
+            file.write("\n" + json.dumps(line))  # first, as the line before it may be cut
+
+
 def run_tests(copy: Path, tests: list[str], limit_seconds: float) -> tuple[int | None, str]:
     """Return pytest's status, None beyond the time limit, and the end of what it has printed."""
     until, log = time.monotonic() + limit_seconds, copy.with_suffix(".log")
@@ -143,12 +179,15 @@ def try_fault(fault: Fault, unbroken: Path) -> tuple[bool, str]:
 
 
 def main() -> None:
-    faults, began, num_caught = read_faults(), time.monotonic(), 0
+    faults, began = read_faults(), time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--area", nargs="+", choices=sorted({fault.area for fault in faults}))
     parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at once")
+    parser.add_argument("--results", type=Path, help="file that keeps the verdicts of this code")
     options = parser.parse_args()
     faults = [fault for fault in faults if options.area is None or fault.area in options.area]
+    verdicts = read_verdicts(options.results) if options.results else {}
+    pending = [fault for fault in faults if fault.key not in verdicts]
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in PRELOADED:
         importlib.import_module(name)
@@ -159,19 +198,25 @@ def main() -> None:
         for name, content in project_files().items():
             (unbroken / name).parent.mkdir(parents=True, exist_ok=True)
             (unbroken / name).write_bytes(content)
-        status, log = run_tests(
-            unbroken,
-            sorted({test for fault in faults for test in fault.selected}),
-            UNBROKEN_SECONDS,
-        )
-        if status != 0:
-            sys.exit(f"{log}\nwithout a fault these tests end with status {status}")
-        print(f"without a fault all tests pass ({time.monotonic() - began:.0f} s)", flush=True)
+        if UNBROKEN not in verdicts:
+            status, log = run_tests(
+                unbroken,
+                sorted({test for fault in faults for test in fault.selected}),
+                UNBROKEN_SECONDS,
+            )
+            if status != 0:
+                sys.exit(f"{log}\nwithout a fault these tests end with status {status}")
+            print(f"without a fault all tests pass ({time.monotonic() - began:.0f} s)", flush=True)
+            if options.area is None:
+                append_verdict(options.results, UNBROKEN, is_caught=True)
         os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
         with get_context("fork").Pool(options.jobs) as pool:
-            for is_caught, line in pool.imap(partial(try_fault, unbroken=unbroken), faults):
-                num_caught += is_caught
+            tried = pool.imap(partial(try_fault, unbroken=unbroken), pending)
+            for fault, (is_caught, line) in zip(pending, tried, strict=True):
+                verdicts[fault.key] = is_caught
+                append_verdict(options.results, fault.key, is_caught=is_caught)
                 print(line, flush=True)
+    num_caught = sum(verdicts[fault.key] for fault in faults)
     print(f"{num_caught} of {len(faults)} faults caught, {time.monotonic() - began:.0f} s")
     sys.exit(num_caught < len(faults))
 
