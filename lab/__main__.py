@@ -12,21 +12,29 @@ import click
 
 from basics.cli import run_and_exit
 
-MODULES = {
-    "compare": "lab.compare.compare",
-    "doctor": "lab.doctor.doctor",
-    "evaluate": "lab.evaluate.evaluate",
-    "export-metrics": "lab.export_metrics",
-    "generate": "lab.generate",
-    "judge": "lab.instruct.judge",
-    "list": "lab.list_runs",
-    "new": "lab.new_run",
-    "plan": "lab.plan.plan",
-    "publish": "lab.publish.publish",
-    "sweep": "lab.sweep.sweep",
-    "tokenizer": "lab.tokenizer",
-    "tune": "lab.instruct.tune",
-    "watch": "lab.watch.watch",
+MODULES = {  # of each verb, in the groups of `lab --help`
+    "Make": {
+        "new": "lab.new_run",
+        "tokenizer": "lab.tokenizer",
+    },
+    "Train on": {
+        "plan": "lab.plan.plan",
+        "doctor": "lab.doctor.doctor",
+        "sweep": "lab.sweep.sweep",
+        "tune": "lab.instruct.tune",
+    },
+    "Measure": {
+        "list": "lab.list_runs",
+        "watch": "lab.watch.watch",
+        "compare": "lab.compare.compare",
+        "evaluate": "lab.evaluate.evaluate",
+        "generate": "lab.generate",
+        "judge": "lab.instruct.judge",
+    },
+    "Share": {
+        "publish": "lab.publish.publish",
+        "export-metrics": "lab.export_metrics",
+    },
 }
 
 
@@ -34,21 +42,23 @@ class LazyGroup(click.Group):
     """A group whose subcommands are the `command` of each module in `MODULES`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(MODULES)
+        return [name for verbs in MODULES.values() for name in verbs]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module = MODULES.get(cmd_name)
-        return importlib.import_module(module).command if module else None
+        modules = [verbs[cmd_name] for verbs in MODULES.values() if cmd_name in verbs]
+        return importlib.import_module(modules[0]).command if modules else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the first sentence of each subcommand whole; click would cut it."""
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [
-                    (name, self.get_command(ctx, name).get_short_help_str(limit=200))
-                    for name in MODULES
-                ]
-            )
+        width = max(map(len, self.list_commands(ctx)))  # of the first column, in all groups
+        for group, verbs in MODULES.items():
+            with formatter.section(group):
+                formatter.write_dl(
+                    [
+                        (name.ljust(width), self.get_command(ctx, name).get_short_help_str(200))
+                        for name in verbs
+                    ]
+                )
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -28,7 +28,9 @@ from basics.errors import (
 )
 from basics.files import append_whole, cache_dir, read_regular_file, replacing, write_atomically
 from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
+from lab.__main__ import MODULES
 from processes.distributed import num_gpus
+from tests.support.lab_cli import run_lab
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import PROJECT_DIR, run_command
 
@@ -522,3 +524,39 @@ def test_the_gpus_of_a_run_keep_their_order_and_a_lost_one_its_place(install):
 def test_without_a_driver_there_are_no_gpus(install):
     install(FakeNvml({"GPU-1": H100}, init=pynvml.NVMLError_DriverNotLoaded()))
     assert read_gpus() == [] and nvml_failure() == "Driver Not Loaded"
+
+
+def test_the_labs_help_has_each_verb_in_a_group_and_fits_80_columns():
+    lines = run_lab("--help", COLUMNS="80").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    shown, group = {}, ""
+    for line in lines[lines.index("Make:") :]:
+        if line.endswith(":"):
+            group = shown.setdefault(line.removesuffix(":"), [])
+        elif line[2:3].strip():
+            group.append(line.split()[0])
+    assert shown == {group: list(verbs) for group, verbs in MODULES.items()}
+    assert list(shown) == ["Make", "Train on", "Measure", "Share"]
+
+
+def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    unlimited = machine.available_ram_gib()
+    for name, text in {
+        "memory.max": "max",
+        "memory.current": "5",
+        "memory.stat": "inactive_file 1\nactive_file 2\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert machine.available_ram_gib() == pytest.approx(unlimited, rel=0.2)
+    (tmp_path / "memory.max").write_text(str(2**20 + 2))
+    assert machine.available_ram_gib() == 2**20 / 2**30
+
+
+def test_a_wheels_code_is_that_of_a_checkout(tmp_path, monkeypatch):
+    (tmp_path / "gpt.py").write_text("")
+    monkeypatch.setattr(machine, "PROJECT_DIR", tmp_path)
+    before = machine.code_digest()
+    (tmp_path / "six.py").write_text("")  # installed among the modules of other packages
+    assert machine.code_digest() == before
+    assert {path.name for path in PROJECT_DIR.glob("*.py")} <= set(machine.SOURCES)

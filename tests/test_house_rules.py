@@ -7,6 +7,7 @@ from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
+from lab.__main__ import MODULES
 from tests.support.workplace import PROJECT_DIR
 
 # Imports go only from left to right.
@@ -29,8 +30,7 @@ WITHOUT_TORCH = [
     "processes.beside",
     "reporting.charts",
     "reporting.tracker",
-    "lab.export_metrics",
-    "lab.doctor.doctor",
+    *(module for verbs in MODULES.values() for module in verbs.values()),  # of `lab --help`
 ]
 
 
