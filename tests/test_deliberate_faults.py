@@ -23,6 +23,7 @@ AREAS = {
     "cross-entropy",
     "data",
     "ddp",
+    "doctor",
     "dropout",
     "flops",
     "judge",
