@@ -755,7 +755,7 @@ def test_runs_at_once_end_as_those_one_after_the_other_and_a_failed_one_stops_no
     workplace.add_run(train={"gradient_accumulation_steps": None, "min_train_tokens": 320})
     arguments = workplace.arguments("sweep", "tiny", "--usd-per-hour", "36", "--json")
     arguments += ["--sweeps-dir", str(workplace.root / "sweeps")]
-    changes = ["--change", "learning_rate=0.03", "--change", "global_batch_size=3"]
+    changes = ["--change", "learning_rate=0.03", "--change", "start_train_token=9999"]
     result = succeeded(run_lab(*arguments, *changes, "--parallel", "2", "--name", "at-once"))
     document = checked(result.stdout)
     assert [variant.runs[0].state for variant in document.variants] == [
