@@ -106,7 +106,7 @@ def test_a_run_of_all_faults_is_written_once_all_are_tried(tmp_path, monkeypatch
             append_verdict(results, fault.key, is_caught=fault is not others[0])
         return SimpleNamespace(returncode=1)
 
-    monkeypatch.setattr(generated_docs.subprocess, "run", run)
+    monkeypatch.setattr(generated_docs, "subprocess", SimpleNamespace(run=run))
     results.write_text(json.dumps({"code": "other", "fault": first.key, "caught": True}))
     with pytest.raises(SystemExit, match=f"{len(others)} of {len(others) + 1} faults were tried"):
         generated_docs.main(["faults"], tmp_path)
