@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from basics.checkpoint_files import (
     BEST,
-    IDENTITY,
     LATEST,
     MANIFEST,
     SNAPSHOT_BLOCK_BYTES,
     Identity,
     IdentityName,
+    copied_links,
     find_damage,
     named_as_checkpoints,
     read_identity,
@@ -35,12 +35,13 @@ from basics.checkpoint_files import (
     replace_link,
     write_manifest,
 )
-from basics.errors import UserError, as_os_error, first_line
+from basics.errors import UserError, as_os_error, first_line, writing_to
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file, write_atomically
 from basics.json_files import FrozenConfig
 from basics.tensors import Header, read_tensors, write_tensors
 from gpt import GPTModel
+from processes.run_lock import HEARTBEAT
 from run_config import STEP, ModelConfig
 
 WEIGHTS = "model.safetensors"
@@ -48,6 +49,7 @@ OPTIMIZER = "optimizer.safetensors"
 META = "meta.json"
 VALIDATION = "validation.json"
 TOKENIZER = "tokenizer.json"
+UNFINISHED = ".unfinished"  # in a directory of `set-aside`, until the run's own files are changed
 ALIGNMENT = 64  # bytes, of a tensor in a block
 DAMAGE = (OSError, SafetensorError, RuntimeError, ValueError, LookupError)  # raised by readers
 
@@ -390,40 +392,96 @@ def prune(checkpoints_dir: Path, *, keep: int, protected: Collection[str]) -> No
             remove_checkpoint(checkpoint.path)
 
 
-def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
-    """Keep only whole checkpoints of steps before `from_step`, and renew the links. Rank 0.
+def paths_to_leave(run_dir: Path, *, from_step: int) -> list[Path]:
+    """Return the directories in `checkpoints` that a launch which begins there does not go on from.
 
-    Partial checkpoints that a kill left are removed. Checkpoints from `from_step` on, damaged ones
-    and those of another run are moved to a new directory, which also gets a copy of the records.
-    Returns that directory; None if nothing was moved.
+    These are checkpoints from `from_step` on, damaged ones, those of another run, and copied links.
     """
-    checkpoints_dir, aside_dir = run_dir / "checkpoints", None
-    for path in named_as_checkpoints(checkpoints_dir, partial=True):
-        if _is_partly_saved(path):
-            with suppress(OSError):
-                remove_checkpoint(path)
+    checkpoints_dir = run_dir / "checkpoints"
     kept = {
         checkpoint.path
         for checkpoint in list_checkpoints(checkpoints_dir)
         if checkpoint.meta.global_step < from_step
     }
-    if chosen := [path for path in named_as_checkpoints(checkpoints_dir) if path not in kept]:
-        now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
-        aside_dir = run_dir / "set-aside" / now
-        for number in count(1):  # another launch may have needed one in the same second
-            if not aside_dir.exists():
-                break
-            aside_dir = aside_dir.with_name(f"{now}-{number}")
-        (aside_dir / "checkpoints").mkdir(parents=True)
-        for path in [*run_dir.glob("*.json*"), *run_dir.glob("*.png")]:
-            if path.is_file() and not path.is_symlink() and path.name != IDENTITY:
-                shutil.copy2(path, aside_dir / path.name)
+    named = named_as_checkpoints(checkpoints_dir)
+    return [path for path in named if path not in kept] + copied_links(checkpoints_dir)
+
+
+def copy_aside(run_dir: Path) -> Path:
+    """Copy the files of a run to a new directory, before a launch changes any of them. Rank 0.
+
+    The directory is marked until `clean_up` has ended. A kill may come before that: then the next
+    launch goes on with the marked directory, whose files are as they were before any change.
+
+    Raises: UserError: the disk is full; what was copied is removed.
+    """
+    if found := _unfinished_copy(run_dir):
+        return found
+    now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+    # Another launch may have needed one in the same second.
+    aside_dir = _unused(run_dir / "set-aside" / now)
+    with writing_to(aside_dir):
+        try:
+            aside_dir.mkdir(parents=True)
+            (aside_dir / UNFINISHED).touch()
+            for path in run_dir.iterdir():
+                # The heartbeat is already that of this launch.
+                is_record = not path.name.startswith(".") and path.name != HEARTBEAT
+                if is_record and path.is_file() and not path.is_symlink():
+                    failpoint("aside.copy")
+                    shutil.copy2(path, aside_dir / path.name)
+                    fsync(aside_dir / path.name)
+            fsync(aside_dir)
+            failpoint("aside.copied")
+            (aside_dir / "checkpoints").mkdir()  # last: see `_unfinished_copy`
+            fsync(aside_dir)
+        except OSError:
+            shutil.rmtree(aside_dir, ignore_errors=True)
+            raise
+    return aside_dir
+
+
+def _unfinished_copy(run_dir: Path) -> Path | None:
+    """Return the copy that a killed launch has left, if it is whole; remove a part of one."""
+    for mark in run_dir.glob(f"set-aside/*/{UNFINISHED}"):
+        if (mark.parent / "checkpoints").is_dir():
+            return mark.parent
+        shutil.rmtree(mark.parent)
+    return None
+
+
+def _unused(path: Path) -> Path:
+    """Return a path, or one with a number after it, at which nothing is."""
+    names = chain([path.name], (f"{path.name}-{number}" for number in count(1)))
+    return next(path.with_name(name) for name in names if not path.with_name(name).exists())
+
+
+def clean_up(run_dir: Path, *, from_step: int) -> Path | None:
+    """Keep only whole checkpoints of steps before `from_step`, and renew the links. Rank 0.
+
+    Partial checkpoints that a kill left are removed. The `paths_to_leave` are moved to the
+    directory of `copy_aside`. Returns that directory; None if nothing was copied or moved.
+    """
+    checkpoints_dir = run_dir / "checkpoints"
+    for path in named_as_checkpoints(checkpoints_dir, partial=True):
+        if _is_partly_saved(path):
+            with suppress(OSError):
+                remove_checkpoint(path)
+    left = paths_to_leave(run_dir, from_step=from_step)
+    aside_dir = copy_aside(run_dir) if left else _unfinished_copy(run_dir)
+    if aside_dir is not None:
+        for path in left:
+            failpoint("aside.move")
+            # Where directories cannot be renamed they are copied, and a kill leaves a part.
+            shutil.move(path, _unused(aside_dir / "checkpoints" / path.name))
         for link in (LATEST, BEST):
             (checkpoints_dir / link).unlink(missing_ok=True)
-        for path in chosen:
-            shutil.move(path, aside_dir / "checkpoints")
     with suppress(OSError):
         renew_links(checkpoints_dir)
+    if aside_dir is not None:
+        failpoint("aside.end")
+        (aside_dir / UNFINISHED).unlink()
+        fsync(aside_dir)  # after a power loss the mark would stand for a later state of the run
     return aside_dir
 
 

@@ -63,6 +63,7 @@ from trainer.precision import autocast
 from trainer.resuming import ResumePoint
 from trainer.side_processes import SideProcesses, command_failed, run_when_done
 from trainer.startup import (
+    OpenedDir,
     PreparedRun,
     build_state,
     decide_for_device,
@@ -154,6 +155,14 @@ def train_run(
     )
     state = agreement.run("state", lambda: build_state(run, data, resume, options, process))
     watchdog.expect_steps(run.config.hang_timeout_seconds)
+    opened = agreement.run(
+        "run directory",
+        lambda: (
+            open_run_dir(run, data, resume, prepared.reference, options, clock)
+            if process.is_main
+            else None
+        ),
+    )
     if process.is_main:
         begin_launch(run, clock, uses)
     with process_group(process, agreement.connect("group"), run.config) as group:
@@ -161,7 +170,9 @@ def train_run(
             run, data, resume, prepared.reference, options, state, watchdog, clock, group
         )
         del state  # the trainer's own: a run that grows replaces it
-        global_step = trainer.train(agreement, prepared.warnings + warnings, prepared.energy_kwh)
+        global_step = trainer.train(
+            agreement, opened, prepared.warnings + warnings, prepared.energy_kwh
+        )
     if process.is_main:
         trainer.end(global_step)
 
@@ -375,9 +386,15 @@ class Trainer:
         self.has_summary = False  # of the launch's end: `before_exit` must not overwrite it
         watchdog.before_exit = self.before_exit
 
-    def train(self, agreement: Agreement, warnings: list[str], energy_kwh: float) -> int:
+    def train(
+        self,
+        agreement: Agreement,
+        opened: OpenedDir | Any,  # None on ranks other than 0
+        warnings: list[str],
+        energy_kwh: float,
+    ) -> int:
         """Train to the end of the run, or of this launch; return the last step. Every rank."""
-        self.begin(agreement, warnings, energy_kwh)
+        self.begin(agreement, opened, warnings, energy_kwh)
         first_step, num_steps = self.resume.first_step, self.plan.num_steps
         microbatches = read_microbatches(self.data, first_step, self.watchdog, self.clock)
         loss_window, diagnostics = self.measurements.loss_window, self.measurements.diagnostics
@@ -414,16 +431,21 @@ class Trainer:
         del self.step.parallel_loss  # its threads must be gone before its process group
         return global_step
 
-    def begin(self, agreement: Agreement, warnings: list[str], energy_kwh: float) -> None:
+    def begin(
+        self,
+        agreement: Agreement,
+        opened: OpenedDir | Any,  # None on ranks other than 0
+        warnings: list[str],
+        energy_kwh: float,
+    ) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
         if self.process.is_main:
-            self.identity, aside_dir = open_run_dir(
-                self.run, self.data, self.resume, self.reference, self.options, self.clock
-            )
+            self.identity = opened.identity
             self.log.start(self.resume.first_step, self.growth)
-            if aside_dir is not None:
+            if opened.aside_dir is not None:
                 self.log.say(
-                    f"earlier checkpoints that the run does not go on from are now in {aside_dir}"
+                    "the run's files as they were, and checkpoints that it does not go on from,"
+                    f" are now in {opened.aside_dir}"
                 )
                 self.beside.after_checkpoint.start()  # before there are new checkpoints to copy
             self.say_settings(warnings)

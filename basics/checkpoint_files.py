@@ -107,6 +107,12 @@ def replace_link(link: Path, target: str) -> None:
         write_atomically(link, f"{target}\n")
 
 
+def copied_links(checkpoints_dir: Path) -> list[Path]:
+    """Return `latest` and `best` where they are directories: a copy has followed the links."""
+    links = [checkpoints_dir / LATEST, checkpoints_dir / BEST]
+    return [link for link in links if link.is_dir() and not link.is_symlink()]
+
+
 def directory_of(place: Path) -> Path:
     """Return the checkpoint that a path names, also where `latest` and `best` are plain files."""
     if place.name in (LATEST, BEST) and place.is_file():

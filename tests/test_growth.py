@@ -279,6 +279,7 @@ def test_a_run_that_has_grown_has_one_model_in_memory(monkeypatch):
         "begin_launch": lambda *_: None,
         "build_state": lambda *_: Model(),
         "decide_for_device": lambda run, *_: (run, []),
+        "open_run_dir": lambda *_: None,
         "process_group": lambda *_: nullcontext(),
         "read_uses": lambda _: [],
     }.items():

@@ -2,11 +2,18 @@
 
 import json
 import socket
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import checkpointing
-from basics.checkpoint_files import LATEST, Identity, named_as_checkpoints, read_identity
+from basics.checkpoint_files import (
+    LATEST,
+    Identity,
+    copied_links,
+    named_as_checkpoints,
+    read_identity,
+)
 from basics.errors import UserError
 from checkpointing import Checkpoint
 from processes.command_line import Options
@@ -121,11 +128,37 @@ def choose_checkpoint(run: Run, options: Options) -> tuple[str | None, list[str]
             for path in sorted(run.checkpoints_dir.glob("*-iteration-*"))
             if path.is_symlink()
         ]
+        refuse_unnamed(run, checkpoint)
     else:
         checkpoint = checkpointing.find_checkpoint(run.checkpoints_dir, options.checkpoint)
     if checkpoint is None and options.checkpoint:
         raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train without naming one")
+    warnings += [
+        f"{path}: is a directory, since a copy has followed the link; it is set aside"
+        for path in copied_links(run.checkpoints_dir)
+    ]
     return (checkpoint.name if checkpoint else None), warnings
+
+
+def refuse_unnamed(run: Run, newest: Checkpoint | None) -> None:
+    """Refuse a `latest` or `best` that is a directory with a later checkpoint than the newest one.
+
+    A copy has followed the link, and the checkpoint itself was not copied. Raises: UserError.
+    """
+    newest_step = newest.meta.global_step if newest else -1
+    for path in copied_links(run.checkpoints_dir):
+        try:
+            checkpoint = checkpointing.open_checkpoint(path)
+        except UserError:  # damaged: it is set aside
+            continue
+        global_step = checkpoint.meta.global_step
+        if global_step > newest_step and checkpoint.is_of(read_identity(run.run_dir)):
+            now = time.strftime("%Y%m%dZ%H%M%S", time.gmtime())
+            raise UserError(
+                f"{path}: is a directory, since a copy has followed the link, and no checkpoint of"
+                f" that step is whole under its own name; rename it to {now}-iteration-"
+                f"{global_step}, or start over with --fresh"
+            )
 
 
 def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) -> Checkpoint:

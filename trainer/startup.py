@@ -3,12 +3,12 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import checkpointing
-from basics.checkpoint_files import Identity, read_manifest, write_identity
+from basics.checkpoint_files import Identity, read_identity, read_manifest, write_identity
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.files import existing, write_atomically
@@ -26,7 +26,7 @@ from reporting.clock import DOWNLOAD, PhaseClock, nearest_limit
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
 from reporting.reference import ReferenceCurve, find_reference
 from reporting.speed import checkpoint_bytes
-from reporting.summary import spent_at_end, write_status
+from reporting.summary import FINISHED, read_summary, spent_at_end, write_status
 from reporting.tracker import check_tracker
 from run_config import Run, load_run, setting_warnings
 from tokens.batch_plan import BatchPlan, divided, largest_divisor, microbatch_warning
@@ -54,6 +54,14 @@ class PreparedRun:
     reference: ReferenceCurve | None
     warnings: list[str]
     energy_kwh: float = 0.0  # that earlier launches have used
+
+
+class OpenedDir(NamedTuple):
+    """What a launch has made of its run directory."""
+
+    identity: Identity  # of what is saved from now on
+    # With the files as they were, and the checkpoints that the run does not go on from, if any.
+    aside_dir: Path | None
 
 
 def prepare_run(
@@ -239,22 +247,30 @@ def open_run_dir(
     reference: ReferenceCurve | None,
     options: Options,
     clock: PhaseClock,
-) -> tuple[Identity, Path | None]:
+) -> OpenedDir:
     """Remove records, and move checkpoints away, that this launch does not continue. Rank 0.
 
-    Called when all ranks agree. Ordered so that a kill leaves no other run's files to go on from.
-    Returns the identity of what is saved from now on, and the directory to which checkpoints that
-    the run does not go on from were moved, if any.
+    Called when all ranks agree. If something is lost by that, all files are copied before the first
+    one changes. Ordered so that a kill leaves no other run's files to go on from, and that the next
+    launch does the rest.
+
+    Raises: UserError: the disk is full.
     """
     identity = identity_of_launch(run, resume.checkpoint, options)
+    if ends_a_state(run, resume, options, identity):
+        checkpointing.copy_aside(run.run_dir)
+    failpoint("open.identity")
     write_identity(run.run_dir, identity)
     for path in (run.metrics_path, run.samples_path, run.evaluations_path):
+        failpoint("open.records")
         remove_metrics_from(path, resume.first_step, lacks_validation=resume.lacks_validation)
     # The charts and the page read it here, where it moves with the run.
+    failpoint("open.reference")
     if reference is None:
         run.reference_path.unlink(missing_ok=True)
     else:
         write_atomically(run.reference_path, to_json(reference.model_dump()) + "\n")
+    failpoint("open.status")
     write_status(
         run,
         clock,
@@ -263,7 +279,28 @@ def open_run_dir(
         num_steps=data.plan.num_steps,
         tokenizer=data.tokenizer_name,
     )
-    return identity, checkpointing.clean_up(run.run_dir, from_step=resume.first_step)
+    return OpenedDir(identity, checkpointing.clean_up(run.run_dir, from_step=resume.first_step))
+
+
+def ends_a_state(run: Run, resume: ResumePoint, options: Options, identity: Identity) -> bool:
+    """Return whether a launch leaves checkpoints or records that no later launch writes again.
+
+    It does if it starts over, goes on from an earlier checkpoint, or makes a finished run longer;
+    also if steps of a launch that ended in order are taken again. After a kill it does not: the
+    steps after the checkpoint are taken again as they were.
+    """
+    if checkpointing.paths_to_leave(run.run_dir, from_step=resume.first_step):
+        return True
+    if not any(path.exists() for path in (run.summary_path, run.metrics_path)):
+        return False  # no launch has been here
+    summary = read_summary(run)
+    last_step = summary.get("global_step")  # only the summary of a launch that ended has it
+    return (
+        options.fresh
+        or read_identity(run.run_dir) not in (None, identity)
+        or summary.get("status") == FINISHED
+        or (isinstance(last_step, int) and last_step >= resume.first_step)
+    )
 
 
 def build_state(

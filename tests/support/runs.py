@@ -228,6 +228,66 @@ def contents(root: Path) -> dict[str, str]:
     }
 
 
+def files_of(run_dir: Path) -> dict[str, bytes]:
+    """Return the content of each file of a run, by its place; not what is set aside or hidden.
+
+    The heartbeat is left out: it is of the processes, and goes with them.
+    """
+    paths = (path.relative_to(run_dir) for path in run_dir.rglob("*") if path.is_file())
+    return {
+        str(path): (run_dir / path).read_bytes()
+        for path in paths
+        if path.parts[0] not in ("set-aside", "heartbeat.json")
+        and not any(part.startswith(".") for part in path.parts)
+        and not (run_dir / path).is_symlink()
+    }
+
+
+def not_kept(before: dict[str, bytes], run_dir: Path) -> list[str]:
+    """Return those of the earlier files of a run of which no copy is anywhere below it."""
+    found = {
+        (path.name, path.read_bytes())
+        for path in run_dir.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }
+    return [name for name, content in before.items() if (Path(name).name, content) not in found]
+
+
+def follow_links(run_dir: Path) -> None:
+    """Do to `latest` and `best` what `cp -rL` does."""
+    for name in ("latest", "best"):
+        link = run_dir / "checkpoints" / name
+        target = link.resolve()
+        link.unlink()
+        shutil.copytree(target, link)
+
+
+# A run that has every kind of file: it grows, and has validation sets, samples and a reference.
+EVERYTHING = {
+    "grow": {"from_layers": 1, "at": 0.5},
+    "validation": {"own": "tiny", "other": "other"},
+    "sample_prompts": ["def "],
+    "reference": "curve",
+    "diagnostics_interval": 4,
+    "validation_interval": 5,
+}
+CURVE = {
+    "name": "curve",
+    "vocab_size": 257,
+    "train": [[100, 6.0], [10_000, 4.0]],
+    "validation": [[100, 6.2], [10_000, 4.2]],
+}
+
+
+def add_everything(workplace: Workplace, **train: Any) -> Path:
+    """Add the run, its two datasets and its reference; return the run directory."""
+    workplace.add_dataset()
+    workplace.add_dataset("other", num_tokens=100)
+    run_dir = workplace.add_run(train=EVERYTHING | train)
+    (workplace.runs_dir / "references.json").write_text(json.dumps({"curves": [CURVE]}))
+    return run_dir
+
+
 def _raise_exited(status: int) -> NoReturn:
     raise Exited(status)
 
