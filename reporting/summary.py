@@ -251,11 +251,23 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f"checkpoints: {saved['saved']} in this launch; they stalled training for"
         f" {saved['stalled_seconds']:.2f} s; the longest write in the background took"
         f" {saved['longest_write_seconds']:.2f} s",
-        f"best checkpoint: {run.checkpoints_dir / best['checkpoint']}"
-        f" (step {best['global_step'] + 1:,}, loss {_loss(best['loss'])})"
-        if best
-        else "no checkpoint could be written",
+        _best_line(best, run),
     ]
+
+
+def _best_line(best: dict[str, Any] | None, run: Run) -> str:
+    """Return which checkpoint is the best one, and by which loss; the newest if none has a loss."""
+    if best is None:
+        return "no checkpoint could be written"
+    path = run.checkpoints_dir / best["checkpoint"]
+    step = f"step {best['global_step'] + 1:,}"
+    if best["loss"] is not None:
+        kind = "validation" if run.config.validates else "training"
+        return f"best checkpoint: {path} ({step}, {kind} loss {best['loss']:.4f})"
+    why = "none has a finite validation loss"
+    if not run.config.validates:  # `Trainer.save` compares whole intervals only
+        why = "none has the training loss of a whole interval"
+    return f"newest checkpoint: {path} ({step}; {why}, so none is the best)"
 
 
 def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> str:
@@ -269,7 +281,7 @@ def _split(name: str, spent: dict[str, float], show: Callable[[float], str]) -> 
 
 
 def _loss(loss: float | None) -> str:
-    return "not measured" if loss is None else f"{loss:.4f}"
+    return "not finite or not recorded" if loss is None else f"{loss:.4f}"
 
 
 def duration(seconds: float) -> str:

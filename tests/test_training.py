@@ -246,14 +246,20 @@ def test_a_run_without_validation_takes_best_from_the_training_loss(workplace):
         }
     )
     workplace.add_dataset()
-    succeeded(workplace.torchrun(1, "tiny"))
+    stopped = succeeded(workplace.torchrun(1, "tiny", "--max-steps", "2")).stdout
+    (unmeasured,) = run_dir.glob("checkpoints/*-*")
+    assert f"newest checkpoint: {unmeasured} (step 2; none has the training loss of " in stopped
+    said = succeeded(workplace.torchrun(1, "tiny")).stdout
     metas = [json.loads(path.read_text()) for path in run_dir.glob("checkpoints/*-*/meta.json")]
+    metas = [meta for meta in metas if meta["global_step"] != 1]
     means = {r["global_step"]: r["train_loss"] for r in read_lines(run_dir / "metrics.jsonl")}
     assert {meta["global_step"]: meta["loss"] for meta in metas} == pytest.approx(
         {step: means[step] for step in (3, 7, 9)}, abs=1e-6
     )
     best = json.loads((run_dir / "checkpoints/best/meta.json").read_text())
     assert best == min(metas, key=lambda meta: meta["loss"])
+    step = f"step {best['global_step'] + 1}, training loss {best['loss']:.4f}"
+    assert re.search(rf"\nbest checkpoint: .* \({re.escape(step)}\)\n", said)
 
 
 @pytest.mark.parametrize("validate_on", ["rank0", "all"])
