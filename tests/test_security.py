@@ -21,11 +21,12 @@ import ddp_train
 import prepare_dataset
 from basics.errors import UserError, one_line, print_error, print_traceback, visible
 from lab import __main__ as lab_main
-from lab.evaluate.tasks import read_quiz
-from lab.instruct.judge_endpoint import Judge
-from preparation.hub import fetch_dataset
+from lab.instruct.instructions import Entry
+from lab.instruct.judge_endpoint import Judge, compare
+from preparation.choosing import SourceOptions
+from preparation.hub import fetch_dataset, hub_source
 from tests.support import workplace
-from tests.support.hub_server import Fault, Hub, serving, used_in_this_process
+from tests.support.hub_server import Fault, Handler, Hub, listening, serving, used_in_this_process
 from tests.support.lab_cli import run_lab, succeeded
 from tests.support.preparation import prepare
 from tests.support.stand_ins import environment_of_refusal, refused_network
@@ -187,10 +188,13 @@ def test_the_hub_client_prints_nothing_by_itself(tmp_path, monkeypatch):
         ) as hub,
         used_in_this_process(hub, tmp_path / "home"),
     ):
-        assert len(read_quiz("blimp", hub.repository).questions) == 1
+        options = SourceOptions(source=hub.repository)
+        (shard,) = hub_source(options, raw_dir=tmp_path).shards
+        shard.fetch()
+        assert (tmp_path / "a/data.jsonl").read_bytes() == pair
         hub.files["../b.jsonl"] = pair
         with pytest.raises(UserError, match="is no name inside a repository"):
-            read_quiz("blimp", hub.repository)
+            hub_source(options, raw_dir=tmp_path)
     client.removeHandler(handler)
     client.setLevel(before)
     assert are_progress_bars_disabled() and not said
@@ -237,17 +241,30 @@ def test_a_hub_that_repeats_the_token_does_not_get_it_printed(tmp_path, monkeypa
     )
 
 
-def test_a_judge_that_repeats_the_key_does_not_get_it_printed(monkeypatch):
-    def refused(body, **headers):
-        return str(Judge("http://localhost/v1", "m")._refusal(400, headers, body))
-
+@pytest.mark.parametrize(
+    ("status", "content", "message"),
+    [
+        (400, f'{{"error": {{"message": "wrong key {TOKEN}"}}}}', "status 400: wrong key ***"),
+        (413, f"wrong: {TOKEN}", "status 413: wrong: ***"),
+        (401, f"wrong: {TOKEN}", "status 401 for model 'm' (wrong: ***); check OPENAI_API_KEY"),
+        (307, "", "status 307 for model 'm' (it redirects to /***); check OPENAI_API_KEY"),
+    ],
+)
+def test_a_judge_that_repeats_the_key_does_not_get_it_printed(
+    monkeypatch, status, content, message
+):
+    pytest.importorskip("openai")
     monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
-    body = f'{{"error": {{"message": "wrong key {TOKEN}"}}}}'.encode()
-    assert refused(body) == "status 400: wrong key ***"
-    assert refused(f"wrong: {TOKEN}".encode()) == "status 400: wrong: ***"
-    assert refused(b"", Location=f"/{TOKEN}") == "status 400: it redirects to /***"
-    monkeypatch.delenv("OPENAI_API_KEY")
-    assert refused(b"none of these") == "status 400: none of these"
+
+    class Answers(Handler):
+        def do_POST(self):
+            self.body()
+            self.send(status, content.encode(), {"Location": f"/{TOKEN}"} if status == 307 else {})
+
+    comparison = compare(Entry(instruction="?", output="!"), {"a": "1"}, judge_model="m", seed=1)
+    with listening(Answers) as address, pytest.raises(Exception) as caught:
+        Judge(f"{address}/v1", "m").score(comparison)
+    assert message in str(caught.value) and TOKEN[:14] not in str(caught.value)
 
 
 def test_the_lab_asks_no_other_machine(tmp_path):

@@ -7,7 +7,7 @@ import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
@@ -68,9 +68,6 @@ class AnswersFile(BaseModel):
 
     model: str = Field(min_length=1)
     checkpoint: str | None = None
-    data: dict[str, Any] = {}  # the file of the entries, and their numbers
-    options: dict[str, Any] = {}  # of the tuning
-    repeat: int = Field(default=1, ge=1)  # of several tunings that differ in their seed alone
     answers: list[AnsweredEntry] = Field(min_length=1)
 
 

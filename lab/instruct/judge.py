@@ -2,9 +2,7 @@
 
 import json
 import os
-import statistics
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from tqdm import tqdm
 
 from basics.checkpoint_files import CHECKPOINT_NAME
 from basics.cli import PLACE, RUNS_DIR
-from basics.errors import UserError, one_line, print_line, visible, writing_to
+from basics.errors import UserError, one_line, visible, writing_to
 from basics.files import append_whole
 from basics.json_files import parsed_object
 from basics.text import counted
@@ -72,6 +70,8 @@ def command(
 ) -> None:
     """Have a judge score the answers in each FILE, as `lab tune` writes them.
 
+    Needs the extra judge: uv run --extra judge lab judge ...
+
     The judge sees all models' answers to a question in one request, in shuffled order and without
     the models' names. The key is read from OPENAI_API_KEY; your own server may need none. Each
     judgement is saved at once: the same command continues where an earlier one stopped, and
@@ -79,99 +79,78 @@ def command(
     another model to the one in --runs-dir: `lab compare` shows it.
     """
     by_name = _by_name(files)
-    _, first = next(iter(by_name.values()))
-    comparisons = []
-    for number, question in enumerate(first.answers):
-        answers = {name: other.answers[number].answer for name, (_, other) in by_name.items()}
-        comparisons.append(compare(question, answers, judge_model=model, seed=seed))
+    comparisons = _comparisons(by_name, judge_model=model, seed=seed)
     path = output or files[0].parent / "judgements.jsonl"
     known = read_judgements(path)
-    reason = ""
-    if missing := {each.key: each for each in comparisons if each.key not in known}:
+    missing = {each.key: each for each in comparisons if each.key not in known}
+    first_failure = ""
+    if missing:
         check_writable(path)  # before any request is paid for
         if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):  # a kill has cut it short
             append_whole(path, "\n")
         judge = Judge(base_url, model)
-        reason = judge_all(judge, [*missing.values()], path, known, concurrency=concurrency)
+        waiting = list(missing.values())
+        first_failure = judge_all(judge, waiting, path, known, concurrency=concurrency)
     judged = [known[each.key] for each in comparisons if each.key in known]
     if not judged:
         raise UserError(
             f"none of {counted(len(comparisons), 'question')} was judged; the first"
-            f" failure: {reason}"
+            f" failure: {first_failure}"
         )
-    found = {name: summarise([scores[name] for scores in judged], seed=seed) for name in judged[0]}
-    # The best first; of equal means by name.
-    found = dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
-    click.echo(visible(_table(found).terminal()))
+    scores = {name: summarise([one[name] for one in judged], seed=seed) for name in by_name}
+    click.echo(visible(_table(scores).terminal()))
+    num_failed = len(comparisons) - len(judged)
     click.echo(
         visible(
             f"\n{len(judged)} of {len(comparisons)} questions judged by {model},"
-            f" {len(comparisons) - len(judged)} failed; judgements in {path}"
+            f" {num_failed} failed; judgements in {path}"
         )
     )
-    if reason:
-        click.echo(f"first failure: {one_line(reason)}; run the same command to repeat it")
-    for names in _repeated(by_name):
-        where, file = by_name[names[0]]
-        path = runs_dir / EVALUATIONS
-        if where.parent.name == file.model and (where.parent / "model.json").is_file():
-            path = where.parent / EVALUATIONS
-        elif is_launched(runs_dir, file.model):
-            path = runs_dir / file.model / EVALUATIONS
-        is_of_run = path != runs_dir / EVALUATIONS
-        # By question the mean over the tunings.
-        means = [float(np.mean([scores[name] for name in names])) for scores in judged]
-        score, interval = summarise(means, seed=seed)
-        record: Record = {}
-        if at := CHECKPOINT_NAME.fullmatch(file.checkpoint or ""):
-            record["global_step"] = int(at[1])  # a launch drops records of later steps
-        record |= {
-            "target": file.model if is_of_run or len(names) > 1 else names[0],
+    if first_failure:
+        click.echo(f"first failure: {one_line(first_failure)}; run the same command to repeat it")
+    for name, (answers_path, file) in by_name.items():
+        score, interval = scores[name]
+        evaluations = _evaluations_of(answers_path, file, runs_dir)
+        is_of_run = evaluations != runs_dir / EVALUATIONS
+        record: Record = {
+            "target": file.model if is_of_run else name,
             "checkpoint": file.checkpoint,
             "judge": model,
             "score": score,
             "score_interval": interval,
             "questions": len(judged),
         }
-        if len(names) > 1:
-            spread = statistics.stdev(found[name][0] for name in names)
-            record |= {"score_spread": spread, "tunings": len(names)}
-            mean = f"mean score {score:.2f} ± {spread:.2f}"
-            click.echo(visible(f"{one_line(file.model)}: {mean}, of {len(names)} tunings"))
-        append_evaluation(path, record)
+        if step := CHECKPOINT_NAME.fullmatch(file.checkpoint or ""):
+            record["global_step"] = int(step[1])  # a launch drops records of later steps
+        append_evaluation(evaluations, record)
 
 
-def _repeated(by_name: dict[str, tuple[Path, AnswersFile]]) -> list[list[str]]:
-    """Return the names of files that are repeated tunings of one model together, others alone.
-
-    A tuning with other options or other data is no repetition. Prints which files of one model
-    are not taken together.
-    """
-    groups: dict[str, list[str]] = {}
-    for name, (path, file) in by_name.items():
-        options = {key: value for key, value in file.options.items() if key != "seed"}
-        tuning = [str(path.parent), file.model, file.checkpoint, file.data, options]
-        groups.setdefault(json.dumps(tuning, sort_keys=True), []).append(name)
-    found = []
-    for names in groups.values():
-        if len({by_name[name][1].repeat for name in names}) == len(names):
-            found.append(names)
-        else:
-            found += [[name] for name in names]
-    num_groups = Counter(by_name[names[0]][1].model for names in found)
-    for model, number in num_groups.items():
-        if number > 1:
-            print_line(
-                f"{one_line(model)}: its files are of {number} tunings that are no repetitions of"
-                " each other (they differ in more than their seed, or have the same number), so"
-                " each has a score of its own, and the last one stands in lab compare"
-            )
-    return found
+def _comparisons(
+    by_name: dict[str, tuple[Path, AnswersFile]], *, judge_model: str, seed: int
+) -> list[Comparison]:
+    """Return what is to be judged: each question with the answers of all files to it."""
+    _, first = next(iter(by_name.values()))
+    comparisons = []
+    for number, question in enumerate(first.answers):
+        answers = {name: file.answers[number].answer for name, (_, file) in by_name.items()}
+        comparisons.append(compare(question, answers, judge_model=judge_model, seed=seed))
+    return comparisons
 
 
-def _table(found: dict[str, Score]) -> Table:
+def _evaluations_of(answers_path: Path, file: AnswersFile, runs_dir: Path) -> Path:
+    """Return the file of the run that gave the answers; of a model that is no run, of all runs."""
+    directory = answers_path.parent
+    if directory.name == file.model and (directory / "model.json").is_file():
+        return directory / EVALUATIONS
+    if is_launched(runs_dir, file.model):
+        return runs_dir / file.model / EVALUATIONS
+    return runs_dir / EVALUATIONS
+
+
+def _table(scores: dict[str, Score]) -> Table:
+    """Return the table of scores, the best first; of equal means by name."""
     rows = []
-    for name, (mean, interval) in found.items():
+    for name, (mean, interval) in sorted(scores.items(), key=lambda item: (-item[1][0], item[0])):
         shown = "{:.2f} to {:.2f}".format(*interval) if interval else "-"
         rows.append([one_line(name), f"{mean:.2f}", shown])
     columns = [Column("model", "left"), Column("mean score"), Column("95% interval", "left")]

@@ -1,24 +1,19 @@
 """A judge: the request about one question, its reply, and the endpoint that is asked."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import random
 import re
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import getitem
+from typing import Any
 
-import requests
 from pydantic import HttpUrl, ValidationError
-from urllib3.exceptions import HTTPError
 
-from basics.errors import MAX_CAUSE_LENGTH, UserError
+from basics.errors import MAX_CAUSE_LENGTH, UserError, first_line
 from basics.json_files import parsed_object
-from basics.machine import within
 from lab.instruct.instructions import Entry
 from reporting.metrics_file import is_number
 
@@ -39,15 +34,12 @@ HIGHEST_SCORE = 100
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 
 OPENAI = "https://api.openai.com/v1"
-REPEATED = (408, 409, 429, *range(500, 600))  # statuses of errors that may pass
-PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 0.0)  # seconds after each request, unless the server asks for
-LONGEST_PAUSE = 60.0  # others, which are at most as long; none after the last request
-REQUEST_SECONDS = 300.0  # for one request
-MAX_REPLY_BYTES = 2**22  # the rest of a reply is ignored
-MAX_FAILED = 3  # replies to one question that cannot be used, or attempts to connect
+REQUEST_SECONDS = 300.0  # without an answer
+MAX_RETRIES = 5  # of a request, after errors that may pass
+MAX_REPLIES = 3  # to one question
 # Errors that every later request would get too: key, account, address or model name is wrong.
 FATAL_STATUSES = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)
-FATAL_CODE = "insufficient_quota"  # has status 429, like errors worth a repeat
+FATAL_CODE = "insufficient_quota"  # has status 429, like a limit that passes
 
 
 class UnusableReplyError(Exception):
@@ -80,6 +72,19 @@ class Comparison:
             {"role": "system", "content": rules},
             {"role": "user", "content": f"{boundary}\n{encoded}\n{boundary}"},
         ]
+
+    def reply_format(self) -> dict[str, Any]:
+        """Return the `response_format` of the request: a JSON schema with all labels."""
+        schema = {
+            "type": "object",
+            "properties": {label: {"type": "integer"} for label in self.labels},
+            "required": list(self.labels),
+            "additionalProperties": False,
+        }
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": "scores", "strict": True, "schema": schema},
+        }
 
     def read_scores(self, reply: str) -> dict[str, float]:
         """Return each model's score; other text may surround it. Raises: UnusableReplyError."""
@@ -123,10 +128,15 @@ def compare(question: Entry, answers: dict[str, str], judge_model: str, seed: in
 class Judge:
     """A language model behind an OpenAI-compatible endpoint, by default OpenAI's. Thread-safe.
 
-    Raises: UserError: the key in OPENAI_API_KEY or the address cannot be used.
+    Raises: UserError: the key in OPENAI_API_KEY or the address cannot be used, or the package
+    openai is not installed.
     """
 
     def __init__(self, base_url: str | None, model: str) -> None:
+        if importlib.util.find_spec("openai") is None:
+            raise UserError("needs the package openai: uv run --extra judge lab judge ...")
+        from openai import DefaultHttpxClient, OpenAI
+
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
         # An error of the HTTP library would show a key that cannot be a header.
         if not re.fullmatch("[!-~]*" if base_url else "[!-~]+", self.key):
@@ -136,93 +146,87 @@ class Judge:
                 " --base-url"
             )
         self.model = model
-        self.url = (base_url or OPENAI).rstrip("/")
+        url = base_url or OPENAI
         # To be shown: without a name and a password in it.
-        self.address = re.sub(r"^(\w*://)?.*@", r"\1", self.url, flags=re.DOTALL)
+        self.address = re.sub(r"^(\w*://)?.*@", r"\1", url, flags=re.DOTALL)
         try:
-            HttpUrl(self.url)
+            HttpUrl(url)
         except ValidationError:
             raise UserError(
                 f"--base-url is {self.address[:60]!r}; give an address such as"
                 " http://localhost:8000/v1"
             ) from None
+        self.client = OpenAI(
+            base_url=url,
+            api_key=self.key or "none",
+            timeout=REQUEST_SECONDS,
+            max_retries=MAX_RETRIES,
+            # Followed to another host, a redirect would take the questions and answers there.
+            http_client=DefaultHttpxClient(follow_redirects=False),
+        )
+        self.takes_schemas = True  # until the endpoint refuses one, and answers without it
         self.stopped = threading.Event()  # then nothing is asked again; what is asked may complete
 
     def score(self, comparison: Comparison) -> dict[str, float]:
         """Ask until a reply is usable. Raises: UnusableReplyError; UserError: none ever will be."""
         complaint = ""
-        num_failed = 0
-        problem = Exception()
-        for pause in PAUSES:
-            ask = partial(self._post, comparison.messages(complaint))
+        for _ in range(MAX_REPLIES):
+            reply = self._ask(comparison, complaint)
             try:
-                status, headers, body = within(REQUEST_SECONDS, ask)
-                if status == 200:
-                    return comparison.read_scores(
-                        _text_in(body, "choices", 0, "message", "content")
-                    )
-                problem = self._refusal(status, headers, body)
-                if status not in REPEATED or isinstance(problem, UserError):
-                    break
-                with suppress(TypeError, ValueError):  # a date, or no time: then the pauses grow
-                    wanted = max(0.0, float(headers.get("Retry-After")))
-                    pause = pause and min(LONGEST_PAUSE, wanted)
+                return comparison.read_scores(reply)
             except UnusableReplyError as error:
                 complaint = str(error)
-                num_failed += 1
-                pause = 0.0
-                problem = UnusableReplyError(f"the reply cannot be used: {complaint}")
-            except (requests.Timeout, TimeoutError):
-                raise UnusableReplyError("the judge did not answer in time") from None
-            except requests.RequestException as error:
-                # Without the library's words.
-                reason = str(error).rsplit(": ", 1)[-1].strip("\"')")[:MAX_CAUSE_LENGTH]
-                num_failed += 1
-                problem = UserError(
-                    f"{self.address}: cannot be reached ({reason}); check --base-url and the"
-                    " network, then run the same command again"
-                )
-            if num_failed == MAX_FAILED or self.stopped.wait(pause):
+            if self.stopped.is_set():
                 break
-        raise problem
+        raise UnusableReplyError(f"the reply cannot be used: {complaint}")
 
-    def _refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> Exception:
+    def _ask(self, comparison: Comparison, complaint: str) -> str:
+        """Return the text of a reply; empty if it has none."""
+        import openai
+
+        try:
+            if not self.takes_schemas:
+                return self._reply(comparison.messages(complaint))
+            try:
+                return self._reply(
+                    comparison.messages(complaint), response_format=comparison.reply_format()
+                )
+            except (openai.BadRequestError, openai.UnprocessableEntityError):
+                reply = self._reply(comparison.messages(complaint))
+                self.takes_schemas = False
+                return reply
+        except openai.APIStatusError as error:
+            raise self._refusal(error) from None
+        except openai.APITimeoutError:
+            raise UnusableReplyError("the judge did not answer in time") from None
+        except openai.APIConnectionError as error:
+            raise UserError(
+                f"{self.address}: cannot be reached ({first_line(error.__cause__ or error)});"
+                " check --base-url and the network, then run the same command again"
+            ) from None
+
+    def _reply(self, messages: list[Any], **options: Any) -> str:
+        try:
+            found = self.client.chat.completions.create(
+                model=self.model, messages=messages, **options
+            )
+            text = found.choices[0].message.content
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return ""  # it is no JSON, or JSON of another kind
+        return text if isinstance(text, str) else ""
+
+    def _refusal(self, error: Any) -> Exception:
         """Return the error of a status: of this request, or of every later one too."""
-        message = _text_in(body, "error", "message") or body.decode(errors="replace")
-        if location := headers.get("Location"):
+        body = error.body  # what is under "error" in the JSON, or a text
+        message = str(body.get("message") if isinstance(body, dict) else body)
+        if location := error.response.headers.get("Location"):
             message = f"it redirects to {location}"
-        message = message.replace(self.key, "***") if self.key else message  # some repeat the key
+        if self.key:
+            message = message.replace(self.key, "***")  # some servers repeat the key
         reason = " ".join(message.split())[:MAX_CAUSE_LENGTH]
-        if status in FATAL_STATUSES or _text_in(body, "error", "code") == FATAL_CODE:
+        if error.status_code in FATAL_STATUSES or error.code == FATAL_CODE:
             return UserError(
-                f"{self.address}: status {status} for model {self.model[:40]!r}"
+                f"{self.address}: status {error.status_code} for model {self.model[:40]!r}"
                 f" ({reason}); check OPENAI_API_KEY, --model and --base-url"
             )
-        return UnusableReplyError(f"status {status}: {reason}")
-
-    def _post(self, messages: list[dict[str, str]]) -> tuple[int, Mapping[str, str], bytes]:
-        # Followed to another host, a redirect would take the questions and answers there.
-        with requests.post(
-            f"{self.url}/chat/completions",
-            json={"model": self.model, "messages": messages},
-            headers={
-                "Accept-Encoding": "identity",  # nothing is unpacked
-                "Authorization": f"Bearer {self.key or 'none'}",
-            },
-            auth=lambda request: request,  # else a .netrc file could replace the key
-            timeout=REQUEST_SECONDS,
-            allow_redirects=False,
-            stream=True,
-        ) as response:
-            body = b""
-            with suppress(HTTPError):  # the connection was lost: the reply cannot be used
-                body = response.raw.read(MAX_REPLY_BYTES, decode_content=False)
-            return response.status_code, response.headers, body
-
-
-def _text_in(body: bytes, *path: str | int) -> str:
-    """Return a text in a JSON reply; empty if it has none: some servers send a list."""
-    with suppress(ValueError, LookupError, TypeError, RecursionError):
-        found = reduce(getitem, path, json.loads(body))
-        return found if isinstance(found, str) else ""
-    return ""
+        return UnusableReplyError(f"status {error.status_code}: {reason}")

@@ -1,10 +1,8 @@
 """A judge on the loopback interface with faults on demand."""
 
-import gzip
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,6 +31,7 @@ class Endpoint:
     elsewhere: str = ""  # where a redirect leads
     requests: list[dict[str, Any]] = field(default_factory=list)  # for judgements only
     keys: set[str] = field(default_factory=set)
+    knows_schemas: bool = True  # else a request with a `response_format` is refused
     lock: threading.Lock = field(default_factory=threading.Lock)
     before_reply: Callable[[int], None] = lambda _: None  # gets the number of the request
 
@@ -61,8 +60,6 @@ def faulty_reply(kind: str, scores: dict[str, int]) -> Any:
     reply = json.dumps(scores)
     return {
         "": reply,
-        "packed": reply,
-        "large": reply,
         "fenced": f"```json\n{json.dumps(scores, indent=2)}\n```",
         "prose": f"Both {{are}} weak. My scores: {json.dumps({'scores': scores})} Good luck!",
         "fraction": json.dumps({label: score + 0.5 for label, score in scores.items()}),
@@ -94,7 +91,6 @@ def _handler_of(endpoint: Endpoint) -> type[Handler]:
     class JudgeHandler(Handler):
         def do_POST(self) -> None:
             request = json.loads(self.body())
-            assert self.headers["Accept-Encoding"] == "identity"  # a packed reply is not read
             with endpoint.lock:
                 endpoint.requests.append(request)
                 endpoint.keys.add(self.headers["Authorization"])
@@ -109,16 +105,8 @@ def _handler_of(endpoint: Endpoint) -> type[Handler]:
                 self.close_connection = True
             elif kind == "brackets":
                 self.send(200, b"[" * 200_000)
-            elif kind == "slow":
-                for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 400\r\n\r\n" + b" " * 400:
-                    self.wfile.write(bytes([byte]))
-                    time.sleep(0.05)
-            elif kind == "endless":
-                self.send(500, b"", {"Content-Length": str(10**12), "Retry-After": "0.05"})
-                self.close_connection = True
-                with suppress(ConnectionError):  # the client reads no more
-                    while True:
-                        self.wfile.write(b" " * 2**16)
+            elif "response_format" in request and not endpoint.knows_schemas:
+                self.refuse(400, "response_format json_schema is not supported")
             elif kind == "quota":
                 self.refuse(429, "You exceeded your quota", code="insufficient_quota")
             elif kind.isdigit():
@@ -137,11 +125,8 @@ def _handler_of(endpoint: Endpoint) -> type[Handler]:
                     "model": "judge",
                     "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
                 }
-            ).encode()
-            if kind == "packed":
-                self.send(200, gzip.compress(body), {"Content-Encoding": "gzip"})
-            else:
-                self.send(200, (b" " * 2**22 if kind == "large" else b"") + body)
+            )
+            self.send(200, body.encode())
 
         def refuse(self, status: int, message: str, *, code: str | None = None) -> None:
             error = {"error": {"message": message, "type": "error", "code": code}}
@@ -153,6 +138,7 @@ def _handler_of(endpoint: Endpoint) -> type[Handler]:
             )
 
         def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            super().send(status, body, {"Content-Type": "application/json"} | (headers or {}))
+            with suppress(ConnectionError):  # the client waits no longer
+                super().send(status, body, {"Content-Type": "application/json"} | (headers or {}))
 
     return JudgeHandler
