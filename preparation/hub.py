@@ -169,7 +169,9 @@ def ask_hub(subject: str, action: Callable[[], T], *, pauses: Sequence[float] = 
                 if _status(error) == 429:
                     advice = "set HF_TOKEN, whose limits are higher, or wait some minutes"
                 raise UserError(
-                    f"{subject}: {_said(error)}; {advice}, then run the same command again", FAILED
+                    f"{subject}: {first_line_without_token(error)}; {advice}, then run the same"
+                    " command again",
+                    FAILED,
                 ) from None
         time.sleep(pause)
     raise AssertionError
@@ -184,14 +186,14 @@ def _permanent_reason(error: Exception) -> str:
     if status in (401, 403):
         return NO_REPOSITORY
     may_help = isinstance(error, errors.HTTPError | OSError | RuntimeError)
-    return "" if may_help and status in (None, *TRANSIENT) else _said(error)
+    return "" if may_help and status in (None, *TRANSIENT) else first_line_without_token(error)
 
 
 def _status(error: Exception) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def _said(error: Exception) -> str:
+def first_line_without_token(error: Exception) -> str:
     """Return the first line of an error; a server may repeat the request's token in it."""
     token = get_token()
     return first_line(Exception(str(error).replace(token, "***")) if token else error)

@@ -21,8 +21,8 @@ from tiktoken import load as tiktoken_load
 
 from basics.errors import FAILED, UserError
 from ddp_train import microbatch_indices
+from lab.evaluate.losses import evaluate
 from lab.evaluate.measure import choose_slice
-from lab.evaluate.scoring import evaluate
 from reporting.run_log import batch_arithmetic
 from run_config import SHIPPED_RUNS, load_run
 from tests.support.models import (

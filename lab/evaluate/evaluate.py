@@ -10,7 +10,6 @@ import click
 from basics.cli import DATASETS_DIR, RUNS_DIR, print_json, stdout_to_stderr
 from basics.errors import UserError, print_error, visible
 from basics.text import counted
-from lab.evaluate.tasks import TASKS, read_quiz
 from lab.runs import Record
 from lab.table import Column, Table
 from reporting.charts import draw_by_hand
@@ -19,13 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ABOUT = ("target", "checkpoint", "global_step", "trained_tokens")  # of what a record is
-DECIMALS = {
-    "loss": 6,
-    "accuracy": 4,
-    "normalised_accuracy": 4,
-    "perplexity": 3,
-    "bits_per_byte": 6,
-}  # of figures, in the order of a table
+DECIMALS = {"loss": 6, "perplexity": 3, "bits_per_byte": 6}  # of figures; of others 4
 
 
 @click.command()
@@ -70,10 +63,10 @@ DECIMALS = {
     "--task",
     "tasks",
     multiple=True,
-    metavar="NAME[=FILE]",
-    help="Score a task instead of the loss, as lm-eval does; may be repeated. NAME:"
-    f" {', '.join(TASKS)}. FILE: JSON lines, parquet, a directory of them, or"
-    " owner/name on the hub.  [default: the task's dataset on the hub]",
+    metavar="NAME",
+    help="Score a task of lm-eval instead of the loss; may be repeated. NAME: hellaswag,"
+    " lambada_openai, arc_easy, piqa, blimp or any other, or a YAML file of a task. Needs the"
+    " extra tasks: uv run --extra tasks lab evaluate ...",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
 @RUNS_DIR
@@ -95,20 +88,20 @@ def command(
     to the one in --runs-dir: `lab compare` shows them. Of a run with several checkpoints a chart
     over tokens is drawn in its directory. In brackets are 95% intervals: of
     losses over blocks of up to 16,384 tokens (Student's t; from 8 blocks on), of accuracies
-    Wilson's.
+    Wilson's. A task is scored on an export of the model, a stock GPT-2.
     """
     # Imported here so that --help does not wait for torch.
     from lab.evaluate.measure import choose_models, measure_all, open_slices
+    from lab.evaluate.tasks import find_tasks
 
     records = []
     failed = None
-    with stdout_to_stderr(as_json):
+    with stdout_to_stderr(as_json or bool(tasks)):  # lm-eval prints more than its results
         models = choose_models(targets, checkpoints, dataset, runs_dir)
-        named = [text.partition("=") for text in tasks]
-        quizzes = [read_quiz(name, source) for name, _, source in named]
-        slices = {} if quizzes else open_slices(models, **which_tokens)
+        found_tasks = find_tasks(tasks) if tasks else None
+        slices = {} if tasks else open_slices(models, **which_tokens)
         try:
-            for record in measure_all(models, slices, quizzes, runs_dir, microbatch_size):
+            for record in measure_all(models, slices, found_tasks, runs_dir, microbatch_size):
                 records.append(record)
         except UserError as error:  # loses no result of an earlier model
             failed = error
@@ -134,15 +127,16 @@ def table(records: list[Record]) -> Table:
     by_bits = len({record.get("dataset") for record in records}) > 1
 
     def rank(record: Record) -> tuple[int, bool, float]:
-        value = record["bits_per_byte" if by_bits else _main_key(record)]
-        value = math.nan if value is None else value
+        key = "bits_per_byte" if by_bits else _main_key(record)
+        value = math.nan if record[key] is None else record[key]
+        is_higher_better = "loss" not in record and record["higher_is_better"][key]
         return (
             tasks.index(record.get("benchmark")),
             math.isnan(value),  # NaN comes last
-            value if "loss" in record else -value,
+            -value if is_higher_better else value,
         )
 
-    keys = [key for key in DECIMALS if any(key in record for record in records)]
+    keys = list(dict.fromkeys(key for record in records for key in _figures(record)))
     figures = {f"{key.replace('_', ' ')} [95%]": f"{{{key}}}" for key in keys}
     columns = figures | {  # by head, the format of a cell
         "tokens": "{num_tokens:,}",
@@ -178,7 +172,7 @@ def _notes(records: list[Record]) -> list[str]:
 def _cell(record: Record, key: str) -> str:
     if record.get(key) is None:
         return "-"
-    decimals = DECIMALS[key]
+    decimals = DECIMALS.get(key, 4)
     text = f"{record[key]:.{decimals}f}"
     if interval := record[f"{key}_interval"]:
         of_bounds = min(decimals, 4)
@@ -186,9 +180,15 @@ def _cell(record: Record, key: str) -> str:
     return text
 
 
+def _figures(record: Record) -> list[str]:
+    """Return the names of a record's figures, in its order."""
+    return [key for key in record if f"{key}_interval" in record]
+
+
 def _main_key(record: Record) -> str:
     """Return the name of the figure by which models are sorted, and that is drawn."""
-    return next(key for key in ("normalised_accuracy", "accuracy", "loss") if key in record)
+    names = _figures(record)
+    return next((key for key in ("normalised_accuracy", "accuracy") if key in names), names[0])
 
 
 def as_document(records: list[Record]) -> Record:
@@ -237,8 +237,8 @@ def _plot(chart: "Figure", records: list[Record]) -> None:
             axes.set_ylabel("loss (nats per token)")
         else:
             color = f"C{place}"
-            label = f"{task}, by length" if key == "normalised_accuracy" else task
-            axes.set_ylabel("accuracy")
+            label = f"{task}, {key.replace('_', ' ')}"
+            axes.set_ylabel("score")
         tokens = [record["trained_tokens"] for record in found]
         values = [record[key] for record in found]
         axes.plot(tokens, values, color=color, marker="o", markersize=5, label=label)

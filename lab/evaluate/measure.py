@@ -8,14 +8,14 @@ from typing import NamedTuple
 from basics.checkpoint_files import directory_of, named_as_checkpoints
 from basics.errors import UserError, one_line, print_error
 from checkpointing import find_checkpoint
-from lab.evaluate.scoring import Slice, encode_questions, evaluate, score
-from lab.evaluate.tasks import Quiz
+from lab.evaluate.losses import Slice, evaluate
+from lab.evaluate.tasks import Tasks, score
 from lab.plan.memory import size_name
 from lab.runs import EVALUATIONS, Record, append_evaluation
 from preparation.ensure_dataset import provide_dataset
 from run_config import DATASET_NAME, load_run
 from tokens.token_file import TokenFile
-from trainer.models import LoadedModel, check_name, is_run, load_model
+from trainer.models import check_name, is_run, load_model
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results
 DEFAULT_NUM_TOKENS = 19_660_800
@@ -33,14 +33,14 @@ class Chosen(NamedTuple):
 def measure_all(
     models: list[Chosen],
     slices: dict[str, Slice],
-    quizzes: list[Quiz],
+    tasks: Tasks | None,
     runs_dir: Path,
     microbatch_size: int,
 ) -> Iterator[Record]:
     """Measure every model and yield a record of its loss, or of each task; keep the records.
 
     `slices` are by the model's name; there are none if tasks are scored instead. Raises: UserError:
-    a model, tokens or questions cannot be used; earlier records are good.
+    a model, tokens or a task cannot be used; earlier records are good.
     """
     done: list[Record] = []
     for model in models:
@@ -58,7 +58,11 @@ def measure_all(
             about["global_step"] = checkpoint.meta.global_step
         if about not in done:
             done.append(about)
-            for record in _records(target, slices.get(model.name), quizzes, microbatch_size):
+            if tasks is None:
+                records = iter([evaluate(target, slices[model.name], microbatch_size)])
+            else:
+                records = score(target, tasks, microbatch_size)
+            for record in records:
                 if target.run:
                     append_evaluation(target.run.evaluations_path, about | record)
                 else:
@@ -71,17 +75,6 @@ def measure_all(
         del target  # before the next one is loaded
     if not done:
         raise UserError("no checkpoint could be read")
-
-
-def _records(
-    target: LoadedModel, part: Slice | None, quizzes: list[Quiz], microbatch_size: int
-) -> Iterator[Record]:
-    if part is not None:
-        yield evaluate(target, part, microbatch_size=microbatch_size)
-    # Errors of the questions come before any work.
-    texts = [encode_questions(target, quiz) for quiz in quizzes]
-    for quiz, encoded in zip(quizzes, texts, strict=True):
-        yield score(target, quiz, encoded, microbatch_size=microbatch_size)
 
 
 def choose_models(

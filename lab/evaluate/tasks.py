@@ -1,228 +1,158 @@
-"""The tasks of `lab evaluate`. Prompts, choices and figures are those of lm-eval's tasks of the
-same names (LAMBADA is its lambada_openai, and BLiMP all files that are given, as one task)."""
+"""The scores of a model on tasks, by lm-eval (the extra `tasks`) on a stock GPT-2 in float32."""
 
-import json
-import re
-from abc import abstractmethod
+import difflib
+import importlib.util
+import logging
+import traceback
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+import numpy as np
 
-from basics.errors import UserError, first_line
-from basics.json_files import describe
+from basics.errors import UserError, is_out_of_memory, print_error
+from lab.evaluate.losses import Figure, entries, exp, ratio
+from lab.publish.export import Extras, write_export
+from lab.runs import Record
+from preparation.hub import first_line_without_token, hide_progress_bars
+from trainer.models import LoadedModel
 
-KINDS = (".jsonl", ".parquet")
-# After the name of a split: its file, the numbers of its files, or the files in its folder.
-FILE = r"(-[\dof-]*)?(/[^/]*)?\.(parquet|jsonl)$"
-
-
-class Question(NamedTuple):
-    """A context, texts that may follow it, the index of the right one, and the kind of a pair."""
-
-    context: str
-    choices: list[str]
-    right: int
-    kind: str = ""
+NAMES = {"acc": "accuracy", "acc_norm": "normalised_accuracy"}  # of lm-eval's figures, and ours
 
 
-class TaskRecord(BaseModel):
-    """A record of a task's dataset. A subclass is a task, with its columns."""
+class Tasks(NamedTuple):
+    """Names of lm-eval's tasks, or YAML files of tasks, and the index of all that lm-eval has."""
 
-    name: ClassVar[str]
-    hub_name: ClassVar[str]  # the dataset that is asked for without a file
-    split: ClassVar[str] = "validation"  # that the published figures are of
-    hub_files: ClassVar[str] = rf"val(id|idation)?{FILE}"  # with the questions, on the hub
-    figures: ClassVar[tuple[str, ...]] = ("accuracy", "normalised_accuracy")  # of `score`
-
-    @abstractmethod
-    def as_question(self) -> Question:
-        """Return what the record asks. Raises: ValueError, LookupError."""
+    names: tuple[str, ...]
+    manager: Any  # a TaskManager
 
 
-class HellaSwag(TaskRecord):
-    """How a description of everyday life goes on."""
+def find_tasks(names: tuple[str, ...]) -> Tasks:
+    """Find tasks by name. Raises: UserError: one is unknown, or lm-eval is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("--task needs the package lm-eval: uv run --extra tasks lab evaluate ...")
+    from lm_eval.tasks import TaskManager  # takes seconds
 
-    name = "hellaswag"
-    hub_name = "Rowan/hellaswag"
-
-    activity_label: str
-    ctx_a: str
-    ctx_b: str
-    endings: list[str]
-    label: int
-
-    def as_question(self) -> Question:
-        context = f"{self.activity_label}: {self.ctx_a} {self.ctx_b.capitalize()}"
-        return Question(_without_markup(context), [*map(_without_markup, self.endings)], self.label)
-
-
-def _without_markup(text: str) -> str:
-    """Remove the markup that WikiHow's texts still contain."""
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
-
-
-class LAMBADA(TaskRecord):
-    """The last word of a passage."""
-
-    name = "lambada"
-    hub_name = "EleutherAI/lambada_openai"
-    split = "test"
-    hub_files = rf"(^|^default/|^data/)(lambada_)?test{FILE}"
-    figures = ("accuracy", "perplexity")
-
-    text: str
-
-    def as_question(self) -> Question:
-        context, _, word = self.text.rpartition(" ")
-        return Question(context, [word], 0)
+    for package in ("datasets", "evaluate"):  # else they report each use to a server
+        config: Any = importlib.import_module(f"{package}.config")
+        config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    hide_progress_bars()  # they show the names of files as they are
+    manager = TaskManager()
+    for name in names:
+        if name not in manager.all_tasks and not Path(name).is_file():
+            nearest = difflib.get_close_matches(name, manager.all_tasks, 1)
+            hint = f"did you mean {nearest[0]}? " if nearest else ""
+            raise UserError(
+                f"--task {name[:60]}: is no task of lm-eval, and no file; {hint}give a YAML file,"
+                " or a name that `uv run --extra tasks lm-eval ls tasks` prints"
+            )
+    return Tasks(names, manager)
 
 
-class ARC(TaskRecord):
-    """Questions of science lessons, with choices."""
+def score(target: LoadedModel, tasks: Tasks, microbatch_size: int) -> Iterator[Record]:
+    """Score a model, exported as a stock GPT-2, on each task; yield a record of each score.
 
-    name = "arc_easy"
-    hub_name = "allenai/ai2_arc"
-    split = "test"
-    hub_files = rf"ARC-Easy/(ARC-Easy-)?test{FILE}"
-
-    question: str
-    choices: dict[str, list[str]]  # `text` and `label`
-    answerKey: str
-
-    def as_question(self) -> Question:
-        return Question(
-            f"Question: {self.question}\nAnswer:",
-            self.choices["text"],
-            self.choices["label"].index(self.answerKey),
-        )
-
-
-class PIQA(TaskRecord):
-    """Two ways to a goal in the physical world."""
-
-    name = "piqa"
-    hub_name = "baber/piqa"
-
-    goal: str
-    sol1: str
-    sol2: str
-    label: int
-
-    def as_question(self) -> Question:
-        return Question(f"Question: {self.goal}\nAnswer:", [self.sol1, self.sol2], self.label)
-
-
-class BLiMP(TaskRecord):
-    """A sentence with good grammar, and one without."""
-
-    name = "blimp"
-    hub_name = "nyu-mll/blimp"
-    split = "train"
-    hub_files = r"\.(parquet|jsonl)$"
-    figures = ("accuracy",)
-
-    sentence_good: str
-    sentence_bad: str
-    UID: str = ""
-
-    def as_question(self) -> Question:
-        return Question("", [self.sentence_good, self.sentence_bad], 0, self.UID)
-
-
-TASKS: dict[str, type[TaskRecord]] = {
-    task.name: task for task in (HellaSwag, LAMBADA, ARC, PIQA, BLiMP)
-}
-
-
-class Quiz(NamedTuple):
-    """A task with its questions."""
-
-    name: str  # the task's; of minimal pairs that are all of one kind, `blimp_` and that kind
-    figures: tuple[str, ...]
-    questions: list[Question]
-    source: str  # the name of the file, of the directory or of the dataset on the hub
-    split: str | None  # of the task's own dataset; None of any other, whose split is not known
-
-
-def read_quiz(name: str, source: str = "") -> Quiz:
-    """Read a local file (JSON lines or parquet), a directory of them, or a dataset on the hub.
-
-    If `source` is empty, it is the task's own dataset. Raises: UserError.
+    Raises: UserError: its tokenizer is not known, or lm-eval cannot score it on a task.
     """
-    from trainer.models import HUB_NAME  # not for --help
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
 
-    if name not in TASKS:
-        raise UserError(
-            f"--task {name[:60]}: is unknown; wanted {', '.join(TASKS)}, or one of them with =FILE"
+    target.load_tokenizer()  # an export without one is of no use here
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else it warns of each text that is cut
+    with TemporaryDirectory() as place:
+        directory = write_export(target, Path(place) / "model", Extras(card=""))
+        model = HFLM(
+            pretrained=str(directory),
+            dtype="float32",
+            device=str(target.device),
+            batch_size=microbatch_size,
         )
-    task = TASKS[name]
-    place = Path(source or task.hub_name)
-    title = place.resolve().name
-    paths = [place]
-    split = None
-    if place.is_dir():
-        paths = sorted(file for file in place.iterdir() if file.suffix in KINDS and file.is_file())
-    elif not place.exists() and HUB_NAME.fullmatch(str(place)):
-        title = str(place)
-        paths = _download(str(place), task)
-        split = task.split if title == task.hub_name else None
-    questions = [question for path in paths for question in _questions(path, task)]
-    if not questions:
-        raise UserError(
-            f"{place}: has no questions; give a .jsonl or .parquet file with {task.__name__}'s"
-        )
-    kinds = {question.kind for question in questions}
-    if len(kinds) == 1 and re.fullmatch(r"\w{1,80}", kind := kinds.pop()):
-        name = f"{name}_{kind}"
-    return Quiz(name, task.figures, questions, title, split)
-
-
-def _questions(path: Path, task: type[TaskRecord]) -> Iterator[Question]:
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            records = pyarrow.parquet.read_table(path).to_pylist()
-        else:
-            lines = path.read_text(encoding="utf-8").split("\n")
-            records = (json.loads(line) for line in lines if line.strip())
-        for record in records:
-            question = task.model_validate(record).as_question()
-            if not (0 <= question.right < len(question.choices) and all(question.choices)):
-                raise ValueError(
-                    f"choice {question.right} of {len(question.choices)} is right, or one is empty"
+        for name in tasks.names:
+            try:
+                found = simple_evaluate(
+                    model, tasks=[name], task_manager=tasks.manager, bootstrap_iters=0
                 )
-            yield question
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        if isinstance(error, ValidationError):
-            reason = describe(error)
-        raise UserError(
-            f"{path}: not {task.__name__}'s questions ({reason}); each needs"
-            f" {', '.join(task.model_fields)}"
-        ) from None
+            except Exception as error:  # tasks and their datasets have errors of many packages
+                if is_out_of_memory(error):
+                    raise
+                reason = first_line_without_token(error)
+                if isinstance(error, AssertionError):  # lm-eval's have no text, but their line
+                    reason = traceback.extract_tb(error.__traceback__)[-1].line
+                raise UserError(
+                    f"--task {name}: lm-eval cannot score {target.name} ({reason}); its context is"
+                    f" {target.model.config.context_length:,} tokens"
+                ) from None
+            file = None if name in tasks.manager.all_tasks else Path(name)
+            yield from records_of(target, found, file)
 
 
-def _download(repository: str, task: type[TaskRecord]) -> list[Path]:
-    """Download the files with the questions into the hub client's cache, unless they are there."""
-    from huggingface_hub import HfApi, hf_hub_download
+def records_of(target: LoadedModel, found: Record, file: Path | None) -> Iterator[Record]:
+    """Yield a record of each score in lm-eval's results on a task or a group of tasks.
 
-    from preparation.hub import ask_hub, check_names, hide_progress_bars
+    `file` describes the task, if it is none of lm-eval's. A group has one score if it says how to
+    average; else each of its tasks has one.
+    """
+    groups = [*found["group_subtasks"]]  # the first one contains all others
+    if groups and groups[0] in found.get("groups", {}):
+        tasks_of = {groups[0]: [*found["samples"]]}
+    else:
+        tasks_of = {task: [task] for task in found["samples"]}
+    for name, tasks in tasks_of.items():
+        samples = [sample for task in tasks for sample in found["samples"][task]]
+        config = found["configs"][tasks[0]]
+        num_cut = _num_cut(target, samples)
+        if num_cut:
+            print_error(
+                f"warning: {name}: {num_cut:,} texts are longer than the context of {target.name}"
+                " and lost their beginning"
+            )
+        record: Record = {
+            "benchmark": name,
+            "questions": sum(found["n-samples"][task]["effective"] for task in tasks),
+            "questions_from": file.name if file else str(config.get("dataset_path")),
+            "split": None if file else config.get("test_split") or config.get("validation_split"),
+            "cut_texts": num_cut,
+            "higher_is_better": {},
+        }
+        for key, value in found["results"][name].items():
+            metric, _, answer_filter = key.partition(",")
+            if not answer_filter or metric.endswith("_stderr"):
+                continue  # a fact of the task, or the standard error, which is not computed
+            figure = NAMES.get(metric, metric)
+            if answer_filter != "none":
+                figure += "_" + answer_filter.replace("-", "_")
+            of_figure = [one for one in samples if one["filter"] == answer_filter and metric in one]
+            scores = [sample[metric] for sample in of_figure]
+            record |= entries(figure, Figure(value, interval_of(metric, value, scores)))
+            is_lower_better = found["higher_is_better"][name].get(metric) is False
+            record["higher_is_better"][figure] = not is_lower_better
+        yield record
 
-    info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
-    present = [file.rfilename for file in info.siblings or ()]
-    names = [name for name in present if re.search(task.hub_files, name)]
-    check_names(repository, names)
-    hide_progress_bars()
-    if not names:
-        raise UserError(
-            f"{repository} on the Hugging Face hub: has no file of {task.__name__}'s"
-            f" questions; give {task.hub_name} or a local file"
-        )
-    tables = [name for name in names if name.endswith(".parquet")]
-    download = partial(hf_hub_download, repository, revision=info.sha, repo_type="dataset")
-    return [Path(ask_hub(repository, partial(download, name))) for name in sorted(tables or names)]
+
+def _num_cut(target: LoadedModel, samples: list[Record]) -> int:
+    """Return how many texts, a question and an answer each, do not fit into the context."""
+    tokenizer = target.load_tokenizer()
+    longest = target.model.config.context_length + 1  # the last token is only a target
+    num_cut = 0
+    for sample in samples:
+        for question, *answer in sample["arguments"]:
+            if answer and isinstance(answer[0], str):  # else the model writes the answer
+                num_tokens = len(tokenizer.encode_ordinary(question + answer[0]))
+                if not question:
+                    num_tokens += 1  # the end of text stands for it
+                num_cut += num_tokens > longest
+    return num_cut
+
+
+def interval_of(metric: str, value: float, scores: list[Any]) -> tuple[float, float] | None:
+    """Return the 95% interval of a figure with this score of each question; None if unknown."""
+    if scores and all(np.ndim(score) == 0 and score in (0, 1) for score in scores):  # wrong, right
+        from scipy.stats import binomtest
+
+        num_right = round(value * len(scores))
+        bounds = binomtest(num_right, len(scores)).proportion_ci(method="wilson")
+        return float(bounds.low), float(bounds.high)
+    if metric == "perplexity":  # each score is the log probability of the right answer
+        return ratio(-np.array(scores), np.ones(len(scores))).through(exp).interval
+    return None

@@ -1,10 +1,7 @@
-"""`lab evaluate`: losses and scores with their intervals, and the choice of models.
+"""`lab evaluate`: losses and scores with their intervals, and the choice of models."""
 
-lm-eval is the reference of the tasks.
-"""
-
-import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,25 +12,23 @@ from matplotlib.figure import Figure
 
 from basics.errors import UserError
 from checkpointing import list_checkpoints
-from lab.evaluate import measure, scoring
+from lab.evaluate import measure, tasks
 from lab.evaluate.evaluate import table
+from lab.evaluate.losses import MIN_BLOCKS, evaluate, ratio
 from lab.evaluate.measure import choose_slice
-from lab.evaluate.scoring import MIN_BLOCKS, encode_questions, evaluate, ratio, score, share
-from lab.evaluate.tasks import TASKS, Question, Quiz, read_quiz
-from lab.publish.export import Extras, write_export
-from tests.support.hub_server import Hub, serving, used_in_this_process
+from lab.evaluate.tasks import find_tasks, records_of, score
+from tests.support.hub_server import Hub, serving
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.lm_eval_tasks import FILES, records_of, tasks_dir, write_records, write_tasks
+from tests.support.lm_eval_tasks import write_own_task, write_tasks
 from tests.support.models import export, random_model
+from tests.support.stand_ins import refused_network
 from tests.support.workplace import read_lines, write_tokens
 from tokens.token_file import TokenFile
 from tokens.tokenizer import load_tokenizer
-from trainer.models import LoadedModel
+from trainer.models import LoadedModel, load_model
 
 MODEL = {"vocab_size": 257, "context_length": 16}
-NAMES = list(TASKS)
-MAY_BE_EMPTY = ("activity_label", "ctx_a", "ctx_b", "question", "goal", "UID")
 
 
 def lab_evaluate(workplace, *arguments, **environment):
@@ -55,7 +50,7 @@ def test_figures_match_their_definitions_for_any_context_and_microbatch(
     context_length, tmp_path, monkeypatch
 ):
     """The mean over the tokens; the interval of blocks of 16 tokens, or longer sequences."""
-    monkeypatch.setattr(scoring, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr("lab.evaluate.losses.BLOCK_TOKENS", 16)
     tokens = np.random.default_rng(0).integers(0, 256, size=170).astype(np.uint16)
     tokens[10:150:7] = 256  # ends of text: 20 among the targets
     path = tmp_path / "validation.safetensors"
@@ -135,8 +130,10 @@ def test_a_run_has_the_loss_of_its_own_validation(trained):
     ],
 )
 def test_wilsons_interval_is_the_published_one(right, questions, interval):
-    found = share(np.arange(questions) < right)
-    assert found.value == right / questions and found.interval == pytest.approx(interval, abs=6e-5)
+    pytest.importorskip("scipy")
+    scores = [1.0] * right + [0.0] * (questions - right)
+    found = tasks.interval_of("acc", right / questions, scores)
+    assert found == pytest.approx(interval, abs=6e-5)
 
 
 def test_a_short_text_has_smaller_blocks_of_some_documents_or_no_interval_and_says_why(tmp_path):
@@ -221,31 +218,25 @@ def test_only_the_split_that_is_measured_is_downloaded(trained, tmp_path):
         assert [len(hub.downloads(name)) for name in files] == [1, 1]
 
 
-@pytest.mark.parametrize("is_task", [False, True])
-def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(trained, is_task, monkeypatch):
+def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(trained, monkeypatch):
     drawn: list[Figure] = []
-    monkeypatch.setattr(scoring, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr("lab.evaluate.losses.BLOCK_TOKENS", 64)
     monkeypatch.setattr(
         "lab.evaluate.evaluate.draw_by_hand",
         lambda path, plot: drawn.append(figure := Figure()) or plot(figure) or path,
     )
-    write_records(
-        trained.root / "pairs.jsonl",
-        [{"sentence_good": "abcd"[:n], "sentence_bad": "wxyz"[-n:]} for n in (1, 2, 3, 4)],
-    )
-    task = ["--task", f"blimp={trained.root / 'pairs.jsonl'}"] * is_task
-    result = lab_evaluate(trained, "tiny", "--checkpoints", "all", *task)
+    result = lab_evaluate(trained, "tiny", "--checkpoints", "all")
     checkpoints = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
     assert len(checkpoints) > 1 and "evaluations-chart.png" in result.stderr
     records = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
     assert [record["checkpoint"] for record in records] == [one.name for one in checkpoints]
     assert {row[0] for row in rows_of(result)} == {f"tiny ({one.name})" for one in checkpoints}
-    key, (axes,) = "accuracy" if is_task else "loss", drawn[0].axes
+    (axes,) = drawn[0].axes
     curve, *intervals = axes.lines
     assert list(curve.get_xdata()) == [record["trained_tokens"] for record in records]
-    assert list(curve.get_ydata()) == [record[key] for record in records]
+    assert list(curve.get_ydata()) == [record["loss"] for record in records]
     assert [list(line.get_ydata()) for line in intervals] == [
-        record[f"{key}_interval"] for record in records
+        record["loss_interval"] for record in records
     ]
 
 
@@ -303,24 +294,6 @@ def test_the_lowest_loss_comes_first_and_a_late_error_loses_no_result(trained, t
         ("new", "no checkpoint yet; train the run first"),
         ("model", "--dataset: name the dataset to evaluate all targets on (no target is a run)"),
         ("model@latest --dataset tiny", "is no run, so it has no checkpoints"),
-        (
-            "tiny --task nix",
-            "--task nix: is unknown; wanted hellaswag, lambada, arc_easy, piqa, blimp",
-        ),
-        (
-            "tiny --task piqa=nix.jsonl",
-            "nix.jsonl: not PIQA's questions (No such file or directory)",
-        ),
-        (
-            "tiny --task piqa=pairs.jsonl",
-            'not PIQA\'s questions ("goal" is missing; add it); each needs goal, sol1, sol2, label',
-        ),
-        ("tiny --task piqa=empty", "empty: has no questions; give a .jsonl or .parquet file"),
-        (
-            "tiny --task blimp=pairs.jsonl",
-            "Error: blimp, pairs.jsonl: the choice 'aaaaaaaaaaaaaaaaaaaa'"
-            " has 21 tokens, but tiny has a context of 16",
-        ),
     ],
 )
 def test_a_user_error_is_one_line_and_nothing_is_recorded(trained, arguments, message, monkeypatch):
@@ -332,105 +305,12 @@ def test_a_user_error_is_one_line_and_nothing_is_recorded(trained, arguments, me
         np.arange(100, dtype=np.uint16),
         {"tokenizer": "gpt2"},
     )
-    (trained.root / "empty").mkdir()
-    write_records(
-        trained.root / "pairs.jsonl",
-        [
-            {"sentence_good": "a", "sentence_bad": "b"},
-            {"sentence_good": "a" * 20, "sentence_bad": "b"},
-        ],
-    )
     assert message in error_line(lab_evaluate(trained, *arguments.split(" ")))
     assert not (trained.runs_dir / "tiny/evaluations.jsonl").exists()
     assert not (trained.runs_dir / "evaluations.jsonl").exists()
 
 
-# Tasks
-
-
-@pytest.mark.thorough  # importing lm-eval alone takes as long as a hundred other tests
-def test_lm_eval_gives_an_export_the_same_scores(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # read at the first import
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    pytest.importorskip("lm_eval")
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    model = random_model(vocab_size=50257, context_length=32)  # " the" is often its likeliest token
-    model.final_norm.bias.data.fill_(0.5)
-    model.head_weight.data[load_tokenizer("gpt2").encode_ordinary(" the")] += 0.2
-    target = LoadedModel("x", model, "gpt2")
-    directory = write_export(target, tmp_path / "export", Extras("a card"))
-    paths = write_tasks(tmp_path / "tasks")
-    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
-    theirs = simple_evaluate(
-        "hf",
-        {"pretrained": str(directory), "dtype": "float32"},
-        [f"local_{n}" for n in paths],
-        device="cpu",
-        task_manager=manager,
-        bootstrap_iters=0,
-    )["results"]
-    names = {
-        "accuracy": "acc,none",
-        "normalised_accuracy": "acc_norm,none",
-        "perplexity": "perplexity,none",
-    }
-    num_cut = 0
-    for name, path in paths.items():
-        quiz = read_quiz(name, str(path))
-        expected = {key: theirs[f"local_{name}"][names[key]] for key in quiz.figures}
-        assert len({0.0, 1.0, *expected.values()}) == 2 + len(expected)  # a mix-up would show
-        for size in (1, 3, 100):
-            found = score(target, quiz, encode_questions(target, quiz), microbatch_size=size)
-            assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5), (
-                name,
-                size,
-            )
-            for key, value in expected.items():
-                low, high = found[f"{key}_interval"]
-                assert low < value < high
-        num_cut += found["cut_texts"]
-    assert num_cut  # texts longer than the context
-
-
-def shortened(value):
-    """Make texts fit into the tiny run's context of 16 bytes."""
-    if isinstance(value, list):
-        return [shortened(item) for item in value]
-    if isinstance(value, dict):
-        return {key: shortened(item) for key, item in value.items()}
-    is_text = isinstance(value, str) and len(value) > 1 and not value.isidentifier()
-    return " ".join(word[:3] for word in value.split()[:2]) + "." if is_text else value
-
-
-def test_all_tasks_are_one_table_and_one_record_each(trained):
-    for name in NAMES:
-        write_records(trained.root / f"{name}.jsonl", shortened(records_of(name, 3)))
-    write_records(
-        trained.root / "lambada.jsonl",
-        [{"text": "too long for this model"}, {"text": "short enough"}, {"text": "a b"}],
-    )
-    arguments = [f"--task={name}={trained.root}/{name}.jsonl" for name in NAMES]
-    result = succeeded(lab_evaluate(trained, "tiny", *arguments))
-    head, _, *lines = result.stdout.splitlines()
-    names = [*NAMES[:-1], "blimp_anaphor_gender_agreement"]
-    assert [line.split()[2] for line in lines] == names
-    assert "perplexity [95%]" in head and "loss" not in head
-    records = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
-    assert [record["benchmark"] for record in records] == names
-    for record, line in zip(records, lines, strict=True):
-        low, high = record["accuracy_interval"]
-        assert record["split"] is None and record["questions_from"].endswith(".jsonl")
-        assert record["questions"] == 3 and 0 <= low <= record["accuracy"] <= high <= 1
-        assert f" {record['accuracy']:.4f} [{low:.4f}, {high:.4f}] " in line
-    assert records[1]["cut_texts"] == 1
-    assert "warning: lambada: 1 texts are longer than the context of tiny" in result.stderr
-
-
-@pytest.mark.parametrize("is_task", [False, True])
-def test_what_was_measured_is_one_json_document_on_stdout(trained, is_task, monkeypatch):
-    write_records(questions := trained.root / "piqa.jsonl", shortened(records_of("piqa", 3)))
+def test_what_was_measured_is_one_json_document_on_stdout(trained, monkeypatch):
     monkeypatch.setattr(
         measure,
         "load_model",
@@ -439,19 +319,8 @@ def test_what_was_measured_is_one_json_document_on_stdout(trained, is_task, monk
         ),
     )
     weights = export(random_model(**MODEL), trained.root / "weights")
-    own, other = checked(
-        succeeded(
-            lab_evaluate(
-                trained,
-                "tiny@latest",
-                str(weights),
-                "--dataset",
-                "tiny",
-                "--json",
-                *[f"--task=piqa={questions}"] * is_task,
-            )
-        ).stdout
-    ).models
+    command = "tiny@latest", str(weights), "--dataset", "tiny", "--json"
+    own, other = checked(succeeded(lab_evaluate(trained, *command)).stdout).models
     (record,) = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
     assert (own.name, own.checkpoint, own.trained_tokens) == (
         "tiny",
@@ -459,102 +328,229 @@ def test_what_was_measured_is_one_json_document_on_stdout(trained, is_task, monk
         record["trained_tokens"],
     )
     assert (other.name, other.checkpoint, other.trained_tokens) == (str(weights), None, None)
-    for model in (own, other):
-        assert (model.loss is None, len(model.tasks)) == (is_task, int(is_task))
-    shown = own.tasks[0] if is_task else own.loss
-    assert record == record | shown.model_dump(exclude_unset=True)
+    assert own.tasks == other.tasks == []
+    assert record == record | own.loss.model_dump(exclude_unset=True)
 
 
-def test_minimal_pairs_are_named_by_their_kind_and_may_be_many_files(tmp_path):
-    pair = {"sentence_good": "a b.", "sentence_bad": "b a.", "UID": "some_island"}
-    (tmp_path / "data").mkdir()
-    for number, kind in enumerate(("some_island", "other_island")):
-        write_records(tmp_path / f"data/{number}.jsonl", [pair | {"UID": kind}] * 2)
-    one = read_quiz("blimp", str(tmp_path / "data/0.jsonl"))
-    assert (one.name, len(one.questions)) == ("blimp_some_island", 2)
-    both = read_quiz("blimp", str(tmp_path / "data"))
-    assert (both.name, len(both.questions)) == ("blimp", 4)
-    write_records(tmp_path / "own.jsonl", [{"sentence_good": "a", "sentence_bad": "b"}])
-    own = read_quiz("blimp", str(tmp_path / "own.jsonl"))
-    assert (own.name, own.source, own.split) == ("blimp", "own.jsonl", None)
+# Tasks
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_without_valid_questions_is_a_user_error(name, tmp_path):
-    path, record = tmp_path / "val.jsonl", records_of(name, 1)[0]
-    contents = ["", "\n", "junk", "[]", "{}", "[" * 10_000, "\xff"]
-    for column in TASKS[name].model_fields:
-        for wrong in (None, -1, 7, [], {}, ["a", ""], *[""] * (column not in MAY_BE_EMPTY)):
-            contents.append(f"{json.dumps(record)}\n{json.dumps(record | {column: wrong})}")
-    for content in contents:
-        path.write_text(content, encoding="latin-1")
-        with pytest.raises(UserError) as caught:
-            read_quiz(name, str(path))
-        assert TASKS[name].__name__ in str(caught.value) and str(path) in str(caught.value), content
+@pytest.fixture
+def lm_eval(monkeypatch):
+    """lm-eval without the index of its own tasks, which takes seconds."""
+    lm_eval_tasks = pytest.importorskip("lm_eval.tasks")
+    only_files = partial(lm_eval_tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", only_files)
 
 
-def test_equal_choices_are_a_tie_that_the_first_one_wins():
-    """In different batches, their log probabilities could differ in the last bit."""
-    target = LoadedModel("x", random_model(vocab_size=257, context_length=32), "bytes")
-    quiz = Quiz(
-        "piqa",
-        ("accuracy", "normalised_accuracy"),
-        [Question("a" * n, ["b" * 9, "b" * 9, "c" * 5], right=1) for n in range(1, 22)],
-        "",
-        None,
+QUESTIONS = [
+    {"question": "abc", "choices": ["x", "yyyy", "zz"], "right": 1},
+    {"question": "Which?", "choices": ["x yz", "é"], "right": 0},
+    {"question": "abc" * 7, "choices": ["x", "a longer one"], "right": 1},  # does not fit
+    {"question": "", "choices": ["ab", "cd"], "right": 1},
+]
+
+
+@torch.no_grad()
+def log_probability(model, question, choice):
+    """Return the log probability of a choice after a question and a space, byte by byte."""
+    tokens = [*(question.encode() or [256]), *f" {choice}".encode()][-17:]
+    logits = model(torch.tensor([tokens[:-1]]))[0].double()
+    losses = F.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
+    return -losses[-len(f" {choice}".encode()) :].sum().item()
+
+
+def test_scores_of_a_task_file_are_those_of_a_plain_calculation(
+    trained, lm_eval, monkeypatch, tmp_path
+):
+    """For each checkpoint; offline; with records, JSON, a table and a chart."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(
+        "lab.evaluate.evaluate.draw_by_hand",
+        lambda path, plot: drawn.append(figure := Figure()) or plot(figure) or path,
     )
-    found = score(target, quiz, encode_questions(target, quiz), microbatch_size=1)
-    assert found["accuracy"] == found["normalised_accuracy"] == 0
+    monkeypatch.chdir(trained.root)
+    write_own_task(trained.root, QUESTIONS)
+    weights = export(random_model(**MODEL), trained.root / "weights")
+    with refused_network(tmp_path / "log"):
+        result = lab_evaluate(
+            trained, "tiny@all", str(weights), "--task", "capitals.yaml", "--json"
+        )
+    assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
+    *own, other = checked(succeeded(result).stdout).models
+    checkpoints = list_checkpoints(trained.runs_dir / "tiny/checkpoints")
+    assert [model.checkpoint for model in own] == [one.name for one in checkpoints]
+    assert (other.name, other.checkpoint) == (str(weights), None) and len(own) > 1
+    for shown in (*own, other):
+        name = f"tiny/checkpoints/{shown.checkpoint}" if shown.checkpoint else None
+        place = trained.runs_dir / name if name else weights
+        model = load_model(str(place), runs_dir=trained.runs_dir).model
+        is_right, is_right_by_length = [], []
+        for question in QUESTIONS:
+            found = [log_probability(model, question["question"], c) for c in question["choices"]]
+            by_length = [
+                value / len(c) for value, c in zip(found, question["choices"], strict=True)
+            ]
+            is_right.append(np.argmax(found) == question["right"])
+            is_right_by_length.append(np.argmax(by_length) == question["right"])
+        (score,) = shown.tasks
+        assert (score.accuracy, score.normalised_accuracy) == (
+            np.mean(is_right),
+            np.mean(is_right_by_length),
+        )
+        assert (score.benchmark, score.questions, score.cut_texts) == ("capitals", 4, 2)
+        assert (score.questions_from, score.split) == ("capitals.yaml", None)
+    records = read_lines(trained.runs_dir / "tiny/evaluations.jsonl")
+    for shown, record in zip(own, records, strict=True):
+        assert record == record | shown.tasks[0].model_dump(exclude_unset=True)
+    assert "warning: capitals: 2 texts are longer than the context of tiny" in result.stderr
+    head, _, first, *_ = table(records).terminal().splitlines()
+    assert "normalised accuracy [95%]" in head and "loss" not in head
+    best = max(records, key=lambda record: record["normalised_accuracy"])
+    low, high = best["normalised_accuracy_interval"]
+    assert f"{best['normalised_accuracy']:.4f} [{low:.4f}, {high:.4f}]" in first
+    (axes,) = drawn[0].axes
+    curve, *intervals = axes.lines
+    assert list(curve.get_ydata()) == [record["normalised_accuracy"] for record in records]
+    assert [list(line.get_ydata()) for line in intervals] == [
+        record["normalised_accuracy_interval"] for record in records
+    ]
 
 
-# Questions on the hub
+# Of 40 questions, by the project's own scorer, which lm-eval has replaced.
+EARLIER_SCORES = {
+    "hellaswag": {"accuracy": 0.25, "normalised_accuracy": 0.225, "cut_texts": 4},
+    "lambada": {"accuracy": 0.3, "perplexity": 2431268459.5985637, "cut_texts": 0},
+    "arc_easy": {"accuracy": 0.175, "normalised_accuracy": 0.225, "cut_texts": 0},
+    "piqa": {"accuracy": 0.475, "normalised_accuracy": 0.4, "cut_texts": 0},
+    "blimp": {"accuracy": 0.425, "cut_texts": 0},
+}
+
+
+@pytest.mark.thorough  # the index of all tasks, and GPT-2's vocabulary, take seconds
+def test_lm_evals_own_tasks_have_the_scores_that_they_had(tmp_path):
+    pytest.importorskip("lm_eval")
+    model = random_model(vocab_size=50257, context_length=32)  # " the" is often its likeliest token
+    model.final_norm.bias.data.fill_(0.5)
+    model.head_weight.data[load_tokenizer("gpt2").encode_ordinary(" the")] += 0.2
+    files = find_tasks(tuple(map(str, write_tasks(tmp_path))))
+    names = set(EARLIER_SCORES) - {"lambada"} | {"lambada_openai"}
+    assert names <= set(files.manager.all_tasks)
+    found = score(LoadedModel("x", model, "gpt2"), files, 8)
+    for (name, expected), record in zip(EARLIER_SCORES.items(), found, strict=True):
+        assert record["benchmark"] == f"local_{name}" and record["questions"] == 40
+        assert {key: record[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+        figures = {key for key in record if f"{key}_interval" in record}
+        assert figures == set(expected) - {"cut_texts"}
+        for key in figures:
+            low, high = record[f"{key}_interval"]
+            assert low < record[key] < high
+            assert record["higher_is_better"][key] == (key != "perplexity")
+    with pytest.raises(UserError, match="hellaswagg: is no task of lm-eval.* mean hellaswag"):
+        find_tasks(("hellaswagg",))
+
+
+def result_of(parts, groups):
+    """Return what lm-eval returns for a group of two tasks, of 3 questions and 1."""
+    samples = {
+        name: [
+            {"filter": kind, "acc": right, "f1": (0, 1), "arguments": [("a", {"until": []})]}
+            for right in scores
+            for kind in ("none", "strict-match")
+        ]
+        for name, scores in (("one", [1.0, 0.0, 1.0]), ("two", [0.0]))
+    }
+    of_tasks = {
+        name: {"alias": name, "acc,none": 0.5, "f1,strict-match": 0.25, "acc_stderr,none": "N/A"}
+        for name in ("all", "one", "two")
+    }
+    return {
+        "results": of_tasks,
+        "groups": groups,
+        "group_subtasks": parts,
+        "samples": samples,
+        "configs": {name: {"dataset_path": "a/b", "test_split": "test"} for name in samples},
+        "n-samples": {name: {"effective": len(each) // 2} for name, each in samples.items()},
+        "higher_is_better": {name: {"acc": True, "f1": False} for name in of_tasks},
+    }
+
+
+def test_a_group_has_one_record_if_it_has_one_score_else_each_of_its_tasks_has_one():
+    target = LoadedModel("x", random_model(vocab_size=257), "bytes")
+    parts = {"all": ["one", "two"]}
+    (group,) = records_of(target, result_of(parts, {"all": {}}), None)
+    assert group == {
+        "benchmark": "all",
+        "questions": 4,
+        "questions_from": "a/b",
+        "split": "test",
+        "cut_texts": 0,
+        "accuracy": 0.5,
+        "accuracy_interval": [0.150039, 0.849961],  # Wilson's, of 2 in 4
+        "f1_strict_match": 0.25,
+        "f1_strict_match_interval": None,
+        "higher_is_better": {"accuracy": True, "f1_strict_match": False},
+    }
+    for result in (result_of(parts, {}), result_of({}, {})):
+        one, two = records_of(target, result, Path("own/tasks.yaml"))
+        assert [(each["benchmark"], each["questions"]) for each in (one, two)] == [
+            ("one", 3),
+            ("two", 1),
+        ]
+        assert (one["questions_from"], one["split"]) == ("tasks.yaml", None)
+        rows = table([record | {"target": "x", "checkpoint": None} for record in (one, two)]).rows
+        assert rows[0][-2:] == ["0.2500", "3"]
+
+
+def test_of_a_figure_that_is_better_if_lower_the_lowest_comes_first():
+    records = [
+        {
+            "target": str(value),
+            "checkpoint": None,
+            "benchmark": "wikitext",
+            "questions": 9,
+            "word_perplexity": value,
+            "word_perplexity_interval": None,
+            "higher_is_better": {"word_perplexity": False},
+        }
+        for value in (30.0, 20.0, 25.0)
+    ]
+    assert [row[0] for row in table(records).rows] == ["20.0", "25.0", "30.0"]
+
+
+def test_tasks_without_lm_eval_say_how_to_install_it(trained, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = error_line(lab_evaluate(trained, "tiny", "--task", "hellaswag"))
+    assert "needs the package lm-eval: uv run --extra tasks lab evaluate" in line
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted", "others"),
+    ("content", "message"),
     [
-        ("hellaswag", ["data/validation-00000-of-00001.parquet"], ["data/train-00000.parquet"]),
-        ("lambada", ["default/test/0000.parquet"], ["de/test/0000.parquet", "README.md"]),
-        ("lambada", ["data/lambada_test.jsonl"], ["data/lambada_test_de.jsonl"]),
-        (
-            "arc_easy",
-            ["ARC-Easy/test-00000-of-00001.parquet"],
-            ["ARC-Challenge/test-00000-of-00001.parquet", "ARC-Easy/train-00000-of-00001.parquet"],
-        ),
-        ("piqa", ["plain_text/validation-00000-of-00001.parquet"], ["plain_text/test-0.parquet"]),
-        (
-            "blimp",
-            ["a_island/train-00000-of-00001.parquet", "b_island/train-00000-of-00001.parquet"],
-            ["README.md"],
+        (None, "nix.yaml: is no task of lm-eval, and no file; give a YAML file"),
+        ("junk", "lm-eval cannot score tiny ("),
+        ("- task: [", "lm-eval cannot score tiny ("),
+        ("task: a\ndataset_path: json\ndataset_kwargs: {data_files: nix.jsonl}", "nix.jsonl"),
+        (  # the answer does not fit
+            [{"question": "a", "choices": ["b" * 20, "c"], "right": 0}],
+            "(assert len(continuation_enc) <= self.max_length); its context is 16 tokens",
         ),
     ],
 )
-def test_questions_are_downloaded_from_the_hub(name, wanted, others, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    write_records(path := tmp_path / Path(wanted[0]).name, records_of(name, 3))
-    hub = Hub(
-        dict.fromkeys(wanted, path.read_bytes()) | dict.fromkeys(others, b"x"),
-        repository="someone/questions",
-    )
-    with serving(hub), used_in_this_process(hub, tmp_path / "home"):
-        quiz = read_quiz(name, "someone/questions")
-    assert len(quiz.questions) == 3 * len(wanted)
-    assert (quiz.source, quiz.split) == ("someone/questions", None)
-    assert not any(hub.downloads(other) for other in others)
+def test_a_task_that_cannot_be_scored_is_one_line(trained, lm_eval, content, message, monkeypatch):
+    monkeypatch.chdir(trained.root)
+    name = "nix.yaml"
+    if isinstance(content, list):
+        name = write_own_task(trained.root, content).name
+    elif content is not None:
+        Path(name).write_text(content)
+    line = error_line(lab_evaluate(trained, "tiny", "--task", name))
+    assert message in line and f"--task {name}: " in line
+    assert not (trained.runs_dir / "tiny/evaluations.jsonl").exists()
 
 
-def test_a_hub_dataset_without_the_questions_is_a_user_error(tmp_path):
-    hub = Hub({"README.md": b"x"}, repository="someone/questions")
-    with (
-        serving(hub),
-        used_in_this_process(hub, tmp_path / "home"),
-        pytest.raises(UserError, match="has no file of PIQA's questions; give baber/piqa or"),
-    ):
-        read_quiz("piqa", "someone/questions")
-
-
-def test_the_default_datasets_are_those_of_lm_eval():
-    """What the hub's test server cannot show: the names that the tasks have in lm-eval."""
-    for name, task in TASKS.items():
-        file = "blimp/_template_yaml" if name == "blimp" else FILES[name][0]
-        assert f"dataset_path: {task.hub_name}\n" in (tasks_dir() / file).read_text()
+def test_a_model_whose_tokenizer_is_not_known_cannot_be_scored(trained, lm_eval):
+    weights = export(random_model(vocab_size=300), trained.root / "weights")
+    task = write_own_task(trained.root, QUESTIONS)
+    line = error_line(lab_evaluate(trained, str(weights), "--task", str(task)))
+    assert "its tokenizer is not known" in line

@@ -137,6 +137,7 @@ SCORE = part(
     text="benchmark questions_from",
     whole="questions cut_texts",
     text_or_none="split",
+    parts={"higher_is_better": dict[str, bool]},
     optional=dict.fromkeys(SCORES, float) | {f"{name}_interval": list[float] for name in SCORES},
 )
 MODEL = part(

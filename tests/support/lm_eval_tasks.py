@@ -1,4 +1,4 @@
-"""lm-eval's own tasks, with random questions in local files instead of those on the hub."""
+"""Tasks of lm-eval with questions in local files: its own tasks with random ones, and a new one."""
 
 import importlib.util
 import json
@@ -11,30 +11,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from lab.evaluate.tasks import TASKS
-
 NUM_QUESTIONS = 40
 WORDS = "the a man dog opens his é water  then 😀 naïve".split(" ")
 LAST_WORDS = ["the", "the", "naïve", "then\nthe", '"the"', "  the"]
-# By our name: lm-eval's file, and the suffix of our file.
+# By name: lm-eval's file, the split that it measures, and the suffix of our file.
 FILES = {
-    "hellaswag": ("hellaswag/hellaswag.yaml", "jsonl"),
-    "lambada": ("lambada/lambada_openai.yaml", "jsonl"),
-    "arc_easy": ("arc/arc_easy.yaml", "parquet"),
-    "piqa": ("piqa/piqa.yaml", "jsonl"),
-    "blimp": ("blimp/anaphor_gender_agreement.yaml", "parquet"),
+    "hellaswag": ("hellaswag/hellaswag.yaml", "validation", "jsonl"),
+    "lambada": ("lambada/lambada_openai.yaml", "test", "jsonl"),
+    "arc_easy": ("arc/arc_easy.yaml", "test", "parquet"),
+    "piqa": ("piqa/piqa.yaml", "validation", "jsonl"),
+    "blimp": ("blimp/anaphor_gender_agreement.yaml", "validation", "parquet"),
 }
-TASK = """include: {original}
-task: local_{name}
-dataset_path: {kind}
-dataset_name: null
-dataset_kwargs:
-  data_files:
-    {split}: {path}
-training_split: {training}
-validation_split: {validation}
-test_split: {test}
-"""
 
 
 def tasks_dir() -> Path:
@@ -45,27 +32,49 @@ def tasks_dir() -> Path:
     return Path(found.origin).parent / "tasks"
 
 
-def write_tasks(directory: Path) -> dict[str, Path]:
-    """Write each task's questions and its `local_NAME` for lm-eval; return the questions' files."""
-    directory.mkdir()
-    written = {}
-    for name, (original, suffix) in FILES.items():
-        path, split = directory / f"{name}.{suffix}", TASKS[name].split
-        written[name] = path
-        write_records(path, records_of(name))
-        splits = {"training": "null", "validation": "null", "test": "null"}
-        splits["validation" if split == "train" else split] = split  # BLiMP validates on `train`
-        (directory / f"{name}.yaml").write_text(
-            TASK.format(
-                original=tasks_dir() / original,
-                name=name,
-                split=split,
-                path=path,
-                kind="json" if suffix == "jsonl" else suffix,
-                **splits,
-            )
-        )
+def write_tasks(directory: Path) -> list[Path]:
+    """Write a YAML file for each of `FILES`, which is called `local_NAME`, and its questions."""
+    written = []
+    for name, (original, split, suffix) in FILES.items():
+        questions = directory / f"{name}.{suffix}"
+        write_records(questions, records_of(name))
+        splits = dict.fromkeys(("training_split", "validation_split", "test_split"))
+        task = {
+            "include": str(tasks_dir() / original),
+            "task": f"local_{name}",
+            "dataset_path": "json" if suffix == "jsonl" else suffix,
+            "dataset_name": None,
+            "dataset_kwargs": local_data(split, questions),
+            **splits,
+            f"{split}_split": split,
+        }
+        written.append(directory / f"{name}.yaml")
+        written[-1].write_text(json.dumps(task))  # JSON is YAML
     return written
+
+
+def write_own_task(directory: Path, questions: list[dict[str, Any]]) -> Path:
+    """Write the YAML file of a task; a question has `choices` and the number of the `right` one."""
+    path = directory / "capitals.jsonl"
+    write_records(path, questions)
+    task = {
+        "task": "capitals",
+        "dataset_path": "json",
+        "dataset_kwargs": local_data("test", path),
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{right}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    (directory / "capitals.yaml").write_text(json.dumps(task))
+    return directory / "capitals.yaml"
+
+
+def local_data(split: str, path: Path) -> dict[str, Any]:
+    """Return the arguments with which the package datasets reads a file, and keeps nothing else."""
+    return {"data_files": {split: str(path)}, "cache_dir": str(path.parent / "cache")}
 
 
 def write_records(path: Path, records: list[dict[str, Any]]) -> None:

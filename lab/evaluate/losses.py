@@ -1,9 +1,4 @@
-"""The loss of a model on held-out tokens, and its answers to the questions of a task, in float32.
-
-Questions are split into tokens and scored as in the lm-eval harness: each choice follows its
-context after a space; an empty context is the end-of-text token; what does not fit loses its
-beginning.
-"""
+"""The loss of a model on held-out tokens in float32, and its interval."""
 
 import hashlib
 import json
@@ -15,12 +10,10 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from tqdm import tqdm
 
-from basics.errors import UserError, one_line, print_error
+from basics.errors import UserError, one_line
 from gpt import GPTModel
-from lab.evaluate.tasks import Quiz
 from lab.runs import Record
 from lab.stats import t_95
 from tokens.token_file import TokenFile, check_token_ids
@@ -35,7 +28,6 @@ MIN_BLOCKS = 8
 MIN_BLOCK_DOCUMENTS = 4
 TEXT_FACTS = ("source", "revision", "num_documents", "num_text_bytes")  # metadata of a text
 TOKENS_PER_CHUNK = 1024  # whose logits exist at a time: 0.2 GiB with a vocabulary of 50,257
-Z_95 = 1.959964  # of the normal distribution
 
 
 class Figure(NamedTuple):
@@ -50,18 +42,6 @@ class Figure(NamedTuple):
         if self.interval is not None:
             bounds = function(self.interval[0]), function(self.interval[1])
         return self._replace(value=function(self.value), interval=bounds)
-
-
-def share(is_right: np.ndarray) -> Figure:
-    """Return the share of right questions, (N,) bool, with its interval. Source: Wilson 1927."""
-    found = float(is_right.mean())
-    num_questions = len(is_right)
-    z2 = Z_95**2
-    scale = 1 + z2 / num_questions
-    middle = (found + z2 / (2 * num_questions)) / scale
-    variance = found * (1 - found) / num_questions + z2 / (4 * num_questions**2)
-    half = Z_95 / scale * math.sqrt(variance)
-    return Figure(found, (max(0.0, middle - half), min(1.0, middle + half)))
 
 
 def ratio(x: np.ndarray, y: np.ndarray) -> Figure:
@@ -122,16 +102,8 @@ class Slice:
         return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
-class Text(NamedTuple):
-    """A context and a choice as tokens, of which the last `num_new` are the choice."""
-
-    tokens: tuple[int, ...]
-    num_new: int
-    is_cut: bool  # it has lost its beginning
-
-
 @torch.inference_mode()
-def evaluate(target: LoadedModel, part: Slice, *, microbatch_size: int) -> Record:
+def evaluate(target: LoadedModel, part: Slice, microbatch_size: int) -> Record:
     """Measure a model's loss in nats per token, in sequences of its own context length.
 
     All is computed in float32 and summed in float64: the microbatch size does not change the first
@@ -217,114 +189,9 @@ def _losses(model: GPTModel, tokens: np.ndarray) -> np.ndarray:
     # Padding follows the last, shorter sequence: causality hides it.
     inputs = F.pad(token_ids[:-1], (0, num_missing)).view(-1, longest)  # (B, T)
     x = model.transform(model.embed(inputs)).flatten(0, 1)[:num_tokens]  # (N, C)
-    return _head_losses(model, x, token_ids[1:])[:, 0].cpu().numpy()
-
-
-def _head_losses(model: GPTModel, x: Tensor, targets: Tensor) -> Tensor:
-    """Return each token's loss, and 1 where another is likelier: (N, C), (N,) to (N, 2) float64."""
-    found = []
+    losses = []
     parts = model.final_norm(x).split(TOKENS_PER_CHUNK)
-    for part, wanted in zip(parts, targets.split(TOKENS_PER_CHUNK), strict=True):
+    for part, targets in zip(parts, token_ids[1:].split(TOKENS_PER_CHUNK), strict=True):
         logits = F.linear(part, model.head_weight)
-        losses = F.cross_entropy(logits, wanted, reduction="none").double()
-        is_missed = (logits.argmax(1) != wanted).double()
-        found.append(torch.stack([losses, is_missed], 1))
-    return torch.cat(found)
-
-
-def encode_questions(target: LoadedModel, quiz: Quiz) -> list[list[Text]]:
-    """Turn questions into tokens, a text for each choice. Raises: UserError: one is too long."""
-    tokenizer = target.load_tokenizer()
-    longest = target.model.config.context_length + 1  # the last token is only a target
-    found: list[list[Text]] = []
-    for question in quiz.questions:
-        before = tokenizer.encode_ordinary(question.context.rstrip())
-        start = [] if before else [tokenizer.eot_token]
-        texts = []
-        for choice in question.choices:
-            tokens = start + tokenizer.encode_ordinary(f"{question.context} {choice}")
-            num_new = len(tokens) - len(start or before)
-            if num_new >= longest:
-                raise UserError(
-                    f"{quiz.name}, {quiz.source}: the choice {choice[:30]!r} has"
-                    f" {num_new:,} tokens, but {target.name} has a context of"
-                    f" {longest - 1:,}; leave the question out, or name another model"
-                )
-            texts.append(Text(tuple(tokens[-longest:]), num_new, len(tokens) > longest))
-        found.append(texts)
-    return found
-
-
-@torch.inference_mode()
-def score(target: LoadedModel, quiz: Quiz, texts: list[list[Text]], microbatch_size: int) -> Record:
-    """Score a model on all questions of a task, whose texts are those of `encode_questions`.
-
-    A text is scored once: two equal choices must have exactly equal log probabilities. A forward
-    pass has as many tokens as `microbatch_size` sequences of the model's context length.
-    """
-    torch.set_float32_matmul_precision("highest")
-    unique = list(dict.fromkeys(text for of_one in texts for text in of_one))
-    unique.sort(key=lambda text: -len(text.tokens))
-    batch_tokens = microbatch_size * target.model.config.context_length
-    results: dict[Text, tuple[float, bool]] = {}
-    with tqdm(
-        total=len(unique), desc=one_line(target.name), unit="text", leave=False, disable=None
-    ) as bar:
-        while len(results) < len(unique):
-            rest = unique[len(results) :]
-            num_inputs = len(rest[0].tokens) - 1  # of the longest text of the batch
-            batch = rest[: max(1, batch_tokens // max(1, num_inputs))]
-            results.update(zip(batch, _score(target, batch), strict=True))
-            bar.update(len(batch))
-    has_choice = len(quiz.questions[0].choices) > 1  # else the task is to predict the last word
-    is_right = []
-    is_likeliest_per_character = []
-    losses = []  # minus the log probability of the right choice
-    for question, of_one in zip(quiz.questions, texts, strict=True):
-        log_probabilities = np.array([results[text][0] for text in of_one])
-        lengths = [len(choice) for choice in question.choices]
-        log_probability, is_greedy = results[of_one[question.right]]
-        is_likeliest = log_probabilities.argmax() == question.right
-        is_right.append(is_likeliest if has_choice else is_greedy)
-        likeliest_per_character = (log_probabilities / lengths).argmax()
-        is_likeliest_per_character.append(likeliest_per_character == question.right)
-        losses.append(-log_probability)
-    figures = {
-        "accuracy": share(np.array(is_right)),
-        "normalised_accuracy": share(np.array(is_likeliest_per_character)),
-        "perplexity": ratio(np.array(losses), np.ones(len(losses))).through(exp),
-    }
-    num_cut = sum(text.is_cut for of_one in texts for text in of_one)
-    if num_cut:
-        print_error(
-            f"warning: {quiz.name}: {num_cut:,} texts are longer than the context of"
-            f" {target.name} and lost their beginning, as in lm-eval"
-        )
-    record = {
-        "benchmark": quiz.name,
-        "questions": len(quiz.questions),
-        "questions_from": quiz.source,
-        "split": quiz.split,
-        "cut_texts": num_cut,
-    }
-    for key in quiz.figures:
-        record |= entries(key, figures[key])
-    return record
-
-
-def _score(target: LoadedModel, texts: list[Text]) -> list[tuple[float, bool]]:
-    """Return the log probability of each choice, and whether all its tokens are the likeliest."""
-    tokens = torch.zeros(len(texts), len(texts[0].tokens), dtype=torch.int64)  # (B, T + 1)
-    is_new = torch.zeros(tokens[:, 1:].shape, dtype=torch.bool)  # (B, T), of the targets
-    for row, text in enumerate(texts):
-        length = len(text.tokens)
-        tokens[row, :length] = torch.tensor(text.tokens)  # padding follows: causality hides it
-        is_new[row, length - 1 - text.num_new : length - 1] = True
-    tokens = tokens.to(target.device)
-    is_new = is_new.to(target.device)
-    model = target.model
-    x = model.transform(model.embed(tokens[:, :-1]))[is_new]  # (new tokens, C)
-    found = _head_losses(model, x, tokens[:, 1:][is_new])
-    sums = torch.zeros(len(texts), 2, dtype=torch.float64, device=target.device)
-    sums.index_add_(0, is_new.nonzero()[:, 0], found)
-    return [(-loss, num_misses == 0) for loss, num_misses in sums.tolist()]
+        losses.append(F.cross_entropy(logits, targets, reduction="none").double())
+    return torch.cat(losses).cpu().numpy()
