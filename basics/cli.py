@@ -8,19 +8,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import click
 
 from basics.entry_points import INTERRUPTED
 from basics.errors import (
     UserError,
+    cannot_be_written,
     drop_unwritable_output,
     exit_status,
     is_out_of_memory,
     print_error,
-    print_line,
     print_traceback,
+    visible,
 )
 from basics.json_files import to_json
 
@@ -47,6 +48,43 @@ ABOVE_0 = FiniteRange(min=0, min_open=True)
 USD_PER_HOUR = FiniteRange(min=0, max=MAX_USD_PER_HOUR, min_open=True)
 
 
+class OutputError(OSError):
+    """Standard output cannot be written."""
+
+
+class CheckedOutput:
+    """Standard output whose errors can be told from those of files."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise OutputError(*error.args) from None
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise OutputError(*error.args) from None
+
+
+def run_command(
+    command: click.Command, arguments: list[str] | None = None, name: str | None = None
+) -> Any:
+    """Run a command and return its result; click ends it where nobody reads a pipe any more."""
+    try:
+        with redirect_stdout(CheckedOutput(sys.stdout)):  # type: ignore[type-var]
+            return command.main(arguments, prog_name=name, standalone_mode=False)
+    finally:
+        drop_unwritable_output()
+
+
 def run_and_exit(
     command: click.Command,
     arguments: list[str] | None = None,
@@ -61,7 +99,7 @@ def run_and_exit(
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a command may have to tidy up
     try:
-        status = command.main(arguments, prog_name=name, standalone_mode=False)
+        status = run_command(command, arguments, name)
         sys.exit(status if isinstance(status, int) else 0)
     except (click.Abort, KeyboardInterrupt):
         print_error(INTERRUPTED)
@@ -81,16 +119,19 @@ def exit_with(error: Exception, *, smaller: str = "") -> NoReturn:
     """Print an error's line, or its traceback if nobody expects it, and exit with its status."""
     if smaller and not isinstance(error, UserError) and is_out_of_memory(error):
         error = UserError(f"out of memory; set a smaller {smaller}")
+    if isinstance(error, OutputError):
+        error = cannot_be_written(Path("standard output"), error)
     if isinstance(error, UserError):
         print_error(error.line())
     else:
         print_traceback(error)  # not Python's own: a terminal would obey what it prints
+    drop_unwritable_output()
     sys.exit(exit_status(error))
 
 
 def print_json(document: dict[str, Any]) -> None:
     """Print one JSON document; its first key, `schema`, names its kind and version."""
-    print_line(to_json(document, indent=2))
+    click.echo(visible(to_json(document, indent=2)))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, Self
 import click
 
 from basics.checkpoint_files import BEST, CHECKPOINT_NAME, LATEST
-from basics.cli import ABOVE_0, RUNS, USD_PER_HOUR, exit_with
+from basics.cli import ABOVE_0, RUNS, USD_PER_HOUR, exit_with, run_command
 from basics.errors import UserError
 from processes.run_lock import LockedError, lock_run
 from processes.signals import end_with_torchrun
@@ -205,7 +205,7 @@ def _names_checkpoint(word: str) -> bool:
 def read_command_line() -> Options:
     """Parse the command line; exit after --help. Raises: UserError."""
     try:
-        options = command_line.main(standalone_mode=False)
+        options = run_command(command_line)
     except click.ClickException as error:
         raise UserError(f"{error.format_message()} See --help.") from None
     if not isinstance(options, Options):  # --help, which click has printed

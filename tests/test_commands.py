@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import TextIO
 from unittest.mock import Mock
 
 import pynvml
@@ -13,9 +14,13 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+import lab.__main__
+import prepare_dataset
 from basics import machine
 from basics.entry_points import CHOSEN_BY_USER, SPIN_COUNT
 from basics.errors import (
+    DISK_FULL,
+    FAILED,
     UserError,
     as_os_error,
     describe,
@@ -29,6 +34,7 @@ from basics.errors import (
 from basics.files import append_whole, cache_dir, read_regular_file, replacing, write_atomically
 from basics.gpu_readings import GpuReading, nvml_failure, read_gpus
 from lab.__main__ import MODULES
+from processes.command_line import check_before_torch
 from processes.distributed import num_gpus
 from tests.support.lab_cli import run_lab
 from tests.support.stand_ins import H100, FakeNvml
@@ -95,6 +101,51 @@ def test_with_closed_output_commands_work_and_write_into_no_file(tmp_path, close
     result = run_command("sh", "-c", shell, sys.executable, code)
     assert result.returncode == 0 and "said" not in result.stdout, result.stderr
     assert (tmp_path / "file").read_text() == ""
+
+
+def _unwritable(kind: str) -> TextIO:
+    if kind == "full":
+        return open("/dev/full", "w")
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w")
+
+
+@pytest.mark.parametrize("kind", ["full", "closed pipe"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["lab", "--help"],
+        ["lab", "list"],
+        ["lab", "list", "--json"],
+        ["lab", "compare", "--published"],
+        ["lab", "compare", "--published", "--json"],
+        ["lab", "watch", "--text"],
+        ["prepare_dataset.py", "--help"],
+        ["ddp_train.py", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_output_that_cannot_be_written_is_one_line_and_a_closed_pipe_none(
+    workplace, monkeypatch, capsys, arguments, kind
+):
+    workplace.runs_dir.mkdir()
+    monkeypatch.chdir(workplace.root)
+    monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.setattr("processes.command_line.gc", Mock())  # it would stay disabled
+    begin = {
+        "lab": lab.__main__.main,
+        "prepare_dataset.py": prepare_dataset.run,
+        "ddp_train.py": check_before_torch,
+    }[arguments[0]]
+    with _unwritable(kind) as output:
+        monkeypatch.setattr("sys.stdout", output)
+        with pytest.raises(SystemExit) as ended:
+            begin()
+        output.flush()  # nothing is left that Python could not write at its end
+    line = "Error: standard output: cannot be written: No space left on device; make room\n"
+    wanted = (DISK_FULL, line) if kind == "full" else (FAILED, "")
+    assert (ended.value.code, capsys.readouterr().err) == wanted
 
 
 def test_a_closed_output_ends_neither_a_run_nor_a_list(workplace):
