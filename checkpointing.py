@@ -29,10 +29,13 @@ from basics.checkpoint_files import (
     IdentityName,
     copied_links,
     find_damage,
+    losses_of_the_original,
     named_as_checkpoints,
+    of_the_original,
     read_identity,
     read_manifest,
     replace_link,
+    step_of,
     write_manifest,
 )
 from basics.errors import UserError, as_os_error, first_line, writing_to
@@ -42,7 +45,7 @@ from basics.json_files import FrozenConfig
 from basics.tensors import Header, read_tensors, write_tensors
 from gpt import GPTModel
 from processes.run_lock import HEARTBEAT
-from run_config import STEP, ModelConfig
+from run_config import STEP, ModelConfig, load_config
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -167,6 +170,12 @@ class Checkpoint:
     path: Path
     meta: CheckpointMeta
     validation: Validation | None = None  # None until it has been validated
+    is_of_the_original: bool = False
+
+    @property
+    def tokens(self) -> int | None:
+        """The tokens of training; None where they are not known."""
+        return None if self.is_of_the_original else self.meta.tokens
 
     @property
     def name(self) -> str:
@@ -253,6 +262,28 @@ def open_checkpoint(path: Path, *, thoroughly: bool = False) -> Checkpoint:
     raise UserError(f"{path}: damaged: {damage}")
 
 
+def open_original(path: Path) -> Checkpoint:
+    """Return a checkpoint of the original system. Raises: UserError: its run has no `model.json`.
+
+    Its number of tokens is not known: it depends on the number of processes.
+    """
+    losses = losses_of_the_original(path)
+    meta = CheckpointMeta(
+        global_step=step_of(path),
+        tokens=0,
+        loss=None,
+        train_loss=losses["train_loss"],
+        seconds={},
+        tokenizer=None,
+        model=load_config(path.parents[1] / "model.json", ModelConfig),
+        random_seed=0,
+        data={},
+    )
+    return Checkpoint(
+        path, meta, Validation(loss=losses["validation_loss"]), is_of_the_original=True
+    )
+
+
 def newest_whole(checkpoints_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the run's newest undamaged checkpoint, by its digests, and warnings about later ones.
 
@@ -280,6 +311,10 @@ def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
 
     Raises: UserError: there is none of that name, or it is damaged.
     """
+    if theirs := [open_original(path) for path in of_the_original(checkpoints_dir)]:
+        named = {LATEST: theirs[-1], BEST: best_of(theirs)} | {each.name: each for each in theirs}
+        if name in named:
+            return named[name]
     if name == LATEST:
         return newest_whole(checkpoints_dir)[0]
     if name == BEST:
@@ -290,7 +325,8 @@ def find_checkpoint(checkpoints_dir: Path, name: str) -> Checkpoint | None:
             return open_checkpoint(checkpoints_dir / name, thoroughly=True)
         except UserError as error:
             raise UserError(f"{error}; name another checkpoint") from None
-    known = ", ".join(checkpoint.name for checkpoint in list_checkpoints(checkpoints_dir)[-3:])
+    found = theirs or list_checkpoints(checkpoints_dir)
+    known = ", ".join(checkpoint.name for checkpoint in found[-3:])
     raise UserError(
         f"{checkpoints_dir}: no checkpoint {name[:60]!r};"
         f" it has {known or 'none'}; wanted latest, best or a directory's name"

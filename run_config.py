@@ -6,7 +6,7 @@ import re
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -20,6 +20,7 @@ from basics.json_files import (
     read_json_object,
     unknown_key,
 )
+from basics.text import did_you_mean
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
@@ -444,11 +445,67 @@ class Run:
         return replace(self, config=self.config.model_copy(update={"usd_per_hour": price}))
 
 
+class NamedRun(NamedTuple):
+    """A run that a person names, and a checkpoint of it: `latest`, `best` or its name."""
+
+    name: str
+    checkpoint: str = ""
+
+
 def plain_name(runs_dir: Path, text: str) -> str:
     """Return the name of a run that is given as tab completion writes it, such as `runs/demo/`."""
     path = Path(text)
-    is_inside = "/" in text and path.parent.resolve() == runs_dir.resolve()
-    return path.name if is_inside else text
+    if "/" in text and path.parent.resolve() == runs_dir.resolve():
+        return path.name
+    return text if path.is_dir() else text.rstrip("/")
+
+
+def find_run(runs_dir: Path, text: str) -> NamedRun | None:
+    """Return the run that a name, its directory, or RUN@CHECKPOINT means; None if there is none.
+
+    A shipped run without a copy is one too.
+    """
+    name, _, checkpoint = plain_name(runs_dir, text).partition("@")
+    places = (runs_dir / name, SHIPPED_RUNS / name)
+    is_one = RUN_NAME.fullmatch(name) and any(place.is_dir() for place in places)
+    return NamedRun(name, checkpoint) if is_one else None
+
+
+def run_name(runs_dir: Path, text: str) -> str:
+    """Return the name of the run that a text means. Raises: UserError: it means none."""
+    found = find_run(runs_dir, text)
+    if found is None:
+        raise no_such_run(runs_dir, text)
+    if found.checkpoint:
+        raise UserError(f"{text}: is a checkpoint; name the run alone: {found.name}")
+    return found.name
+
+
+def no_such_run(runs_dir: Path, text: str) -> UserError:
+    """Return the error of a text that means no run."""
+    path = Path(text)
+    if is_run_dir(path):
+        return UserError(f"{text}: is a run of another directory; add --runs-dir {path.parent}")
+    name = plain_name(runs_dir, text).partition("@")[0]
+    if not RUN_NAME.fullmatch(name):
+        also = "" if os.path.exists(text) else ", and no such directory"
+        return UserError(
+            f"run {text[:60]!r} is not a plain name{also}; wanted a directory inside"
+            f" {runs_dir}, of letters, digits, '.', '_' and '-', at most 128"
+        )
+    names, shipped = (
+        sorted(path.parent.name for path in place.glob("*/train.json"))
+        for place in (runs_dir, SHIPPED_RUNS)
+    )
+    return UserError(
+        f"{runs_dir / name}: no such run{did_you_mean(name, [*names, *shipped])};"
+        f" {runs_dir} has: {', '.join(names) or 'no runs'}"
+    )
+
+
+def is_run_dir(path: Path) -> bool:
+    """Return whether a directory is one of a run, and not one of weights with configs beside."""
+    return (path / "train.json").is_file() and not (path / "model.safetensors").exists()
 
 
 def load_run(runs_dir: Path, name: str) -> Run:
@@ -457,13 +514,7 @@ def load_run(runs_dir: Path, name: str) -> Run:
     Raises: UserError: the name is not one plain directory name, the run does not exist or was
         trained in another directory, or one of its files is missing, unreadable or wrong.
     """
-    name = plain_name(runs_dir, name)
-    if not RUN_NAME.fullmatch(name):
-        also = "" if os.path.exists(name) else ", and no such directory"
-        raise UserError(
-            f"run {name[:60]!r} is not a plain name{also}; wanted a directory inside"
-            f" {runs_dir}, of letters, digits, '.', '_' and '-', at most 128"
-        )
+    name = run_name(runs_dir, name)
     run_dir = runs_dir / name
     settings_dir = run_dir if run_dir.exists() else SHIPPED_RUNS / name
     if runs_dir == RUNS and not runs_dir.exists() and has_checkpoints(settings_dir):
@@ -471,9 +522,6 @@ def load_run(runs_dir: Path, name: str) -> Run:
             f"{name}: its checkpoints are in {settings_dir}, and there is no {RUNS}/ here:"
             f" cd {SHIPPED_RUNS.parent}, or mkdir {RUNS} to start it over"
         )
-    if not settings_dir.is_dir():
-        found = sorted(path.parent.name for path in runs_dir.glob("*/train.json"))
-        raise UserError(f"{run_dir}: no such run; {runs_dir} has: {', '.join(found) or 'no runs'}")
     model, config = with_defaults(
         load_config(settings_dir / "model.json", ModelConfig),
         load_config(settings_dir / "train.json", TrainConfig),

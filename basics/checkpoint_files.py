@@ -19,11 +19,12 @@ from pydantic import Field
 
 from basics.errors import UserError, status_of_place, writing_to
 from basics.files import partial_file, read_regular_file, sha256_of, write_atomically
-from basics.json_files import FrozenConfig
+from basics.json_files import FrozenConfig, finite_or_none, found_object
 
 CHECKPOINT_NAME = re.compile(r"\d{8}Z\d{6}-iteration-(\d{1,12})(-\d{1,6})?")
 LATEST, BEST = "latest", "best"
 MANIFEST, IDENTITY = "manifest.json", "identity.json"
+OPTIMIZER_OF_THE_ORIGINAL = "optimizer.pt"
 SNAPSHOT_BLOCK_BYTES = 2**29  # of pinned memory, of which a copy of a state takes whole blocks
 
 PlainName = Annotated[str, Field(pattern=r"^[a-z][a-z._-]{0,63}$")]
@@ -90,6 +91,26 @@ def named_as_checkpoints(checkpoints_dir: Path, *, partial: bool = False) -> lis
         and (path / MANIFEST).exists() != partial
     ]
     return sorted(paths, key=lambda path: (step_of(path), path.name))
+
+
+def of_the_original(checkpoints_dir: Path) -> list[Path]:
+    """Return the checkpoints of the original system, by global step; none beside our own.
+
+    They have no manifest, and the optimizer's state as a pickle, which is not read.
+    """
+    if named_as_checkpoints(checkpoints_dir):
+        return []
+    partial = named_as_checkpoints(checkpoints_dir, partial=True)
+    return [path for path in partial if (path / OPTIMIZER_OF_THE_ORIGINAL).exists()]
+
+
+def losses_of_the_original(path: Path) -> dict[str, float | None]:
+    """Return the training and the validation loss of a checkpoint of the original system."""
+    found = found_object(path / "meta.json")
+    losses = {"train_loss": found.get("train_loss"), "validation_loss": found.get("val_loss")}
+    return {
+        key: finite_or_none(loss) if type(loss) is float else None for key, loss in losses.items()
+    }
 
 
 def step_of(path: Path) -> int:

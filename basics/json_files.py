@@ -1,6 +1,5 @@
 """Strict reading of untrusted JSON files, also into configs, and JSON output without NaN."""
 
-import difflib
 import json
 import math
 import re
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from basics.errors import UserError, writing_to
 from basics.files import MAX_BYTES, read_regular_file, write_atomically
+from basics.text import nearest
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -61,8 +61,8 @@ def _refuse_constant(name: str) -> None:
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Describe a key that is not known, and name the most similar one that is."""
-    nearest = difflib.get_close_matches(key[:60], known, n=1, cutoff=0)[0]  # slow for a long key
-    return f'unknown key "{key[:60]}"; the nearest known one is "{nearest}"'
+    found = nearest(key, known, similarity=0)
+    return f'unknown key "{key[:60]}"; the nearest known one is "{found}"'
 
 
 def describe(error: ValidationError) -> str:

@@ -1,7 +1,9 @@
-"""Values as text: sizes, numbers and sums of money, and text from outside in Markdown."""
+"""Values as text: sizes, numbers, sums of money, similar names, text from outside in Markdown."""
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 
 from basics.errors import one_line, visible
 
@@ -45,6 +47,18 @@ def dollars(value: float) -> str:
         return f"<{LEAST_DOLLARS:f}"
     digits = max(4, 1 - math.floor(math.log10(value))) if value > 0 else 4
     return f"{value:.{digits}f}"
+
+
+def nearest(word: str, known: Iterable[str], *, similarity: float = 0.6) -> str:
+    """Return the known name that is most similar to a word; empty if none is similar enough."""
+    found = difflib.get_close_matches(word[:60], known, n=1, cutoff=similarity)  # slow if long
+    return found[0] if found else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of a line about a word that is not known; empty without a similar one."""
+    found = nearest(word, known)
+    return f"; did you mean {found}?" if found else ""
 
 
 def escaped(text: str) -> str:

@@ -11,6 +11,7 @@ import sys
 import click
 
 from basics.cli import run_and_exit
+from basics.text import did_you_mean
 
 MODULES = {  # of each verb, in the groups of `lab --help`
     "Make": {
@@ -45,8 +46,11 @@ class LazyGroup(click.Group):
         return [name for verbs in MODULES.values() for name in verbs]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        modules = [verbs[cmd_name] for verbs in MODULES.values() if cmd_name in verbs]
-        return importlib.import_module(modules[0]).command if modules else None
+        modules = {name: path for verbs in MODULES.values() for name, path in verbs.items()}
+        if cmd_name not in modules and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {cmd_name!r}{did_you_mean(cmd_name, modules)}")
+        module = modules.get(cmd_name)
+        return importlib.import_module(module).command if module else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the first sentence of each subcommand whole; click would cut it."""

@@ -14,7 +14,7 @@ from lab.bills import PRICES, prices_of, read_bills
 from lab.runs import NEW, RUNNING, RunState, chosen_runs, launched_runs, read_state
 from lab.table import UNKNOWN, Column, Table, cell
 from reporting.summary import duration
-from run_config import RUN_NAME
+from run_config import RUN_NAME, plain_name
 
 BILL_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format, by key
     "setup_seconds": ("set-up", duration),
@@ -48,8 +48,9 @@ def command(runs: tuple[str, ...], prices: tuple[str, ...], as_json: bool, runs_
         if path.parent.name not in launched and RUN_NAME.fullmatch(path.parent.name)
     )
     if runs:
-        new = [name for name in new if name in runs]
-        others = [name for name in runs if name not in new]
+        names = [plain_name(runs_dir, text) for text in runs]
+        new = [name for name in new if name in names]
+        others = [name for name in names if name not in new]
         launched = chosen_runs(runs_dir, others) if others else []
     by_run = prices_of(prices, [*launched, *new], runs_dir)  # a search has a price too
     bills = read_bills(runs_dir, by_run)

@@ -10,7 +10,7 @@ from basics.cli import DATASETS_DIR, RUNS_DIR
 from basics.errors import UserError, visible, writing_to
 from basics.files import write_atomically
 from basics.json_files import read_json_object, to_json
-from basics.text import counted, gib
+from basics.text import counted, did_you_mean, gib
 from run_config import (
     OLD_NAME,
     RUN_NAME,
@@ -19,6 +19,7 @@ from run_config import (
     Run,
     TrainConfig,
     load_config,
+    plain_name,
     with_defaults,
 )
 
@@ -68,6 +69,7 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
     from preparation.ensure_dataset import provide_dataset
     from tokens.batches import open_run_data
 
+    run, like = plain_name(runs_dir, run), plain_name(runs_dir, like)
     run_dir = runs_dir / run
     if not RUN_NAME.fullmatch(run):
         raise UserError(
@@ -127,8 +129,12 @@ def read_settings(runs_dir: Path, like: str) -> tuple[dict[str, Any], dict[str, 
     places = [place / like for place in (runs_dir, SHIPPED_RUNS)]
     found = next((place for place in places if (place / "train.json").is_file()), None)
     if found is None or not RUN_NAME.fullmatch(like):
-        names = sorted(path.parent.name for path in SHIPPED_RUNS.glob("*/train.json"))
-        raise UserError(f"--like {like[:60]}: no such run; there are: {', '.join(names)}")
+        paths = [path for place in (runs_dir, SHIPPED_RUNS) for path in place.glob("*/train.json")]
+        names = sorted({path.parent.name for path in paths})
+        raise UserError(
+            f"--like {like[:60]}: no such run{did_you_mean(like, names)}; there are:"
+            f" {', '.join(names)}"
+        )
     load_config(found / "model.json", ModelConfig)  # or an error
     load_config(found / "train.json", TrainConfig)
     return read_json_object(found / "model.json"), read_json_object(found / "train.json")

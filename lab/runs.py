@@ -16,21 +16,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
+from basics.checkpoint_files import losses_of_the_original, of_the_original, step_of
 from basics.errors import UserError, one_line, print_error
 from basics.files import append_whole
 from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import found_object, to_json
+from basics.text import did_you_mean
 from lab.bills import Bill
 from reporting.clock import DOWNLOAD, STARTUP
 from reporting.metrics_file import MAX_RECORDS_BYTES, THROTTLING, is_number, valid_records
 from reporting.reference import RUN_REFERENCE, Compared
 from reporting.summary import duration
-from run_config import RUN_NAME, SHIPPED_RUNS, plain_name
+from run_config import RUN_NAME, SHIPPED_RUNS, find_run, is_run_dir, run_name
 
 MAX_WORDS = 200  # characters of a status, a phase or a reason
 HEARTBEAT_SECONDS = 60  # a run that trains writes its heartbeat every few seconds
 RUNNING, NO_HEARTBEAT, NEW = "running", "no heartbeat", "not launched"
 NO_SUMMARY = "no summary"
+OF_THE_ORIGINAL = "of the original system"
 LAST_WRITTEN = "running when last written"  # in a directory without a heartbeat, such as a copy
 LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run has one of them
 END_BYTES = 2**17  # of the records, some 300: what a list shows of a run
@@ -130,11 +133,16 @@ def launched_runs(runs_dir: Path) -> list[str]:
 
 
 def is_launched(runs_dir: Path, name: str) -> bool:
-    """Return whether a run has a file that a launch writes, with something in it."""
+    """Return whether a run has a file that a launch writes, with something in it.
+
+    Or a checkpoint of the original system, which writes none of these.
+    """
     if not RUN_NAME.fullmatch(name):  # a name from a browser could be a path out of the directory
         return False
     versions = [version_of(runs_dir / name / file) for file in LAUNCHED]
-    return any(version and version[1] for version in versions)
+    return any(version and version[1] for version in versions) or bool(
+        of_the_original(runs_dir / name / "checkpoints")
+    )
 
 
 def chosen_runs(runs_dir: Path, names: Iterable[str], *, models: Iterable[str] = ()) -> list[str]:
@@ -143,18 +151,31 @@ def chosen_runs(runs_dir: Path, names: Iterable[str], *, models: Iterable[str] =
     Raises: UserError: one of them is not; it names those that are, and other `models`.
     """
     launched = launched_runs(runs_dir)
-    names = list(dict.fromkeys(plain_name(runs_dir, name) for name in names))
-    for name in names:
-        if name not in launched:
-            if RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir():
-                raise UserError(
-                    f"{runs_dir / name}: has not been trained yet; train it with: uv run"
-                    f" ddp_train.py {name}"
-                )
+    chosen = []
+    for text in dict.fromkeys(names):
+        if find_run(runs_dir, text) is None and not is_run_dir(Path(text)):
             trained = ", ".join(launched) or "none"
             others = f"; models: {', '.join(models)}" if models else ""
-            raise UserError(f"{runs_dir}: no run {name[:60]!r}; trained runs: {trained}{others}")
-    return names or launched
+            raise UserError(
+                f"{runs_dir}: no run {text[:60]!r}{did_you_mean(text, [*launched, *models])};"
+                f" trained runs: {trained}{others}"
+            )
+        name = run_name(runs_dir, text)
+        if name not in launched:
+            raise UserError(
+                f"{runs_dir / name}: has not been trained yet; train it with: uv run"
+                f" ddp_train.py {name}"
+            )
+        chosen.append(name)
+    return list(dict.fromkeys(chosen)) or launched
+
+
+def records_of(run_dir: Path, own: Iterable[Record]) -> tuple[Record, ...]:
+    """Return a run's own records, or of the original system's checkpoints a record each."""
+    return tuple(own) or tuple(
+        {"global_step": step_of(path), **losses_of_the_original(path)}
+        for path in of_the_original(run_dir / "checkpoints")
+    )
 
 
 @dataclass(frozen=True)
@@ -175,8 +196,11 @@ class RunFiles:
         if status in (None, RUNNING) and age is not None and age <= HEARTBEAT_SECONDS:
             status = RUNNING  # without a status it starts
         elif status is None:
-            has_summary = (run_dir / "summary.json").exists()
-            status = "summary damaged" if has_summary else NO_SUMMARY
+            status = NO_SUMMARY
+            if (run_dir / "summary.json").exists():
+                status = "summary damaged"
+            elif of_the_original(run_dir / "checkpoints"):
+                status = OF_THE_ORIGINAL
         elif status == RUNNING and age is not None:
             status = NO_HEARTBEAT
         elif status == RUNNING:
@@ -257,7 +281,7 @@ class RunState:
 def read_state(runs_dir: Path, name: str, bill: Bill | None = None) -> RunState:
     """Read the state of one run; the name is one of `launched_runs`. Its files lack its bill."""
     files = RunFiles.read(runs_dir / name)
-    records = last_records(runs_dir / name / "metrics.jsonl")
+    records = records_of(files.run_dir, last_records(files.run_dir / "metrics.jsonl"))
     is_running = files.status == RUNNING
     step = number_of(files.summary, "global_step")
     num_steps = number_of(files.summary, "num_steps")

@@ -8,6 +8,7 @@ from filelock import FileLock
 
 from basics.errors import UserError, writing_to
 from basics.files import sha256_of
+from basics.text import did_you_mean
 from run_config import TrainConfig
 
 STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
@@ -37,8 +38,10 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
     if is_complete(dataset_dir, splits):
         return
     if "/" not in name and name != STDLIB_DATASET:
+        prepared = [path.parent.name for path in dataset_dir.parent.glob("*/train.safetensors")]
         raise UserError(
-            f"{dataset_dir}: no dataset there; make it with prepare_dataset.py SOURCE"
+            f"{dataset_dir}: no dataset there{did_you_mean(name, [STDLIB_DATASET, *prepared])};"
+            f" make it with prepare_dataset.py SOURCE"
             f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json"
         )
     lock_path = dataset_dir.with_name(f".{dataset_dir.name}.lock")

@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from basics.errors import UserError
+from basics.text import did_you_mean
 from preparation.choosing import SourceOptions, kind_of
+from preparation.ensure_dataset import STDLIB_DATASET
 from preparation.sources import Source, find_documents, python_stdlib
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -26,7 +28,9 @@ def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
         raise UserError(
             f"{source}: --keep-raw and --revision need a dataset on the hub, given as owner/name"
         )
-    if source != "python-stdlib":
+    if source != STDLIB_DATASET:
+        if not Path(source).exists() and (advice := did_you_mean(source, [STDLIB_DATASET])):
+            raise UserError(f"{source}: no such file or directory{advice}")
         return find_documents(options)
     if options.label() != source:
         raise UserError(f"{source}: has no --subset and no --split")

@@ -14,7 +14,7 @@ from basics.cli import ABOVE_0, RUNS, USD_PER_HOUR, exit_with, run_command
 from basics.errors import UserError
 from processes.run_lock import LockedError, lock_run
 from processes.signals import end_with_torchrun
-from run_config import load_run, make_run_dir
+from run_config import find_run, load_run, make_run_dir
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,13 @@ def command_line(
     """Train RUN, a directory in --runs-dir with a model.json and a train.json.
 
     A run that has checkpoints resumes from its latest one, or from CHECKPOINT: latest, best or the
-    name of a checkpoint directory. Without torchrun, the script starts torchrun itself.
-    DATASETS_DIR is the same as --datasets-dir.
+    name of a checkpoint directory; RUN@CHECKPOINT says the same. Without torchrun, the script
+    starts torchrun itself. DATASETS_DIR is the same as --datasets-dir.
     """
-    checkpoint = None
+    named = find_run(options["runs_dir"], run)
+    run, checkpoint = named or (run, "")  # of another, `load_run` says what is wrong
     for place in places:
-        if checkpoint is None and _names_checkpoint(place):
+        if not checkpoint and _names_checkpoint(place):
             checkpoint = place
         elif (
             datasets_dir is None
@@ -194,7 +195,10 @@ def command_line(
                 f" runs/{run[:60]}/checkpoints"
             )
     return Options(
-        run=run, checkpoint=checkpoint, datasets_dir=datasets_dir or Path("datasets"), **options
+        run=run,
+        checkpoint=checkpoint or None,
+        datasets_dir=datasets_dir or Path("datasets"),
+        **options,
     )
 
 

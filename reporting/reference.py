@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from basics.errors import UserError, writing_to
 from basics.files import write_atomically
 from basics.json_files import FrozenConfig, describe, found_object, read_json_object, to_json
+from basics.text import did_you_mean
 from run_config import MAX_VOCAB_SIZE, SHIPPED_RUNS, TrainConfig
 
 Kind = Literal["train", "validation"]
@@ -224,8 +225,9 @@ def find_reference(name: str, runs_dir: Path, run_dir: Path | None = None) -> Re
     for curve in curves:
         if curve.name == name:
             return curve
+    names = [curve.name for curve in curves]
     raise UserError(
-        f"no reference {name[:60]!r}; known are {', '.join(curve.name for curve in curves)};"
+        f"no reference {name[:60]!r}{did_you_mean(name, names)}; known are {', '.join(names)};"
         " `lab compare RUN --save-reference NAME` saves another"
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from basics.errors import UserError
 from gpt import GPTModel
 from run_config import ModelConfig, load_run
-from tests.support.models import add_dataset_with_tokenizer, export, random_model
+from tests.support.models import add_dataset_with_tokenizer, export, original_weights, random_model
 from tests.support.optional import package
 from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, succeeded
@@ -113,40 +113,6 @@ def test_weights_saved_from_inside_of_a_wrapper_load(wrapper, tmp_path):
     path = export(model, tmp_path) / "model.safetensors"
     save_file({wrapper + name: value for name, value in load_file(path).items()}, path)
     assert torch.equal(load(tmp_path)(tokens_for(model)), model(tokens_for(model)))
-
-
-def original_weights(model):
-    """Return the weights under the original system's names, the fused matrix split in three.
-
-    Its checkpoints also have the mask of each layer.
-    """
-    config, ours = model.config, model.state_dict()
-    names = {
-        "token_embedding.": "tok_emb.",
-        "position_embedding.": "pos_emb.",
-        "blocks.": "trf_blocks.",
-        "attention_norm": "norm1",
-        "mlp_norm": "norm2",
-        "attention.output": "att.out_proj",
-        "mlp.up": "ff.layers.0",
-        "mlp.output": "ff.layers.2",
-    }
-    theirs = {"out_head.weight": model.head_weight}
-    for name, weight in ours.items():
-        for here, there in names.items():
-            name = name.replace(here, there)
-        if "norm" in name:
-            name = name.replace("weight", "scale").replace("bias", "shift")
-        if "attention.qkv" in name:
-            theirs |= {
-                name.replace("attention.qkv", f"att.W_{part}"): piece
-                for part, piece in zip(("query", "key", "value"), weight.chunk(3), strict=True)
-            }
-        elif name != "head.weight":
-            theirs[name] = weight
-    for layer in range(config.n_layers):
-        theirs[f"trf_blocks.{layer}.att.mask"] = torch.ones([config.context_length] * 2).triu(1)
-    return {name: value.clone().contiguous() for name, value in theirs.items()}
 
 
 @torch.no_grad()

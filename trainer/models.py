@@ -17,7 +17,17 @@ from basics.tensors import first_non_finite
 from basics.text import gib
 from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel
-from run_config import RUN_NAME, ModelConfig, Run, load_config, load_run
+from run_config import (
+    ModelConfig,
+    NamedRun,
+    Run,
+    find_run,
+    is_run_dir,
+    load_config,
+    load_run,
+    no_such_run,
+    plain_name,
+)
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import (
     KNOWN_SIZES,
@@ -81,22 +91,15 @@ def load_model(
     A directory holds a GPT-2 as `transformers` stores it, a checkpoint of a run, or one of the
     original system with its `model.json` beside it or two directories above.
 
+    Of RUN@CHECKPOINT that checkpoint is loaded.
+
     Raises: UserError: there is no such model, it is damaged, or it is not a GPT-2.
     """
-    check_name(name, runs_dir)
-    if is_run(name, runs_dir):
-        loaded = _of_run(name, runs_dir, checkpoint_name)
+    if named := find_model(name, runs_dir):
+        loaded = _of_run(named.name, runs_dir, named.checkpoint or checkpoint_name)
     else:
         place = directory_of(Path(name))
-        try:
-            loaded = _of_directory(name, place if place.is_dir() else _download(name))
-        except DAMAGE as error:
-            reason = first_line(error)
-            if isinstance(error, KeyError):
-                reason = f"it has no weights {error.args[0]}"
-            elif isinstance(error, ValidationError):
-                reason = describe(error).removesuffix("; change it")  # it is trained already
-            raise UserError(f"{name}: not a GPT-2: {reason}") from None
+        loaded = _of_directory(name, place if place.is_dir() else None)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = loaded.model.to(device).eval()
     with torch.inference_mode():
@@ -116,7 +119,8 @@ def initial_model(run: Run, runs_dir: Path) -> LoadedModel:
     """
     source = run.config.init_from or ""
     try:
-        if source == run.name:
+        named = find_model(source, runs_dir)
+        if named and named.name == run.name:
             raise UserError("is this run itself; name another one")
         loaded = load_model(source, runs_dir=runs_dir, device=torch.device("cpu"))
         model = loaded.model
@@ -154,22 +158,38 @@ def _with_zero_biases(source: str, model: GPTModel) -> GPTModel:
     return biased.eval()
 
 
-def check_name(name: str, runs_dir: Path) -> None:
-    """Check that a name is a run, a directory, or owner/name. Raises: UserError."""
-    is_place = is_run(name, runs_dir) or directory_of(Path(name)).is_dir()
-    if not (is_place or HUB_NAME.fullmatch(name)):
-        load_run(runs_dir, name)  # its error lists the runs
+def find_model(text: str, runs_dir: Path) -> NamedRun | None:
+    """Return the run, and perhaps its checkpoint, that a person means by a model.
 
+    None for a directory of weights and for owner/name. A run comes first, but a directory before a
+    shipped run without a copy, and before RUN@CHECKPOINT.
 
-def is_run(name: str, runs_dir: Path) -> bool:
-    return bool(RUN_NAME.fullmatch(name)) and (runs_dir / name).is_dir()
+    Raises: UserError: it is none of these.
+    """
+    named, place = find_run(runs_dir, text), directory_of(Path(text))
+    is_copied = named is not None and (runs_dir / named.name).is_dir()
+    if place.is_dir() and not (is_copied and "@" not in text or is_run_dir(place)):
+        return None
+    if named is None:
+        name = plain_name(runs_dir, text)
+        if HUB_NAME.fullmatch(name):
+            return None
+        base, at, _ = text.partition("@")
+        if at and (HUB_NAME.fullmatch(base) or Path(base).is_dir()):
+            raise UserError(
+                f"{text}: {base} is no run, so it has no checkpoints; give {base} alone"
+            )
+        raise no_such_run(runs_dir, text)
+    return named
 
 
 def model_directory(name: str, runs_dir: Path) -> Path:
     """Return where the files of a model are that has been loaded before."""
-    directory = directory_of(
-        runs_dir / name / "checkpoints" / BEST if is_run(name, runs_dir) else Path(name)
-    )
+    named = find_model(name, runs_dir)
+    directory = Path(name)
+    if named:
+        directory = runs_dir / named.name / "checkpoints" / (named.checkpoint or BEST)
+    directory = directory_of(directory)
     if directory.is_dir():
         return directory
     from huggingface_hub import hf_hub_download  # takes half a second
@@ -185,6 +205,9 @@ def _of_run(name: str, runs_dir: Path, checkpoint_name: str) -> LoadedModel:
             checkpoint = find_checkpoint(run.checkpoints_dir, checkpoint_name)
             if checkpoint is None:
                 raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
+            if checkpoint.is_of_the_original:
+                loaded = _of_directory(name, checkpoint.path)
+                return replace(loaded, run=run, checkpoint=checkpoint)
             model, meta = run.model, checkpoint.meta
             if meta.run_layers == model.n_layers:  # the checkpoint may have fewer: see `grow`
                 model = model.with_layers(min(meta.model.n_layers, model.n_layers))
@@ -205,7 +228,23 @@ def _of_checkpoint(
     )
 
 
-def _of_directory(name: str, directory: Path) -> LoadedModel:
+def _of_directory(name: str, directory: Path | None) -> LoadedModel:
+    """Load a model from a directory; without one from the hub.
+
+    Raises: UserError: it is damaged, or it is not a GPT-2.
+    """
+    try:
+        return _of_weights(name, directory or _download(name))
+    except DAMAGE as error:
+        reason = first_line(error)
+        if isinstance(error, KeyError):
+            reason = f"it has no weights {error.args[0]}"
+        elif isinstance(error, ValidationError):
+            reason = describe(error).removesuffix("; change it")  # it is trained already
+        raise UserError(f"{name}: not a GPT-2: {reason}") from None
+
+
+def _of_weights(name: str, directory: Path) -> LoadedModel:
     if (directory / MANIFEST).exists():
         found = open_checkpoint(directory, thoroughly=True)
         return _of_checkpoint(name, found, found.meta.model)

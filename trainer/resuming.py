@@ -9,9 +9,11 @@ from pathlib import Path
 import checkpointing
 from basics.checkpoint_files import (
     LATEST,
+    OPTIMIZER_OF_THE_ORIGINAL,
     Identity,
     copied_links,
     named_as_checkpoints,
+    of_the_original,
     read_identity,
 )
 from basics.errors import UserError
@@ -101,11 +103,8 @@ def choose_checkpoint(run: Run, options: Options) -> tuple[str | None, list[str]
     """Return the name of the checkpoint to resume from, if any, and warnings of others. Rank 0."""
     if options.fresh:
         return None, []
-    # Directories without a manifest: left by a kill, or of the original system, which has none.
-    partial = named_as_checkpoints(run.checkpoints_dir, partial=True)
-    of_the_original = [path for path in partial if (path / "optimizer.pt").exists()]
-    if of_the_original and not named_as_checkpoints(run.checkpoints_dir):
-        newest = of_the_original[-1]
+    if theirs := of_the_original(run.checkpoints_dir):
+        newest = theirs[-1]
         raise UserError(
             f"{run.checkpoints_dir}: has checkpoints of the original system, whose"
             " optimizer state is not read; to train on from the weights of the newest,"
@@ -119,8 +118,8 @@ def choose_checkpoint(run: Run, options: Options) -> tuple[str | None, list[str]
         ]
         warnings += [
             f"{path}: has no manifest, as a kill leaves a checkpoint: ignored"
-            for path in partial
-            if path not in of_the_original
+            for path in named_as_checkpoints(run.checkpoints_dir, partial=True)
+            if not (path / OPTIMIZER_OF_THE_ORIGINAL).exists()
         ]
         warnings += [
             f"{path}: is a link, and a checkpoint is a directory: ignored; copy there what"

@@ -26,6 +26,7 @@ from lab.runs import chosen_runs, launched_runs
 from lab.table import UNKNOWN, Column, Table, short_count
 from reporting.metrics_file import set_keys
 from reporting.reference import Compared, ReferenceCurve
+from run_config import plain_name
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -205,6 +206,8 @@ def command(
     for name, result in results.items():
         priced = result.priced(by_run[name]) if name in by_run else result
         results[name] = replace(priced, figures=priced.figures | bills.get(name, {}))
+    if to_loss_of is not None:
+        to_loss_of = plain_name(runs_dir, to_loss_of)
     comparison = compare([*results.values(), *(read_published() if published else [])], to_loss_of)
     runs_alone = [result for result in results.values() if result.status != MODEL]
     curves, problems = references_of(runs_alone, reference_name, runs_dir)
@@ -238,6 +241,9 @@ def find_results(
     if with_searches:
         others |= {one.name: one for one in read_searched(runs_dir)}
     if names:
+        paths = [str(Path(name).resolve()) for name in names]  # of directories of weights
+        named = zip(names, paths, strict=True)
+        names = tuple(path if path in models else name for name, path in named)
         found = [others[name] for name in dict.fromkeys(names) if name in others]
         of_runs = [name for name in names if name not in others]
         if of_runs:

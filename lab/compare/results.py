@@ -24,6 +24,7 @@ from lab.runs import (
     last_value,
     number,
     number_of,
+    records_of,
     words,
 )
 from reporting.metrics_file import NUM_LAYERS, read_metrics, read_records
@@ -168,7 +169,7 @@ def shown(value: Any) -> str:
 def read_result(run_dir: Path) -> Result:
     """Read the files of one run. Raises: UserError: one of them is too large."""
     files = RunFiles.read(run_dir)
-    records = tuple(read_metrics(run_dir / "metrics.jsonl"))
+    records = records_of(run_dir, read_metrics(run_dir / "metrics.jsonl"))
     evaluations = _evaluations(run_dir)
     judged = _last_judged(evaluations)
     tests = _tests(files, evaluations)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from basics.checkpoint_files import directory_of, named_as_checkpoints
+from basics.checkpoint_files import named_as_checkpoints, of_the_original
 from basics.errors import UserError, one_line, print_error
 from checkpointing import find_checkpoint
 from lab.evaluate.losses import Slice, evaluate
@@ -15,7 +15,7 @@ from lab.runs import EVALUATIONS, Record, append_evaluation
 from preparation.ensure_dataset import provide_dataset
 from run_config import DATASET_NAME, load_run
 from tokens.token_file import TokenFile
-from trainer.models import check_name, is_run, load_model
+from trainer.models import find_model, load_model
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results
 DEFAULT_NUM_TOKENS = 19_660_800
@@ -54,7 +54,7 @@ def measure_all(
         about: Record = {"target": target.name, "checkpoint": None, "trained_tokens": None}
         if checkpoint := target.checkpoint:
             about["checkpoint"] = checkpoint.name
-            about["trained_tokens"] = checkpoint.meta.tokens
+            about["trained_tokens"] = checkpoint.tokens
             about["global_step"] = checkpoint.meta.global_step
         if about not in done:
             done.append(about)
@@ -83,17 +83,14 @@ def choose_models(
     """Return the models asked for. Raises: UserError: one does not exist, or is damaged."""
     found: list[Chosen] = []
     for text in targets:
-        name, _, own = text.partition("@")
-        if directory_of(Path(text)).is_dir():
-            name = text  # a directory may have an @ in its name
-            own = ""
-        check_name(name, runs_dir)
-        if is_run(name, runs_dir):
-            run = load_run(runs_dir, name)
-            wanted = own or checkpoints
+        if named := find_model(text, runs_dir):
+            run = load_run(runs_dir, named.name)
+            wanted = named.checkpoint or checkpoints
             is_all = wanted == "all"
             if is_all:
-                names = [path.name for path in named_as_checkpoints(run.checkpoints_dir)]
+                places = run.checkpoints_dir
+                paths = named_as_checkpoints(places) or of_the_original(places)
+                names = [path.name for path in paths]
             else:
                 # An error names a checkpoint that is missing; of "best" there may be none yet.
                 names = [
@@ -102,13 +99,9 @@ def choose_models(
             if not names:
                 raise UserError(f"{run.checkpoints_dir}: no checkpoint yet; train the run first")
             dataset_of_run = dataset or run.config.dataset
-            found += [Chosen(name, dataset_of_run, each, is_all) for each in names]
-        elif own:
-            raise UserError(
-                f"{text}: {name} is no run, so it has no checkpoints; give {name} alone"
-            )
+            found += [Chosen(run.name, dataset_of_run, each, is_all) for each in names]
         else:
-            found.append(Chosen(name, dataset))
+            found.append(Chosen(text, dataset))
     return found
 
 

@@ -1,6 +1,5 @@
 """The scores of a model on tasks, by lm-eval (the extra `tasks`) on a stock GPT-2 in float32."""
 
-import difflib
 import importlib.util
 import logging
 import traceback
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from basics.errors import UserError, is_out_of_memory, print_error
+from basics.text import did_you_mean
 from lab.evaluate.losses import Figure, entries, exp, ratio
 from lab.publish.export import Extras, write_export
 from lab.runs import Record
@@ -41,10 +41,9 @@ def find_tasks(names: tuple[str, ...]) -> Tasks:
     manager = TaskManager()
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():
-            nearest = difflib.get_close_matches(name, manager.all_tasks, 1)
-            hint = f"did you mean {nearest[0]}? " if nearest else ""
             raise UserError(
-                f"--task {name[:60]}: is no task of lm-eval, and no file; {hint}give a YAML file,"
+                f"--task {name[:60]}: is no task of lm-eval, and no file"
+                f"{did_you_mean(name, manager.all_tasks)}; give a YAML file,"
                 " or a name that `uv run --extra tasks lm-eval ls tasks` prints"
             )
     return Tasks(names, manager)

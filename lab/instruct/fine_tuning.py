@@ -245,7 +245,8 @@ def tuned_card(target: LoadedModel, data: Data, record: dict[str, Any]) -> str:
     ).to_yaml()
     described = code(base)
     if checkpoint is not None:
-        described += f" after {checkpoint.meta.tokens:,} tokens (checkpoint `{checkpoint.name}`)"
+        after = "" if checkpoint.tokens is None else f" after {checkpoint.tokens:,} tokens"
+        described += f"{after} (checkpoint `{checkpoint.name}`)"
     losses = []
     for epoch in record["epochs"]:
         train_loss = "-" if epoch["train_loss"] is None else f"{epoch['train_loss']:.6f}"

@@ -130,5 +130,5 @@ def command(
         checkpoint = target.checkpoint.name
     run(target, entries, first, output, model_output)
     for number, path in enumerate(outputs[1:], start=1):
-        target = load_model(target_name, runs_dir=runs_dir, checkpoint_name=checkpoint)
+        target = load_model(target.name, runs_dir=runs_dir, checkpoint_name=checkpoint)
         run(target, entries, replace(first, seed=first.seed + number), path, None, number + 1)

@@ -24,10 +24,10 @@ from lab.publish import formats
 from lab.publish.model_card import CHARTS, MARK, Request, changed_card, model_card
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
-from run_config import load_run
+from run_config import no_such_run
 from tokens.token_file import TokenFile
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer
-from trainer.models import LoadedModel, is_run, load_model
+from trainer.models import LoadedModel, find_model, load_model
 from trainer.weight_formats import gpt2_config, to_gpt2
 
 FILES = {
@@ -193,19 +193,19 @@ def export_model(request: Request) -> Upload:
     """Write the export of a run's model, or of an exported or tuned one. Raises: UserError."""
     source = Path(request.source).absolute()
     put_back(source)
-    of_run = is_run(request.source, request.runs_dir)
-    if not of_run and not is_export(source):
-        load_run(request.runs_dir, request.source)  # its error lists the runs
-    default = request.runs_dir / request.source / "export" if of_run else source
+    named = find_model(request.source, request.runs_dir)
+    if named is None and not is_export(source):
+        raise no_such_run(request.runs_dir, request.source)
+    default = request.runs_dir / named.name / "export" if named else source
     output_dir = (request.output_dir or default).absolute()
     check_output(output_dir)
     target = load_model(
-        request.source if of_run else str(source),
+        request.source if named else str(source),
         runs_dir=request.runs_dir,
         checkpoint_name=request.checkpoint,
         device=torch.device("cpu"),
     )
-    if of_run:
+    if named:
         card = model_card(target, request)
         charts_dir = target.run.run_dir
         template = None

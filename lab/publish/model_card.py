@@ -85,7 +85,7 @@ def model_card(target: LoadedModel, request: Request) -> str:
     run_dir = target.run.run_dir
     written = RunFiles.read(run_dir)
     config = target.model.config
-    meta = target.checkpoint.meta
+    meta, tokens = target.checkpoint.meta, target.checkpoint.tokens
     settings = meta.settings or written.part("train") or target.run.config.model_dump()
     start = settings.get("init_from")
     if start is not None:
@@ -100,7 +100,7 @@ def model_card(target: LoadedModel, request: Request) -> str:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["gpt2", MARK],
-        model_name=request.source,
+        model_name=target.run.name,
         datasets=[dataset] if HUB_NAME.fullmatch(dataset) else None,
         eval_results=found or None,
     )
@@ -129,9 +129,9 @@ def model_card(target: LoadedModel, request: Request) -> str:
         more.append(GGUF)
     return template("base_model.md").format(
         front_matter=front_matter.to_yaml(),
-        title=request.source,
+        title=target.run.name,
         config=config,
-        meta=meta,
+        tokens="an unknown number of" if tokens is None else f"{tokens:,}",
         address=request.repository or HERE,
         start=f"the weights of {code(start)}" if start else "scratch",
         dataset=code(dataset),
@@ -144,7 +144,7 @@ def model_card(target: LoadedModel, request: Request) -> str:
         notes=notes,
         step=step,
         train_loss="-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
-        hours=sum(meta.seconds.values()) / 3600,
+        hours=f"{sum(meta.seconds.values()) / 3600:.3f}" if meta.seconds else "-",
         training=_rows(_training(meta, written) | histories(until_here)),
         settings=json.dumps(_changed(meta.model, settings), indent=2),
         more="".join(f"\n\n{part}" for part in more),

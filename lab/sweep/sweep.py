@@ -120,7 +120,7 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
     for text in ranges:
         wanted += parse_range(text)
     loaded = load_run(options["runs_dir"], base)
-    name, sweeps_dir = options["name"] or base, options["sweeps_dir"]
+    name, sweeps_dir = options["name"] or loaded.name, options["sweeps_dir"]
     if not RUN_NAME.fullmatch(name):
         raise UserError(
             f"--name {name[:60]!r} is not a plain name; wanted a directory inside"

@@ -55,8 +55,8 @@ def command(
     from lab.watch.server import Server, exported_page
     from lab.watch.text import watch_text
 
-    chosen_runs(runs_dir, runs)
-    watched = Watched(runs_dir, runs)
+    chosen = chosen_runs(runs_dir, runs)
+    watched = Watched(runs_dir, tuple(chosen) if runs else ())
     if as_text:
         return watch_text(watched)
     if export_path:

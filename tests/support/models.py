@@ -247,3 +247,37 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content)
     else:
         path.write_bytes(b"rubbish")
+
+
+def original_weights(model):
+    """Return the weights under the original system's names, the fused matrix split in three.
+
+    Its checkpoints also have the mask of each layer.
+    """
+    config, ours = model.config, model.state_dict()
+    names = {
+        "token_embedding.": "tok_emb.",
+        "position_embedding.": "pos_emb.",
+        "blocks.": "trf_blocks.",
+        "attention_norm": "norm1",
+        "mlp_norm": "norm2",
+        "attention.output": "att.out_proj",
+        "mlp.up": "ff.layers.0",
+        "mlp.output": "ff.layers.2",
+    }
+    theirs = {"out_head.weight": model.head_weight}
+    for name, weight in ours.items():
+        for here, there in names.items():
+            name = name.replace(here, there)
+        if "norm" in name:
+            name = name.replace("weight", "scale").replace("bias", "shift")
+        if "attention.qkv" in name:
+            theirs |= {
+                name.replace("attention.qkv", f"att.W_{part}"): piece
+                for part, piece in zip(("query", "key", "value"), weight.chunk(3), strict=True)
+            }
+        elif name != "head.weight":
+            theirs[name] = weight
+    for layer in range(config.n_layers):
+        theirs[f"trf_blocks.{layer}.att.mask"] = torch.ones([config.context_length] * 2).triu(1)
+    return {name: value.clone().contiguous() for name, value in theirs.items()}
