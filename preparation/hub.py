@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import HfApi, errors, get_token, hf_hub_download
+from huggingface_hub import HfApi, constants, errors, get_token, hf_hub_download
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, logging
 from tqdm import tqdm
@@ -28,7 +28,12 @@ NO_REPOSITORY = (
     "there is no such repository, or it is private: check the name, or set HF_TOKEN to"
     " a token that may read it (`uv run hf auth login` stores one)"
 )
+OFFLINE = (
+    "it is not on this machine, and HF_HUB_OFFLINE keeps the client from asking for it: unset that,"
+    " or fetch it first (ddp_train.py RUN --prefetch)"
+)
 REASONS: tuple[tuple[type[Exception], str], ...] = (  # the first that fits; empty: it may pass
+    (errors.OfflineModeIsEnabled, OFFLINE),
     (
         errors.GatedRepoError,
         "you must accept its conditions on its web page first, then set HF_TOKEN",
@@ -179,6 +184,8 @@ def ask_hub(subject: str, action: Callable[[], T], *, pauses: Sequence[float] = 
 
 def _permanent_reason(error: Exception) -> str:
     """Return why another attempt cannot help; empty if it may."""
+    if constants.HF_HUB_OFFLINE and isinstance(error, errors.LocalEntryNotFoundError):
+        return OFFLINE
     for kind, reason in REASONS:
         if isinstance(error, kind):
             return reason

@@ -156,6 +156,7 @@ class Options:
 @click.option(
     "--save", is_flag=True, help="With --find-max-microbatch: write the result into train.json."
 )
+@click.option("--local-rank", "--local_rank", hidden=True, expose_value=False)  # LOCAL_RANK has it
 @click.option(
     "--memory-limit-gib",
     type=ABOVE_0,

@@ -8,13 +8,13 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -27,9 +27,14 @@ from processes.beside import THREADS, torchrun_limits_threads
 from processes.signals import stop_signals
 from run_config import Precision, TrainConfig
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 # The others wait for rank 0 while it validates and saves, however long that takes.
 CONTROL_TIMEOUT = timedelta(days=2)
 NCCL_MARGIN_SECONDS = 120.0  # between the hang timeout and NCCL's
+# Signals of native code: an address that is not there, an assertion, an instruction of another CPU.
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 
 
 @dataclass(frozen=True)
@@ -106,13 +111,36 @@ def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
     try:
         run(parse_args(command))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0 and num_processes == 1 and not logs_dir:  # no other rank says it
-            print_error(f"Error: rank {rank} was killed, or crashed: {failure.signal_name()}")
+        _, failure = error.get_first_failure()
+        if failure.exitcode < 0 and not logs_dir:
+            if line := killed_line(error.failures, num_processes):
+                print_error(line)
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def killed_line(failures: Mapping[int, "ProcessFailure"], num_processes: int) -> str:
+    """Return the line about processes that a signal ended, by rank; empty if another one says it.
+
+    Of a kill the ranks that are left say it. They do not know the signal, which tells a crash.
+    """
+    by_signal: dict[int, list[int]] = {}
+    for rank, failure in sorted(failures.items()):
+        if failure.exitcode < 0:
+            by_signal.setdefault(-failure.exitcode, []).append(rank)
+    for number, ranks in by_signal.items():
+        who = f"rank {' and '.join(map(str, ranks))}"
+        name = signal.Signals(number).name
+        if number in CRASHES:
+            return (
+                f"Error: {who} crashed in native code: {name}; the same command continues the run;"
+                " if it crashes again, see docs/troubleshooting.md"
+            )
+        if len(ranks) == num_processes:
+            return f"Error: {who}: killed by {name}"
+    return ""
 
 
 def this_process() -> Process:

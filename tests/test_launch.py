@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args
 
 from basics.errors import BAD_INPUT, BEHIND_REFERENCE, DISK_FULL, NON_FINITE, UserError
@@ -238,6 +239,42 @@ def test_a_launch_is_of_this_machine_and_leaves_no_directory_for_logs(monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]  # those that were asked for
 
 
+@pytest.mark.parametrize(
+    ("exit_codes", "status", "line"),
+    [
+        (
+            [-11, -11],
+            139,
+            "rank 0 and 1 crashed in native code: SIGSEGV; the same command continues",
+        ),
+        ([1, -7], 135, "rank 1 crashed in native code: SIGBUS"),
+        ([-15, -6], 134, "rank 1 crashed in native code: SIGABRT"),
+        ([-9, -9], 137, "rank 0 and 1: killed by SIGKILL"),
+        ([1, -9], 137, ""),  # rank 0 says it
+        ([2, 2], 2, ""),
+    ],
+)
+def test_the_launcher_says_which_ranks_crashed_and_with_which_signal(
+    monkeypatch, capsys, tmp_path, exit_codes, status, line
+):
+    """Where all ranks die at once, no other one can."""
+    failures = {
+        rank: ProcessFailure(rank, pid=1, exitcode=code, error_file="")
+        for rank, code in enumerate(exit_codes)
+    }
+    first = next(found for found in failures.values() if abs(found.exitcode) == status % 128)
+    first.timestamp = 0
+
+    def fail(*_):
+        raise ChildFailedError("ddp_train.py", failures)
+
+    monkeypatch.setattr(torch.distributed.run, "run", fail)
+    for logs_dir, wanted in ((None, line), (tmp_path, "")):  # a trial has a line of its own
+        assert distributed.start_torchrun(2, logs_dir) == status
+        said = capsys.readouterr().err
+        assert said.startswith(f"Error: {wanted}") if wanted else not said
+
+
 def launch_options(command):
     """Parse a command line that ends in `[torchrun ...] ddp_train.py ...`; return both parts."""
     words = command.replace("\\\n", " ").replace('"', "").split()
@@ -384,12 +421,12 @@ def test_the_service_is_not_restarted_where_a_person_has_to_act():
 def test_every_exit_status_says_whether_to_start_again():
     """The table of the documentation, and what the files do."""
     text = (PROJECT_DIR / "docs" / "rented-machines.md").read_text()
-    rows = dict(re.findall(r"^\| ([0-9 +n]+) \|.*\| (yes|no)[^|]*\|$", text, re.MULTILINE))
+    rows = dict(re.findall(r"^\| ([0-9, +n]+) \|.*\| (yes|no)[^|]*\|$", text, re.MULTILINE))
     assert {status for status, answer in rows.items() if answer == "yes"} == {
         "1",
         "5",
         "129",
-        "134",
+        "134, 135, 139",
         "138",
         "143",
     }

@@ -23,7 +23,7 @@ import pytest
 from huggingface_hub import DatasetCard
 from safetensors.numpy import save
 
-from basics.errors import UserError
+from basics.errors import BAD_INPUT, UserError
 from preparation import choosing, cutting, hub, reading
 from preparation.choosing import SourceOptions, config_patterns, split_of, split_of_files, subset_of
 from preparation.cutting import BadShard, cut_document, split_documents
@@ -55,6 +55,7 @@ from tests.support.preparation import (
 )
 from tests.support.workplace import PROJECT_DIR, small_disk, succeeded
 from tokens.tokenizer import load_tokenizer
+from trainer.models import load_model
 
 PLAIN = SourceOptions("files")
 
@@ -1054,6 +1055,18 @@ def test_permanent_errors_are_one_line_that_says_what_to_do(tokens_hub, tmp_path
     assert message in line and tokens_hub.repository in line
     assert not (tmp_path / "data" / "train.safetensors").exists()
     assert len(tokens_hub.requests) < 100
+
+
+def test_what_is_not_here_is_bad_input_while_the_hub_is_switched_off(tmp_path, monkeypatch):
+    """To start such a launch again would help nobody."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for action in (
+        lambda: provide_dataset(tmp_path / "data", "owner/name"),
+        lambda: load_model("owner/name", runs_dir=tmp_path),
+    ):
+        with pytest.raises(UserError, match="owner/name .*HF_HUB_OFFLINE .*: unset that") as caught:
+            action()
+        assert caught.value.status == BAD_INPUT
 
 
 @pytest.mark.parametrize(

@@ -351,6 +351,13 @@ def test_options_that_contradict_each_other_are_refused(monkeypatch, arguments, 
         read_command_line()
 
 
+def test_the_rank_that_the_old_launcher_passes_is_ignored(monkeypatch):
+    """`python -m torch.distributed.launch` passes it beside the environment's."""
+    for option in ("--local-rank=1", "--local_rank=1"):
+        monkeypatch.setattr(sys, "argv", ["ddp_train.py", option, "tiny"])
+        assert read_command_line() == Options("tiny")
+
+
 def test_prefetch_under_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="--prefetch needs no torchrun; start it with python"):
