@@ -22,7 +22,12 @@ MIN_WIDTH = 16  # characters to which a text is wrapped beside others
     show_default=True,
     help="Of a run: latest, best or a checkpoint directory's name.",
 )
-@click.option("--prompt", default="", help="Text to continue.  [default: start a new document]")
+@click.option(
+    "--prompt",
+    default="",
+    help="Text to continue; in it, the end-of-text token's text (<|endoftext|>) means that token."
+    "  [default: start a new document]",
+)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option(
     "--samples",
@@ -77,6 +82,7 @@ def command(
     # Imported here so that --help does not wait for torch.
     from lab.evaluate.measure import choose_models
     from reporting.sampling import SamplingOptions, stream_text
+    from tokens.tokenizer import encode_prompt
     from trainer.models import load_model
 
     models = choose_models(targets, checkpoint, None, runs_dir)
@@ -96,7 +102,8 @@ def command(
             break
         for head, text, each in zip(heads, texts, seeds, strict=True):
             options = SamplingOptions(**sampling, seed=each)
-            pieces = stream_text(loaded.model, tokenizer, prompt, options, stops=stops)
+            prompt_ids = encode_prompt(tokenizer, prompt)
+            pieces = stream_text(loaded.model, tokenizer, prompt_ids, options, stops=stops)
             if len(models) > 1:
                 text.append(prompt + "".join(pieces))
                 continue

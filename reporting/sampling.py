@@ -14,7 +14,7 @@ from basics.errors import describe
 from basics.files import append_whole
 from basics.json_files import to_json
 from gpt import FOR_ANY_LENGTH, Block, GPTModel
-from tokens.tokenizer import Tokenizer, load_tokenizer
+from tokens.tokenizer import Tokenizer, encode_prompt, load_tokenizer
 
 SAMPLE_TOKENS = 64  # per prompt at a validation: one or two seconds on a GPU
 
@@ -112,21 +112,20 @@ def stream_tokens(
 def stream_text(
     model: GPTModel,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: list[int],
     options: SamplingOptions,
     *,
     stops: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Continue a prompt: yield, token by token, the new text, which may be empty.
+    """Continue a prompt of at least one token id: yield, token by token, the new text.
 
-    An empty prompt starts a new document. The text ends with the document, or before a stop.
+    It may be empty. It ends with the document, or before a stop.
     """
-    prompt_ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
     return decoded(
         (
             # A model may have more entries than its tokenizer.
             tokenizer.decode_single_token_bytes(token_id) if token_id < tokenizer.n_vocab else b""
-            for token_id in stream_tokens(model, prompt_ids, options, tokenizer.eot_token)
+            for token_id in stream_tokens(model, prompt, options, tokenizer.eot_token)
         ),
         stops,
     )
@@ -188,7 +187,8 @@ class Sampler:
     def text(self, prompt: str = "", options: SamplingOptions = LONG_SAMPLE) -> str:
         tokenizer = load_tokenizer(self.tokenizer_name or "", self.tokenizer_path)
         text = ""
-        for piece in stream_text(self.model, tokenizer, prompt, options):
+        prompt_ids = encode_prompt(tokenizer, prompt)
+        for piece in stream_text(self.model, tokenizer, prompt_ids, options):
             self.heartbeat()
             text += piece
         return text

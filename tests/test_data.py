@@ -270,6 +270,17 @@ def test_the_last_validation_microbatch_may_be_smaller(workplace):
         ({"start_val_token": 450}, "validation_batches is 3, which are 6 seq.*, but .* has 3 from"),
         ({"min_train_tokens": 10**6}, "wanted 1,000,065 training tokens from .*or set repeat_data"),
         ({"min_train_tokens": -1, "start_train_token": 3950}, "wanted 129 training tokens from"),
+        # Exactly one batch, and no target after it.
+        (
+            {"min_train_tokens": -1, "global_batch_size": 250, "microbatch_size": 125}
+            | {"gradient_accumulation_steps": None},
+            "wanted 4,001 training tokens from .* has 4,000; lower global_batch_size$",
+        ),
+        (
+            {"min_train_tokens": 64, "microbatch_size": 125, "gradient_accumulation_steps": 1},
+            "has 4,000; lower microbatch_size or gradient_accumulation_steps$",
+        ),
+        ({"min_train_tokens": -1, "start_train_token": 3950}, "_steps, or start_train_token$"),
         ({"start_train_token": 4000}, "start_train_token 4,000 is past the end"),
         ({"min_train_tokens": -1, "repeat_data": True}, "repeat_data needs min_train"),
         ({"repeat_data": True, "start_train_token": 3990}, "; lower min_.*, or lower start_train"),

@@ -232,6 +232,15 @@ def test_a_damaged_directory_is_refused_in_one_line(file, content, message, tmp_
     assert_refused(tmp_path, message)
 
 
+@pytest.mark.parametrize("ends", [50256, [50256], [50256, 3], [3, 50256], [], None])
+def test_the_end_of_text_may_be_a_list_of_ids(ends, tmp_path):
+    """As transformers writes it where generation may end at several."""
+    path = export(random_model(vocab_size=50304), tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
+    loaded = load_model(str(tmp_path), runs_dir=tmp_path)
+    assert loaded.tokenizer_name == ("gpt2" if ends else None)
+
+
 def with_number(dtype, number):
     return lambda weight: weight.to(dtype).index_fill(0, torch.tensor(3), number)
 

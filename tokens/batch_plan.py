@@ -117,11 +117,17 @@ def plan_batches(run: Run, *, world_size: int, file_tokens: int) -> BatchPlan:
     if train.min_train_tokens == -1:
         num_steps = usable_steps
     if not 1 <= num_steps <= usable_steps:
-        advice = "lower start_train_token" if train.repeat_data else "set repeat_data"
+        other = "lower start_train_token" if train.repeat_data else "set repeat_data"
+        advice = f"lower min_train_tokens, or {other}"
+        if usable_steps < 1 and not train.repeat_data:  # not even one batch and its last target
+            size = "microbatch_size or gradient_accumulation_steps"
+            advice = f"lower {'global_batch_size' if train.global_batch_size else size}"
+            if train.start_train_token:
+                advice += ", or start_train_token"
         raise UserError(
             f"{path}: wanted {max(num_steps, 1) * step_tokens + 1:,} training tokens from token"
             f" {train.start_train_token:,} on (batches of {step_tokens:,}), but {train.dataset} has"
-            f" {found:,}; lower min_train_tokens, or {advice}"
+            f" {found:,}; {advice}"
         )
     return BatchPlan(
         train.microbatch_size,

@@ -122,6 +122,18 @@ class FileTokenizer:
 Tokenizer = tiktoken.Encoding | FileTokenizer
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Encode a person's prompt: in it, the text of the end-of-text token means that token.
+
+    An empty prompt begins a new document.
+    """
+    eot_text = tokenizer.eot_text if isinstance(tokenizer, FileTokenizer) else END_OF_TEXT
+    first, *others = map(tokenizer.encode_ordinary, prompt.split(eot_text))
+    for part in others:
+        first += [tokenizer.eot_token, *part]
+    return first or [tokenizer.eot_token]
+
+
 def choose_tokenizer(choice: str) -> Tokenizer:
     """Return `gpt2`, `bytes`, or that of a directory or a file. Raises: UserError."""
     if choice in KNOWN_SIZES or not Path(choice).exists():

@@ -248,7 +248,8 @@ def _of_weights(name: str, directory: Path) -> LoadedModel:
     if (directory / MANIFEST).exists():
         found = open_checkpoint(directory, thoroughly=True)
         return _of_checkpoint(name, found, found.meta.model)
-    weights, end_of_text = _map_weights(directory), None
+    weights = _map_weights(directory)
+    ends_of_text: list[int | None] = []
     if weights.keys() & {"pos_emb.weight", "model.pos_emb.weight"}:  # of the original system
         above = directory.parent.parent / "model.json"
         if (directory / "config.json").exists():  # as published
@@ -259,7 +260,8 @@ def _of_weights(name: str, directory: Path) -> LoadedModel:
     else:
         gpt2 = Gpt2Config.model_validate(_json(directory / "config.json"))
         ours, config = from_gpt2(weights, gpt2.as_model_config())
-        end_of_text = gpt2.eos_token_id
+        ends = gpt2.eos_token_id
+        ends_of_text = [*ends] if isinstance(ends, list) else [ends]
     model = _on_meta(directory, config)
     for key, wanted in model.state_dict().items():
         if not ours[key].is_floating_point() or ours[key].shape != wanted.shape:
@@ -275,7 +277,7 @@ def _of_weights(name: str, directory: Path) -> LoadedModel:
             " download or export it again"
         )
     model.load_state_dict(ours, assign=True)
-    tokenizer_name, tokenizer_path = _tokenizer_of(directory, config, end_of_text)
+    tokenizer_name, tokenizer_path = _tokenizer_of(directory, config, ends_of_text)
     return LoadedModel(name, model, tokenizer_name, tokenizer_path=tokenizer_path)
 
 
@@ -329,14 +331,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _tokenizer_of(
-    directory: Path, config: ModelConfig, end_of_text: int | None
+    directory: Path, config: ModelConfig, ends_of_text: list[int | None]
 ) -> tuple[str | None, Path | None]:
     """Return the name of a directory's tokenizer, and its file unless it is a known tokenizer."""
     known = TOKENIZERS_BY_VOCABULARY.get(config.vocab_size) or next(
         (
             name
             for name, size in KNOWN_SIZES.items()  # vocabularies may be padded
-            if size - 1 == end_of_text and size <= config.vocab_size
+            if size - 1 in ends_of_text and size <= config.vocab_size
         ),
         None,
     )

@@ -52,7 +52,7 @@ class Gpt2Config(BaseModel):
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     add_cross_attention: Literal[False] = False
-    eos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
 
     def as_model_config(self) -> ModelConfig:
         """Return this project's config; one dropout rate stands for GPT-2's three."""

@@ -221,8 +221,9 @@ def _answer(target: LoadedModel, test: list[Entry], max_new_tokens: int) -> list
     num_long = 0
     for entry in tqdm(test, desc="answering", unit="question", disable=None, leave=False):
         prompt = entry.prompt()
-        num_long += len(tokenizer.encode_ordinary(prompt)) > model.config.context_length
-        answer = "".join(stream_text(model, tokenizer, prompt, greedy))
+        prompt_ids = tokenizer.encode_ordinary(prompt)  # text of the data: no end of text in it
+        num_long += len(prompt_ids) > model.config.context_length
+        answer = "".join(stream_text(model, tokenizer, prompt_ids, greedy))
         answers.append(entry.model_dump() | {"answer": answer.strip()})
     if num_long:
         click.echo(

@@ -26,7 +26,7 @@ from tests.support.preparation import corrupt, find_documents, write_parquet, wr
 from tests.support.runs import made_once, refused
 from tests.support.workplace import TINY_MODEL, Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
-from tokens.tokenizer import choose_tokenizer, load_tokenizer
+from tokens.tokenizer import choose_tokenizer, encode_prompt, load_tokenizer
 from trainer.models import load_model
 
 transformers = package("transformers")
@@ -157,8 +157,24 @@ def test_ids_beyond_the_tokenizers_add_no_text():
     )
     drawn = list(stream_tokens(model, [*b"a"], options, tokenizer.eot_token))
     assert max(drawn) > 256
-    text = "".join(stream_text(model, tokenizer, "a", options))
+    text = "".join(stream_text(model, tokenizer, [*b"a"], options))
     assert text == tokenizer.decode([token for token in drawn if token < 256])
+
+
+def test_the_end_of_text_in_a_prompt_is_that_token(trained):
+    """So it begins a new document, as an empty prompt does; in data and files it is text."""
+    tokenizer = load_tokenizer("bytes")
+    for prompt, ids in {
+        "": [256],
+        "<|endoftext|>": [256],
+        "a<|endoftext|>b": [97, 256, 98],
+        "<|end": [*b"<|end"],
+    }.items():
+        assert encode_prompt(tokenizer, prompt) == ids
+    arguments = ("tiny", "--max-new-tokens", "20")
+    empty = succeeded(generate(trained, *arguments)).stdout
+    marked = succeeded(generate(trained, *arguments, "--prompt", "<|endoftext|>")).stdout
+    assert marked == f"<|endoftext|>{empty}"
 
 
 def test_samples_and_stops_on_the_command_line(trained):
