@@ -172,7 +172,7 @@ def find_model(text: str, runs_dir: Path) -> NamedRun | None:
         return None
     if named is None:
         name = plain_name(runs_dir, text)
-        if HUB_NAME.fullmatch(name):
+        if HUB_NAME.fullmatch(name) and not is_run_dir(place):
             return None
         base, at, _ = text.partition("@")
         if at and (HUB_NAME.fullmatch(base) or Path(base).is_dir()):

@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from basics.checkpoint_files import BEST
 from basics.errors import UserError, print_line, writing_to
 from basics.files import locked, write_atomically
 from basics.json_files import Config, FrozenConfig, describe, read_json_object, to_json, unknown_key
 from reporting.reference import REFERENCES, find_reference, write_reference
 from run_config import (
-    RUN_NAME,
     ModelConfig,
     Run,
     TrainConfig,
     check_growth,
+    find_run,
     load_config,
     with_defaults,
 )
@@ -143,11 +144,12 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
             )
     # The runs of a sweep are in another directory, where the name of a run would not be found.
     name, runs_dir = config.init_from, base.run_dir.parent
-    if name is not None and RUN_NAME.fullmatch(name) and (runs_dir / name).is_dir():
-        path = (runs_dir / name / "checkpoints/best").absolute()
+    named = None if name is None else find_run(runs_dir, name)
+    if named is not None and (runs_dir / named.name).is_dir():
+        path = (runs_dir / named.name / "checkpoints" / (named.checkpoint or BEST)).absolute()
         if not path.exists():
             raise UserError(
-                f"{base.train_path}: init_from: {path}: no checkpoint yet; train {name} first"
+                f"{base.train_path}: init_from: {path}: no checkpoint yet; train {named.name} first"
             )
         config = config.model_copy(update={"init_from": str(path)})
     return with_defaults(model, config)

@@ -196,6 +196,7 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
         (["--change", "max_hours=3"], "stop runs before their end; drop it from"),
         (["--change", "max_cost_usd=3,usd_per_hour=1"], "pass --budget-usd for the whole sweep"),
         (["--change", "init_from=tiny"], "no checkpoint yet; train tiny first"),
+        (["--change", "init_from=tiny@latest"], "latest: no checkpoint yet; train tiny first"),
         (["--range", "learning_rate=0.1"], "wanted KEY=VALUE,VALUE"),
         (["--range", "learning_rate=0.1,-1"], "learning_rate should be greater than 0"),
         (["--change", "vocab_size=null"], '"vocab_size" is missing'),
