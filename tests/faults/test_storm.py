@@ -4,6 +4,7 @@
 moves and for 2,000 steps.
 """
 
+import json
 import os
 import random
 import shutil
@@ -17,15 +18,19 @@ from pathlib import Path
 
 import pytest
 
-from basics.checkpoint_files import find_damage
+from basics.checkpoint_files import find_damage, read_identity
 from basics.failpoints import VARIABLE
+from basics.json_files import found_object
 from checkpointing import list_checkpoints
 from processes.run_lock import read_heartbeat
 from reporting.summary import FINISHED, read_summary
 from run_config import load_run
 from tests.support.runs import (
     SETTINGS,
+    add_everything,
+    files_of,
     metrics_of,
+    not_kept,
     summary_of,
     train_undisturbed,
     validations_of,
@@ -83,17 +88,19 @@ def assert_is_as_undisturbed(run_dir, undisturbed):
         assert find_damage(checkpoint.path, thoroughly=True) == ""
 
 
-def kill_once(workplace, name):
+def kill_once(workplace, name, *arguments, num_processes=2, fault="train:slow:seconds=0.05"):
     """Start a run and kill a random part of it; return False if the run finished first."""
+    run = load_run(workplace.runs_dir, name)
+    before = read_summary(run)
     process, _ = start_forked(
         "ddp_train.py",
-        workplace.arguments(name),
-        num_processes=2,
-        environment={VARIABLE: "train:slow:seconds=0.05"},
+        workplace.arguments(name, *arguments),
+        num_processes=num_processes,
+        environment={VARIABLE: fault},
     )
-    process.join(timeout=random.uniform(0.1, LONGEST))
+    process.join(timeout=200 if ":kill" in fault else random.uniform(0.1, LONGEST))
     # A finished process waits inside PyTorch, which hangs if a process dies there: do not kill it.
-    if read_summary(load_run(workplace.runs_dir, name)).get("status") == FINISHED:
+    if (summary := read_summary(run)) != before and summary.get("status") == FINISHED:
         process.join(timeout=60)
     if not process.is_alive():
         return process.exitcode != 0
@@ -112,6 +119,93 @@ def kill_once(workplace, name):
     assert process.exitcode not in (None, 0), victim
     wait_until_gone(workers)
     return True
+
+
+# Where a launch can be killed, and the most times that it gets there.
+MOMENTS = {
+    "prepare": 1,
+    "aside.copy": 12,
+    "aside.copied": 1,
+    "open.identity": 1,
+    "open.records": 3,
+    "open.reference": 1,
+    "open.status": 1,
+    "aside.move": 6,
+    "aside.end": 1,
+    "compile": 1,
+    "train": 24,
+    "record": 12,
+    "save.meta": 6,
+    "save.manifest": 6,
+    "save.validation": 6,
+    "save.links": 12,
+    "validate": 6,
+    "summary": 1,
+}
+STEPS, STEP_TOKENS = 24, 64
+
+
+@pytest.mark.timeout(LONG_SECONDS)
+def test_kills_lose_no_file_of_what_the_run_has_left(workplace, pytestconfig):
+    """With --fresh, earlier checkpoints and longer runs in between; on one process."""
+    num_kills = pytestconfig.getoption("--storm")
+    random.seed(num_kills)
+    settings = {"min_train_tokens": STEPS * STEP_TOKENS, "validation_interval": 4}
+    run_dir = add_everything(workplace, **settings)
+    succeeded(workplace.torchrun(1, "tiny"))
+    undisturbed = shutil.copytree(run_dir, workplace.root / "undisturbed", symlinks=True)
+    left, killed, num_launches = [], Counter(), 0
+    while killed.total() < num_kills:
+        num_launches += 1
+        kind = random.choice(["as it is", "fresh", "an earlier one"])
+        earlier = list_checkpoints(run_dir / "checkpoints")[:-1]
+        arguments = ["--fresh"] if kind == "fresh" else []
+        if kind == "an earlier one" and earlier:
+            arguments = [random.choice(earlier).name]
+        before = state_of(run_dir)
+        if not arguments and before[1] == FINISHED:
+            make_longer(run_dir)
+        files = files_of(run_dir)
+        # A kill has come while a state was left: some files are already of the next one.
+        is_state = not list(run_dir.glob("set-aside/*/.unfinished"))
+        place = random.choice(list(MOMENTS))
+        fault = random.choice(
+            [f"{place}:kill:hit={random.randint(1, MOMENTS[place])}", "train:slow:seconds=0.05"]
+        )
+        if kill_once(workplace, "tiny", *arguments, num_processes=1, fault=fault):
+            killed["at a moment" if ":kill" in fault else "at a time"] += 1
+        # Without a new identity the steps after the newest checkpoint may be taken again.
+        identity, status = state_of(run_dir)
+        is_left = identity != before[0] or (before[1] == FINISHED and status != FINISHED)
+        if is_state and is_left:
+            left.append(files)
+            assert not_kept(files, run_dir) == [], (arguments, fault)
+    for number, files in enumerate(left):
+        assert not_kept(files, run_dir) == [], number
+    change(run_dir, **settings)
+    succeeded(workplace.torchrun(1, "tiny", "--fresh"))
+    assert weights_of(run_dir) == weights_of(undisturbed)
+    assert validations_of(run_dir) == validations_of(undisturbed)
+    assert not list(run_dir.glob("set-aside/*/.*"))
+    num_aside = len(list((run_dir / "set-aside").iterdir()))
+    print(
+        f"\n{killed.total()} kills {dict(killed)} in {num_launches} launches: {len(left)} states"
+        f" were left, in {num_aside} directories, and no file of them is lost"
+    )
+
+
+def state_of(run_dir):
+    return read_identity(run_dir), found_object(run_dir / "summary.json").get("status")
+
+
+def make_longer(run_dir):
+    tokens = found_object(run_dir / "train.json")["min_train_tokens"]
+    change(run_dir, min_train_tokens=tokens + 4 * STEP_TOKENS)
+
+
+def change(run_dir, **settings):
+    path = run_dir / "train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 @pytest.mark.timeout(LONG_SECONDS)
