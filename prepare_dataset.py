@@ -11,7 +11,7 @@ import signal
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -20,9 +20,12 @@ from basics.cli import FiniteRange, run_and_exit
 from basics.entry_points import INTERRUPTED
 from basics.errors import UserError, print_error, print_line
 from basics.machine import num_cpu_cores
-from preparation.choosing import SourceOptions, source_options
+from preparation.sources import SourceOptions, source_options
 
-MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of memory
+if TYPE_CHECKING:
+    from preparation.card import Prepared
+
+MAX_DEFAULT_WORKERS = 16  # they need less than 512 MiB of memory
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -34,128 +37,85 @@ MAX_DEFAULT_WORKERS = 16  # 16 worker processes together need less than 1 GiB of
     default="gpt2",
     show_default=True,
     metavar="gpt2|bytes|DIR",
-    help="gpt2 has a vocabulary of 50,257, bytes of 257. DIR holds a tokenizer.json, as"
-    " lab tokenizer writes it.",
+    help="DIR holds a tokenizer.json.",
 )
 @click.option(
     "--validation-fraction",
     default=0.01,
     show_default=True,
     type=FiniteRange(0, 1, min_open=True, max_open=True),
-    help="Fraction of the documents, taken from the end, to use for validation.",
+    metavar="F",
+    help="Of the documents, from the end.",
 )
-@click.option("--max-documents", type=click.IntRange(2), help="Use only the first N documents.")
+@click.option(
+    "--max-documents", type=click.IntRange(2), metavar="N", help="Use only the first N documents."
+)
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    default=None,
-    help="Number of tokenising processes.  [default: one per core, at most 16; 16 need"
-    " less than 1 GiB of memory]",
-)
-@click.option(
-    "--skip-bad-shards",
-    is_flag=True,
-    help="Leave out any number of files that cannot be read.  [default: one in a hundred,"
-    " of text files at least one]",
-)
-@click.option(
-    "--keep-raw",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Download files from the hub to DIR and keep them.",
+    metavar="N",
+    help="Tokenising processes.  [default: one per core, at most 16]",
 )
 @click.option(
     "--import",
     "is_import",
     is_flag=True,
-    help="SOURCE already holds tokens: train.bin and val.bin of nanoGPT, .bin shards of"
-    " llm.c, the same as .npy files, or a single such file.",
+    help="SOURCE has tokens of nanoGPT, llm.c, NumPy or datatrove.",
 )
 @click.option(
-    "--source",
+    "--mix",
     "weighted",
-    metavar="NAME=PATH:WEIGHT",
+    metavar="NAME=DATASET:WEIGHT",
     multiple=True,
-    help="Instead of SOURCE, two or more times: mix sources in the shares of their weights, in"
-    " tokens. PATH is a SOURCE or the directory of a prepared dataset.",
+    help="Instead of SOURCE, twice or more: mix prepared datasets.",
 )
-@click.option(
-    "--repeat",
-    is_flag=True,
-    help="With --source: a source with too little text starts over.",
-)
-@click.option(
-    "--part",
-    metavar="I/N",
-    default="",
-    help="Prepare only part I of N, on one of several machines, for --join.",
-)
-@click.option(
-    "--join",
-    "is_join",
-    is_flag=True,
-    help="Each SOURCE is a part: join all of them to the dataset that one machine would have made.",
-)
+@click.option("--repeat", is_flag=True, help="With --mix: a dataset that is too small starts over.")
 def main(
     sources: tuple[str, ...],
     output: Path,
     is_import: bool,
-    is_join: bool,
     weighted: tuple[str, ...],
     repeat: bool,
     **options: Any,
 ) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
-    OUTPUT/validation.safetensors (the rest), with an end-of-text token after each document.
+    OUTPUT/validation.safetensors (the rest).
 
-    SOURCE is a directory, a file or a quoted pattern of .parquet, JSON lines (.jsonl, .ndjson),
-    .json (an array of objects), .csv or .txt files, all but parquet also packed (.gz, .zst, .bz2,
-    .xz); or a dataset on the Hugging Face hub (HuggingFaceFW/fineweb); or python-stdlib, the source
-    code and documentation of Python's standard library. A single .txt file is divided by its
-    tokens.
-
-    With --source NAME=PATH:WEIGHT, given for each of several sources, their documents are mixed.
-
-    If the command is killed, run it again: it continues where it stopped.
-
-    On several machines, run the same command everywhere with --part 1/N to N/N, and then once:
-    prepare_dataset.py --join PART... OUTPUT.
+    SOURCE is a directory, a file or a quoted pattern of text files or of what Hugging Face's
+    datasets reads; a dataset on its hub (HuggingFaceFW/fineweb); or python-stdlib, the code of
+    Python's library. If the command is killed, run it again: it continues where it stopped.
     """
     try:
         if not sources and not weighted:
             raise click.MissingParameter(
                 ctx=click.get_current_context(), param_hint="'SOURCE'", param_type="argument"
             )
-        if not options["part"]:
-            check_name(output)
+        check_name(output)
         if repeat and not weighted:
-            raise UserError("--repeat: is for a mix; name its sources with --source")
-        if weighted:
-            summary = mix(sources, weighted, output, repeat=repeat, **options)
-        elif is_join:  # imported here, and below, so that --help does not wait for it
-            check_options("--join", "is_join", "skip_bad_shards")
-            from preparation.pipeline import join_parts
-
-            summary = join_parts(
-                [Path(part) for part in sources], output, skip_bad_shards=options["skip_bad_shards"]
-            ).summary(output)
-        elif len(sources) > 1:
+            raise UserError("--repeat: is for a mix; name its datasets with --mix")
+        if len(sources) > bool(not weighted):
             raise UserError(
-                f"{sources[1]}: wanted one SOURCE and one OUTPUT; put quotes"
-                " around a pattern of files, or join parts with --join"
+                f"{sources[-1]}: wanted one SOURCE and one OUTPUT, and no SOURCE with --mix; put"
+                " quotes around a pattern of files"
+            )
+        if weighted:  # imported here, and below, so that --help does not wait for it
+            check_options("--mix", "weighted", "repeat", "max_documents")
+            from preparation.mixing import mix_datasets, parse_mix
+
+            dataset = mix_datasets(
+                parse_mix(weighted), output, options["max_documents"], repeat=repeat
             )
         elif is_import:
             check_options("--import", "is_import", "tokenizer")
             from preparation.import_bin import import_tokens
 
-            summary = import_tokens(Path(sources[0]), output, options["tokenizer"]).summary(output)
+            dataset = import_tokens(Path(sources[0]), output, options["tokenizer"])
         else:
-            summary = prepare(sources[0], output, **options)
-        print_line(summary)
-        if not options["part"]:
-            print_line(f"make a run for it: uv run lab new RUN {dataset_options(output)}")
+            dataset = prepare(sources[0], output, **options)
+        print_line(dataset.summary(output))
+        print_line(f"make a run for it: uv run lab new RUN {dataset_options(output)}")
     except OSError as error:  # while reading the source or examining the output directory
-        place = error.filename or sources[0]
+        place = error.filename or next(iter(sources), output)
         raise UserError(f"{place}: {error.strerror or error}") from None
     except KeyboardInterrupt:
         print_error(f"\n{INTERRUPTED}; run the same command again to continue")
@@ -189,71 +149,18 @@ def check_options(mode: str, *accepted: str) -> None:
         if isinstance(option, click.Argument) or option.name in accepted:
             continue
         if context.get_parameter_source(option.name) is not ParameterSource.DEFAULT:
-            raise UserError(
-                f"{option.opts[0]}: is not for {mode}, which takes everything from its SOURCE"
-            )
+            raise UserError(f"{option.opts[0]}: is not for {mode}, whose documents are tokens")
 
 
-def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> str:
-    """Find the documents and tokenise them; return a summary. Raises: UserError."""
+def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> "Prepared":
+    """Find the documents and tokenise them. Raises: UserError."""
     from preparation.find_source import find_source
-    from preparation.journal import Journal, check_output_dir
     from preparation.pipeline import PrepareOptions, prepare_dataset
 
-    named = SourceOptions(source, **taken_from(options))
-    preparation = PrepareOptions(**options, num_workers=workers or default_workers())
-    documents = find_source(named, raw_dir=Journal(check_output_dir(output)).raw_dir)
-    if preparation.part and documents.request.revision != named.revision:
-        print_line(f"use --revision {documents.request.revision} on the other machines")
-    return prepare_dataset(documents, output, preparation).summary(output)
-
-
-def mix(
-    sources: tuple[str, ...],
-    weighted: tuple[str, ...],
-    output: Path,
-    *,
-    workers: int | None,
-    repeat: bool,
-    **options: Any,
-) -> str:
-    """Tokenise several sources and mix them; return a summary. Raises: UserError."""
-    from preparation.mixing import mix_sources, parse_sources
-    from preparation.pipeline import PrepareOptions
-
-    if sources:
-        raise UserError(f"{sources[0]}: is not for --source; give this SOURCE a name and a weight")
-    context = click.get_current_context()
-    for option in context.command.params:
-        is_given = context.get_parameter_source(option.name) is not ParameterSource.DEFAULT
-        if is_given and option.name in ("is_import", "is_join", "part", "revision", "keep_raw"):
-            raise UserError(
-                f"{option.opts[0]}: is not for --source; prepare that source on its own with it,"
-                " and name the directory of its dataset as PATH"
-            )
-    parsed = parse_sources(weighted)
-    if all(source.is_prepared for source in parsed):
-        check_options(
-            "a mix of prepared datasets",
-            "weighted",
-            "repeat",
-            "tokenizer",
-            "max_documents",
-            "validation_fraction",
-            "workers",
-        )
-    reading = SourceOptions("", **taken_from(options))
-    preparation = PrepareOptions(**options, num_workers=workers or default_workers())
-    return mix_sources(parsed, reading, output, preparation, repeat=repeat).summary(output)
-
-
-def taken_from(options: dict[str, Any]) -> dict[str, Any]:
-    """Take those of `SourceOptions` but its source out of the options of the command."""
-    return {field.name: options.pop(field.name) for field in fields(SourceOptions)[1:]}
-
-
-def default_workers() -> int:
-    return min(num_cpu_cores(), MAX_DEFAULT_WORKERS)
+    reading = {each.name: options.pop(each.name) for each in fields(SourceOptions)[1:]}
+    found = find_source(SourceOptions(source, **reading))
+    num_workers = workers or min(num_cpu_cores(), MAX_DEFAULT_WORKERS)
+    return prepare_dataset(found, output, PrepareOptions(**options, num_workers=num_workers))
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:

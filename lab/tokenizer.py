@@ -1,20 +1,19 @@
 """`lab tokenizer`: a tokenizer of one's own, trained on the documents that it is for."""
 
+import itertools
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from basics.cli import PLACE
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
-from preparation.choosing import SourceOptions, source_options
-from preparation.cutting import BadShard, Piece
+from preparation.cutting import markers_in
+from preparation.sources import Source, SourceOptions, limited_memory, source_options, warnings
 
-if TYPE_CHECKING:
-    from preparation.sources import Source
-
+MAX_NAMES = 5  # that are printed, of files that are left out
 SMALLEST = 257  # entries: the 256 bytes and the end of text
 MAX_ENTRIES = 2**16  # ids have 16 bits
 
@@ -59,11 +58,10 @@ def command(source: str, output: Path, **options: Any) -> None:
     output_dir = check_output_dir(output)
     partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
     shutil.rmtree(partial_dir, ignore_errors=True)  # of a command that was killed
-    found = find_source(SourceOptions(source, **options), raw_dir=partial_dir / "raw")
+    found = find_source(SourceOptions(source, **options))
     try:
-        pieces, num_bytes = first_pieces(found, max_bytes=max_bytes)
-        texts = [piece.text for piece in pieces]
-        warn_of(found, pieces, num_bytes)
+        with limited_memory():
+            texts, num_bytes = first_texts(found, max_bytes=max_bytes)
         content, num_entries = train_tokenizer(texts, vocab_size=vocab_size)
         if num_entries < vocab_size:
             more = "a larger --max-megabytes" if num_bytes >= max_bytes else "more text"
@@ -89,52 +87,31 @@ def command(source: str, output: Path, **options: Any) -> None:
     )
 
 
-def first_pieces(source: "Source", *, max_bytes: int) -> tuple[list[Piece], int]:
-    """Read the first texts of a source, up to `max_bytes`, but damaged files; and their bytes.
+def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
+    """Read the first texts of a source, up to `max_bytes`, and count their bytes.
 
-    Raises: UserError: all of them are damaged.
+    Files that are left out are named, and warnings printed. Raises: UserError.
     """
-    from preparation.reading import Reading, Task
-
-    pieces = []
-    num_bytes = 0
-    errors = []
-    for shard in source.shards:
-        shard.fetch()
-        try:
-            for task in shard.tasks("any"):
-                assert isinstance(task, Task), "only a part has tokens instead"
-                reading = Reading("any", [])
-                for piece in task.read(reading):
-                    pieces.append(piece)
-                    num_bytes += len(piece.text.encode("utf-8", "replace"))
-                    if num_bytes >= max_bytes:
-                        return pieces, num_bytes
-                for file in reading.bad_files:
-                    print_error(one_line(f"warning: left out: {file.reason}"))
-        except BadShard as error:  # what could be read of it has been
-            errors.append(error)
-            print_error(one_line(f"warning: left out: {error}"))
-        shard.release()
-    if errors and not pieces:
-        raise errors[0]
-    return pieces, num_bytes
-
-
-def warn_of(source: "Source", pieces: list[Piece], num_bytes: int) -> None:
-    """Print a line each if the text may have another encoding, or markers between documents."""
-    from preparation.findings import Findings, markers_in
-    from preparation.token_stream import Counts
-
-    replaced = [piece.num_replaced for piece in pieces]
-    found = Findings(num_damaged=sum(map(bool, replaced)), num_replaced=sum(replaced))
-    counts = Counts(sum(piece.ends_document for piece in pieces), num_text_bytes=num_bytes)
-    for line in (
-        source.about_damage(found, counts),
-        source.about_markers(markers_in(piece.text for piece in pieces)),
-    ):
-        if line:
-            print_error(one_line(line))
+    texts = []
+    num_bytes = num_replaced = 0
+    markers: set[str] = set()
+    left_out = dict(source.left_out)
+    for chunk in source.chunks(None, "any"):
+        left_out |= chunk.left_out
+        for piece in chunk.pieces:
+            texts.append(piece.text)
+            num_bytes += len(piece.text.encode("utf-8", "replace"))
+            num_replaced += piece.num_replaced
+            markers |= markers_in(piece.text)
+            if num_bytes >= max_bytes:
+                break
+        if num_bytes >= max_bytes:
+            break
+    for name, reason in itertools.islice(left_out.items(), MAX_NAMES):
+        print_error(one_line(f"left out: {name}: {reason}"))
+    for line in warnings(source, num_replaced, num_bytes, markers):
+        print_error(one_line(f"warning: {line}"))
+    return texts, num_bytes
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> tuple[bytes, int]:

@@ -2,21 +2,22 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from basics.errors import one_line, print_error
 from basics.text import counted, escaped
-from preparation.findings import Findings
+from preparation.encoding import Losses
 from preparation.sources import Request
-from preparation.token_stream import Counts
+from preparation.token_stream import REPLACED, TEXT_BYTES, Counts
 from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
 
-MAX_BAD_NAMES = 10  # that are printed, of files that were left out
+MAX_NAMES = 5  # that are printed, of files that were left out; the card has all
 LINE_INTERVAL = 30  # seconds between plain lines
 
 CARD = """---
@@ -59,10 +60,10 @@ class _Lines:
         pass
 
 
-def progress_bar(total: int, first: int, unit: str) -> tqdm:
+def progress_bar(num_bytes: int) -> tqdm:
     """Return a bar on a terminal, which elsewhere prints a line every LINE_INTERVAL seconds.
 
-    `total` is in bytes or documents, `first` of them by an earlier launch.
+    It counts bytes of text, from those of an earlier launch on.
     """
     where: dict[str, Any] = {"dynamic_ncols": True}
     if not sys.stderr.isatty():
@@ -73,7 +74,27 @@ def progress_bar(total: int, first: int, unit: str) -> tqdm:
             "delay": LINE_INTERVAL,
             "miniters": 1,
         }
-    return tqdm(total=total, initial=first, unit=unit, unit_scale=unit == "B", leave=False, **where)
+    return tqdm(initial=num_bytes, unit="B", unit_scale=True, leave=False, **where)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Numbers of documents and characters."""
+
+    num_empty: int = 0  # documents without text
+    num_damaged: int = 0  # documents with bytes that were not in their encoding
+    num_replaced: int = 0  # characters that stand for such bytes
+
+    @classmethod
+    def of(cls, documents: Iterable[np.ndarray]) -> "Findings":
+        """Count what documents have, in blocks of rows of an index."""
+        found = np.zeros(3, dtype=np.int64)
+        for rows in documents:
+            replaced = rows[:, REPLACED]
+            found[0] += np.count_nonzero(rows[:, TEXT_BYTES] == 0)
+            found[1] += np.count_nonzero(replaced)
+            found[2] += int(replaced.sum())
+        return cls(*found.tolist())
 
 
 @dataclass(frozen=True)
@@ -87,12 +108,14 @@ class Portion:
 
 @dataclass
 class Prepared:
-    """A finished dataset, or a part of one."""
+    """A finished dataset."""
 
     request: Request
-    splits: dict[str, Counts]  # a part has only `train`
+    splits: dict[str, Counts]
     findings: Findings = Findings()
-    bad_files: Sequence[str] = ()  # left out because they could not be read
+    left_out: Mapping[str, str] = field(default_factory=dict)  # files and reasons
+    num_repeated: int = 0  # validation documents that are in the training split too
+    losses: Losses = Losses()
     # Of a mix: for each split, the sources by name.
     portions: dict[str, Mapping[str, Portion]] = field(default_factory=dict)
 
@@ -112,8 +135,9 @@ class Prepared:
             "tokenizer": self.request.tokenizer,
             "source": self.request.source[:400],
             "revision": self.request.revision[:100],
-            "num_bad_files": len(self.bad_files) or None,
+            "num_files_left_out": len(self.left_out) or None,
             "num_replaced_characters": self.findings.num_replaced or None,
+            "num_validation_documents_in_training": self.num_repeated or None,
         }
         if self.portions:
             metadata["sources"] = json.dumps(
@@ -137,32 +161,39 @@ class Prepared:
             return tokens
         return f"{tokens}, {num_bytes:,} bytes of text, {num_bytes / num_tokens:.2f} per token"
 
-    def left_out(self) -> str:
-        """Name the files that could not be read."""
-        count = len(self.bad_files)
-        names = ", ".join(one_line(name) for name in self.bad_files[:MAX_BAD_NAMES])
-        if count > MAX_BAD_NAMES:
-            names += f" and {count - MAX_BAD_NAMES:,} more"
-        return f"left out because they could not be read: {count:,} ({names})"
+    def warnings(self) -> list[str]:
+        """Say what was found that makes the dataset less useful."""
+        lines = []
+        if self.findings.num_damaged:
+            lines.append(
+                f"{counted(self.findings.num_damaged, 'document')} with bytes that are not"
+                f" {self.request.encoding or 'UTF-8'}:"
+                f" {counted(self.findings.num_replaced, 'character')} became U+FFFD"
+            )
+        if self.num_repeated:
+            lines.append(
+                f"{self.num_repeated:,} of"
+                f" {counted(self.splits['validation'].num_documents, 'validation document')} are"
+                " in the training split too"
+            )
+        if self.losses.num_changed:
+            lines.append(
+                f"the tokenizer loses text: {self.losses.num_changed:,} of"
+                f" {self.losses.num_sampled:,} sampled texts do not come back"
+                f" ({self.losses.example})"
+            )
+        return lines
 
     def summary(self, output_dir: Path) -> str:
         """Describe the finished dataset in a few lines."""
         lines = [f"{counted(self.total.num_documents, 'document')}, {self.amount()}"]
         if self.findings.num_empty:
             lines.append(f"documents without text: {self.findings.num_empty:,}")
-        if self.findings.num_damaged:
-            lines.append(self.findings.damage(self.request.encoding))
-        if self.request.part:
-            lines.append(
-                f"{output_dir}: a part; when all are ready, join them with"
-                " prepare_dataset.py --join PART... OUTPUT"
-            )
-        else:
-            lines += [
-                f"{output_dir / split}.safetensors:"
-                f" {counted(part.num_documents, 'document')}, {part.num_tokens:,} tokens"
-                for split, part in self.splits.items()
-            ]
+        lines += [
+            f"{output_dir / split}.safetensors:"
+            f" {counted(part.num_documents, 'document')}, {part.num_tokens:,} tokens"
+            for split, part in self.splits.items()
+        ]
         num_train = self.splits["train"].num_tokens
         for name, portion in self.portions.get("train", {}).items():
             counts = portion.counts
@@ -171,8 +202,11 @@ class Prepared:
                 f" training tokens, {counted(counts.num_documents, 'document')}, its"
                 f" training documents {portion.num_passes:.2f} times"
             )
-        if self.bad_files:
-            lines.append(f"files {self.left_out()}")
+        lines += [one_line(f"warning: {line}") for line in self.warnings()]
+        if self.left_out:
+            first = [f"{name} ({reason})" for name, reason in self.left_out.items()][:MAX_NAMES]
+            lines.append(f"left out {counted(len(self.left_out), 'file')}, all named in README.md:")
+            lines.append(one_line("  " + ", ".join(first)))
         return "\n".join(lines)
 
 
@@ -184,7 +218,7 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
     file = file_beside(dataset_dir, request.tokenizer)
     card_data = DatasetCardData(
         license=request.licence,
-        language=request.languages,
+        language=request.languages or None,
         task_categories=["text-generation"],
         pretty_name=f"{request.title}, tokenised",
         source_datasets=[request.hub_name or "original"],
@@ -214,10 +248,12 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
             "\nBefore you publish this dataset, set the licence and the language above to those of"
             " the source.\n"
         )
-    if dataset.bad_files:
-        notes += f"\nFiles {escaped(dataset.left_out())}.\n"
-    if dataset.findings.num_damaged:
-        notes += f"\n{escaped(dataset.findings.damage(request.encoding))}.\n"
+    for line in dataset.warnings():
+        notes += f"\n{escaped(line)}.\n"
+    if dataset.left_out:
+        notes += "\nFiles that were left out:\n\n"
+        for name, reason in dataset.left_out.items():
+            notes += f"- {escaped(one_line(name))}: {escaped(reason)}\n"
     card = CARD.format(
         front_matter=card_data.to_yaml(),
         name=escaped(request.title),

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from basics.errors import UserError
+from tokens.tokenizer import END_OF_TEXT_TOKENS
 
 # Documents of more bytes than this are cut into pieces. tiktoken's regular expression overflows the
-# stack on a million spaces in a row.
+# stack on a million spaces in a row, and its time grows with the square of a long word.
 LARGE_DOCUMENT = 2**18
 # Before merging, GPT-2's tokenizer always splits text between a character that is not white space
 # and a space or newline that follows it. (No Unicode white space ends in a byte of B0 to BF.)
@@ -25,20 +26,12 @@ LAST_LINE_ENDS: Any = re.compile(rb"(?:\r?\n){0,2}\Z")
 LINE_ENDS_BYTES = 4
 
 
-class BadShard(UserError):
-    """A shard that is damaged or does not contain what was expected."""
-
-
-class NoColumn(BadShard):
-    """A shard without the column or key that was asked for, whose name may be wrong."""
-
-
 class Piece(NamedTuple):
     """The text of a document, or of a part of one."""
 
     text: str
     ends_document: bool
-    num_replaced: int = 0  # of a last piece: characters of the document that were not UTF-8
+    num_replaced: int = 0  # characters that stand for bytes that were not in the encoding
 
 
 def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts, name: object) -> Iterator[Piece]:
@@ -46,11 +39,10 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts, name: object)
 
     With `safe` cuts the tokens of the pieces are those of the whole document. With `any` cuts the
     text is cut between two characters if twice LARGE_DOCUMENT bytes have no place for a safe one.
-    Bytes that are not UTF-8 become U+FFFD, and are counted. Raises: BadShard: what may not be cut,
+    Bytes that are not UTF-8 become U+FFFD, and are counted. Raises: UserError: what may not be cut,
     in the file `name`, is too long to be encoded at once.
     """
     rest: bytes | memoryview = b""
-    num_replaced = 0
     for block in blocks:
         view = memoryview(bytes(rest) + block if rest else block)
         start = 0
@@ -66,27 +58,30 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts, name: object)
                 )  # the start of a character
             else:
                 break  # there may be a place in the next block
-            text, num_new = _decoded(view[start:stop])
-            yield Piece(text, False)
-            num_replaced += num_new
+            yield decoded(view[start:stop])._replace(ends_document=False)
             start = stop
         rest = view[start:]
         if len(rest) > MAX_UNCUT and len(str(rest, "utf-8", "replace")) > MAX_UNCUT:
-            raise BadShard(
+            raise UserError(
                 f"{name}: a document of more than {MAX_UNCUT >> 20} million characters"
                 " in which the tokenizer allows no cut"
             )
-    text, num_new = _decoded(rest)
-    yield Piece(text, True, num_replaced + num_new)
+    yield decoded(rest)
 
 
-def _decoded(data: bytes | memoryview) -> tuple[str, int]:
-    """Return UTF-8 as text, and the number of characters that stand for bytes that are none."""
+def decoded(data: bytes | memoryview) -> Piece:
+    """Return UTF-8 as text, with the number of characters that stand for bytes that are none."""
     try:
-        return str(data, "utf-8"), 0
+        return Piece(str(data, "utf-8"), True)
     except UnicodeDecodeError:
         text = str(data, "utf-8", "replace")
-        return text, text.count(REPLACEMENT) - bytes(data).count(REPLACEMENT.encode())
+        num_replaced = text.count(REPLACEMENT) - bytes(data).count(REPLACEMENT.encode())
+        return Piece(text, True, num_replaced)
+
+
+def markers_in(text: str) -> set[str]:
+    """Return the markers of the end of a text that a text has in it."""
+    return {marker for marker in END_OF_TEXT_TOKENS if marker in text}
 
 
 def to_bytes(text: str) -> bytes:

@@ -10,60 +10,102 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
 
 from basics import files
 from basics.errors import UserError
-from preparation.cutting import BadShard, Cuts, Piece
-from preparation.encoded import Encoded, findings_of
-from preparation.findings import markers_in
-from preparation.reading import Reading, Task, grouped
-from preparation.sources import Item, Shard
+from preparation.cutting import Cuts, Piece, markers_in
+from preparation.sources import Chunk, grouped
+from preparation.token_stream import NUM_COLUMNS, ROW_DTYPE, digest_of
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
-# Limits of the submitted tasks: enough that no worker waits, few enough that memory stays small.
-TASKS_PER_WORKER = 3
-MAX_BYTES = 2**26  # of text, for all workers together
-MAX_BYTES_PER_WORKER = 6 * 2**20  # used instead if it allows more, with many workers
+TASKS_PER_WORKER = 3  # submitted: enough that no worker waits, few enough that memory stays small
+
 BATCH_CHARACTERS = 2**19  # encoded in one call
+SAMPLES_PER_TASK, SAMPLE_CHARACTERS = 16, 1000  # decoded again, to see whether text is lost
 _tokenizer: Tokenizer  # of a worker
 
 
-def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded | BadShard:
-    """Tokenise a task; return the error if it cannot be read."""
+class Task(NamedTuple):
+    """What a worker encodes at once, and where reading begins after it."""
+
+    pieces: list[Piece]
+    chunk: Chunk
+    num_pieces: int  # of the chunk, up to the end of this task
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a sample of texts shows of a tokenizer that changes them."""
+
+    num_sampled: int = 0
+    num_changed: int = 0
+    example: str = ""
+
+    def __add__(self, more: "Losses") -> "Losses":
+        return Losses(
+            self.num_sampled + more.num_sampled,
+            self.num_changed + more.num_changed,
+            self.example or more.example,
+        )
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The result of a task."""
+
+    tokens: np.ndarray  # (num_tokens,) uint16, with an end-of-text token after each document
+    rows: np.ndarray  # (num_pieces, 4) uint64: sums up to the end of each piece
+    ends: np.ndarray  # (num_pieces,) bool: whether a document ends there
+    losses: Losses
+    markers: frozenset[str]  # of the end of a text, that are in the texts
+
+
+def encode_task(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Encoded:
+    """Tokenise pieces of text."""
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     tokens = [end_of_text[:0]]  # a task may have no text
-    reading = Reading(cuts_of(tokenizer), [])
-    ends: list[int] = []
-    replaced: list[int] = []
-    markers: frozenset[str] = frozenset()
-    num_bytes = 0
-    try:
-        for piece, ids in encoded_pieces(task.read(reading), tokenizer):
-            text = piece.text
-            tokens.append(ids)
-            num_bytes += len(text) if text.isascii() else len(text.encode())
-            markers |= markers_in([text])
-            if piece.ends_document:
-                tokens.append(end_of_text)
-                ends.append(num_bytes)
-                replaced.append(piece.num_replaced)
-    except BadShard as error:
-        return error
-    ends_array = np.array(ends, np.int64)
-    replaced_array = np.array(replaced, np.int64)
+    rows = np.zeros((len(pieces), NUM_COLUMNS), ROW_DTYPE)
+    markers: set[str] = set()
+    for row, piece, ids in zip(rows, pieces, _encoded(pieces, tokenizer), strict=True):
+        text = piece.text
+        num_bytes = len(text) if text.isascii() else len(text.encode())
+        row[:] = len(ids) + piece.ends_document, num_bytes, piece.num_replaced, digest_of(ids)
+        tokens.append(ids)
+        if piece.ends_document:
+            tokens.append(end_of_text)
+        markers |= markers_in(text)
     return Encoded(
         np.concatenate(tokens),
-        ends_array,
-        replaced_array,
-        findings_of(ends_array, replaced_array),
-        num_bytes,
-        reading.bad_files,
-        markers,
+        np.cumsum(rows, axis=0, dtype=ROW_DTYPE),
+        np.array([piece.ends_document for piece in pieces], dtype=bool),
+        losses_of(pieces, tokenizer),
+        frozenset(markers),
     )
+
+
+def losses_of(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Losses:
+    """Encode and decode a sample of the texts. GPT-2's tokenizer and bytes lose nothing."""
+    found = Losses()
+    if isinstance(tokenizer, FileTokenizer):
+        for piece in pieces[:: max(1, len(pieces) // SAMPLES_PER_TASK)]:
+            text = piece.text[:SAMPLE_CHARACTERS]
+            back = tokenizer.decode(tokenizer.encode_ordinary(text))
+            # Some put a space in front of each text, or drop one there.
+            is_same = back.removeprefix(" ") == text.removeprefix(" ")
+            found += Losses(1, not is_same, "" if is_same else _example(text, back))
+    return found
+
+
+def _example(text: str, back: str) -> str:
+    """Show where a text and what came back of it begin to differ."""
+    common = len(os.path.commonprefix([text, back]))
+    start = max(0, common - 10)
+    return f"{text[start : common + 20]!r} became {back[start : common + 20]!r}"
 
 
 def cuts_of(tokenizer: Tokenizer) -> Cuts:
@@ -73,17 +115,15 @@ def cuts_of(tokenizer: Tokenizer) -> Cuts:
     return "safe" if tokenizer.splits_like_gpt2 else "none"
 
 
-def encoded_pieces(
-    pieces: Iterable[Piece], tokenizer: Tokenizer
-) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yield pieces of text with their tokens, (n,) uint16. Raises: BadShard."""
+def _encoded(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the tokens of each piece of text, (n,) uint16."""
     if isinstance(tokenizer, FileTokenizer):
         for piece in pieces:
-            yield piece, np.array(tokenizer.encode_ordinary(piece.text), dtype=np.uint16)
+            yield np.array(tokenizer.encode_ordinary(piece.text), dtype=np.uint16)
         return
-    sizes = ((piece, len(piece.text)) for piece in pieces)
+    sizes = ((piece.text, len(piece.text)) for piece in pieces)
     for batch, _ in grouped(sizes, BATCH_CHARACTERS):
-        yield from zip(batch, encode_batch([piece.text for piece in batch], tokenizer), strict=True)
+        yield from encode_batch(batch, tokenizer)
 
 
 def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.ndarray]:
@@ -98,10 +138,6 @@ def encode_batch(texts: Sequence[str], tokenizer: tiktoken.Encoding) -> list[np.
     separators = np.flatnonzero(ids == tokenizer.eot_token).tolist()
     places = itertools.pairwise([-1, *separators, len(ids)])
     return [ids[before + 1 : after] for before, after in places]
-
-
-# An error: the tasks could not be read; a shard: it ends here.
-Result = Encoded | BadShard | Shard
 
 
 @contextmanager
@@ -144,48 +180,38 @@ def _start_worker(tokenizer: Tokenizer) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _encode_in_worker(task: Task) -> Encoded | BadShard:
-    return encode_task(task, _tokenizer)
+def _encode_in_worker(pieces: list[Piece]) -> Encoded:
+    return encode_task(pieces, _tokenizer)
 
 
 def _result_of(
-    item: Item, tokenizer: Tokenizer, pool: ProcessPoolExecutor | None
-) -> Future[Result]:
-    if pool is not None and isinstance(item, Task):
-        return pool.submit(_encode_in_worker, item)
-    result: Future[Result] = Future()
-    result.set_result(encode_task(item, tokenizer) if isinstance(item, Task) else item)
+    task: Task, tokenizer: Tokenizer, pool: ProcessPoolExecutor | None
+) -> Future[Encoded]:
+    if pool is not None:
+        return pool.submit(_encode_in_worker, task.pieces)
+    result: Future[Encoded] = Future()
+    result.set_result(encode_task(task.pieces, tokenizer))
     return result
 
 
 def encode(
-    items: Iterable[Item | None],
+    tasks: Iterable[Task],
     tokenizer: Tokenizer,
     pool: ProcessPoolExecutor | None,
     num_workers: int,
-) -> Iterator[tuple[Item, Result]]:
-    """Yield all items in their order, tasks with their results, others with themselves.
-
-    An item None waits for all tasks submitted so far. Raises: UserError: a worker was killed.
-    """
-    max_bytes = max(MAX_BYTES, num_workers * MAX_BYTES_PER_WORKER)
-    waiting: deque[tuple[Item, int, Future[Result]]] = deque()
-    num_bytes = 0  # of text in the waiting tasks
+) -> Iterator[tuple[Task, Encoded]]:
+    """Yield all tasks in their order, with results. Raises: UserError: a worker was killed."""
+    waiting: deque[tuple[Task, Future[Encoded]]] = deque()
     try:
-        for item in itertools.chain(items, [None]):
-            if item is not None:
-                size = item.num_bytes if isinstance(item, Task) else 0
-                waiting.append((item, size, _result_of(item, tokenizer, pool)))
-                num_bytes += size
-            while waiting and (
-                item is None
-                or waiting[0][-1].done()
-                or len(waiting) > TASKS_PER_WORKER * num_workers
-                or num_bytes > max_bytes
-            ):
-                first, size, future = waiting.popleft()
-                num_bytes -= size
+        for task in tasks:
+            waiting.append((task, _result_of(task, tokenizer, pool)))
+            while waiting[0][1].done() or len(waiting) > TASKS_PER_WORKER * num_workers:
+                first, future = waiting.popleft()
                 yield first, future.result()
+                if not waiting:
+                    break
+        for first, future in waiting:
+            yield first, future.result()
     except BrokenExecutor:
         raise UserError(
             "a worker process was killed, perhaps because memory ran out; run the"

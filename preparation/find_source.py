@@ -1,39 +1,161 @@
-"""Chooses where documents come from: the hub, files, or the standard library."""
+"""Which documents a SOURCE names: on the hub, in files, or of the standard library."""
 
-import re
-from dataclasses import replace
+import hashlib
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from basics.errors import UserError
+from basics.errors import UserError, one_line, print_error
 from basics.text import did_you_mean
-from preparation.choosing import SourceOptions, kind_of
+from preparation.dataset_source import (
+    DATA_SUFFIXES,
+    DatasetSource,
+    hub_name_of,
+    hub_source,
+    is_saved_dataset,
+)
 from preparation.ensure_dataset import STDLIB_DATASET
-from preparation.sources import Source, find_documents, python_stdlib
+from preparation.sources import Request, Source, SourceOptions, printable, python_stdlib
+from preparation.text_files import TextFile, TextFiles, data_suffix, leads_out
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+WILDCARDS = frozenset("*?[")  # of patterns
 
 
-def find_source(options: SourceOptions, *, raw_dir: Path) -> Source:
-    """Find the documents that SOURCE names; downloads that are not kept go to `raw_dir`.
-
-    Raises: UserError: there are none, or the hub cannot be reached.
-    """
-    options = replace(options, subset=options.subset.strip("/"))
-    source = options.source
-    if HUB_NAME.fullmatch(source) and not kind_of(source) and not Path(source).exists():
-        from preparation.hub import hub_source  # slow to import
-
-        return hub_source(options, raw_dir=raw_dir)
-    if options.keep_raw or options.revision:
+def find_source(options: SourceOptions) -> Source:
+    """Find the documents that SOURCE names. Raises: UserError: there are none, or the hub cannot
+    be reached."""
+    if hub_name_of(options.source):
+        return hub_source(options)
+    if options.revision:
+        raise UserError(f"{options.source}: --revision needs a dataset on the hub (owner/name)")
+    if options.source != STDLIB_DATASET:
+        advice = did_you_mean(options.source, [STDLIB_DATASET])
+        if advice and not Path(options.source).exists():
+            raise UserError(f"{options.source}: no such file or directory{advice}")
+        return local_source(options)
+    if options != SourceOptions(options.source, text_column=options.text_column):
         raise UserError(
-            f"{source}: --keep-raw and --revision need a dataset on the hub, given as owner/name"
+            f"{options.source}: has no --config, --split, --encoding and --document-separator"
         )
-    if source != STDLIB_DATASET:
-        if not Path(source).exists() and (advice := did_you_mean(source, [STDLIB_DATASET])):
-            raise UserError(f"{source}: no such file or directory{advice}")
-        return find_documents(options)
-    if options.label() != source:
-        raise UserError(f"{source}: has no --subset and no --split")
-    if options.encoding or options.document_separator:
-        raise UserError(f"{source}: has no --encoding and no --document-separator")
     return python_stdlib()
+
+
+def local_source(options: SourceOptions) -> Source:
+    """Find the documents of a directory (at any depth), a file or a pattern.
+
+    They are a dataset that Hugging Face's datasets reads, or files of text. Raises: UserError:
+    there is nothing.
+    """
+    source = Path(options.source)
+    root, paths, left_out = _look_for(source)
+    facts = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in paths.items()]
+    title = printable(source.resolve().name)
+    request = Request(
+        source=options.label(),
+        files=hashlib.sha256(repr(facts).encode()).hexdigest(),
+        title=title,
+        text_column=options.text_column,
+        encoding=options.encoding,
+        document_separator=options.document_separator,
+    )
+    data = [name for name in paths if data_suffix(name) in DATA_SUFFIXES]
+    always = [name for name in data if not DATA_SUFFIXES[data_suffix(name)].may_be_text]
+    if always or 2 * len(data) > len(paths) or is_saved_dataset(source):
+        if options.document_separator:
+            raise UserError(
+                f"{source}: --document-separator is for text files; this is a dataset, with a"
+                " document a row"
+            )
+        _say_what_is_left_out(options, [*paths, *left_out], data)
+        files = [] if source.is_dir() else [paths[name] for name in data]
+        return DatasetSource(request, options, root, files)
+    if options.config or options.split:
+        raise UserError(f"{source}: --config and --split are for datasets; these are text files")
+    if not paths:
+        what = ", ".join(f"{name} ({reason})" for name, reason in list(left_out.items())[:3])
+        raise UserError(f"{source}: contains no files to read" + (f": {what}" if what else ""))
+    texts = [
+        TextFile(printable(name), str(path), path.stat().st_size) for name, path in paths.items()
+    ]
+    return TextFiles(request, texts, options, left_out)
+
+
+def _say_what_is_left_out(options: SourceOptions, names: Iterable[str], data: list[str]) -> None:
+    """Print which suffixes `datasets` gets, if there are others too."""
+    others = [name for name in names if name not in set(data) and not name.startswith("README")]
+    if others:
+        line = f"{options.source}: reading {_by_suffix(data)}, leaving out {_by_suffix(others)}"
+        line += "; a pattern of files as SOURCE takes others, such as"
+        print_error(one_line(f"{line} '{options.source.rstrip('/')}/*{data_suffix(others[0])}'"))
+
+
+def _by_suffix(names: Iterable[str]) -> str:
+    """Return how many files there are of each suffix, the most frequent first."""
+    counts = Counter(data_suffix(name) or "other" for name in names).most_common()
+    return ", ".join(f"{number:,} {suffix}" for suffix, number in counts[:9])
+
+
+def _look_for(source: Path) -> tuple[Path, dict[str, Path], dict[str, str]]:
+    """Return a directory, the regular files of a source by their names in it, and other files with
+    the reasons why they are left out. Raises: UserError: there is no such source."""
+    is_dir = source.is_dir()
+    if is_dir:
+        root, found = source, _files_below(source)
+    elif source.exists() or source.is_symlink():
+        root, found = source.parent, iter([source])
+    else:
+        root, found = _files_of_pattern(source)
+    paths: dict[str, Path] = {}
+    left_out = {}
+    for path in sorted(found):
+        name = str(path.relative_to(root))
+        reason = _why_left_out(path, root if is_dir else None)
+        if reason:
+            left_out[printable(name)] = reason
+        else:
+            paths[name] = path
+    return root, paths, left_out
+
+
+def _files_of_pattern(source: Path) -> tuple[Path, Iterator[Path]]:
+    if not WILDCARDS & set(str(source)):
+        raise UserError(
+            f"{source}: no such file or directory, and not the owner/name of a dataset on the hub"
+        )
+    root = next(folder for folder in source.parents if not WILDCARDS & set(str(folder)))
+    try:
+        matching = list(root.glob(str(source.relative_to(root))))
+    except ValueError as error:
+        raise UserError(f"{source}: not a valid pattern: {error}") from None
+    return root, (path for path in matching if not path.is_dir())
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Walk through a directory, but skip what is hidden, and token datasets.
+
+    Links to directories are yielded as they are, and not followed.
+    """
+    with os.scandir(folder) as found:
+        entries = [entry for entry in found if not entry.name.startswith(".")]
+    if any(entry.name == "train.safetensors" for entry in entries):
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_below(Path(entry.path))
+        else:
+            yield Path(entry.path)
+
+
+def _why_left_out(path: Path, root: Path | None) -> str:
+    """Return why a path is not read; links may lead anywhere, but not out of `root`."""
+    try:
+        kind = path.stat().st_mode
+    except OSError as error:
+        return "is a broken link" if path.is_symlink() else error.strerror or "cannot be read"
+    if root is not None and leads_out(path, root):
+        return "leads out of the directory"
+    if stat.S_ISDIR(kind):
+        return "is a link to a directory"
+    return "" if stat.S_ISREG(kind) else "is not a regular file"

@@ -1,24 +1,16 @@
-"""The Hugging Face hub: token datasets to train on, and documents to prepare them from."""
+"""The Hugging Face hub: questions to it, and the token datasets that runs train on."""
 
 import contextlib
 import errno
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from huggingface_hub import HfApi, constants, errors, get_token, hf_hub_download
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, logging
-from tqdm import tqdm
 
-from basics.errors import FAILED, UserError, as_os_error, first_line, one_line
-from preparation.choosing import WILDCARDS, SourceOptions, choose_files, config_patterns
-from preparation.reading import file_tasks
-from preparation.sources import Request, Shard, Source, source_of
+from basics.errors import FAILED, UserError, as_os_error, first_line
 from tokens.tokenizer import TOKENIZER_FILE
 
 PAUSES = (1, 5, 20)  # seconds before each further attempt, beside those of the client
@@ -59,94 +51,6 @@ def fetch_dataset(dataset_dir: Path, repository: str, splits: Sequence[str]) -> 
         _download(repository, name, revision=info.sha, local_dir=dataset_dir)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubShard(Shard):
-    """A file on the hub; it is on this machine only while it is read, unless it is kept."""
-
-    repository: str
-    revision: str | None
-    raw_dir: Path
-    is_kept: bool
-
-    def fetch(self) -> None:
-        hide_progress_bars()  # there is one already
-        if self.missing_bytes():
-            tqdm.write(
-                one_line(f"downloading {self.name}, {self.num_bytes / 1e9:.2f} GB"), file=sys.stderr
-            )
-        _download(self.repository, self.name, revision=self.revision, local_dir=self.raw_dir)
-
-    def missing_bytes(self) -> int:
-        return 0 if (self.raw_dir / self.name).exists() else self.num_bytes
-
-    def release(self) -> None:
-        if not self.is_kept:
-            (self.raw_dir / self.name).unlink(missing_ok=True)
-
-
-def hub_source(options: SourceOptions, *, raw_dir: Path) -> Source:
-    """Find the documents of a dataset on the hub; see `find_source`."""
-    repository = options.source
-    is_kept = options.keep_raw is not None
-    raw_dir = options.keep_raw or raw_dir
-    info = ask_hub(
-        repository, lambda: HfApi().dataset_info(repository, revision=options.revision or None)
-    )
-    entries = ask_hub(repository, lambda: _files(repository, options.subset, info.sha))
-    check_names(repository, [entry.path for entry in entries])
-    entries.sort(key=lambda entry: entry.path)
-    files = {entry.path: entry for entry in entries}
-    card = info.card_data
-    patterns = config_patterns(card.to_dict() if card else {})
-    kinds, chosen = choose_files(files, options, f"{repository} on the hub", patterns)
-    shards = []
-    for path in chosen:
-        entry = files[path]
-        shards.append(
-            HubShard(
-                name=path,
-                identity=entry.lfs.sha256 if entry.lfs else entry.blob_id,
-                num_bytes=entry.size,
-                tasks=partial(file_tasks, [raw_dir / path], raw_dir, options),
-                repository=repository,
-                revision=info.sha,
-                raw_dir=raw_dir,
-                is_kept=is_kept,
-            )
-        )
-    licences = _names(card and card.license, "unknown")
-    request = Request(
-        source=options.label(),
-        revision=info.sha or "",
-        title=repository,
-        licence=licences if len(licences) > 1 else licences[0],
-        languages=_names(card and card.language, "en"),
-        hub_name=repository,
-    )
-    return replace(source_of(options, request, shards, kinds), raw_dir=raw_dir, keeps_raw=is_kept)
-
-
-def _names(listed: Any, default: str) -> list[str]:
-    """Return what a dataset's card lists under a key: a text, or several."""
-    values = listed if isinstance(listed, list) else [listed]
-    return [str(value) for value in values if value] or [default]
-
-
-def _files(repository: str, subset: str, revision: str | None) -> list[RepoFile]:
-    """List the files of the directory `subset`; of the whole repository if it is none."""
-
-    def files_in(directory: str | None) -> list[RepoFile]:
-        tree = HfApi().list_repo_tree(
-            repository, directory, recursive=True, revision=revision, repo_type="dataset"
-        )
-        return [entry for entry in tree if isinstance(entry, RepoFile)]
-
-    if subset and not WILDCARDS & set(subset):
-        with contextlib.suppress(errors.EntryNotFoundError):
-            return files_in(subset)
-    return files_in(None)
-
-
 def ask_hub(subject: str, action: Callable[[], T], *, pauses: Sequence[float] = PAUSES) -> T:
     """Do something with the hub; after errors that may be transient, pause and try again.
 
@@ -167,19 +71,23 @@ def ask_hub(subject: str, action: Callable[[], T], *, pauses: Sequence[float] = 
             on_disk = as_os_error(error) if isinstance(error, RuntimeError) else error  # of hf_xet
             if getattr(on_disk, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
                 raise on_disk from None
-            if reason := _permanent_reason(error):
-                raise UserError(f"{subject}: {reason}") from None
-            if pause is None:
-                advice = "check the network"
-                if _status(error) == 429:
-                    advice = "set HF_TOKEN, whose limits are higher, or wait some minutes"
-                raise UserError(
-                    f"{subject}: {first_line_without_token(error)}; {advice}, then run the same"
-                    " command again",
-                    FAILED,
-                ) from None
+            if pause is None or _permanent_reason(error):
+                raise explain(subject, error) from None
         time.sleep(pause)
     raise AssertionError
+
+
+def explain(subject: str, error: Exception) -> UserError:
+    """Return the line for an error of the hub: why, and what to do."""
+    if reason := _permanent_reason(error):
+        return UserError(f"{subject}: {reason}")
+    advice = "check the network"
+    if _status(error) == 429:
+        advice = "set HF_TOKEN, whose limits are higher, or wait some minutes"
+    return UserError(
+        f"{subject}: {first_line_without_token(error)}; {advice}, then run the same command again",
+        FAILED,
+    )
 
 
 def _permanent_reason(error: Exception) -> str:
@@ -192,6 +100,8 @@ def _permanent_reason(error: Exception) -> str:
     status = _status(error)
     if status in (401, 403):
         return NO_REPOSITORY
+    if isinstance(error, FileNotFoundError):  # `datasets` has looked for files
+        return first_line_without_token(error)
     may_help = isinstance(error, errors.HTTPError | OSError | RuntimeError)
     return "" if may_help and status in (None, *TRANSIENT) else first_line_without_token(error)
 

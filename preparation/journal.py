@@ -1,54 +1,53 @@
-"""The directory of an unfinished preparation: what was asked, a line for each finished shard."""
+"""The directory of an unfinished preparation: what was asked, and what is written so far."""
 
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from pydantic import NonNegativeInt
 
 from basics.errors import DISK_FULL, UserError
 from basics.failpoints import failpoint
-from basics.files import append_whole, fsync, locked, write_atomically
+from basics.files import fsync, locked, write_atomically
 from basics.text import gb
-from preparation.findings import Findings
-from preparation.sources import Record, Request, Shard
-from preparation.token_stream import DATA_START, ENDS_DTYPE, Counts
+from preparation.encoding import Losses
+from preparation.sources import Record, Request
+from preparation.token_stream import DATA_START, NUM_COLUMNS, ROW_BYTES, TOKENS
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
-TOKENS = "train.safetensors"  # all tokens, until the last ones are moved to the validation file
-SOURCES = "sources"  # of a mix: a directory in which each has one of its own
-ENDS = "document-ends.bin"  # `DocumentEnds`; in the end only a part has it
+TOKENS_FILE = "train.safetensors"  # all tokens, until the last ones are in the validation file
 
 
-class Finished(Record):
-    """What there is when a shard is finished, or when the documents have been split."""
+class Progress(Record):
+    """How far a preparation is."""
 
-    name: str = ""  # of the shard; empty after the split
-    identity: str = ""
-    counts: Counts = Counts()  # of this shard and all before it; after the split, for training
-    validation: Counts | None = None  # after the split
-    findings: Findings = Findings()  # the same; after the split, of both parts
-    bad_files: list[str] = []  # of this shard: left out because they could not be read
+    request: Request
+    position: Any = None  # of the chunk that is read; see `Source.chunks`
+    num_pieces: NonNegativeInt = 0  # of this chunk
+    num_documents: NonNegativeInt = 0
+    sums: list[NonNegativeInt] = [0] * NUM_COLUMNS  # of all pieces, also after the last document
+    losses: Losses = Losses()
+    left_out: dict[str, str] = {}  # files, found while reading, and reasons
+    is_read: bool = False  # all documents are written
+    is_split: bool = False  # the last ones are in the validation file
+
+    def changed(self, **values: object) -> "Progress":
+        return self.model_copy(update=values)
 
 
 class Journal:
-    """The directory of an unfinished preparation, next to its output, and its progress file.
-
-    Its `dataset/` becomes the output; `raw/` is for downloads, `sources/` for those of a mix, each
-    of which has such a directory of its own.
-    """
+    """The directory of an unfinished preparation, next to its output; `dataset/` becomes that."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
         self.dir = output_dir.parent / f".{output_dir.name}.partial"
         self.dataset_dir = self.dir / "dataset"
-        self.raw_dir = self.dir / "raw"
-        self.path = self.dir / "journal.jsonl"
-        self.ends_path = self.dir / ENDS
-        self.sources_dir = self.dir / SOURCES
-        self.request: Request | None = None  # of the earlier launch
-        self.lines: list[Finished] = []
+        self.path = self.dir / "journal.json"
+        self.index_path = self.dir / "documents.bin"
+        self.progress: Progress | None = None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -58,78 +57,41 @@ class Journal:
             busy=f"{self.dir}: another process is preparing this dataset; wait"
             " for it, or name another output",
         ):
-            self.read()
+            self._read()
             try:
                 yield
             finally:
-                has_sources = any(self.sources_dir.glob(".*"))
-                if not self.lines and not self.raw_dir.exists() and not has_sources:
-                    # There is no work to resume.
-                    shutil.rmtree(self.dir, ignore_errors=True)
+                if self.progress is None or not self.progress.num_documents:
+                    shutil.rmtree(self.dir, ignore_errors=True)  # there is no work to resume
 
-    def read(self) -> None:
-        """Read what an earlier launch has left. Begins again if its files are too short."""
-        self.lines = []
-        with contextlib.suppress(FileNotFoundError, ValueError):  # a kill has cut the last line
-            first, *lines = self.path.read_bytes().splitlines()
-            self.request = Request.model_validate_json(first)
-            for line in lines:
-                self.lines.append(Finished.model_validate_json(line))
-        counts = self.last.counts
-        if not counts.num_documents:  # all that was finished could not be read
-            self.lines = []
-        for path, num_bytes in (
-            (self.dataset_dir / TOKENS, DATA_START + 2 * counts.num_tokens),
-            (self.ends_path, ENDS_DTYPE.itemsize * counts.num_documents),
-        ):
-            if not path.exists() or path.stat().st_size < num_bytes:
-                self.lines = []
+    def _read(self) -> None:
+        """Read what an earlier launch has left; nothing if its files are too short."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            progress = Progress.model_validate_json(self.path.read_bytes())
+            num_tokens = 0 if progress.is_split else progress.sums[TOKENS]
+            for path, num_bytes in (
+                (self.dataset_dir / TOKENS_FILE, DATA_START + 2 * num_tokens),
+                (self.index_path, ROW_BYTES * progress.num_documents),
+            ):
+                if path.stat().st_size < num_bytes:
+                    return
+            self.progress = progress
 
-    @property
-    def last(self) -> Finished:
-        return self.lines[-1] if self.lines else Finished()
+    def begin(self, request: Request, tokenizer: Tokenizer) -> Progress:
+        """Start or continue; write the tokenizer's file, if it has one.
 
-    @property
-    def shards(self) -> list[Finished]:
-        return [line for line in self.lines if line.name]
-
-    @property
-    def is_split(self) -> bool:
-        return self.last.validation is not None
-
-    @property
-    def bad_files(self) -> list[str]:
-        return [name for line in self.lines for name in line.bad_files]
-
-    def begin(self, request: Request, shards: Sequence[Shard], tokenizer: Tokenizer) -> None:
-        """Start or continue with a request; write the tokenizer's file, if it has one.
-
-        Files that are not finished yet may change: a damaged one may have been replaced. Raises:
-        UserError: an earlier launch finished shards of another request, or of other files, or
-        sources of a mix.
+        Raises: UserError: an earlier launch wrote documents of another request.
         """
-        if self.sources_dir.exists():
+        earlier = self.progress
+        if earlier and (changes := request.difference(earlier.request)):
             raise UserError(
-                f"{self.dir}: an unfinished mix of sources; repeat its command, or delete it"
+                f"{self.dir}: an unfinished preparation differs: {changes}; repeat"
+                " its command, or delete it"
             )
-        if self.lines:
-            assert self.request is not None
-            changes = request.difference(self.request)
-            for line, shard in zip_longest(self.shards, shards[: len(self.shards)]):
-                if shard is None or (shard.name, shard.identity) != (line.name, line.identity):
-                    changes = changes or (
-                        f"{line.name} has changed, or files before it were added or removed"
-                    )
-            if changes:
-                raise UserError(
-                    f"{self.dir}: an unfinished preparation differs: {changes}; repeat"
-                    " its command, or delete it"
-                )
-        else:
+        if earlier is None:
             shutil.rmtree(self.dataset_dir, ignore_errors=True)  # of another request
         self.begin_dataset(tokenizer)
-        records = [record.model_dump_json() + "\n" for record in (request, *self.lines)]
-        write_atomically(self.path, "".join(records), durable=True)
+        return (earlier or Progress(request=request)).changed(request=request)
 
     def begin_dataset(self, tokenizer: Tokenizer) -> None:
         """Create the directory of the dataset, with the tokenizer's file, if it has one."""
@@ -137,16 +99,15 @@ class Journal:
         if isinstance(tokenizer, FileTokenizer):
             write_atomically(self.dataset_dir / TOKENIZER_FILE, tokenizer.content, durable=True)
 
-    def add(self, line: Finished) -> None:
-        """Record that a shard is finished, or the split. Its tokens must have been fsynced."""
-        append_whole(self.path, line.model_dump_json() + "\n")
-        fsync(self.path)
-        self.lines.append(line)
+    def save(self, progress: Progress) -> None:
+        """Record what is written, which must have been fsynced."""
+        write_atomically(self.path, progress.model_dump_json(), durable=True)
+        self.progress = progress
 
     def forget(self) -> None:
         """Drop what is finished: the next launch begins again, also with other files."""
-        self.path.unlink()
-        self.lines = []
+        self.path.unlink(missing_ok=True)
+        self.progress = None
 
     def publish(self) -> None:
         """Rename the finished dataset to its final name, and delete the journal."""

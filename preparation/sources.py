@@ -1,35 +1,98 @@
-"""The documents of a source: its shards, in a fixed order, each with an identity."""
+"""Where documents come from: what a command line names, and what every source offers."""
 
+import codecs
+import contextlib
 import hashlib
-import itertools
+import io
+import resource
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
+import click
+import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
-from basics.errors import UserError, one_line, print_error
-from preparation.choosing import WILDCARDS, SourceOptions, choose_files, is_plain_text, kind_of
-from preparation.cutting import BadShard, Cuts
-from preparation.encoded import Encoded
-from preparation.findings import Findings
-from preparation.reading import (
-    WHOLE_BYTES,
-    Task,
-    check_column,
-    file_tasks,
-    grouped,
-    memory_tasks,
-    printable,
-)
-from preparation.token_stream import Counts
+from basics.errors import UserError
+from basics.text import counted
+from preparation.cutting import Cuts, Piece, cut_document
 
-TEXT_FILES_PER_SHARD = 1000
 STDLIB_PIECE_CHARACTERS = 3000
-WARNING_SHARE = 0.001  # of documents, or of the bytes of text, that are damaged
+CHUNK_BYTES = 2**20  # of text that is read at once, of small documents
+WARNING_SHARE = 0.001  # characters that replace others, for each byte of text
+MAX_READER_BYTES = 2**32  # of memory, beyond what there is when reading begins
+TOO_LARGE = (
+    f"reading it needs more than {MAX_READER_BYTES >> 30} GiB of memory; wanted smaller rows, and"
+    " JSON lines instead of a large array"
+)
 FACTS = ("title", "licence", "languages", "hub_name")  # may differ
+T = TypeVar("T")
+
+
+def _checked_encoding(_: click.Context, option: click.Parameter, name: str) -> str:
+    """Return the name of an encoding, empty for UTF-8. Raises: UserError: there is none."""
+    try:
+        io.TextIOWrapper(io.BytesIO(), name or "utf-8")  # refuses hex too, which is none of text
+    except LookupError:
+        raise UserError(
+            f"{option.opts[0]} {name}: is no encoding that Python knows; wanted one"
+            " such as cp1252, latin-1, utf-16 or shift_jis"
+        ) from None
+    return "" if codecs.lookup(name or "utf-8").name == "utf-8" else name
+
+
+def source_options(command: Callable) -> Callable:
+    """Add the options to a command that `SourceOptions` has."""
+    for option in (
+        click.option(
+            "--document-separator",
+            default="",
+            metavar="TEXT",
+            help="What stands between the documents of a text file, such as '<|endoftext|>'.",
+        ),
+        click.option(
+            "--encoding",
+            default="",
+            metavar="NAME",
+            callback=_checked_encoding,
+            help="Of text, JSON and CSV files, such as cp1252 or utf-16.",
+        ),
+        click.option(
+            "--text-column",
+            default="text",
+            show_default=True,
+            help="Column that holds the text; a.b is b inside of a.",
+        ),
+        click.option("--revision", default="", help="Commit, branch or tag on the hub."),
+        click.option("--split", default="", help="Split of the dataset.  [default: train]"),
+        click.option("--config", "--subset", default="", help="Config of the dataset."),
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """The part of a command line that names documents; empty if it is not given."""
+
+    source: str
+    config: str = ""
+    split: str = ""
+    revision: str = ""  # a commit, branch or tag of a dataset on the hub
+    text_column: str = "text"
+    encoding: str = ""  # of files that are not parquet; empty for UTF-8
+    document_separator: str = ""  # in text files
+
+    def label(self) -> str:
+        """Return the name of the source with its config and split, as valid Unicode on a line."""
+        label = self.source
+        if self.config:
+            label += f" {self.config}"
+        if self.split:
+            label += f" split {self.split}"
+        return printable(label)
 
 
 class Record(BaseModel):
@@ -39,22 +102,21 @@ class Record(BaseModel):
 
 
 class Request(Record):
-    """What a preparation was asked for, besides the content of its files."""
+    """What a preparation was asked for."""
 
     source: str
     revision: str = ""  # the commit of a hub dataset
+    files: str = ""  # the digest of the names, sizes and times of the files
     text_column: str = ""
     encoding: str = ""
     document_separator: str = ""
     tokenizer: str = Field(default="", pattern="^(gpt2|bytes|sha256:.*|)$")
     validation_fraction: float = Field(default=0.01, gt=0, lt=1)
     max_documents: int | None = Field(default=None, ge=1)
-    part: str = ""  # such as 2/4, of a preparation that several machines share
-    names_and_sizes: str = ""  # of a part: the digest of those of all files of the source
     # What the dataset card says about the source.
     title: str = ""
     licence: str | list[str] = "unknown"
-    languages: list[str] = ["en"]
+    languages: list[str] = []
     hub_name: str | None = None
 
     def changed(self, **values: object) -> "Request":
@@ -72,197 +134,85 @@ class Request(Record):
         return ", ".join(changes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """A part of a source; after a kill, at most one shard is tokenised again."""
-
-    name: str
-    identity: str  # changes if the content does
-    num_bytes: int  # of its files
-    num_files: int = 1
-    # After `fetch`; tasks, or what is encoded already. Raises: BadShard
-    tasks: Callable[[Cuts], Iterator["Item"]]
-    # What can be said of the shard before any is read. Raises: BadShard
-    check: Callable[[], None] = lambda: None
-
-    def fetch(self) -> None:
-        """Download the shard if it is not on this machine. Raises: UserError."""
-
-    def missing_bytes(self) -> int:
-        """Return the number of bytes that `fetch` will download."""
-        return 0
-
-    def release(self) -> None:
-        """Delete the downloaded files."""
-
-
-Item = Task | Encoded | BadShard | Shard
-
-
 @dataclass(frozen=True)
+class Chunk:
+    """Some documents in a row."""
+
+    position: Any  # JSON: from there `Source.chunks` yields this chunk, and all that follow
+    pieces: Iterable[Piece]
+    place: str  # where that is in the source, for people
+    left_out: dict[str, str] = field(default_factory=dict)  # files and reasons
+
+
 class Source:
     """Documents in a fixed order."""
 
-    request: Request  # as far as it says which documents these are
-    shards: Sequence[Shard]
-    kinds: frozenset[str] = frozenset()  # as kind_of; empty of texts in memory
-    raw_dir: Path | None = None  # download directory of the shards
-    keeps_raw: bool = False
-    max_bad_files: int = 0  # that may be left out: one in a hundred, of text files at least one
-    is_one_text: bool = False  # its tokens are divided, not its documents
+    is_text = False  # files of text: --encoding and --document-separator are for them
+    num_text_bytes = 0  # at least, as far as it is known
 
-    def about_damage(self, found: Findings, counts: Counts) -> str:
-        """Return a warning if so much text is damaged that its encoding may be another one."""
-        if not found.num_damaged or (
-            found.num_damaged < WARNING_SHARE * counts.num_documents
-            and found.num_replaced < WARNING_SHARE * counts.num_text_bytes
-        ):
-            return ""
-        line = f"warning: {found.damage(self.request.encoding)}"
-        if not self.kinds <= {"parquet"}:
-            line += "; --encoding names another encoding of the files"
-        return line
+    def __init__(self, request: Request, left_out: dict[str, str] | None = None) -> None:
+        self.request = request  # as far as it says which documents these are
+        self.left_out = left_out or {}  # files that are not read, and reasons
 
-    def about_markers(self, markers: Iterable[str]) -> str:
-        """Return a warning if text files may have several documents each."""
-        if not markers or "text" not in self.kinds or self.request.document_separator:
-            return ""
-        marker = min(markers)
-        return (
-            f"warning: there is {marker} in the text, where it is encoded as any other text; if"
-            f" it stands between documents, start again with --document-separator '{marker}'"
-        )
+    def chunks(self, position: Any, cuts: Cuts) -> Iterator[Chunk]:
+        """Yield all documents from a position on, None for the first. Raises: UserError.
+
+        The same source yields the same pieces, whichever position it begins at.
+        """
+        raise NotImplementedError
 
 
-def find_documents(options: SourceOptions) -> Source:
-    """Find the documents of a directory (at any depth), a pattern or a file. Raises: UserError:
-    there are none, as `choose_files`, or a link is broken."""
-    source = Path(options.source)
-    root, found = _look_for(source)
-    paths = {
-        path.relative_to(root).as_posix(): path
-        for path in sorted(found)
-        if path.is_file() or not path.exists()
-    }
-    are_named = not source.is_dir()
-    if options.subset and are_named:
-        raise UserError(f"{source}: --subset needs a directory, or a dataset on the hub")
-    kinds, names = choose_files(paths, options, str(source), [], are_named=are_named)
-    chosen = [paths[name] for name in names]
-    for path in chosen:
-        if not path.exists():
-            raise UserError(f"{path}: is a broken link; repair or delete it")
-    shards = []
-    # A shard is one file, or many small text files that follow each other.
-    for is_text, files in itertools.groupby(chosen, is_plain_text):
-        sizes = ((path, path.stat().st_size) for path in files)
-        max_files = TEXT_FILES_PER_SHARD if is_text else 1
-        for group, num_bytes in grouped(sizes, WHOLE_BYTES, max_files):
-            stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in group]
-            shards.append(
-                Shard(
-                    name=printable(group[0].relative_to(root)),
-                    num_files=len(group),
-                    identity=hashlib.sha256(repr(stats).encode()).hexdigest(),
-                    num_bytes=num_bytes,
-                    tasks=partial(file_tasks, group, root, options),
-                    check=partial(check_column, group[0], options),
-                )
-            )
-    name = printable(Path(options.label()))
-    request = Request(source=name, title=Path(name).resolve().name)
-    return source_of(options, request, shards, kinds)
+class Texts(Source):
+    """Texts in memory, one document each."""
+
+    def __init__(self, request: Request, texts: Sequence[str]) -> None:
+        self._texts = [text.encode("utf-8", "replace") for text in texts]
+        super().__init__(request.changed(files=hashlib.sha256(b"\0".join(self._texts)).hexdigest()))
+        self.num_text_bytes = sum(map(len, self._texts))
+
+    def chunks(self, position: Any, cuts: Cuts) -> Iterator[Chunk]:
+        first = position or 0
+        sizes = ((text, len(text)) for text in self._texts[first:])
+        for group, _ in grouped(sizes, CHUNK_BYTES):
+            pieces = (piece for text in group for piece in cut_document([text], cuts, "a text"))
+            yield Chunk(first, pieces, "")
+            first += len(group)
 
 
-def source_of(
-    options: SourceOptions, request: Request, shards: Sequence[Shard], kinds: frozenset[str]
-) -> Source:
-    """Return files as a source, with how many may be left out and how the documents are split.
+@contextlib.contextmanager
+def limited_memory() -> Iterator[None]:
+    """Let allocations fail that would give this process much more memory than it has now.
 
-    `request` says where the files are from; how they are read is added from `options`.
+    A file of 1 MB that was not made for good may unpack to one row of any size.
     """
-    num_files = sum(shard.num_files for shard in shards)
-    return Source(
-        request.changed(
-            text_column=options.text_column,
-            encoding=options.encoding,
-            document_separator=options.document_separator,
-        ),
-        shards,
-        kinds,
-        max_bad_files=max(num_files // 100, "text" in kinds),
-        is_one_text=kinds == {"text"} and num_files == 1 and not options.document_separator,
-    )
-
-
-def _look_for(source: Path) -> tuple[Path, Iterable[Path]]:
-    """Return the directory that shard names are relative to, and candidate files."""
-    if source.is_dir():
-        return source, without_links_out(_files_below(source, source), source)
-    if source.exists():
-        return source.parent, [source]
-    if not WILDCARDS & set(str(source)):
-        raise UserError(
-            f"{source}: no such file or directory, and not the owner/name of a dataset on the hub"
-        )
-    root = next(folder for folder in source.parents if not WILDCARDS & set(str(folder)))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = psutil.Process().memory_info().data + MAX_READER_BYTES
+    if resource.RLIM_INFINITY != before[1] < limit:
+        limit = before[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
     try:
-        return root, list(root.glob(str(source.relative_to(root))))
-    except ValueError as error:
-        raise UserError(f"{source}: not a valid pattern: {error}") from None
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _files_below(folder: Path, root: Path) -> Iterator[Path]:
-    """Walk through a directory, but skip hidden directories and token datasets.
-
-    Files of other kinds are yielded too, since they are counted, unless they are links. A link to
-    a directory is followed if it leads to another place inside of `root`; if it leads out, the link
-    itself is yielded, for `without_links_out`.
-    """
-    is_dataset = (folder / "train.safetensors").exists()
-    for path in folder.iterdir():
-        if not path.is_dir():
-            if not is_dataset and (kind_of(path.name, is_named=False) or not path.is_symlink()):
-                yield path
-        elif path.name.startswith(".") or (
-            path.is_symlink()
-            and path.resolve() in [above.resolve() for above in (folder, *folder.parents)]
-        ):
-            continue  # hidden, or it leads back
-        elif path.is_symlink() and not _is_inside(path, root):
-            yield path
-        else:
-            yield from _files_below(path, root)
-
-
-def without_links_out(paths: Iterable[Path], root: Path) -> Iterator[Path]:
-    """Yield all paths but links that lead out of `root`; print a line that names the first."""
-    outside = []
-    for path in paths:
-        if path.is_symlink() and path.exists() and not _is_inside(path, root):
-            outside.append(path)
-        else:
-            yield path
-    if outside:
-        print_error(
-            f"warning: {one_line(str(outside[0]))}: leads out of the directory, so it is"
-            f" skipped ({len(outside)} such links); a pattern of files reads links"
+def warnings(
+    source: Source, num_replaced: int, num_text_bytes: int, markers: Set[str]
+) -> Iterator[str]:
+    """Yield what may be wrong with a source, as far as it is read."""
+    request = source.request
+    if num_replaced > WARNING_SHARE * num_text_bytes:
+        yield (
+            f"bytes that are not {request.encoding or 'UTF-8'}:"
+            f" {counted(num_replaced, 'character')} became U+FFFD; --encoding names another"
+            " encoding of text, JSON and CSV files"
         )
-
-
-def _is_inside(path: Path, root: Path) -> bool:
-    return root.resolve() in path.resolve().parents
-
-
-def texts_shard(name: str, texts: Sequence[str]) -> Shard:
-    """Return texts in memory, one document each, as a shard."""
-    data = [text.encode("utf-8", "replace") for text in texts]
-    return Shard(
-        name=name,
-        identity=hashlib.sha256(b"\0".join(data)).hexdigest(),
-        num_bytes=sum(map(len, data)),
-        tasks=partial(memory_tasks, data),
-    )
+    if markers and source.is_text and not request.document_separator:
+        marker = min(markers)
+        yield (
+            f"there is {marker} in the text, where it is encoded as any other text: if it stands"
+            f" between documents, start again with --document-separator '{marker}'"
+        )
 
 
 def python_stdlib() -> Source:
@@ -302,4 +252,25 @@ def python_stdlib() -> Source:
         raise UserError(f"{root}: no Python source files; install Python with its library")
     shuffled = sorted(pieces, key=lambda piece: hashlib.sha256(piece.encode()).digest())
     name = "Python's standard library"
-    return Source(Request(source=name, title=name, licence="other"), [texts_shard(name, shuffled)])
+    return Texts(Request(source=name, title=name, licence="other", languages=["en"]), shuffled)
+
+
+def grouped(
+    sizes: Iterable[tuple[T, int]], max_bytes: int, max_items: int = 1000
+) -> Iterator[tuple[list[T], int]]:
+    """Group items in their order, with the sum of their sizes; a larger one is alone."""
+    group: list[T] = []
+    total = 0
+    for item, size in sizes:
+        if group and (total + size > max_bytes or len(group) == max_items):
+            yield group, total
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield group, total
+
+
+def printable(name: str) -> str:
+    """Return a name as one line of valid Unicode, whatever bytes it contains."""
+    return name.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")

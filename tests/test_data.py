@@ -683,6 +683,10 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
         ),
         ({"vocab": parts["model"]["vocab"] | {"x": 70_000}}, "has 70,001 entries"),
         ({"dropout": 0.1}, "has a dropout"),
+        (
+            {"vocab": parts["model"]["vocab"] | {"!": parts["model"]["vocab"]["&"]}},
+            "has two entries of one id, '!' and '&'",
+        ),
     ):
         folder = write_tokenizer(tmp_path / "bad", model=parts["model"] | changes)
         assert message in refused_tokenizer(folder)

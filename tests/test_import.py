@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import resource
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.support.optional import given, settings, st
 from tests.support.preparation import decoded, metadata_of, prepare, texts_source, tokens_in
 from tests.support.workplace import succeeded
 from tokens.batches import open_run_data
+from tokens.tokenizer import choose_tokenizer
 
 TOKENS = (np.arange(1000) * 7 % 257).astype(np.uint16)
 BOTH = {"train.bin": TOKENS.tobytes(), "val.bin": TOKENS[:200].tobytes()}  # as nanoGPT has them
@@ -229,6 +231,14 @@ def test_small_ids_are_not_taken_for_halves_of_wide_ones(tmp_path, tokens):
         ({"train.npy": npy(TOKENS)}, "source: has .bin and .npy files of train; move some away"),
         ({"train.bin": TOKENS.tobytes()[:-1]}, "train.bin: 1999 bytes; wanted 1998"),
         ({"train.bin": b""}, "train.bin: 0 bytes"),
+        ({"train.bin": None, "train.npy": TOKENS.tobytes()}, "train.npy: not a whole .npy file: "),
+        *(
+            (
+                {"train.bin": None, name: b"version https://git-lfs.github.com/spec/v1\noid 0\n"},
+                "LFS",
+            )
+            for name in ("train.bin", "train.npy")
+        ),
         (
             {"train.bin": np.array([5, 257, 6], dtype=np.uint16).tobytes()},
             "train.bin: token 1 has id 257, outside the vocabulary of 257; name another tokenizer",
@@ -243,6 +253,45 @@ def test_files_that_cannot_be_imported(tmp_path, files, message):
     with pytest.raises(UserError, match=message):
         import_tokens(source, tmp_path / "out", "bytes")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def write_with_datatrove(folder, own, num_documents, **options):
+    """Let datatrove itself tokenise documents, as two of its tasks do."""
+    from datatrove.data import Document
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    for rank in range(2):
+        step = DocumentTokenizer(
+            str(folder), str(own / "tokenizer.json"), shuffle_documents=False, **options
+        )
+        documents = [Document(text=f"the cat {rank} {i}", id="") for i in range(num_documents)]
+        step.run(documents, rank=rank, world_size=2)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_files_of_datatrove_are_imported_by_their_documents(tmp_path, width):
+    own, source = write_tokenizer(tmp_path / "own"), tmp_path / "source"
+    write_with_datatrove(source, own, 150, eos_token="<|endoftext|>")
+    if width == 4:  # as it does with more than 65,535 entries
+        for path in source.glob("*.ds"):
+            path.write_bytes(np.fromfile(path, "<u2").astype("<u4").tobytes())
+    tokenizer = choose_tokenizer(str(own))
+    texts = [f"the cat {rank} {i}" for rank in range(2) for i in range(150)]
+    ids = [[*tokenizer.encode_ordinary(text), tokenizer.eot_token] for text in texts]
+    arguments = ("--import", str(source), "--tokenizer", str(own))
+    succeeded(prepare(*arguments, str(tmp_path / "out")))
+    tokens = tokens_in(tmp_path / "out")
+    assert tokens["train"].tolist() == [token for each in ids[:297] for token in each]
+    assert tokens["validation"].tolist() == [token for each in ids[297:] for token in each]
+    assert metadata_of(tmp_path / "out", "validation")["num_documents"] == "3"
+    refused = prepare("--import", str(source), str(tmp_path / "x"))
+    assert ", not of gpt2; name its tokenizer with --tokenizer" in refused.stderr
+    (index,) = source.glob("00001*.index")
+    index.unlink()
+    assert f"{index.name}: no such file" in prepare(*arguments, str(tmp_path / "x")).stderr
+    shutil.rmtree(source)
+    write_with_datatrove(source, own, 3)
+    assert "give DocumentTokenizer an eos_token" in prepare(*arguments, str(tmp_path / "x")).stderr
 
 
 def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path):

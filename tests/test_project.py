@@ -76,7 +76,7 @@ COMMANDS = [
     "uv run lab watch",
     "uv run lab watch --text",
     "uv run prepare_dataset.py SOURCE datasets/mine",
-    "uv run prepare_dataset.py HuggingFaceFW/fineweb datasets/fineweb --subset sample/10BT",
+    "uv run prepare_dataset.py HuggingFaceFW/fineweb datasets/fineweb --config sample-10BT",
 ]
 (
     _,
@@ -292,7 +292,7 @@ def test_corpora_are_prepared_from_the_hub(repository, taken, left_out, checkout
         for path in ("README.md", "docs/data.md")
         if (
             found := re.findall(
-                rf"^uv run prepare_dataset.py {repository} .*$",
+                rf"^uv run prepare_dataset.py \S*{repository}.*$",
                 (PROJECT_DIR / path).read_text(),
                 flags=re.MULTILINE,
             )
@@ -300,7 +300,12 @@ def test_corpora_are_prepared_from_the_hub(repository, taken, left_out, checkout
     )
     content = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a text"] * 200}), content)
-    hub = Hub(dict.fromkeys((taken, left_out), content.getvalue()), repository=repository)
+    files = dict.fromkeys((taken, left_out), content.getvalue())
+    files["README.md"] = (
+        b"---\nconfigs:\n- config_name: default\n  data_files: data/**\n"
+        b"- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n"
+    )
+    hub = Hub(files, repository=repository)
     with serving(hub):
         succeeded(
             run_in(checkout, command, HF_ENDPOINT=hub.endpoint, HF_HOME=str(checkout / "home"))
@@ -630,7 +635,7 @@ def test_all_that_is_imported_is_declared():
     extras = declared([package for extra in optional.values() for package in extra])
     others = {"tiktoken_ext"}  # a part of tiktoken
     assert imported_packages() - others <= known | extras
-    assert not known & (extras | {"pytest", "transformers", "ruff", "datasets"})
+    assert not known & (extras | {"pytest", "transformers", "ruff"})
 
 
 def installed_for_training():

@@ -16,6 +16,7 @@ from huggingface_hub import get_token
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from packaging.requirements import Requirement
 from packaging.version import Version
+from preparation.choosing import SourceOptions
 
 import ddp_train
 import prepare_dataset
@@ -23,7 +24,6 @@ from basics.errors import UserError, one_line, print_error, print_traceback, vis
 from lab import __main__ as lab_main
 from lab.instruct.instructions import Entry
 from lab.instruct.judge_endpoint import Judge, compare
-from preparation.choosing import SourceOptions
 from preparation.hub import fetch_dataset, hub_source
 from tests.support import workplace
 from tests.support.hub_server import Fault, Handler, Hub, listening, serving, used_in_this_process

@@ -299,10 +299,22 @@ def _parse(content: bytes) -> FileTokenizer:
         raise ValueError(
             f"not a whole {TOKENIZER_FILE} ({first_line(error)}); make or download it again"
         ) from None
-    ids = tokenizer.get_vocab().values()
+    vocabulary = tokenizer.get_vocab()
+    ids = vocabulary.values()
     if (num_entries := max(len(ids), 1 + max(ids, default=0))) > MAX_ENTRIES:
         raise ValueError(
             f"has {num_entries:,} entries; a token file can hold at most {MAX_ENTRIES:,}"
+        )
+    if len(set(ids)) < len(ids):
+        token_of: dict[int, str] = {}
+        first, second = next(
+            (token_of[number], token)
+            for token, number in sorted(vocabulary.items())
+            if token_of.setdefault(number, token) != token
+        )
+        raise ValueError(
+            f"has two entries of one id, {first!r} and {second!r}, so one would become the other;"
+            " give each its own"
         )
     if json.loads(content)["model"].get("dropout"):
         raise ValueError('has a dropout, so that its ids are random; set "dropout" to null')

@@ -20,9 +20,8 @@ from reporting.sampling import SamplingOptions, decoded, stream_text, stream_tok
 from run_config import ModelConfig
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
-from tests.support.models import TEXTS
 from tests.support.optional import package
-from tests.support.preparation import corrupt, find_documents, write_parquet, write_source
+from tests.support.preparation import find_source, write_parquet, write_source
 from tests.support.runs import made_once, refused
 from tests.support.workplace import TINY_MODEL, Workplace, read_lines
 from tests.support.workplace import succeeded as process_succeeded
@@ -240,12 +239,11 @@ def test_a_tokenizer_is_trained_always_to_the_same_file(tmp_path):
     assert len(least.encode_ordinary("the cat")) == 7
 
 
-def test_a_damaged_file_is_left_out_with_a_warning(tmp_path):
-    source = tmp_path / "source"
-    write_parquet(source, *([text, f"{text} {i}"] for i in range(9) for text in TEXTS[:1]))
-    corrupt(source / "007.parquet", footer=False)
+def test_a_file_that_is_no_text_is_left_out_and_named(tmp_path):
+    source = write_source("text", tmp_path / "source")
+    (source / "picture.txt").write_bytes(b"\x89PNG\0" * 99)
     result = succeeded(lab_tokenizer(source, tmp_path / "a", "--vocab-size", "258"))
-    assert "warning: left out: " in result.stderr and "007.parquet" in result.stderr
+    assert "left out: picture.txt: is binary\n" in result.stderr
 
 
 def test_only_so_much_text_is_read(tmp_path):
@@ -276,11 +274,11 @@ def test_a_user_error_is_one_line_and_writes_nothing(tmp_path):
 
 
 def test_text_for_a_tokenizer_is_read_and_warned_of_as_for_a_dataset(tmp_path):
-    (tmp_path / "a.txt").write_bytes("one é\n</s>\ntwo é\n".encode("latin-1") * 50)
+    (tmp_path / "a.txt").write_bytes(f"one{' ' * 300} é\n</s>\ntwo é\n".encode("latin-1") * 50)
     source, arguments = tmp_path / "a.txt", ("--vocab-size", "258")
     warned = succeeded(lab_tokenizer(source, tmp_path / "1", *arguments)).stderr
     assert "warning: there is </s> in the text" in warned and warned.count("\n") == 2
-    assert "1 document with bytes that are not UTF-8: 100 characters became U+FFFD" in warned
+    assert "bytes that are not UTF-8: 100 characters became U+FFFD" in warned
     result = succeeded(
         lab_tokenizer(
             source,
@@ -292,7 +290,7 @@ def test_text_for_a_tokenizer_is_read_and_warned_of_as_for_a_dataset(tmp_path):
             "</s>",
         )
     )
-    assert result.stderr == "" and "649 bytes of text" in result.stdout
+    assert result.stderr == "" and "15,649 bytes of text" in result.stdout
     write_parquet(tmp_path / "rows", ["a", "b"])
     line = error_line(
         lab_tokenizer(tmp_path / "rows", tmp_path / "3", *arguments, "--text-column", "body")
@@ -314,7 +312,7 @@ def train_both(root):
         ("bytes", "bytes", 257),
     ):
         prepare_dataset(
-            find_documents(documents),
+            find_source(documents),
             workplace.datasets_dir / name,
             PrepareOptions(tokenizer=tokenizer, validation_fraction=0.1),
         )
@@ -411,7 +409,7 @@ def test_text_of_another_tokenizer_or_other_text_is_not_measured(both):
     changed.write_text(changed.read_text() + "!")  # the number of documents stays the same
     shutil.rmtree(both.datasets_dir / "bytes")
     prepare_dataset(
-        find_documents(documents),
+        find_source(documents),
         both.datasets_dir / "bytes",
         PrepareOptions(tokenizer="bytes", validation_fraction=0.1),
     )

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import datasets
 import numpy as np
 import pytest
 from huggingface_hub import HfFileSystem, close_session, constants
@@ -121,6 +122,7 @@ def used_in_this_process(hub: Hub, home: Path) -> Iterator[None]:
         for name, value in hub.environment(home).items():
             patch.setenv(name, value)
         patch.setattr(constants, "ENDPOINT", hub.endpoint)
+        patch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
         patch.setattr(
             constants,
             "HUGGINGFACE_CO_URL_TEMPLATE",
@@ -130,12 +132,7 @@ def used_in_this_process(hub: Hub, home: Path) -> Iterator[None]:
         patch.setattr(time, "sleep", lambda _: None)
         HfFileSystem.clear_instance_cache()
         close_session()  # its connections are those of another test's hub
-        try:
-            yield
-        finally:  # one fetched ahead would go on without its hub, and close others' connections
-            for thread in threading.enumerate():
-                if thread.name == "download":
-                    thread.join()
+        yield
 
 
 @pytest.fixture(name="tokens_hub")

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -20,23 +19,21 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import prepare_dataset as command
-from preparation import encoding, journal, pipeline, reading, sources
-from preparation.choosing import SourceOptions
-from preparation.cutting import Cuts
+from preparation import encoding, journal, pipeline, sources
+from preparation import find_source as finding
 from preparation.journal import Journal
-from preparation.pipeline import PrepareOptions, prepare_dataset
-from preparation.reading import Task
-from preparation.sources import Request, Source, texts_shard
-from preparation.token_stream import DocumentEnds, TokenFileWriter
+from preparation.pipeline import PrepareOptions
+from preparation.sources import Request, Source, SourceOptions, Texts
+from preparation.token_stream import IndexWriter, TokenFileWriter
 
 DOCUMENTS = [f"document {i}: naïve 🎉 <|endoftext|>" for i in range(150)] + [""] * 2
 BYTES = PrepareOptions(tokenizer="bytes")
 
 
 def prepare(*arguments: str) -> CompletedProcess[str]:
-    """Run prepare_dataset.py in this process, with one worker unless it imports tokens."""
+    """Run prepare_dataset.py in this process, with one worker unless its documents are tokens."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    workers = [] if {"--import", "--join"} & set(arguments) else ["--workers", "1"]
+    workers = [] if {"--import", "--mix"} & set(arguments) else ["--workers", "1"]
     with redirect_stdout(stdout), redirect_stderr(stderr):
         with pytest.raises(SystemExit) as caught:
             command.run([*arguments, *workers])
@@ -65,19 +62,21 @@ def decoded(path: Path) -> list[str]:
     return [bytes(d[:-1].astype(np.uint8)).decode() for d in np.split(tokens, ends + 1)[:-1]]
 
 
+def documents_of(dataset_dir: Path) -> list[list[str]]:
+    """Return the documents of both splits of a dataset in bytes."""
+    return [decoded(dataset_dir / f"{split}.safetensors") for split in ("train", "validation")]
+
+
 def contents(dataset_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(dataset_dir.iterdir())}
 
 
-def texts_source(*shards: list[str]) -> Source:
-    return Source(
-        Request(source="texts", title="texts"),
-        [texts_shard(f"shard {i}", texts) for i, texts in enumerate(shards)],
-    )
+def texts_source(texts: list[str]) -> Source:
+    return Texts(Request(source="texts", title="texts"), texts)
 
 
-def find_documents(source: str | Path, **options: str) -> Source:
-    return sources.find_documents(SourceOptions(str(source), **options))
+def find_source(source: str | Path, **options: str) -> Source:
+    return finding.find_source(SourceOptions(str(source), **options))
 
 
 def write_parquet(folder: Path, *parts: list[str | None]) -> Path:
@@ -110,7 +109,7 @@ def write_source(kind: str, source_dir: Path) -> Path:
         (source_dir / "b.jsonl").write_text("\n".join(lines[50:]))
     else:
         for i, text in enumerate(DOCUMENTS):
-            (source_dir / f"{i:04}.txt").write_text(text)
+            (source_dir / f"{i:04}").write_text(text)
     return source_dir
 
 
@@ -127,9 +126,22 @@ class Stopped(Exception):
 
 
 @contextmanager
+def small_steps(num_bytes: int) -> Iterator[None]:
+    """Make chunks and tasks of so many bytes, and write the journal after each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "TASK_BYTES", num_bytes)
+        patch.setattr(sources, "CHUNK_BYTES", num_bytes)
+        patch.setattr("preparation.text_files.CHUNK_BYTES", num_bytes)
+        patch.setattr("preparation.text_files.BLOCK_BYTES", num_bytes)
+        patch.setattr("preparation.dataset_source.ROWS", max(1, num_bytes // 50))
+        patch.setattr(pipeline, "JOURNAL_BYTES", num_bytes)
+        yield
+
+
+@contextmanager
 def stopping_after(num_writes: int | None) -> Iterator[None]:
-    """Stop a preparation before the next write after so many: of tokens, fsyncs, journal lines,
-    headers, the dataset card or part.json, or the last rename."""
+    """Stop a preparation before the next write after so many: of tokens, of rows of the index,
+    fsyncs, journals, headers, the dataset card, or the last rename."""
     left = num_writes
 
     def stopping(function: Callable) -> Callable:
@@ -147,30 +159,17 @@ def stopping_after(num_writes: int | None) -> Iterator[None]:
         for owner, name in (
             (TokenFileWriter, "finish"),
             (TokenFileWriter, "sync"),
-            (TokenFileWriter, "truncate"),
             (TokenFileWriter, "add"),
-            (DocumentEnds, "sync"),
-            (DocumentEnds, "add"),
-            (Journal, "add"),
+            (IndexWriter, "sync"),
+            (IndexWriter, "add"),
+            (Journal, "save"),
             (Journal, "begin"),
             (Journal, "publish"),
             (pipeline, "write_card"),
-            (pipeline, "write_part"),
         ):
             patch.setattr(owner, name, stopping(getattr(owner, name)))
         with suppress(Stopped):
             yield
-
-
-def leave_unfinished(source: Source, out: Path, options: PrepareOptions = BYTES) -> None:
-    """Prepare all shards of a source but the last."""
-
-    def stop(cuts: Cuts) -> Iterator[Task]:
-        raise Stopped
-
-    shards = [*source.shards[:-1], replace(source.shards[-1], tasks=stop)]
-    with pytest.raises(Stopped):
-        prepare_dataset(replace(source, shards=shards), out, options)
 
 
 SLOW_COMMAND = [sys.executable, "-m", "tests.support.preparation"]  # in the project directory
@@ -183,18 +182,17 @@ def die(*_: object) -> None:
 def prepare_slowly() -> None:
     """Be prepare_dataset.py with small tasks, slow, or with a worker that dies.
 
-    Small tasks make it use worker processes for a small corpus. The environment variable
-    PAUSE_SECONDS holds a pause after each shard, in which a test can stop the command; if
-    WORKER_DIES is set, each worker exits at its first task.
+    The environment variable PAUSE_SECONDS holds a pause after each journal, in which a test can
+    stop the command; if WORKER_DIES is set, each worker exits at its first task.
     """
-    pipeline.TASK_BYTES = reading.TASK_BYTES = 2**16
-    add = journal.Journal.add
+    pipeline.TASK_BYTES = pipeline.JOURNAL_BYTES = 2**16
+    save = journal.Journal.save
 
-    def slow_add(self: journal.Journal, *arguments: Any) -> None:
-        add(self, *arguments)
+    def slow_save(self: journal.Journal, *arguments: Any) -> None:
+        save(self, *arguments)
         time.sleep(float(os.environ.get("PAUSE_SECONDS", "0")))
 
-    journal.Journal.add = slow_add
+    journal.Journal.save = slow_save
     if "WORKER_DIES" in os.environ:
         encoding.encode_task = die
     command.run()

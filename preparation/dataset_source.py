@@ -1,0 +1,330 @@
+"""Documents that Hugging Face's datasets reads: on the hub, in files of rows, saved to a disk.
+
+It decides which files of a directory or repository are of a config and a split, and unpacks and
+parses them: https://huggingface.co/docs/datasets/loading
+"""
+
+import contextlib
+import glob
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import huggingface_hub
+import pyarrow
+import pyarrow.compute
+from pyarrow.types import is_dictionary, is_struct
+
+from basics.errors import MAX_CAUSE_LENGTH, UserError, one_line, print_error, status_of_place
+from preparation.cutting import LARGE_DOCUMENT, Cuts, Piece, cut_document
+from preparation.hub import ask_hub, explain
+from preparation.sources import CHUNK_BYTES, TOO_LARGE, Chunk, Request, Source, SourceOptions
+from preparation.text_files import (
+    IS_POINTER,
+    LFS_POINTER,
+    TextFile,
+    TextFiles,
+    data_suffix,
+    leads_out,
+)
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_FILES = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@[^/]+)?/(.+)")
+ROWS = 250  # that are read at once
+PARQUET_ROWS = 1000  # of a row group, which can have a million
+TEXT_TYPES = (
+    pyarrow.types.is_string,
+    pyarrow.types.is_large_string,
+    pyarrow.types.is_string_view,
+    pyarrow.types.is_null,
+)
+
+
+class Format(NamedTuple):
+    """How `datasets` reads files of a suffix."""
+
+    module: str
+    options: dict[str, str] = {}
+    may_be_text: bool = False  # a few such files among texts are texts too
+
+
+DATA_SUFFIXES = {
+    ".parquet": Format("parquet"),
+    ".arrow": Format("arrow"),
+    ".jsonl": Format("json"),
+    ".ndjson": Format("json"),
+    ".tar": Format("webdataset"),
+    ".json": Format("json", may_be_text=True),
+    ".csv": Format("csv", may_be_text=True),
+    ".tsv": Format("csv", {"sep": "\t"}, may_be_text=True),
+}
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Return whether a directory was written by `save_to_disk`."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def hub_name_of(source: str) -> str:
+    """Return the owner/name of a dataset on the hub; empty if SOURCE names another place."""
+    if found := HUB_FILES.fullmatch(source):
+        return found[1]
+    is_file = data_suffix(source) in DATA_SUFFIXES or source.endswith(".txt")
+    return (
+        source if HUB_NAME.fullmatch(source) and not is_file and not Path(source).exists() else ""
+    )
+
+
+def hub_source(options: SourceOptions) -> Source:
+    """Find a dataset on the hub, or some of its files (hf://datasets/owner/name/pattern).
+
+    Raises: UserError: there is none for this user, or the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    repository = hub_name_of(options.source)
+    info = ask_hub(
+        repository, lambda: HfApi().dataset_info(repository, revision=options.revision or None)
+    )
+    card = info.card_data
+    licences = _names(card and card.license) or ["unknown"]
+    request = Request(
+        source=options.label(),
+        revision=info.sha or "",
+        title=repository,
+        licence=licences if len(licences) > 1 else licences[0],
+        languages=_names(card and card.language),
+        hub_name=repository,
+        text_column=options.text_column,
+        encoding=options.encoding,
+        document_separator=options.document_separator,
+    )
+    return DatasetSource(request, options)
+
+
+def _names(listed: Any) -> list[str]:
+    """Return what a dataset's card lists under a key: a text, or several."""
+    values = listed if isinstance(listed, list) else [listed]
+    return [str(value) for value in values if value]
+
+
+class DatasetSource(Source):
+    """Rows of a dataset, each a document."""
+
+    def __init__(
+        self,
+        request: Request,
+        options: SourceOptions,
+        root: Path | None = None,
+        files: Sequence[Path] = (),
+    ) -> None:
+        """`root` is a local directory, None of a dataset on the hub. If `files` are named, only
+        they are read."""
+        super().__init__(request)
+        self._options = options
+        self._root = root
+        self._files = files
+        self._read: Sequence[str] = ()  # the files of the split
+        self._rows: Any = None
+
+    def chunks(self, position: Any, cuts: Cuts) -> Iterator[Chunk]:
+        import datasets  # takes a second
+
+        for library in (datasets, huggingface_hub):  # they print names as they are
+            library.logging.set_verbosity(library.logging.CRITICAL)
+        datasets.disable_progress_bars()
+        with self._naming():
+            rows = self._open()
+        if rows is None:
+            self.is_text = True
+            named = [TextFile(name, name, CHUNK_BYTES + 1) for name in self._read]
+            yield from TextFiles(self.request, named, self._options).chunks(position, cuts)
+            return
+        with self._naming():
+            if position:
+                rows.load_state_dict(position)
+            self._rows = rows
+            position = rows.state_dict()
+            for table in rows.iter(ROWS):
+                column = self._column_in(table)
+                pieces = itertools.chain.from_iterable(
+                    _pieces(array, cuts, self._place) for array in column.chunks
+                )
+                yield Chunk(position, pieces, self._place)
+                position = rows.state_dict()
+
+    @property
+    def _place(self) -> str:
+        """Name the file that is read."""
+        number = _shard_number(self._rows.state_dict()) if self._rows is not None else 0
+        return self._read[min(number, len(self._read) - 1)] if self._read else self._options.source
+
+    def _open(self) -> Any:
+        """Return the rows of the split as Arrow tables; None for files of text.
+
+        Raises: UserError: there is no such split or column, or an option is not for these files.
+        """
+        import datasets
+
+        options = self._options
+        if self._root is not None and is_saved_dataset(self._root):
+            saved: Any = datasets.load_from_disk(str(self._root.absolute()))
+            if isinstance(saved, datasets.DatasetDict):
+                saved = saved[self._split(list(saved))]
+            rows = saved.to_iterable_dataset()
+        else:
+            builder = self._builder()
+            split = self._split([str(name) for name in builder.config.data_files or ()])
+            self._read = files = builder.config.data_files[split]
+            if self._root is not None:
+                files[:] = _inside(files, self._root)
+            if builder.name == "text":
+                return None
+            if options.encoding and not hasattr(builder.config, "encoding"):
+                raise UserError(f"{options.source}: --encoding is not for {builder.name} files")
+            if options.encoding:
+                builder.config.encoding = options.encoding
+            rows = builder.as_streaming_dataset(split=split)
+            if hasattr(builder.config, "columns"):  # parquet: no other column, and a few rows
+                builder.config.columns = [self._first_column(rows.column_names)]
+                builder.config.batch_size = PARQUET_ROWS
+                rows = builder.as_streaming_dataset(split=split)
+        if options.document_separator:
+            raise UserError(f"{options.source}: --document-separator is for text files")
+        if rows.column_names is not None:
+            rows = rows.select_columns([self._first_column(rows.column_names)])
+        return rows.with_format("arrow")
+
+    def _builder(self) -> Any:
+        import datasets
+
+        options = self._options
+        config = options.config or None
+        if found := HUB_FILES.fullmatch(options.source):
+            url = f"hf://datasets/{found[1]}@{self.request.revision}/{found[2]}"
+            return _builder_of_files([url])
+        if self._root is None:
+            return datasets.load_dataset_builder(
+                options.source, config, revision=self.request.revision
+            )
+        if not self._files:
+            return datasets.load_dataset_builder(str(self._root.absolute()), config)
+        if config:
+            raise UserError(
+                f"{options.source}: --config needs a directory, or a dataset on the hub"
+            )
+        return _builder_of_files([glob.escape(str(path.absolute())) for path in self._files])
+
+    def _split(self, splits: list[str]) -> str:
+        """Return the split to read: the one that is named, or train. Raises: UserError."""
+        wanted = self._options.split or "train"
+        if wanted not in splits:
+            raise UserError(
+                f"{self._options.source}: has no split {wanted}; choose one with --split:"
+                f" {', '.join(map(str, splits))}"
+            )
+        return wanted
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Turn every error inside into one line that names the file. Raises: UserError."""
+        try:
+            yield
+        except UserError:
+            raise
+        except MemoryError:
+            raise UserError(f"{self._place}: {TOO_LARGE}") from None
+        except Exception as error:
+            if self._root is None and not isinstance(error, RuntimeError):
+                raise explain(self._place, error) from None
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            with contextlib.suppress(OSError), open(self._place, "rb") as file:
+                if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                    reason = IS_POINTER
+            if isinstance(error, UnicodeDecodeError):
+                reason += "; --encoding names another encoding"
+            raise UserError(
+                f"{self._place}: cannot be read: {reason[:MAX_CAUSE_LENGTH]}",
+                status_of_place(error),
+            ) from None
+
+    def _first_column(self, names: Sequence[str]) -> str:
+        """Return the column that holds the text, or the struct with it. Raises: UserError."""
+        wanted = self._options.text_column
+        for name in (wanted, wanted.split(".")[0]):
+            if name in names:
+                return name
+        raise UserError(
+            f"{self._place}: has no column {wanted!r}; name one of its columns with"
+            f" --text-column: {', '.join(names)[:80]}"
+        )
+
+    def _column_in(self, table: pyarrow.Table) -> pyarrow.ChunkedArray:
+        """Return the column of text, or a field of it: b of a for a.b. Raises: UserError."""
+        wanted = self._options.text_column
+        name = self._first_column(table.column_names)
+        column = table.column(name)
+        for part in wanted.removeprefix(name).split(".")[1:]:
+            names = [field.name for field in column.type] if is_struct(column.type) else []
+            if part not in names:
+                raise UserError(
+                    f"{self._place}: has no column {wanted!r}; {name!r} has {', '.join(names)[:80]}"
+                )
+            column = pyarrow.compute.struct_field(column, part)
+        kind = column.type.value_type if is_dictionary(column.type) else column.type
+        if not any(is_text(kind) for is_text in TEXT_TYPES):
+            raise UserError(
+                f"{self._place}: column {wanted!r} is of type {str(kind)[:80]}; name a column of"
+                " text with --text-column"
+            )
+        return column
+
+
+def _builder_of_files(files: list[str]) -> Any:
+    """Return what `datasets` reads files with, all of them as the split train.
+
+    Raises: UserError: they are of several kinds.
+    """
+    import datasets
+
+    formats = {data_suffix(file): DATA_SUFFIXES.get(data_suffix(file)) for file in files}
+    modules = {found.module if found else "text" for found in formats.values()}
+    if len(modules) > 1:
+        raise UserError(f"{files[0]}: files of {' and '.join(sorted(formats))}; name one kind")
+    found = next(iter(formats.values())) or Format("text")
+    return datasets.load_dataset_builder(found.module, data_files={"train": files}, **found.options)
+
+
+def _inside(files: Sequence[str], root: Path) -> list[str]:
+    """Return files without links that lead out of a directory; a line names the first one."""
+    outside = [file for file in files if leads_out(Path(file), root)]
+    if outside:
+        print_error(
+            one_line(
+                f"warning: {outside[0]}: leads out of the directory, so it is skipped"
+                f" ({len(outside)} such links); a pattern of files reads links"
+            )
+        )
+    return [file for file in files if file not in set(outside)]
+
+
+def _shard_number(state: dict[str, Any]) -> int:
+    """Return the number of the file that a stream reads, from 0."""
+    while "shard_idx" not in state:
+        state = state["examples_iterable"]
+    return state["shard_idx"]
+
+
+def _pieces(column: pyarrow.Array, cuts: Cuts, place: str) -> Iterator[Piece]:
+    if column.type not in (pyarrow.string(), pyarrow.large_string()):
+        column = column.cast(pyarrow.large_string())
+    longest = pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
+    if longest <= LARGE_DOCUMENT:
+        with contextlib.suppress(UnicodeDecodeError):
+            yield from [Piece(text or "", True) for text in column.to_pylist()]
+            return
+    for value in column:  # as buffers: a text of 100 MB never becomes one Python string
+        blocks = [memoryview(value.as_buffer())] if value.is_valid else []
+        yield from cut_document(blocks, cuts, place)
