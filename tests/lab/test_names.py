@@ -89,11 +89,13 @@ def test_every_verb_takes_a_run_as_tab_completion_writes_it(place, verb):
 
 
 def test_a_row_of_the_table_is_named_by_a_directory_too(place):
-    """Whose loss others are compared with, what is priced, and a model that is no run."""
+    """The page too; whose loss others are compared with, what is priced, a model that is no run."""
     succeeded(run_lab("publish", "tiny", "--output", "exported"))
     succeeded(run_lab("evaluate", "exported", *HELD_OUT))
     for text in ("exported", "./exported/"):
         assert "exported" in succeeded(run_lab("compare", text)).stdout
+    succeeded(run_lab("watch", "runs/tiny/", "--export", "page.html"))
+    assert '"name":"tiny"' in (place.root / "page.html").read_text()
     options = ("--to-loss-of", "runs/tiny/", "--usd-per-hour", "runs/tiny=2")
     assert "tokens to loss" in succeeded(run_lab("compare", *options)).stdout
     like = succeeded(run_lab("new", "runs/mine", "--dataset", "tiny", "--like", "runs/tiny/"))
