@@ -13,7 +13,8 @@ import click
 
 from basics.cli import run_and_exit
 from basics.errors import UserError, print_line
-from lab.compare.results import Result, first_reaching, read_result
+from lab.compare.reaching import first_reaching
+from lab.runs import Result, read_run
 from lab.stats import Difference
 from lab.table import UNKNOWN, Column, Table
 from reporting.summary import FINISHED
@@ -47,8 +48,8 @@ def read_variants(sweep_dir: Path) -> list[tuple[str, Runs]]:
     """Read the variants of a sweep by name, in order of their tokens; none if it does not exist."""
     variants: dict[str, Runs] = {}
     for path in sorted(sweep_dir.glob("*-seed-*")):
-        found, result = RUN_DIR.fullmatch(path.name), read_result(path)
-        if found and result.status == FINISHED and result.figures["validation_loss"] is not None:
+        found, result = RUN_DIR.fullmatch(path.name), read_run(path)
+        if found and result.status == FINISHED and result.validation_loss is not None:
             change, seed = found.groups()
             name = sweep_dir.name if change == BASELINE else f"{sweep_dir.name}: {change}"
             variants.setdefault(name, {})[int(seed)] = result
@@ -56,7 +57,7 @@ def read_variants(sweep_dir: Path) -> list[tuple[str, Runs]]:
 
 
 def mean(figure: str, runs: Runs) -> float:
-    return statistics.fmean(run.figures[figure] for run in runs.values())
+    return statistics.fmean(run.value(figure) for run in runs.values())
 
 
 def own_cells(name: str, runs: Runs) -> list[str]:
@@ -72,10 +73,8 @@ def compare(baseline: tuple[str, Runs], recipe: tuple[str, Runs]) -> list[str]:
     cells = own_cells(*baseline)
     name, tokens, loss = own_cells(*recipe)
     seeds = sorted(theirs.keys() & ours.keys())
-    losses = {seed: theirs[seed].figures["validation_loss"] for seed in seeds}
-    difference = Difference.of(
-        [ours[seed].figures["validation_loss"] - losses[seed] for seed in seeds]
-    )
+    losses = {seed: theirs[seed].validation_loss for seed in seeds}
+    difference = Difference.of([ours[seed].validation_loss - losses[seed] for seed in seeds])
     cells += [
         name,
         tokens,
@@ -88,10 +87,7 @@ def compare(baseline: tuple[str, Runs], recipe: tuple[str, Runs]) -> list[str]:
     if not seeds or None in reached:
         return [*cells, "not reached" if seeds else UNKNOWN, UNKNOWN, UNKNOWN]
     shares = Difference.of(
-        [
-            found.tokens / theirs[seed].figures["tokens"]
-            for seed, found in zip(seeds, reached, strict=True)
-        ]
+        [found.tokens / theirs[seed].tokens for seed, found in zip(seeds, reached, strict=True)]
     )
     return [
         *cells,

@@ -1,8 +1,7 @@
 """`lab list`, and its table, which `lab watch --text` shows too. Needs no torch."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -11,19 +10,12 @@ from basics.cli import RUNS_DIR, print_json
 from basics.errors import print_error, visible
 from basics.text import counted, dollars
 from lab.bills import PRICES, prices_of, read_bills
-from lab.runs import NEW, RUNNING, RunState, chosen_runs, launched_runs, read_state
+from lab.columns import hidden_first, shown_in
+from lab.runs import NEW, RUNNING, Result, chosen_runs, launched_runs, read_run
 from lab.table import UNKNOWN, Column, Table, cell
 from reporting.summary import duration
 from run_config import RUN_NAME, plain_name
 
-BILL_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {  # head and format, by key
-    "setup_seconds": ("set-up", duration),
-    "download_seconds": ("download", duration),
-    "search_seconds": ("search", duration),
-    "idle_seconds": ("idle", duration),
-    "machine_seconds": ("machine", duration),
-    "machine_usd": ("US$ of it", dollars),
-}
 MIN_STATUS = 12  # characters of a line in a narrow terminal
 
 
@@ -53,18 +45,18 @@ def command(runs: tuple[str, ...], prices: tuple[str, ...], as_json: bool, runs_
         others = [name for name in names if name not in new]
         launched = chosen_runs(runs_dir, others) if others else []
     by_run = prices_of(prices, [*launched, *new], runs_dir)  # a search has a price too
-    bills = read_bills(runs_dir, by_run)
+    bills, bill_of_all = read_bills(runs_dir, by_run)
     states = []
     for name in launched:
-        state = read_state(runs_dir, name, bills.get(name))
+        state = read_run(runs_dir / name, bills.get(name), whole=False)
         if name in by_run and state.seconds is not None:
-            state = replace(state, usd=state.seconds / 3600 * by_run[name])
+            state = state.priced(by_run[name])
         states.append(state)
     states.sort(key=lambda state: state.status != RUNNING)
     num_unknown = sum(state.bill is None for state in states)
-    states += [RunState(name, NEW, bill=bills.get(name)) for name in new]  # of a search
+    states += [Result(name, NEW, bill=bills.get(name)) for name in new]  # of a search
     if as_json:
-        print_json({"schema": "list/1", "runs": [asdict(state) for state in states]})
+        print_json({"schema": "list/1", "runs": [state.state() for state in states]})
         return
     if not states:
         click.echo(
@@ -81,45 +73,38 @@ def command(runs: tuple[str, ...], prices: tuple[str, ...], as_json: bool, runs_
         total += f", US${dollars(sum(priced))}"
         if rest := len(launched) - len(priced):
             total += f" and {rest} of {len(launched)} runs without a price"
-    billed = [state.bill for state in states if state.bill]
-    if billed:
-        total += f"\nmachines: {duration(sum(bill['machine_seconds'] for bill in billed))}"
-        known = [bill["machine_usd"] for bill in billed if bill["machine_usd"] is not None]
-        if known:
-            total += f", US${dollars(sum(known))}"
-            if rest := len(billed) - len(known):
-                total += f" and {rest} of {len(billed)} bills without a price"
+    if bill_of_all.machine_seconds and not runs:
+        total += f"\nmachines: {duration(bill_of_all.machine_seconds)}"
+        if bill_of_all.machine_usd is not None:
+            total += f", US${dollars(bill_of_all.machine_usd)}"
         if num_unknown:
             total += f"; the bills of {counted(num_unknown, 'run')} are not known"
     click.echo(visible(f"{table_of(states).terminal()}\n{total}"))
 
 
-def table_of(states: Sequence[RunState]) -> Table:
+def table_of(states: Sequence[Result]) -> Table:
     """Return a table of runs; in a narrow terminal reasons are wrapped and columns hidden."""
+    figures = [
+        one for one in shown_in("list") if any(state.value(one.key) is not None for state in states)
+    ]
     rows = []
-    columns = BILL_COLUMNS if any(state.bill for state in states) else {}
     for state in states:
-        figures = {"download_seconds": state.download_seconds} | (state.bill or {})
-        step = UNKNOWN if state.global_step is None else f"{state.global_step + 1:,}"
+        step = UNKNOWN if state.steps is None else f"{state.steps:,}"
         rows.append(
             [
                 state.name,
                 f"{state.status} ({state.reason})" if state.reason else state.status,
                 f"{step}/{state.num_steps:,}" if state.num_steps else step,
-                cell(state.train_loss, "{:.4f}".format),
-                cell(state.validation_loss, "{:.4f}".format),
-                cell(state.seconds, duration),
-                cell(state.usd, dollars),
-                *(cell(figures.get(key), form) for key, (_, form) in columns.items()),
+                *(cell(state.value(one.key), one.text) for one in figures),
             ]
         )
     return Table(
         [
             Column("run", "left"),
             Column("status", "left", MIN_STATUS),
-            *(Column(head, key=head) for head in ("step", "loss", "validation", "time", "US$")),
-            *(Column(head, key=head) for head, _ in columns.values()),
+            Column("step"),
+            *(one.column for one in figures),
         ],
         rows,
-        hidden_first=(*[head for head, _ in columns.values()][:-1], "validation", "time", "US$"),
+        hidden_first=tuple(hidden_first(figures)),
     )

@@ -1,12 +1,10 @@
-"""One table of the lab: for a terminal, in Markdown, HTML or CSV."""
+"""One table of the lab: for a terminal, or in Markdown."""
 
-import csv
-import html
 import io
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from rich.box import Box
 from rich.cells import cell_len
@@ -45,7 +43,6 @@ class Table:
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
     hidden_first: tuple[str, ...] = ()  # column keys, in the order in which they are left out
-    values: list[dict[str, Any]] = field(default_factory=list)  # by key, all digits: CSV and JSON
 
     def terminal(self, width: int = 0) -> str:
         """Format the table for so many characters or the terminal; wider if its least width is."""
@@ -55,7 +52,8 @@ class Table:
         for place, column in enumerate(self.columns):
             cells = [*column.head.split("\n"), *(row[place] for row in rows)]
             whole = max(map(cell_len, cells))
-            least[place] = min(whole, column.min_width or whole)
+            longest_word = max(cell_len(word) for cell in cells for word in cell.split() or [""])
+            least[place] = max(longest_word, min(whole, column.min_width or whole))
 
         def least_width() -> int:
             return sum(least.values()) + GAP * (len(least) - 1)
@@ -99,42 +97,6 @@ class Table:
         if self.notes:
             lines += ["", *(f"- {escaped(note)}" for note in self.notes)]
         return "\n".join(lines)
-
-    def html(self) -> str:
-        """Format the table in HTML; a table that is too wide for its window can be scrolled."""
-
-        def line(tag: str, texts: list[str]) -> str:
-            cells = [
-                f'<{tag} class="{column.align}">{html.escape(visible(text))}</{tag}>'
-                for column, text in zip(self.columns, texts, strict=True)
-            ]
-            return f"<tr>{''.join(cells)}</tr>"
-
-        lines = [
-            '<div class="table"><table>',
-            line("th", [column.whole_head for column in self.columns]),
-            *(line("td", row) for row in self.rows),
-            "</table></div>",
-            *(f"<p>{html.escape(visible(note))}</p>" for note in self.notes),
-        ]
-        return "\n".join(lines)
-
-    def csv(self) -> str:
-        """Format the values in CSV; text that a spreadsheet would run is quoted."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.values[0])
-        for row in self.values:
-            writer.writerow(_csv_cell(value) for value in row.values())
-        return text.getvalue().rstrip("\n")
-
-
-def _csv_cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        return str(value).lower().removesuffix(".0")  # true, 36
-    return f"'{value}" if value[:1] in tuple("=+-@") else value
 
 
 def cell(value: float | None, form: Callable[[float], str]) -> str:

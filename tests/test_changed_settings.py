@@ -6,9 +6,9 @@ import shutil
 import pytest
 from matplotlib.figure import Figure
 
-from lab.compare.results import read_result
 from lab.compare.rows import compare
 from lab.publish.model_card import Request, model_card
+from lab.runs import read_run
 from reporting import charts
 from reporting.metrics_file import read_metrics
 from reporting.setting_changes import histories, recorded_changes
@@ -54,7 +54,7 @@ def test_a_changed_setting_is_a_line_at_the_resume_and_a_record(launches):
 
 def test_a_comparison_and_a_card_tell_until_when_a_setting_was_another(launches):
     workplace, run_dir, _ = launches
-    both = compare([read_result(run_dir), read_result(workplace.runs_dir / "tiny")]).rows
+    both = compare([read_run(run_dir), read_run(workplace.runs_dir / "tiny")]).rows
     differs = {row.name: row.values["differs"] for row in both}
     assert "learning_rate=0.01 until step 4, 0.02 until step 8, then 0.03" in differs["steps"]
     assert "weight_decay=0.1 until step 8, then 0.2" in differs["steps"]

@@ -13,7 +13,7 @@ from basics.errors import BEHIND_REFERENCE, UserError
 from lab.compare.compare import find_results, table_of
 from lab.compare.reference import mark_differences, references_of
 from lab.compare.rows import compare
-from lab.runs import read_state
+from lab.runs import read_run
 from lab.sweep.definition import open_sweep
 from reporting import charts
 from reporting.metrics_file import read_metrics
@@ -226,7 +226,7 @@ def test_charts_lists_and_comparisons_show_the_difference(compared):
     assert line.get_xdata()[0] * tokens_per_step == pytest.approx(steps[0]["tokens"])
     assert line.get_xdata()[-1] * tokens_per_step == pytest.approx(steps[-1]["tokens"])
     assert len(axes.collections) == 2  # the run's range and the reference's noise
-    state = read_state(workplace.runs_dir, "run")
+    state = read_run(workplace.runs_dir / "run", whole=False)
     last = steps[-1]
     difference = last["train_loss"] - last["train_reference_loss"]
     assert state.reference == "other" and state.train_compared.loss == pytest.approx(difference)

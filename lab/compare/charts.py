@@ -1,20 +1,19 @@
-"""Charts of a comparison: loss curves, and the fits of the original's notes."""
+"""The charts of `lab compare`: the losses of runs over steps, tokens, time and dollars."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-from numpy.polynomial import Polynomial
 
-from lab.compare.results import Record, Result, training_flops
-from lab.compare.rows import LOSS_NAMES, Row, bits_key, deciding_loss, has_several_tokenizers
-from lab.runs import bytes_per_token, number_of
+from lab.compare.published import draw_fits, unit_of, without_formulas
+from lab.compare.rows import Row, has_several_tokenizers
+from lab.runs import Result, bytes_per_token, number_of
 from reporting.charts import draw_by_hand
 from reporting.reference import Kind, ReferenceCurve
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FLOPS = "training_flops"  # no record has them
 CURVES: dict[str, dict[str, float]] = {
     "train_loss": {"linewidth": 1, "alpha": 0.5},
     "validation_loss": {"linewidth": 2.5, "markersize": 4},
@@ -33,55 +31,6 @@ MAX_NAMES = 16  # in a legend
 HIGH_START = 0.1  # of a curve; losses there are above the axis
 MARGIN = 0.08  # share of an axis between its ends and the points
 FEW_VALIDATIONS = 15  # up to this number, each one is marked
-NEEDED_FOR_PARABOLA, NEEDED_FOR_LINE = 3, 2  # different x
-
-# What a curve is fitted through: rows by x and y, so that equal points count once.
-Curve = dict[tuple[float, float], Row | None]
-Points = dict[str, Curve]  # by label
-
-
-def loss_points(rows: list[Row], key: str) -> Points:
-    """Group the rows that have this loss by all settings that change it, except the batch size."""
-    found = (
-        (row.first.loss_group, row, row.values["global_batch_size"], row.loss(key)) for row in rows
-    )
-    return _grouped(found, NEEDED_FOR_PARABOLA)
-
-
-def memory_points(rows: list[Row]) -> Points:
-    """Group runs whose memory forms one line over the microbatch: same model and precision.
-
-    A published point is the memory of a GPU and the largest microbatch that fitted. A search for
-    the largest microbatch is a line of its own.
-    """
-    results = [(row, result) for row in rows for result in row.results]
-    searches: Points = {
-        f"--find-max-microbatch of {result.name}": dict.fromkeys(result.search)
-        for _, result in results
-        if len(dict(result.search)) >= NEEDED_FOR_LINE
-    }
-    found = (
-        (result.memory_group, row, result.figures["microbatch_size"], result.memory_gib)
-        for row, result in results
-    )
-    return searches | _grouped(found, NEEDED_FOR_LINE)
-
-
-def _grouped(
-    found: Iterable[tuple[tuple[str, ...], Row, float | None, float | None]], needed: int
-) -> Points:
-    """Group points, each with its group, row, x and y; `needed` different x are a curve."""
-    groups: dict[tuple[str, ...], Curve] = {}
-    for group, row, x, y in found:
-        if group and x and y is not None:
-            groups.setdefault(group, {}).setdefault((x, y), row)
-    curves: Points = {}
-    for points in groups.values():
-        if len({x for x, _ in points}) >= needed:
-            first = next(iter(points.values()))
-            label = "published" if first.is_published else f"runs like {first.short_name}"
-            curves[label] = points
-    return curves
 
 
 def draw_comparison(
@@ -119,33 +68,7 @@ def draw_comparison(
         recorded = list(filter(_has_bits, recorded))
     curves = partial(_plot_curves, recorded, references or {}, in_bits=in_bits)
     draw("loss-curves.png", recorded, curves, "a run with records")
-
-    kind = deciding_loss([row for row in rows if not row.is_published] or rows)
-    if not loss_points(rows, kind):
-        kind = "test_loss"  # that of the published rows
-    in_bits = has_several_tokenizers(row for row in rows if row.loss(kind) is not None)
-    if in_bits:
-        missing.append(
-            "loss-over-batch.png: in bits per byte, as the tokenizers differ; without"
-            " the runs and published results of which these are not known"
-        )
-    losses = loss_points(rows, bits_key(kind) if in_bits else kind)
-    labels = ("global batch (sequences)", f"{LOSS_NAMES[kind]} ({_unit(in_bits)})")
-    draw(
-        "loss-over-batch.png",
-        losses,
-        partial(plot_points, losses, plot_fit, labels),
-        f"{NEEDED_FOR_PARABOLA} finished runs that differ in their batch",
-    )
-
-    memory = memory_points(rows)
-    labels = ("microbatch (sequences)", "memory per GPU (GiB)")
-    draw(
-        "memory-over-microbatch.png",
-        memory,
-        partial(plot_points, memory, plot_line, labels),
-        f"{NEEDED_FOR_LINE} runs that differ in their microbatch, or a saved search",
-    )
+    missing += draw_fits(rows, draw)
     return written, missing
 
 
@@ -158,15 +81,11 @@ def _has_bits(row: Row) -> bool:
     return all(bytes_per_token(result.records) for result in row.results)
 
 
-def _unit(in_bits: bool) -> str:
-    return "bits per byte" if in_bits else "nats per token"
-
-
 def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     """Return x and y of a run's curve as arrays of float64, (points,)."""
     points = []
     for record in result.records:
-        point = _x_of(result, record, x_key), number_of(record, key)
+        point = number_of(record, x_key), number_of(record, key)
         if None not in point:
             points.append(point)
     x, y = np.array(points, dtype=float).reshape(-1, 2).T
@@ -179,21 +98,11 @@ def _points_of(result: Result, key: str, x_key: str) -> tuple[Any, Any]:
     return x, y
 
 
-def _x_of(result: Result, record: Record, x_key: str) -> float | None:
-    if x_key != FLOPS:
-        return number_of(record, x_key)
-    step, tokens = number_of(record, "global_step"), number_of(record, "tokens")
-    if step is None or tokens is None or not result.flops_per_token:
-        return None
-    return training_flops(result.flops_per_token, tokens, step + 1)
-
-
 def _plot_curves(
     rows: list[Row], references: dict[str, ReferenceCurve], figure: Figure, *, in_bits: bool
 ) -> None:
     """Plot the losses of all runs, a panel for each axis that is recorded.
 
-    One over the training FLOPs is there if FLOPs per token differ: with growth, or several models.
     A reference is shown over tokens, as the first run that is compared with it has its units.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -213,9 +122,6 @@ def _plot_curves(
         for axis in every_axis
         if any(number_of(record, axis[1]) is not None for record in records)
     ]
-    differ = len({per_token for one in results for _, per_token in one.flops_per_token}) > 1
-    if differ and any(number_of(record, "tokens") is not None for record in records):
-        recorded.append(("training FLOPs", FLOPS, 1))
     num_rows = 1 if len(recorded) < 4 else 2
     num_columns = -(-len(recorded) // num_rows)
     figure.set_size_inches(6 * num_columns, 4.5 * num_rows)
@@ -223,7 +129,7 @@ def _plot_curves(
     for unused in panels[len(recorded) :]:
         unused.remove()
     for axes, (label, x_key, unit) in zip(panels[: len(recorded)], recorded, strict=True):
-        axes.set(xlabel=label, ylabel=f"loss ({_unit(in_bits)})")
+        axes.set(xlabel=label, ylabel=f"loss ({unit_of(in_bits)})")
         axes.tick_params(labelleft=True)  # on every panel, though they share the axis
         for place, row in enumerate(rows):
             for result, key in itertools.product(row.results, CURVES):
@@ -267,99 +173,3 @@ def _plot_reference(axes: Axes, curve: ReferenceCurve, per_token: float) -> None
         if len(tokens):
             width = CURVES[f"{kind}_loss"]["linewidth"]
             axes.plot(tokens, losses / per_token, color="black", linestyle="--", linewidth=width)
-
-
-def without_formulas(text: str) -> str:
-    """Escape dollar signs: matplotlib parses text between two of them as a formula."""
-    return text.replace("$", r"\$")
-
-
-def plot_points(
-    groups: Points, fit: Callable[..., object], labels: tuple[str, str], figure: Figure
-) -> None:
-    """Plot each group with the names of its runs and its curve; the legend hides no point."""
-    figure.set_size_inches(10, 7)
-    axes = figure.subplots()
-    for place, (label, points) in enumerate(groups.items()):
-        x, y = map(list, zip(*points, strict=True))
-        color = f"C{place}"
-        axes.plot(
-            x,
-            y,
-            color=color,
-            marker="o",
-            markersize=8,
-            linestyle="none",
-            zorder=3,
-            label=without_formulas(label),
-        )
-        for point, row in points.items():
-            if row and not row.is_published:
-                axes.annotate(
-                    without_formulas(row.short_name),
-                    point,
-                    fontsize="x-small",
-                    textcoords="offset points",
-                    xytext=(7, 5),
-                    color="gray",
-                )
-        fit(axes, x, y, color)
-    axes.set(xlabel=labels[0], ylabel=labels[1])
-    axes.legend(
-        frameon=False, fontsize="small", loc="upper center", ncols=2, bbox_to_anchor=(0.5, -0.13)
-    )
-
-
-def fit_log_quadratic(
-    x: Sequence[float], y: Sequence[float]
-) -> tuple[Polynomial, tuple[float, float] | None]:
-    """Fit a quadratic in ln(x), which has at least three different values above 0.
-
-    Returns it as a function of ln(x), and x and y of its minimum, None if outside of `x`.
-    """
-    curve = Polynomial(np.polynomial.polynomial.polyfit(np.log(x), y, 2))
-    _, linear, quadratic = map(float, curve.coef)
-    lowest = -linear / (2 * quadratic) if quadratic > 0 else math.inf
-    if not math.log(min(x)) <= lowest <= math.log(max(x)):
-        return curve, None
-    return curve, (math.exp(lowest), float(curve(lowest)))
-
-
-def plot_fit(axes: Axes, x: list[float], y: list[float], color: str) -> None:
-    """Plot a quadratic in ln(x) through points above 0, and its minimum if it is among them."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    curve, lowest = fit_log_quadratic(x, y)
-    drawn = np.geomspace(min(x) / 1.3, max(x) * 1.3, 200)
-    axes.plot(drawn, curve(np.log(drawn)), color=color, zorder=1, label="quadratic in ln(x)")
-    if lowest is None:
-        axes.plot([], [], linestyle="none", label="no minimum of the fit between these values")
-        return
-    axes.plot(
-        *lowest,
-        color=color,
-        marker="*",
-        markersize=16,
-        linestyle="none",
-        markeredgecolor="black",
-        zorder=4,
-        label=f"minimum of the fit: {lowest[1]:.4f} at {lowest[0]:,.4g}",
-    )
-
-
-def plot_line(axes: Axes, x: list[float], y: list[float], color: str) -> None:
-    """Plot a line through points, from 0 on."""
-    slope, fixed = np.polyfit(x, y, 1)
-    ends = np.array([0, max(x) * 1.1])
-    axes.plot(
-        ends,
-        fixed + slope * ends,
-        color=color,
-        zorder=1,
-        label=f"{fixed:.2f} GiB + {slope:.3f} GiB per sequence",
-    )
-    axes.set_xlim(left=0, auto=True)
-    axes.set_ylim(bottom=0, auto=True)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 from basics.errors import UserError
-from lab.compare.results import Result
 from lab.compare.rows import Row
-from lab.runs import bytes_per_token, number_of
+from lab.runs import Result, bytes_per_token, number_of
 from reporting.reference import (
     PUBLISHED_PATH,
     REFERENCE_NAME,

@@ -1,29 +1,44 @@
 """A comparison of runs: rows sorted by their loss, with seeds merged, and notes for the reader."""
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from basics.errors import UserError
 from basics.text import counted
-from lab.compare.results import (
-    FIGURES,
-    MODEL,
-    PUBLISHED,
-    Result,
-    mean_reached,
-    published_bills,
-    shown,
-    slice_of,
-)
-from lab.runs import number_of
+from lab.compare.reaching import mean_reached
+from lab.runs import NUMBERS, PUBLISHED, TEXTS, Result, frame_of, shown, with_ratios
 from lab.stats import pooled_deviation, t_95
+from reporting.metrics_file import SET_KEY
 from reporting.summary import FINISHED
 
 SEED = "random_seed"
+WITHOUT_EFFECT = {  # settings that change no loss beyond rounding
+    "validation_interval",
+    "validation_batches",
+    "validation_sequences",
+    "validate_on",
+    "validate_at_start",
+    "checkpoint_interval",
+    "keep_checkpoints",
+    "sample_prompts",
+    "diagnostics_interval",
+    "tracker",
+    "all_reduce_dtype",
+    "compile",
+    "attention",
+    "head_chunks",
+    "activation_checkpointing",
+    "deterministic",
+    "usd_per_hour",
+    "max_cost_usd",
+    "max_hours",
+    "max_skipped_steps",
+    "collective_timeout_seconds",
+    "hang_timeout_seconds",
+}
 LOSS_NAMES = {
     "test_loss": "test loss",
     "validation_loss": "validation loss",
@@ -33,11 +48,11 @@ LOSS_NAMES = {
 
 @dataclass
 class Row:
-    """One run, model or published row, or the mean of runs that differ only in their seed."""
+    """One run or published row, or the mean of runs that differ only in their seed."""
 
     results: list[Result]
     values: dict[str, Any]  # by column of CSV and JSON; None for what is not known
-    is_of_other_text: bool  # its test loss does not compare with those of the other rows
+    settings: dict[str, str] = field(default_factory=dict)  # those that most rows do not have
 
     @property
     def first(self) -> Result:
@@ -48,10 +63,14 @@ class Row:
         return self.first.status == PUBLISHED
 
     @property
+    def is_of_other_text(self) -> bool:
+        """Whether its test loss does not compare with those of the other rows."""
+        return self.values["is_of_other_text"]
+
+    @property
     def name(self) -> str:
-        return self.values["run"] + {FINISHED: "", MODEL: "", PUBLISHED: "*"}.get(
-            self.first.status, f" ({self.first.status})"
-        )
+        mark = {FINISHED: "", PUBLISHED: "*"}.get(self.first.status, f" ({self.first.status})")
+        return self.values["run"] + mark
 
     @property
     def short_name(self) -> str:
@@ -100,12 +119,20 @@ def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
 
     rows.sort(key=order)
     for row in rows:
-        row.values["sorted_by"] = sorted_by
+        row.values |= {
+            "sorted_by": sorted_by,
+            "is_within_spread": False,
+            "tokens_to_loss": None,
+            "usd_to_loss": None,
+            "reference": None,
+            "reference_difference": None,
+            "reference_tokens_ahead": None,
+        }
     notes = [
         bits_note
         or f"sorted by {LOSS_NAMES[kind]} (nats per token), best first"
         + _mark_within_spread(rows, kind),
-        differences,
+        *differences,
         *_notes_on_measures(rows),
     ]
     if target := _mark_reached(rows, to_loss_of):
@@ -123,98 +150,55 @@ def has_several_tokenizers(rows: Iterable[Row]) -> bool:
 
 
 def _group_seeds(results: list[Result]) -> list[Row]:
-    """Group runs that differ only in their seed.
+    """Group runs that differ only in their seed; a figure is the mean, if all of them have it.
 
-    A second run with the same seed and length is not another sample: it gets its own row. Test
-    losses are those on the published text, else on the most common one, of several the longest. A
-    run without that text has its own longest test.
+    A second run with the same seed and length is not another sample: it gets its own row.
     """
-    sources = [result for result in results if result.status == PUBLISHED] or results
-    counts = Counter(text for result in sources for text in result.tests)
-    text = counts.most_common(1)[0][0] if counts else ""
+    import pandas as pd
+
     groups: dict[object, list[Result]] = {}
     times_seen: Counter[object] = Counter()
     for result in results:
-        config = dict(result.settings)
-        seed = config.pop(SEED, None)
+        settings = dict(result.settings)
+        seed = settings.pop(SEED, None)
         key = (
-            tuple(sorted(config.items())),
+            tuple(sorted(settings.items())),
             result.status,
-            result.machine,
-            result.figures["steps"],
-            result.figures["global_batch_size"],
+            result.kind_of_machine,
+            result.steps,
+            result.global_batch_size,
         )
         times_seen[key, seed] += 1
-        group = (key, times_seen[key, seed]) if config else id(result)
+        group = (key, times_seen[key, seed]) if settings else id(result)
         groups.setdefault(group, []).append(result)
-    rows = [_row_of(group, text) for group in groups.values()]
-    for column in dict.fromkeys(column for result in results for column in result.sets):
-        for row in rows:
-            each = [result.sets.get(column) for result in row.results]
-            row.values[column] = None if None in each else statistics.fmean(each)
-    return rows
-
-
-def _row_of(group: list[Result], text: str) -> Row:
-    first, is_one = group[0], len(group) == 1
-    chosen = text if text in first.tests else next(iter(first.tests), text)
-    tests = [result.tests.get(chosen, {}) for result in group]
-    each = {key: [result.figures[key] for result in group] for key in FIGURES}
-    for key in ("loss", "bits_per_byte"):
-        each[f"test_{key}"] = [number_of(test, key) for test in tests]
-    found: dict[str, Any] = {}
-    for key, values in each.items():
-        if None in values:
-            found[key] = None
-        else:
-            found[key] = values[0] if is_one else statistics.fmean(values)
-    spreads = {
-        f"{kind}_spread": None if is_one or None in each[kind] else statistics.stdev(each[kind])
-        for kind in LOSS_NAMES
-    }
-    seconds, usd, validation = found["seconds"], found["usd"], found.pop("validation_seconds")
-    training = None if None in (seconds, validation) else seconds - validation
-    usd_training = _ratio(None if None in (usd, training) else usd * training, seconds)
-    megatokens = _ratio(found["tokens"], 1e6)
-    return Row(
-        group,
-        {
-            "run": ", ".join(result.name for result in group),
-            "status": first.status,
-            "differs": first.notes,
-            "model": first.size,
-            "num_seeds": len(group),
-            **found,
-            "seconds_without_validation": training,
-            "usd_without_validation": usd_training,
-            "usd_per_hour": _ratio(usd, _ratio(seconds, 3600)),
-            "usd_per_megatoken": _ratio(usd, megatokens),
-            "usd_per_megatoken_without_validation": _ratio(usd_training, megatokens),
-            "ift_judge": first.judge,
-            "machine": first.device,
-            **spreads,
-            "sorted_by": "",
-            "is_within_spread": False,
-            "test_slice": slice_of(tests[0]) if tests[0] else "",
-            "tokens_to_loss": None,
-            "usd_to_loss": None,
-            "reference": None,
-            "reference_difference": None,
-            "reference_tokens_ahead": None,
-        },
-        chosen != text,
+    runs = frame_of([result for group in groups.values() for result in group])
+    by_group = runs.groupby([place for place, group in enumerate(groups.values()) for _ in group])
+    is_other = runs["test_slice"] != by_group["test_slice"].transform("first")
+    runs.loc[is_other, ["test_loss", "test_bits_per_byte"]] = math.nan
+    sets = [key for key in runs if SET_KEY.fullmatch(key)]
+    means = by_group[[*NUMBERS, *sets]].agg(lambda one: one.astype(float).mean(skipna=False))
+    texts = by_group[[*TEXTS, "status", "test_slice", "is_of_other_text"]].nth(0)
+    spreads = by_group[[*LOSS_NAMES]].agg(lambda one: one.std(skipna=False))
+    table = pd.concat(
+        [
+            by_group["run"].agg(", ".join),
+            texts.reset_index(drop=True),
+            by_group.size().rename("num_seeds"),
+            with_ratios(means),
+            spreads.add_suffix("_spread"),
+        ],
+        axis=1,
     )
+    return [
+        Row(group, {key: None if value != value else value for key, value in values.items()})
+        for group, values in zip(groups.values(), table.to_dict("records"), strict=True)
+    ]
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
+def _mark_differences(rows: list[Row]) -> list[str]:
+    """Set the settings of each row that not all rows have; return notes on them.
 
-
-def _mark_differences(rows: list[Row]) -> str:
-    """Set `differs` of each row to its settings that not all rows have.
-
-    A value that more than half of the rows have stands in the returned note instead, which is
-    empty if there is none.
+    A value that more than half of the rows have stands in a note instead.
     """
     configs = []
     for row in rows:
@@ -236,25 +220,30 @@ def _mark_differences(rows: list[Row]) -> str:
             if value is not None and count > len(known) / 2:
                 common[key] = value
     for row, config in zip(rows, configs, strict=True):
-        unusual = [
-            f"{key}={config[key]}"
-            for key in differing
-            if config.get(key) not in (None, common.get(key))
-        ]
-        row.values["differs"] = " ".join(unusual) or row.first.notes
-    values = " ".join(f"{key}={value}" for key, value in common.items())
-    return f"settings, unless a row shows another value: {values}" if values else ""
+        row.settings = {
+            key: config[key] for key in differing if config.get(key) not in (None, common.get(key))
+        }
+        row.values["differs"] = _assigned(row.settings) or row.first.notes
+    notes = []
+    if values := _assigned({key: common[key] for key in common if key not in WITHOUT_EFFECT}):
+        notes.append(f"settings, unless a row shows another value: {values}")
+    if without := [key for key in differing if key in WITHOUT_EFFECT]:
+        notes.append(f"settings that differ and change no loss: {', '.join(without)}")
+    return notes
+
+
+def _assigned(settings: dict[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def deciding_loss(rows: list[Row]) -> str:
     """Choose the loss to sort by: the one that most rows have; test, then validation, if equal.
 
-    Runs that have not ended count only if no run has ended; models only if there are no runs.
+    Runs that have not ended count only if no run has ended.
     """
     measured = [row for row in rows if any(row.loss(kind) is not None for kind in LOSS_NAMES)]
-    runs = [row for row in measured if row.first.status != MODEL]
-    ended = [row for row in runs if row.first.status in (FINISHED, PUBLISHED)]
-    deciding = ended or runs or measured
+    ended = [row for row in measured if row.first.status in (FINISHED, PUBLISHED)]
+    deciding = ended or measured
     return max(LOSS_NAMES, key=lambda kind: sum(row.loss(kind) is not None for row in deciding))
 
 
@@ -325,8 +314,9 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
             "validation loss: on the tokens on which a run validates, so not that of the"
             " test, also where both are of one file"
         )
-    if first_sets := sorted({row.first.deciding_set for row in validated} - {""}):
-        notes.append(f"val. loss: of the first validation set, {', '.join(first_sets)}")
+    first_sets = {next(iter(row.first.validation_sets), "") for row in validated} - {""}
+    if first_sets:
+        notes.append(f"val. loss: of the first validation set, {', '.join(sorted(first_sets))}")
     if len({row.first.validation_slice for row in validated}) > 1:
         notes.append("validation losses were measured on different tokens: see the differences")
     if any(row.values["ift_score"] is not None for row in rows):
@@ -334,12 +324,12 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
             "IFT: mean score of answers to instructions, 0 to 100 (95% interval; ± over n tunings);"
             " only those of one judge compare, and no published ones"
         )
-        judges = [f"{row.name} by {row.first.judge}" for row in rows if row.first.judge]
+        judges = [f"{row.name} by {row.first.ift_judge}" for row in rows if row.first.ift_judge]
         notes.append("; ".join([about, *judges]))
     if any(row.is_published for row in rows):
         notes.append(
             "* published results of the original system; US$ computed from its seconds"
-            f" and prices, for validation an estimate; {published_bills()}"
+            " and prices, for validation an estimate"
         )
     return notes
 
@@ -368,7 +358,7 @@ def _mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
         return None
     target = max(usable, key=lambda row: row.values["validation_loss"])
     mean = target.values["validation_loss"]
-    by_seed = {run.settings.get(SEED): run.figures["validation_loss"] for run in target.results}
+    by_seed = {run.settings.get(SEED): run.validation_loss for run in target.results}
     for row in rows:
         found = None
         if row is target:  # to its end

@@ -16,8 +16,7 @@ from typing import IO, Self
 from basics.errors import NON_FINITE, STOP_SIGNALS, print_line, writing_to
 from basics.json_files import found_object
 from basics.text import counted
-from lab.compare.results import Figures, Result, read_result
-from lab.runs import NO_SUMMARY, number, number_of
+from lab.runs import NO_SUMMARY, Result, number, number_of, read_run
 from lab.sweep.definition import PlannedRun, Sweep
 from lab.sweep.pruning import save_reference, set_limit
 from lab.sweep.shares import Share
@@ -47,14 +46,14 @@ class Outcome:
     @classmethod
     def read(cls, run: PlannedRun, exit_status: int = 0) -> Self:
         """Read the files of a run; the status is that of its launch here, if there was one."""
-        result = read_result(run.run_dir)
+        result = read_run(run.run_dir)
         summary = found_object(run.run_dir / "summary.json")
         state = NOT_STARTED if result.status == NO_SUMMARY and not result.records else result.status
-        has_no_loss = state == FINISHED and result.figures["validation_loss"] is None
+        has_no_loss = state == FINISHED and result.validation_loss is None
         if has_no_loss or exit_status == NON_FINITE or NOT_FINITE in result.reason:
             state = DIVERGED
         elif state == "stopped" and summary.get("stopped_by") == BEHIND:
-            done = int(result.figures["steps"] or 0)
+            done = int(result.steps or 0)
             wanted = int(number_of(summary, "num_steps") or done)
             return cls(run, result, f"{PRUNED} at step {done:,} of {wanted:,}", wanted - done)
         elif exit_status and state not in (FINISHED, "stopped"):
@@ -68,13 +67,9 @@ class Outcome:
         return self.state in (FINISHED, DIVERGED) or self.num_steps_left is not None
 
     @property
-    def figures(self) -> Figures:
-        return self.result.figures
-
-    @property
     def loss(self) -> float | None:
         """The final validation loss; None unless finished."""
-        return self.figures["validation_loss"] if self.state == FINISHED else None
+        return self.result.validation_loss if self.state == FINISHED else None
 
     @property
     def seconds_saved(self) -> float | None:
@@ -88,7 +83,7 @@ class Outcome:
 
 def total(outcomes: Iterable[Outcome], key: str) -> float:
     """Return the sum of a figure over runs; one that is not known counts as 0."""
-    return sum(one.figures[key] or 0.0 for one in outcomes)
+    return sum(one.result.value(key) or 0.0 for one in outcomes)
 
 
 def start(command: list[str], share: Share, output: IO[bytes] | None) -> subprocess.Popen:
@@ -319,15 +314,15 @@ class Execution:
         finished = [
             one
             for one in self.outcomes.values()
-            if one.state == FINISHED and one.figures["seconds"] and one.figures["tokens"]
+            if one.state == FINISHED and one.result.seconds and one.result.tokens
         ]
         alike = [one for one in finished if one.run.changes == run.changes] or finished
         if not alike:
             return 0.0
-        seconds = statistics.fmean(one.figures["seconds"] for one in alike)
-        tokens = statistics.fmean(one.figures["tokens"] for one in alike)
+        seconds = statistics.fmean(one.result.seconds for one in alike)
+        tokens = statistics.fmean(one.result.tokens for one in alike)
         wanted = tokens if run.config.min_train_tokens == -1 else run.config.min_train_tokens
-        done = self.outcomes[run.run_dir].figures["tokens"] or 0.0
+        done = self.outcomes[run.run_dir].result.tokens or 0.0
         return seconds / tokens * max(0.0, wanted - done)
 
     def _stop_at_budget(self) -> None:

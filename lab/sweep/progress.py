@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from basics.errors import visible
-from lab.runs import RUNNING, read_state
+from lab.runs import RUNNING, read_run
 from lab.sweep.definition import Sweep
 from lab.sweep.execution import Execution, Outcome
 from lab.sweep.report import entries_of, table_of
@@ -54,7 +54,7 @@ def screen(sweep: Sweep, execution: Execution, width: int) -> str:
     for launch in execution.launches:
         run = launch.run
         outcomes[run.run_dir] = replace(Outcome.read(run), state=RUNNING)
-        state = read_state(sweep.sweep_dir, run.run_dir.name)
+        state = read_run(run.run_dir, whole=False)
         parts = [state.phase or "startup"]
         if state.status == RUNNING and state.global_step is not None and state.num_steps:
             parts = [f"step {state.global_step + 1:,} of {state.num_steps:,}"]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from basics.errors import writing_to
 from basics.files import write_atomically
 from basics.json_files import read_json_object, to_json
-from lab.compare.results import Result
+from lab.runs import Result
 from lab.sweep.definition import PlannedRun, Sweep
 from reporting.reference import (
     REFERENCES,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from basics.errors import UserError
 from basics.text import counted, dollars
-from lab.compare import charts
-from lab.compare.results import Reached, mean_reached
+from lab.compare import charts, published
+from lab.compare.reaching import Reached, mean_reached
 from lab.compare.rows import compare
 from lab.runs import number
 from lab.stats import Difference, pooled_deviation, seeds_needed
@@ -55,7 +55,7 @@ class Entry:
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a figure over the finished seeds; None if it is not known of all."""
-        values = [found.figures[key] for found in self.outcomes if found.loss is not None]
+        values = [found.result.value(key) for found in self.outcomes if found.loss is not None]
         return statistics.fmean(values) if values and None not in values else None
 
     @property
@@ -165,14 +165,14 @@ def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float
 
 def has_fit(points: dict[float, float]) -> bool:
     """Return whether a quadratic in the value's logarithm can be fitted."""
-    return len(points) >= charts.NEEDED_FOR_PARABOLA and min(points) > 0
+    return len(points) >= published.NEEDED_FOR_PARABOLA and min(points) > 0
 
 
 def _range_note(key: str, points: dict[float, float]) -> str:
     """Tell the minimum of the fitted curve, or why there is none."""
     if not has_fit(points):
         return f"{key}: no curve is fitted; it needs the losses of 3 values above 0"
-    _, lowest = charts.fit_log_quadratic(list(points), list(points.values()))
+    _, lowest = published.fit_log_quadratic(list(points), list(points.values()))
     if lowest is None:
         return (
             f"{key}: the fitted curve has no minimum between {min(points):g} and"
@@ -234,7 +234,7 @@ def pruned_notes(outcomes: list[Outcome]) -> list[str]:
         saved = found.seconds_saved
         if found.num_steps_left is None:
             continue
-        seconds, usd = found.figures["seconds"] or 0.0, found.figures["usd"]
+        seconds, usd = found.result.seconds or 0.0, found.result.usd
         spent, left = duration(seconds), "an unknown time" if saved is None else duration(saved)
         if usd and saved is not None:
             spent += f", US${dollars(usd)}"
@@ -289,7 +289,7 @@ def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[st
                         "run": str(found.run.run_dir),
                         "state": found.state,
                         "loss": found.loss,
-                        "seconds": found.figures["seconds"],
+                        "seconds": found.result.seconds,
                         "seconds_saved": found.seconds_saved,
                     }
                     for found in entry.outcomes
@@ -322,9 +322,9 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
     for key, points in ranges_of(sweep, entries).items():
         if len(points) > 1:
             plot = partial(
-                charts.plot_points,
+                published.plot_points,
                 {"mean over seeds": dict.fromkeys(points.items())},
-                charts.plot_fit if has_fit(points) else lambda *_: None,
+                published.plot_fit if has_fit(points) else lambda *_: None,
                 (key, "final validation loss (nats per token)"),
             )
             written.append(draw_by_hand(sweep.sweep_dir / f"range-{key}.png", plot))
@@ -341,7 +341,7 @@ def _plot_differences(entries: list[Entry], figure: Figure) -> None:
         if found.interval is not None:
             axes.plot(found.interval, [position] * 2, color=color, linewidth=2.5, path_effects=[])
         axes.plot(found.mean, position, color=color, marker="o", markersize=8)
-    labels = [charts.without_formulas(label(entry.changes)[:LONGEST_LABEL]) for entry in entries]
+    labels = [published.without_formulas(label(entry.changes)[:LONGEST_LABEL]) for entry in entries]
     axes.set_yticks(range(len(entries)), labels)
     axes.set_ylim(len(entries) - 0.5, -0.5)  # the first one at the top
     axes.margins(x=0.08)

@@ -4,7 +4,6 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import numpy as np
 
 from basics.errors import UserError, visible
 from basics.json_files import parsed_object
-from lab.runs import RUNNING, is_launched, launched_runs, number, read_state, slowdowns, version_of
+from lab.columns import shown_in
+from lab.runs import RUNNING, is_launched, launched_runs, number, read_run, slowdowns, version_of
 from reporting.metrics_file import (
     LARGEST,
     METRICS,
@@ -75,11 +75,15 @@ class Watched:
             files = ("metrics.jsonl", "samples.jsonl", "summary.json")
             versions = [version_of(self.runs_dir / name / file) for file in files]
             times = [version[2] for version in versions if version]
-            run = asdict(read_state(self.runs_dir, name))
+            run = read_run(self.runs_dir / name, whole=False).state()
             run["changed"] = max(times, default=0) / 1e9  # seconds since the epoch
             run["version"] = str(versions[:2])
             runs.append(run)
-        return {"runs": sorted(runs, key=lambda run: (run["status"] != RUNNING, run["name"]))}
+        runs.sort(key=lambda run: (run["status"] != RUNNING, run["name"]))
+        columns = [
+            {"key": one.key, "heading": one.heading, "unit": one.unit} for one in shown_in("page")
+        ]
+        return {"runs": runs, "columns": columns}
 
     def has(self, name: str) -> bool:
         return (not self.names or name in self.names) and is_launched(self.runs_dir, name)

@@ -181,7 +181,7 @@ def _answer(watched: Watched, path: str, query: str) -> Answer | None:
 def exported_page(watched: Watched) -> str:
     """Return an HTML page with all that it needs inside, which may ask for nothing else."""
     nonce = secrets.token_urlsafe(16)
-    runs = watched.runs()["runs"]
+    answer = watched.runs()
 
     def content(found: re.Match[str]) -> str:
         name = found[1] or found[2]
@@ -192,9 +192,8 @@ def exported_page(watched: Watched) -> str:
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}';"
         " img-src data:; base-uri 'none'; form-action 'none'"
     )
-    exported = {
-        "runs": runs,
-        "run": {run["name"]: watched.run(run["name"]) for run in runs},
+    exported = answer | {
+        "run": {run["name"]: watched.run(run["name"]) for run in answer["runs"]},
         "exported": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
     data = json.dumps(exported, separators=(",", ":")).translate(ESCAPED)

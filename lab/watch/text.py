@@ -15,7 +15,7 @@ from rich.text import Text
 from basics.errors import one_line, visible
 from basics.text import dollars
 from lab.list_runs import table_of
-from lab.runs import RUNNING, RunState, chosen_runs, read_state
+from lab.runs import RUNNING, Result, chosen_runs, read_run
 from lab.table import short_count
 from lab.watch.answers import Watched
 from reporting.summary import duration
@@ -50,7 +50,7 @@ def watch_text(watched: Watched) -> None:
 def screen(watched: Watched, width: int) -> RenderableType:
     """Return a panel for each run that trains or is named, and a table of the rest."""
     names = chosen_runs(watched.runs_dir, watched.names)
-    states = [read_state(watched.runs_dir, name) for name in names]
+    states = [read_run(watched.runs_dir / name, whole=False) for name in names]
     states.sort(key=lambda state: state.status != RUNNING)
     panels = [state for state in states if state.status == RUNNING or watched.names]
     parts: list[RenderableType] = [_panel(watched, state, width) for state in panels]
@@ -61,7 +61,7 @@ def screen(watched: Watched, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _panel(watched: Watched, state: RunState, width: int) -> Panel:
+def _panel(watched: Watched, state: Result, width: int) -> Panel:
     answer = watched.run(state.name)
     rows = Grid.grid(padding=(0, 2))
     rows.add_column(width=LABEL_WIDTH, style="dim")
@@ -108,7 +108,7 @@ def _panel(watched: Watched, state: RunState, width: int) -> Panel:
     )
 
 
-def _speed(state: RunState) -> str:
+def _speed(state: Result) -> str:
     parts = []
     if state.tokens_per_second:
         parts.append(f"{state.tokens_per_second:,.0f} tokens/s")
@@ -121,7 +121,7 @@ def _speed(state: RunState) -> str:
     return ", ".join(parts)
 
 
-def _spent(state: RunState) -> str:
+def _spent(state: Result) -> str:
     text = ""
     if state.seconds:
         text = duration(state.seconds)
@@ -134,7 +134,7 @@ def _spent(state: RunState) -> str:
     return text.removeprefix(", ")
 
 
-def _progress(state: RunState) -> str:
+def _progress(state: Result) -> str:
     done = state.global_step + 1
     share = min(1.0, done / state.num_steps)
     bar = "━" * round(BAR * share)

@@ -1,4 +1,4 @@
-"""Bills: what rented machines have cost, also when idle, divided among runs."""
+"""Bills: what rented machines have cost: the time that they were up, times the price."""
 
 import json
 import time
@@ -43,67 +43,57 @@ def run(workplace):
     return load_run(workplace.runs_dir, workplace.add_run().name)
 
 
-def bills(runs_dir, **prices):
-    """Return the hours of each part of each bill, and the dollars."""
-    return {
-        name: {
-            key.removesuffix("_seconds"): value and round(value / HOUR, 3)
-            if key.endswith("seconds")
-            else value and pytest.approx(value, abs=0.01)
-            for key, value in bill.items()
-        }
-        for name, bill in read_bills(runs_dir, prices).items()
-    }
+OTHER_BOOT = {"boot": "other", "up_since": UP + HOUR, "usd_per_hour": 10.0}
+RESTARTED = {"up_since": UP + 10 * HOUR}  # of a container: the kernel is the same
 
 
-def expected(usd, *, setup=0.0, search=0.0, launch=0.0, idle=0.0):
-    parts = {"setup": setup, "search": search, "launch": launch, "idle": idle}
-    return parts | {"machine": sum(parts.values()), "machine_usd": usd}
+@pytest.mark.parametrize(
+    ("uses", "bills", "of_all"),
+    [
+        # One run after the other: each has all the time until its end, all together count it once.
+        ([("a", 0.5, 2, {}), ("b", 3, 5, {})], {"a": (2, 4), "b": (5, 10)}, (5, 10)),
+        ([("a", 0, 1, {}), ("b", 1, 3, {}), ("a", 3, 4, {})], {"a": (4, 8), "b": (3, 6)}, (4, 8)),
+        ([("a", 0, 2, {}), ("b", 1, 4, {})], {"a": (2, 4), "b": (4, 8)}, (4, 8)),  # at once
+        ([("a", 1, 2, {}), ("a", 1.5, 3, OTHER_BOOT)], {"a": (4, 24)}, (4, 24)),  # two machines
+        ([("a", 1, 2, {}), ("a", 11, 12, RESTARTED)], {"a": (4, 8)}, (4, 8)),
+        ([("a", 1, 2, {"usd_per_hour": None})], {"a": (2, None)}, (2, None)),
+        (
+            [("a", 0, 1, {"usd_per_hour": None}), ("a", 1, 2, {"usd_per_hour": 7.0})],
+            {"a": (2, 14)},
+            (2, 14),
+        ),
+        # A run that did not record all its launches has no bill; its time is still paid for.
+        ([("a", 1, 2, {"earlier_seconds": 60.0}), ("b", 2, 3, {})], {"b": (3, 6)}, (3, 6)),
+    ],
+)
+def test_a_bill_is_the_time_that_machines_were_up(runs_dir, uses, bills, of_all):
+    for name, began, until, changes in uses:
+        run_dir = runs_dir / name if (runs_dir / name).exists() else add_run(runs_dir, name)
+        use(run_dir, began, until, **changes)
+    found, all_together = read_bills(runs_dir, {})
+    assert found.keys() == bills.keys()
+    for bill, (hours, usd) in zip(
+        (*found.values(), all_together), (*bills.values(), of_all), strict=True
+    ):
+        assert bill.machine_seconds == pytest.approx(hours * HOUR, abs=1)
+        assert bill.machine_usd == (usd and pytest.approx(usd, abs=0.01))
 
 
-def test_two_runs_one_after_the_other_share_the_machine(runs_dir):
-    """Their sum is the time from the machine's start to the last end."""
-    use(add_run(runs_dir, "a"), 0.5, 2)
-    use(add_run(runs_dir, "b"), 3, 3.5, kind="search")
-    use(runs_dir / "b", 3.5, 5)
-    assert bills(runs_dir) == {
-        "a": expected(4, setup=0.5, launch=1.5),
-        "b": expected(6, idle=1, search=0.5, launch=1.5),
-    }
-    total = sum(bill["machine_seconds"] for bill in read_bills(runs_dir, {}).values())
-    assert 5 * HOUR - 1 < total <= 5 * HOUR
-
-
-def test_a_run_that_goes_on_after_another_one_pays_for_its_launches_alone(runs_dir):
+def test_a_use_counts_once_where_a_run_was_copied(runs_dir, tmp_path):
     use(add_run(runs_dir, "a"), 0, 1)
-    use(add_run(runs_dir, "b"), 1, 3)
-    use(runs_dir / "a", 3, 4)
-    assert bills(runs_dir) == {"a": expected(4, launch=2), "b": expected(4, launch=2)}
-
-
-def test_runs_at_the_same_time_divide_it(runs_dir):
-    """As the runs of a sweep do, each of which has the whole machine's price in its lines."""
-    use(add_run(runs_dir, "a"), 0, 2)
-    use(add_run(runs_dir, "b"), 1, 4)
-    assert bills(runs_dir) == {"a": expected(3, launch=1.5), "b": expected(5, launch=2.5)}
-
-
-def test_two_machines_of_one_run_are_both_in_its_bill(runs_dir):
-    """Two with the same host name at the same time, with prices of their own."""
-    run_dir = add_run(runs_dir, "moved")
-    use(run_dir, 1, 2)
-    use(run_dir, 1.5, 3, boot="other", up_since=UP + HOUR, usd_per_hour=10.0)
-    assert bills(runs_dir) == {"moved": expected(4 + 20, setup=1.5, launch=2.5)}
-
-
-def test_a_container_that_was_stopped_meanwhile_costs_nothing_then(runs_dir):
-    """The kernel is the same, and the container's first process is a new one."""
-    use(add_run(runs_dir, "a"), 1, 2)
-    use(add_run(runs_dir, "b"), 11, 12, up_since=UP + 10 * HOUR)
-    assert bills(runs_dir) == {
-        "a": expected(4, setup=1, launch=1),
-        "b": expected(4, setup=1, launch=1),
+    add_run(runs_dir, "copy")
+    (runs_dir / "copy/machine-time.jsonl").write_text(
+        (runs_dir / "a/machine-time.jsonl").read_text()
+    )
+    use(runs_dir / "copy", 1, 3)
+    assert {
+        name: round(bill.machine_usd) for name, bill in read_bills(runs_dir, {})[0].items()
+    } == {
+        "a": 2,
+        "copy": 6,
     }
+    (runs_dir / "a").rename(tmp_path / "elsewhere")  # then the copy is all that is left of it
+    assert read_bills(runs_dir, {})[1].machine_usd == pytest.approx(6, abs=0.01)
 
 
 @pytest.mark.parametrize(("is_hidden", "seconds"), [(False, 100.0), (True, 9000.0)])
@@ -126,40 +116,6 @@ def test_a_container_is_up_since_its_first_process(monkeypatch, run, is_hidden, 
     assert found.boot and found.up_since <= found.began <= found.until
 
 
-@pytest.mark.parametrize(("price", "usd"), [({}, None), ({"a": 3.0}, 6.0)])
-def test_a_price_given_afterwards_is_that_of_all_the_time(runs_dir, price, usd):
-    use(add_run(runs_dir, "a"), 1, 2, usd_per_hour=None)
-    assert bills(runs_dir, **price) == {"a": expected(usd, setup=1, launch=1)}
-    use(add_run(runs_dir, "b"), 3, 4)
-    assert bills(runs_dir, b=5.0)["b"] == expected(10, idle=1, launch=1)
-
-
-def test_a_use_without_a_price_has_that_of_the_run(runs_dir):
-    use(add_run(runs_dir, "a"), 0, 1, usd_per_hour=None)
-    use(runs_dir / "a", 1, 2, usd_per_hour=7.0)
-    assert bills(runs_dir)["a"] == expected(14, launch=2)
-
-
-def test_runs_that_did_not_record_all_their_launches_have_no_bill(runs_dir):
-    """Of earlier versions; their time is still not that of others."""
-    add_run(runs_dir, "old")
-    use(add_run(runs_dir, "half"), 1, 2, earlier_seconds=60.0)
-    use(add_run(runs_dir, "new"), 2, 3)
-    assert bills(runs_dir) == {"new": expected(2, launch=1)}
-
-
-def test_a_use_counts_once_where_a_run_was_copied(runs_dir, tmp_path):
-    use(add_run(runs_dir, "a"), 0, 1)
-    add_run(runs_dir, "copy")
-    (runs_dir / "copy/machine-time.jsonl").write_text(
-        (runs_dir / "a/machine-time.jsonl").read_text()
-    )
-    use(runs_dir / "copy", 1, 3)
-    assert bills(runs_dir) == {"a": expected(2, launch=1), "copy": expected(4, launch=2)}
-    (runs_dir / "a").rename(tmp_path / "elsewhere")  # then the copy is all that is left of it
-    assert bills(runs_dir) == {"copy": expected(6, launch=3)}
-
-
 # What a launch records
 
 
@@ -180,6 +136,7 @@ def test_a_launch_that_was_killed_lasted_until_its_heartbeat(run, monkeypatch):
     """Also when the next launch has replaced the heartbeat."""
     monkeypatch.setattr(machine_time, "machine_up_seconds", lambda: 10 * HOUR)
     now = time.time()
+    monkeypatch.setattr(machine_time, "machine_up_seconds", lambda: 10 * HOUR)
     with monkeypatch.context() as patched:
         patched.setattr(time, "time", lambda: now - 3 * HOUR)
         begin_launch(run, Clock(0.0), read_uses(run.run_dir))
@@ -192,9 +149,9 @@ def test_a_launch_that_was_killed_lasted_until_its_heartbeat(run, monkeypatch):
     assert read_uses(run.run_dir)[-1].until == pytest.approx(now, abs=30)
     begin_launch(run, Clock(0.0), uses)
     run.heartbeat_path.unlink()
-    parts = read_bills(run.run_dir.parent, {})["tiny"]
-    assert parts["launch_seconds"] == pytest.approx(2 * HOUR, abs=30)
-    assert parts["idle_seconds"] == pytest.approx(HOUR, abs=30)
+    killed, last = uses[0], read_uses(run.run_dir)[-1]
+    assert killed.until - killed.began == pytest.approx(2 * HOUR, abs=30)
+    assert last.until - last.began == pytest.approx(0, abs=30)
 
 
 def test_a_launch_records_its_time_and_the_price_of_the_whole_machine(run, monkeypatch):
@@ -214,7 +171,7 @@ def test_a_run_that_goes_on_from_an_earlier_version_says_so_once(run):
     begin_launch(run, clock, read_uses(run.run_dir))
     begin_launch(run, clock, read_uses(run.run_dir))
     assert sorted(use.earlier_seconds for use in read_uses(run.run_dir)) == [0, 0, 500, 500]
-    assert read_bills(run.run_dir.parent, {}) == {}
+    assert read_bills(run.run_dir.parent, {})[0] == {}
 
 
 def test_a_full_disk_ends_no_launch(run, monkeypatch):
@@ -266,9 +223,9 @@ def documents(runs_dir, *options):
 
 def test_lists_and_comparisons_show_the_bill_apart_from_training(two):
     printed = succeeded(run_lab("list", "--runs-dir", str(two), COLUMNS="200")).stdout
-    texts = {line.split()[0]: " ".join(line.split()[-8:]) for line in printed.splitlines() if line}
-    assert texts["b"] == "1:30:00 3.00 0:00:00 0:06:40 0:00:00 1:00:00 2:30:00 5.00"
-    assert texts["old"] == "1:30:00 - - 0:06:40 - - - -"
+    texts = {line.split()[0]: " ".join(line.split()[-5:]) for line in printed.splitlines() if line}
+    assert texts["b"] == "1:30:00 3.00 0:06:40 4:30:00 9.00"
+    assert texts["old"] == "1:30:00 - 0:06:40 - -"
     total = "machines: 4:30:00, US$9.00; the bills of 1 run are not known"
     assert printed.splitlines()[-1] == total
     states, rows = documents(two)
@@ -279,8 +236,8 @@ def test_lists_and_comparisons_show_the_bill_apart_from_training(two):
             assert getattr(row, key) == value
     assert rows["old"].machine_seconds is states["old"].bill is None
     table = succeeded(run_lab("compare", "--markdown", "--runs-dir", str(two))).stdout
-    assert "| set-up s | download s | search s | idle s | machine s | US$ of machine |" in table
-    assert "| 0 | 400 | 0 | 3600 | 9000 | 5.00 |" in table.replace(",", "")
+    assert "| download | machine up | US$ of machine |" in table
+    assert "| 0:06:40 | 4:30:00 | 9.00 |" in table
 
 
 def test_a_price_afterwards_is_also_that_of_a_run_that_was_only_searched(runs_dir):
@@ -299,7 +256,7 @@ def test_a_price_afterwards_is_also_that_of_a_run_that_was_only_searched(runs_di
 
 def test_prices_afterwards_are_those_of_one_run_or_of_all(two):
     states, rows = documents(two, "--usd-per-hour", "10", "--usd-per-hour", "a=1")
-    for name, usd in (("a", 2), ("b", 25)):
+    for name, usd in (("a", 2), ("b", 45)):
         assert (
             states[name].bill.machine_usd == rows[name].machine_usd == pytest.approx(usd, abs=0.01)
         )

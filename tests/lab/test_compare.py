@@ -1,6 +1,5 @@
 """`lab compare`: its rows, marks and notes; CSV, JSON, Markdown, HTML and charts."""
 
-import base64
 import csv
 import io
 import itertools
@@ -14,11 +13,26 @@ from matplotlib.figure import Figure
 from rich.cells import cell_len
 
 from basics.errors import UserError
+from lab import columns
+from lab import runs as lab_runs
+from lab.columns import EVERYWHERE, FIGURES, RunFigure
 from lab.compare import charts as comparison_charts
-from lab.compare.charts import loss_points, memory_points, plot_fit, plot_points
-from lab.compare.compare import find_results, table_of
-from lab.compare.results import Reached, first_reaching, read_published
+from lab.compare import rows as rows_of_compare
+from lab.compare.compare import csv_of, find_results, table_of
+from lab.compare.published import (
+    loss_points,
+    memory_points,
+    plot_fit,
+    plot_line,
+    plot_points,
+    read_published,
+)
+from lab.compare.reaching import Reached, first_reaching
 from lab.compare.rows import compare
+from lab.list_runs import table_of as list_of
+from lab.runs import NUMBERS, frame, read_run
+from lab.watch.answers import Watched
+from reporting.metrics_file import METRICS
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import HOSTILE as HOSTILE_TEXT
 from tests.support.lab_cli import active_parts, error_line, run_lab, succeeded
@@ -181,7 +195,9 @@ def test_csv_row_has_all_figures_of_a_run(runs):
             "machine",
             "sorted_by",
             "is_within_spread",
+            "is_of_other_text",
             "test_slice",
+            "notes",
         )
         and row[key]
     } == pytest.approx(
@@ -197,6 +213,7 @@ def test_csv_row_has_all_figures_of_a_run(runs):
             "test_loss": 3.0625,
             "seconds": 100,
             "seconds_without_validation": 90,
+            "validation_seconds": 10,
             "tokens_per_second": 17,
             "usd_per_hour": 36,
             "usd": 1,
@@ -208,56 +225,6 @@ def test_csv_row_has_all_figures_of_a_run(runs):
     assert row["status"] == "finished" and row["ift_score"] == row["num_gpus"] == ""
     assert row["machine"] == "AMD EPYC"
     assert row["test_slice"] == "tiny/validation, 400 tokens from token 0"
-
-
-def test_models_that_are_no_runs_stand_in_the_table(runs):
-    """The last loss on a slice counts, and the last score; a run of the same name is the run."""
-    runs.add("one", losses=(3.3, 3.2, 3.1))
-    of_gpt2 = {"target": "openai-community/gpt2", "model": "GPT-2 small (124M)", "checkpoint": None}
-    judged = {"judge": "J", "score": 20.0, "score_interval": [18, 25]}
-    lines = [
-        of_gpt2 | SLICE | {"loss": 3.5},
-        of_gpt2 | SLICE | {"loss": 3.0},
-        of_gpt2 | SLICE | {"loss": 1.0, "split": "train"},
-        of_gpt2 | {"benchmark": "piqa", "accuracy": 0.6},
-        {"target": "openai-community/gpt2"} | judged,
-        {"target": "./export", "score": "x"} | SLICE,
-        {"target": "tasks", "benchmark": "piqa", "accuracy": 0.6},
-        {"target": "one"} | SLICE | {"loss": 9.0},
-        {"target": 7} | SLICE | {"loss": 9.0},
-        {"target": "./\x1b[2Jbad"} | SLICE | {"loss": 4.0},
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (runs.dir / "evaluations.jsonl").write_text(text + '{"target": "cut')
-    comparison = runs.compare()
-    assert (
-        names_of(comparison)[:2] == ["openai-community/gpt2", "one"] and len(comparison.rows) == 3
-    )
-    row = cells_of(comparison, "openai")
-    assert (row["test loss"], row["IFT"]) == ("3.0000", "20.00 (18.00 to 25.00)")
-    assert row["model"] == "GPT-2 small (124M)" and row["val. loss"] == "-"
-    assert "\x1b" not in table_of(comparison).terminal(160)
-    assert names_of(runs.compare("one")) == ["one"]
-    assert names_of(runs.compare("openai-community/gpt2")) == ["openai-community/gpt2"]
-    both = runs.compare("one", "openai-community/gpt2")
-    assert names_of(both) == ["openai-community/gpt2", "one"]
-    checked(run_lab("compare", "--json", "--runs-dir", str(runs.dir)).stdout)
-    unknown = error_line(run_lab("compare", "one", "absent", "--runs-dir", str(runs.dir)))
-    assert "no run 'absent'; trained runs: one; models: openai-community/gpt2, ./" in unknown
-
-
-def test_models_do_not_decide_how_runs_are_compared(runs):
-    for seed, loss in enumerate((3.0, 3.1)):
-        runs.add(f"a-{seed}", train={"random_seed": seed}, losses=(loss, loss, None))
-        runs.add(f"b-{seed}", train={"random_seed": seed, "beta1": 0.5}, losses=(4, loss + 1, None))
-    alone = runs.compare()
-    lines = [{"target": f"owner/{name}", "loss": 2.0} | SLICE for name in "abc"]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (runs.dir / "evaluations.jsonl").write_text(text)
-    comparison = runs.compare()
-    assert comparison.sorted_by == alone.sorted_by == "validation_loss"
-    assert names_of(comparison)[:2] == names_of(alone) and len(comparison.rows) == 5
-    assert runs.compare("owner/a").sorted_by == "test_loss"
 
 
 def test_the_score_of_a_judge_stands_beside_the_losses(runs):
@@ -482,7 +449,7 @@ def test_running_run_shows_its_figures_so_far(runs):
     assert {key: row.values[key] for key in expected} == pytest.approx(expected)
 
 
-def test_missing_or_untrained_runs_are_user_errors(runs, tmp_path):
+def test_missing_or_untrained_runs_are_user_errors(runs):
     assert "holds no trained run" in error_line(runs.run())
     runs.add("trained")
     runs._workplace.add_run("fresh")
@@ -491,7 +458,6 @@ def test_missing_or_untrained_runs_are_user_errors(runs, tmp_path):
         (["--csv", "--json"], "--csv and --json exclude each other"),
         (["--to-loss-of", "nobody"], "--to-loss-of nobody: no finished run"),
         (["--usd-per-hour", "none=1"], "--usd-per-hour .none=1.: wanted RUN=PRICE"),
-        (["--html", str(tmp_path / "none/page.html")], "page.html: cannot be written"),
         (["--charts", "/dev/null/x"], "/dev/null.*: cannot be written"),
     ):
         result = runs.run(*arguments)
@@ -552,7 +518,7 @@ def test_published_losses_and_memory_are_fitted_as_published():
     assert set(losses) == {(6, 3.944), (104, 3.674), (216, 3.725), (224, 3.730), (512, 3.771)}
     line_of(figure_of(losses, plot_fit), "minimum of the fit: 3.6922 at 97.11")
     assert set(memory) == {(6, 24), (13, 40), (27, 80), (64, 160)}
-    line = line_of(figure_of(memory, comparison_charts.plot_line), "GiB per sequence")
+    line = line_of(figure_of(memory, plot_line), "GiB per sequence")
     assert line.get_label() == "11.48 GiB + 2.346 GiB per sequence"  # published: 11.5, 2.35
 
 
@@ -637,24 +603,21 @@ def test_runs_with_equal_settings_form_one_curve_and_others_none(runs):
     large, small = memory_points(rows).values()
     assert set(large) == {(1, 2.0), (2, 3.0), (4, 5.0)} and set(small) == {(1, 3.0), (2, 4.0)}
     figure = Figure()
-    plot_points({"small": small, "large": large}, comparison_charts.plot_line, ("x", "y"), figure)
+    plot_points({"small": small, "large": large}, plot_line, ("x", "y"), figure)
     left, right = figure.axes[0].get_xlim()
     assert left == 0 and right > 4  # no point is cut off
 
 
-def test_texts_are_escaped_in_markdown_html_and_csv(runs):
+def test_texts_are_escaped_in_markdown_and_csv(runs):
     for name, dataset in (("a", "<script>"), ("b", "<script>"), ("c", HOSTILE_TEXT)):
         runs.add(name, train={"dataset": dataset})  # the most frequent value is in a note
     table = table_of(runs.compare())
-    markdown, page = table.markdown(), table.html()
+    markdown = table.markdown()
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1 and len(lines) == 5
-    assert not active_parts(markdown) and "<script>" not in markdown + page
-    assert "dataset=&lt;script&gt;" in page.split("<p>", 2)[2]
-    assert "\x1b" not in markdown + page + table.terminal(160)
-    comparison = runs.compare("a")
-    comparison.rows[0].values |= {"differs": "=1+x", "train_loss": -0.5}
-    (cells,) = csv.DictReader(io.StringIO(table_of(comparison).csv()))
+    assert not active_parts(markdown) and "<script>" not in markdown
+    assert "\x1b" not in markdown + table.terminal(160)
+    (cells,) = csv.DictReader(io.StringIO(csv_of([{"differs": "=1+x", "train_loss": -0.5}])))
     assert (cells["differs"], cells["train_loss"]) == ("'=1+x", "-0.5")  # no formula; a number
 
 
@@ -678,21 +641,17 @@ def test_terminal_table_fits_and_names_its_hidden_columns(runs):
     )
     table, notes = table_of(runs.compare(published=True)).terminal(100).split("\n\n")
     assert max(map(cell_len, table.splitlines())) <= 100
-    assert "hidden columns: model, machine, microbatch_size" in notes
+    assert "hidden columns: model, machine, " in notes
     assert "3.0200 ± 0.0100 (n=3)" in table
 
 
-def test_one_command_prints_the_table_draws_the_charts_and_writes_a_page(runs, tmp_path):
+def test_one_command_prints_the_table_and_draws_the_charts(runs, tmp_path):
     runs.add_batches()
-    page = tmp_path / "page.html"
-    result = runs.run("--published", "--html", str(page), "--charts", str(tmp_path / "charts"))
+    result = runs.run("--published", "--charts", str(tmp_path / "charts"))
     assert "batch-1" in result.stdout and "8x B200 160 GiB*" in result.stdout
     charts = [tmp_path / "charts" / name for name in CHARTS]
-    assert [f"written: {path}" for path in [*charts, page]] == result.stderr.splitlines()
-    text = page.read_text()
-    images = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
-    assert [base64.b64decode(image) for image in images] == [path.read_bytes() for path in charts]
-    assert text.count("<tr>") == 1 + 3 + 14 and "http" not in text
+    assert [f"written: {path}" for path in charts] == result.stderr.splitlines()
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in charts)
 
 
 def test_missing_charts_are_reported_and_old_charts_are_deleted(runs, tmp_path):
@@ -922,8 +881,8 @@ def test_the_comparison_is_a_json_document_with_the_columns_of_csv(runs):
         None,
         False,
     )
-    assert first["validation_loss"] == "3" and first["test_loss"] == "" and document.notes
-    assert first["is_within_spread"] == "false"
+    assert first["validation_loss"] == "3.0" and first["test_loss"] == "" and document.notes
+    assert first["is_within_spread"] == "False"
 
 
 @pytest.mark.parametrize(
@@ -960,37 +919,47 @@ def test_curves_have_a_panel_for_each_recorded_axis_with_its_numbers(runs, secon
         assert max(figure.axes[2].lines[0].get_xdata()) == pytest.approx(10)
 
 
-def test_curves_of_a_run_that_grows_have_a_panel_over_its_flops(runs):
-    for name, train in (("plain", {}), ("grown", {"grow": {"at": 0.5}})):
-        runs.add(name, train=train)
-        records = [
-            {"global_step": step, "tokens": 100 * (step + 1), "train_loss": 5 - step / 10}
-            for step in range(4)
-        ]
-        if name == "grown":
-            records.insert(2, {"global_step": 2, "num_layers": 2})
-        path = runs.dir / name / "metrics.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-    def panels(*names):
-        figure = Figure()
-        rows = compare(find_results(runs.dir, names)).rows
-        comparison_charts._plot_curves(rows, {}, figure, in_bits=False)
-        return {axes.get_xlabel(): axes.lines for axes in figure.axes}
-
-    assert "training FLOPs" not in panels("plain")
-    lines = panels("plain", "grown")["training FLOPs"]
-    small, whole = (PFLOP[layers] / 1536 * 1e17 for layers in (1, 2))  # of 100 tokens
-    found = sorted([*line.get_xdata()] for line in lines)
-    assert found == [
-        pytest.approx([small, 2 * small, 2 * small + whole, 2 * small + 2 * whole]),
-        pytest.approx([whole * step for step in (1, 2, 3, 4)]),
-    ]
-
-
 def test_two_losses_of_one_file_have_a_note_on_their_tokens(runs):
     runs.add("a")
     note = "validation loss: on the tokens on which a run validates, so not that of the test"
     assert not any(note in line for line in compare(find_results(runs.dir, ())).notes)
     runs.evaluate("a", 3.05)
     assert sum(note in line for line in compare(find_results(runs.dir, ())).notes) == 1
+
+
+def test_a_metric_that_is_recorded_and_declared_is_in_every_display(runs, monkeypatch):
+    """One entry where it is measured, and one in the table of figures."""
+    new = RunFigure("wheel_turns", "turns", "count", EVERYWHERE, importance=10)
+    for module in (columns, lab_runs):
+        monkeypatch.setattr(module, "FIGURES", [*FIGURES, new])
+    monkeypatch.setattr(lab_runs, "NUMBERS", (*NUMBERS, new.key))
+    monkeypatch.setattr(rows_of_compare, "NUMBERS", (*NUMBERS, new.key))
+    monkeypatch.setitem(METRICS, new.key, "machine/wheel_turns")
+    runs.add("one")
+    runs.append("one", {"global_step": 11, new.key: 1234.0})
+    assert cells_of(runs.compare(), "one")["turns"] == "1,234"
+    assert runs.csv()["one"][new.key] == "1234"
+    assert runs.compare().rows[0].values[new.key] == 1234
+    result = read_run(runs.dir / "one", whole=False)
+    assert "1,234" in list_of([result]).terminal(160)
+    assert result.state()[new.key] == 1234
+    page = Watched(runs.dir).runs()
+    assert {"key": new.key, "heading": "turns", "unit": "count"} in page["columns"]
+    assert page["runs"][0][new.key] == 1234
+    assert frame(runs.dir)[new.key].tolist() == [1234]
+
+
+def test_runs_are_a_data_frame_for_notebooks(runs):
+    """As docs/evaluation.md shows it."""
+    for seed, loss in enumerate((3.0, 3.2, 3.4)):
+        runs.add(f"seed-{seed}", train={"random_seed": seed}, losses=(3.2, loss, loss))
+    runs.add("wide", model={"emb_dim": 32}, losses=(3.0, 2.5, None))
+    table = frame(runs.dir).set_index("run")
+    assert table.loc["wide", ["validation_loss", "emb_dim", "usd"]].tolist() == [2.5, 32, 1.0]
+    by_width = table.groupby("emb_dim")["validation_loss"].agg(["mean", "std", "count"])
+    assert by_width.loc[16].tolist() == pytest.approx([3.2, 0.2, 3])
+    assert table["test_loss"].isna().sum() == 1
+    records = frame(runs.dir, records=True)
+    last = records.dropna(subset="validation_loss").groupby("run")["global_step"].max()
+    assert last.to_dict() == dict.fromkeys(table.index, 11)
+    assert frame(runs.dir.parent / "runs", records=True).equals(records)

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from basics.errors import MAX_LINE_LENGTH, UserError
 from basics.gpu_readings import GpuReading
 from gpt import GPTModel
-from lab.compare.charts import fit_log_quadratic, loss_points, memory_points
-from lab.compare.results import read_published
+from lab.compare.published import fit_log_quadratic, loss_points, memory_points, read_published
 from lab.compare.rows import compare
 from lab.plan import speed_sources
 from lab.plan.estimate import Machine, Often, default_precision, flops_of, num_checkpoints, verdict

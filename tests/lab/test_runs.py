@@ -11,8 +11,7 @@ import pytest
 from basics.errors import UserError
 from basics.text import dollars
 from lab.compare import charts as comparison_charts
-from lab.compare.results import read_result
-from lab.runs import END_BYTES, chosen_runs, launched_runs, read_state
+from lab.runs import END_BYTES, chosen_runs, launched_runs, read_run
 from lab.stats import Difference, pooled_deviation, seeds_needed, t_95
 from lab.watch.answers import Watched
 from reporting.metrics_file import MAX_RECORDS_BYTES
@@ -51,11 +50,10 @@ def test_the_state_of_a_finished_run(runs_dir):
         usd={"training": 0.4, "total": 0.5},
         machine={"peak_memory_gib": 3.25},
     )
-    state = read_state(runs_dir, "done")
+    state = read_run(runs_dir / "done", whole=False)
     assert (
-        read_state(
-            runs_dir,
-            add_run(runs_dir, "mean", global_step=99, seconds={}, tokens_per_second=1234.0).name,
+        read_run(
+            add_run(runs_dir, "mean", global_step=99, seconds={}, tokens_per_second=1234.0)
         ).tokens_per_second
         == 1234
     )  # of the whole run, not of its last steps
@@ -80,7 +78,7 @@ def test_the_state_of_a_running_run(runs_dir):
             skipped_steps=3,
         ),
     )
-    state = read_state(runs_dir, "live")
+    state = read_run(runs_dir / "live", whole=False)
     assert (state.status, state.phase) == ("running", "validation")
     assert 0 <= state.heartbeat_seconds < 30
     assert (state.mfu, state.usd, state.memory_gib, state.seconds) == (0.41, 0.25, 70.25, 11.0)
@@ -94,10 +92,10 @@ def test_the_time_and_money_left_are_those_of_the_log(runs_dir):
     """Each report and validation records what the log says; records of before had neither."""
     run_dir = add_run(runs_dir, "live", status="running", steps=0)
     append(run_dir, {"global_step": 8, "train_loss": 3.0, "seconds": 8.0, "tokens": 1})
-    assert read_state(runs_dir, "live").seconds_left is None
+    assert read_run(runs_dir / "live", whole=False).seconds_left is None
     append(run_dir, report(10, usd=0.1, seconds_left=90.0, usd_at_end=1.0))
     append(run_dir, validation(10, 2.0) | {"seconds_left": 80.0, "usd_at_end": 0.9})
-    state = read_state(runs_dir, "live")
+    state = read_run(runs_dir / "live", whole=False)
     assert (state.seconds_left, state.usd_at_end) == (80, 0.9)
     assert (state.usd_per_hour, state.num_steps) == (pytest.approx(360), 200)
     beat(run_dir)
@@ -119,12 +117,12 @@ def test_the_time_and_money_left_are_not_those_of_an_earlier_launch(
     run_dir = add_run(runs_dir, "resumed", status="running", steps=0, seconds=seconds)
     append(run_dir, report(80, seconds_left=90.0, usd_at_end=2.0))  # at 8 s
     beat(run_dir, phase=phase)
-    state = read_state(runs_dir, "resumed")
+    state = read_run(runs_dir / "resumed", whole=False)
     assert state.seconds_left == seconds_left
     assert state.usd_at_end == (seconds_left and 2.0)
     append(run_dir, report(90, seconds=10.0, seconds_left=50.0))
     beat(run_dir)
-    assert read_state(runs_dir, "resumed").seconds_left == 50
+    assert read_run(runs_dir / "resumed", whole=False).seconds_left == 50
 
 
 def test_every_command_tells_the_same_time_and_money(runs_dir):
@@ -172,8 +170,8 @@ def test_the_status_of_a_run(runs_dir, summary, heartbeat, written, status):
         os.utime(path, (time.time() - written,) * 2)
     if heartbeat is not None:
         beat(run_dir, age=heartbeat)
-    state = read_state(runs_dir, "run")
-    assert state.status == read_result(run_dir).status == status
+    state = read_run(runs_dir / "run", whole=False)
+    assert state.status == read_run(run_dir).status == status
     assert (state.seconds_left is None) == (status != "running")
     warned = {
         "no heartbeat": "no heartbeat for 0:01:1",
@@ -203,17 +201,17 @@ def test_the_status_of_a_run(runs_dir, summary, heartbeat, written, status):
 )
 def test_only_slowdowns_by_heat_and_supply_are_warned_of(runs_dir, throttling, warnings):
     append(add_run(runs_dir, "live", status="running"), report(110, gpu_throttling=throttling))
-    assert read_state(runs_dir, "live").warnings == warnings
+    assert read_run(runs_dir / "live", whole=False).warnings == warnings
 
 
 def test_a_validation_long_before_the_end_of_the_records_is_found(runs_dir):
     run_dir = add_run(runs_dir, "long", steps=50)
     append(run_dir, *(report(step) for step in range(60, 60_000, 10)))
     assert (run_dir / "metrics.jsonl").stat().st_size > 2 * END_BYTES
-    state = read_state(runs_dir, "long")
+    state = read_run(runs_dir / "long", whole=False)
     assert (state.global_step, state.validation_loss) == (59_989, 1.52)
     append(run_dir, validation(60_010, 1.25))
-    assert read_state(runs_dir, "long").validation_loss == 1.25
+    assert read_run(runs_dir / "long", whole=False).validation_loss == 1.25
 
 
 def test_launched_runs_have_plain_names_and_records(runs_dir, tmp_path):
@@ -305,7 +303,7 @@ def test_odd_numbers_are_unknown_and_every_command_survives_them(runs_dir, monke
     )
     (run_dir / "microbatch-search.json").write_text(f'{{"trials": {value}}}')
     (run_dir / "samples.jsonl").write_text(f'{{"global_step": {value}, "prompt": {value}}}\n')
-    state = read_state(runs_dir, "odd")
+    state = read_run(runs_dir / "odd", whole=False)
     assert state.num_steps is None and state.usd is None and state.mfu is None
     assert "mfu" not in Watched(runs_dir).run("odd")["lines"]
     printed = survives(runs_dir, monkeypatch)
@@ -327,7 +325,7 @@ def test_odd_files_are_no_error_for_any_command(runs_dir, monkeypatch, kind):
     if kind == "huge":
         os.truncate(run_dir / "metrics.jsonl", MAX_RECORDS_BYTES)
         append(run_dir, report(10), report(20))
-    assert read_state(runs_dir, "odd").train_loss is None
+    assert read_run(runs_dir / "odd", whole=False).train_loss is None
     assert Watched(runs_dir).samples("odd") == []
     printed = survives(runs_dir, monkeypatch)
     assert all("good" in text for text in (printed[0], *printed[4:]))
@@ -371,13 +369,13 @@ def listing(runs_dir, *arguments):
 
 
 def test_all_runs_are_listed_with_their_status_and_progress(listed):
-    *rows, total = listing(listed).splitlines()[2:]
+    *rows, total = listing(listed).partition("--\n")[2].splitlines()
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in rows}
     assert next(iter(rows)) == "trains" and rows == {
-        "finished": "finished 100/100 3.0000 - 0:03:20 1.00",
-        "killed": "no heartbeat 40/100 4.2000 - 0:01:20 0.4000",
-        "trains": "running 40/100 4.2000 - 0:01:20 0.4000",
-        "new": "not launched - - - - -",
+        "finished": "finished 100/100 3.0000 0:03:20 1.00",
+        "killed": "no heartbeat 40/100 4.2000 0:01:20 0.4000",
+        "trains": "running 40/100 4.2000 0:01:20 0.4000",
+        "new": "not launched - - - -",
     }
     assert total == "in all: 0:06:00, US$1.80"
     output = listing(listed, "new")  # also one that was not launched can be named

@@ -5,6 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, create_model
 
+from lab.runs import NUMBERS
+
 TYPES = {
     "text": str,
     "texts": list[str],
@@ -82,16 +84,17 @@ MACHINE = part(
 )
 AGAINST_REFERENCE = part(number="loss", number_or_none="tokens")
 BILL = part(
-    number="setup_seconds search_seconds launch_seconds idle_seconds machine_seconds",
+    number="machine_seconds",
     number_or_none="machine_usd",
 )
 RUN = part(
-    text="name status",
+    text="name status notes",
     texts="warnings",
     text_or_none="reason phase tokenizer reference",
     whole_or_none="global_step num_steps",
     number_or_none="heartbeat_seconds tokens train_loss validation_loss tokens_per_second mfu"
-    " seconds usd seconds_left usd_per_hour usd_at_end memory_gib bytes_per_token download_seconds",
+    " seconds usd seconds_left usd_per_hour usd_at_end memory_gib bytes_per_token download_seconds"
+    " validation_bits_per_byte validation_seconds peak_memory_gib",
     parts={
         "bill": BILL | None,
         "train_compared": AGAINST_REFERENCE | None,
@@ -99,17 +102,11 @@ RUN = part(
     },
 )
 COMPARED = part(
-    text="run status differs model ift_judge sorted_by test_slice",
+    text="run status differs model ift_judge sorted_by test_slice notes",
     whole="num_seeds",
     text_or_none="machine reference",
-    flag="is_within_spread",
-    number_or_none="global_batch_size microbatch_size tokens steps training_pflop train_loss"
-    " validation_loss test_loss validation_bits_per_byte test_bits_per_byte ift_score ift_low"
-    " ift_high ift_spread ift_tunings seconds seconds_without_validation tokens_per_second num_gpus"
-    " usd_per_hour usd usd_without_validation usd_per_megatoken"
-    " usd_per_megatoken_without_validation"
-    " download_seconds setup_seconds search_seconds launch_seconds idle_seconds machine_seconds"
-    " machine_usd"
+    flag="is_within_spread is_of_other_text",
+    number_or_none=" ".join(NUMBERS) + " seconds_without_validation usd_without_validation"
     " test_loss_spread validation_loss_spread"
     " train_loss_spread tokens_to_loss usd_to_loss"
     " reference_difference reference_tokens_ahead",

@@ -20,14 +20,27 @@ const format = {
   },
 };
 
+// How a table shows a figure, by its unit: those of FORMATS in lab/columns.py that the page has.
+const byUnit = {
+  "nats per token": format.four, "tokens/s": format.short, tokens: format.short, count: format.whole, seconds: format.duration,
+  fraction: (share) => format.percent(100 * share), GiB: (gib) => `${format.one(gib)} GiB`, US$: format.dollars,
+};
+
+// Ticks of one axis in one form: the unit of the largest, so 500 beside 1,000 is 0.5k.
+function ticksOf(values) {
+  const largest = Math.max(...values.map((value) => Math.abs(value ?? 0)));
+  const [size, letter] = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"], [1, ""]].find(([least]) => largest >= least) ?? [1, ""];
+  return values.map((value) => (value == null ? null : value === 0 ? "0" : `${format.three(value / size)}${letter}`));
+}
+
 const AXES = {
-  steps: { tick: format.short, value: (x) => `step ${format.whole(x)}` },
-  tokens: { tick: format.short, value: (x) => `${format.short(x)} tokens` },
+  steps: { ticks: ticksOf, value: (x) => `step ${format.whole(x)}` },
+  tokens: { ticks: ticksOf, value: (x) => `${format.short(x)} tokens` },
   time: {
-    tick: format.duration, value: format.duration,
-    ticks: [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000],
+    ticks: (values) => values.map(format.duration), value: format.duration,
+    distances: [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000],
   },
-  dollars: { tick: (x) => `$${format.three(x)}`, value: format.dollars },
+  dollars: { ticks: (values) => values.map((x) => `$${format.three(x)}`), value: format.dollars },
 };
 const NAMES = { // of the lines in one chart
   train_loss: " training", validation_loss: " validation",
@@ -135,11 +148,11 @@ class Chart {
         y: { distr: this.isLog ? 3 : 1, range: (_, low, high) => this.range(low, high) },
       },
       axes: [
-        { ...common, size: 26, gap: 4, space: 64, ...(axis.ticks && { incrs: axis.ticks }),
-          values: (_, ticks) => ticks.map(axis.tick) },
+        { ...common, size: 26, gap: 4, space: 64, ...(axis.distances && { incrs: axis.distances }),
+          values: (_, ticks) => axis.ticks(ticks) },
         { ...common, gap: 4, space: 28, ...("whole" in this.spec && { incrs: [1, 2, 5, 10, 20] }),
           size: (_, texts) => 14 + 6.5 * Math.max(3, ...(texts ?? []).map((tick) => tick?.length ?? 0)),
-          values: (_, ticks) => ticks.map((y) => (y == null ? null : format.short(y))) },
+          values: (_, ticks) => ticksOf(ticks) },
       ],
       series: [{ label: "", value: (_, x) => (x == null ? "" : axis.value(x)) }, ...this.series.map((line) => this.seriesOptions(line))],
       bands: this.series.flatMap(({ isEdge, color }, index) => (

@@ -91,22 +91,30 @@
   const compared = (run, found) => found && `${signed(found.loss, format.four)} to ${run.reference}`
     + text(found.tokens, (share) => `, ${signed(share * 100, format.percent)} tokens`);
 
-  const COLUMNS = {
-    Status: (run) => [make("span", { className: `chip ${CHIPS[run.status] ?? "warn"}` }, run.status),
-      run.phase, run.status === "running" && text(run.heartbeat_seconds, (age) => `heartbeat ${Math.round(age)} s ago`), run.reason],
-    Steps: (run) => [text(run.global_step, (step) => format.whole(step + 1)) + text(run.num_steps, (number) => ` of ${format.whole(number)}`),
-      text(run.tokens, (number) => `${format.short(number)} tokens`)],
-    "Training loss": (run) => [text(run.train_loss, format.four), compared(run, run.train_compared)],
-    "Validation loss": (run) => [text(run.validation_loss, format.four), compared(run, run.validation_compared),
+  // What stands below the value of a figure, by its key.
+  const BELOW = {
+    train_loss: (run) => [compared(run, run.train_compared)],
+    validation_loss: (run) => [compared(run, run.validation_compared),
       inBits && bitsPerNat(run) && text(run.validation_loss, (nats) => `${format.four(nats * bitsPerNat(run))} bits per byte`)],
-    "Tokens/s": (run) => [text(run.tokens_per_second, format.short)],
-    MFU: (run) => [text(run.mfu, (mfu) => format.percent(100 * mfu))],
-    Memory: (run) => [text(run.memory_gib, (gib) => `${gib.toFixed(1)} GiB`)],
-    Time: (run) => [text(run.seconds, format.duration)],
-    Left: (run) => [text(run.seconds_left, format.duration), run.seconds_left && !exported && `until ${clock(run.seconds_left)}`],
-    Dollars: (run) => [text(run.usd, format.dollars), text(run.usd_at_end, (usd) => `of about ${format.dollars(usd)}`),
-      text(run.usd_per_hour, (usd) => `at $${usd.toFixed(2)}/h`)],
+    seconds_left: (run) => [run.seconds_left && !exported && `until ${clock(run.seconds_left)}`],
+    usd: (run) => [text(run.usd_at_end, (usd) => `of about ${format.dollars(usd)}`), text(run.usd_per_hour, (usd) => `at $${usd.toFixed(2)}/h`)],
   };
+  const OWN_COLUMNS = {
+    status: (run) => [make("span", { className: `chip ${CHIPS[run.status] ?? "warn"}` }, run.status),
+      run.phase, run.status === "running" && text(run.heartbeat_seconds, (age) => `heartbeat ${Math.round(age)} s ago`), run.reason],
+    steps: (run) => [text(run.global_step, (step) => format.whole(step + 1)) + text(run.num_steps, (number) => ` of ${format.whole(number)}`),
+      text(run.tokens, (number) => `${format.short(number)} tokens`)],
+  };
+  // By heading what a cell shows: a value, and what is below. The figures are those of lab/columns.py.
+  let columns = {};
+  function useFigures(figures) {
+    if (Object.keys(columns).length) return;
+    const shown = figures.map(({ key, heading, unit }) => [heading, (run) => [text(run[key], byUnit[unit]), ...(BELOW[key]?.(run) ?? [])]]);
+    columns = { ...OWN_COLUMNS, ...Object.fromEntries(shown) };
+    for (const heading of Object.keys(columns)) {
+      byId("runs").tHead.rows[0].append(make("th", { scope: "col", className: heading === "steps" ? "wide" : "" }, heading));
+    }
+  }
 
   function showTable() {
     chooseColors();
@@ -135,11 +143,11 @@
     row.querySelector(".swatch").replaceWith(swatch(run.name));
     row.querySelector(".warning").textContent = run.warnings.join("; ");
     while (row.cells.length > 1) row.deleteCell(-1);
-    for (const [label, show] of Object.entries(COLUMNS)) {
+    for (const [label, show] of Object.entries(columns)) {
       const [value, ...more] = show(run);
       const cell = make("td", { className: value === "" ? "none" : "" }, value || NONE);
       cell.dataset.label = label;
-      if (label === "Steps" && run.num_steps) cell.append(make("progress", { max: run.num_steps, value: (run.global_step ?? -1) + 1 }));
+      if (label === "steps" && run.num_steps) cell.append(make("progress", { max: run.num_steps, value: (run.global_step ?? -1) + 1 }));
       cell.append(make("span", { className: "more" }, more.filter(Boolean).join("\n")));
       row.append(cell);
     }
@@ -161,15 +169,17 @@
   let [drawnKey, updates, timer] = ["", Promise.resolve(), 0];
 
   async function update() {
-    runs = (await ask("runs", {})).runs;
+    const answer = await ask("runs", {});
+    runs = answer.runs;
+    useFigures(answer.columns);
     showTable();
     const shown = shownRuns();
     for (const [index, { name, version }] of shown.entries()) {
       const key = `${version} ${zoom}`;
       if (loaded.get(name)?.key === key) continue;
       if (!loaded.has(name)) byId("news").textContent = `reading run ${index + 1} of ${shown.length}`;
-      const answer = await ask("run", { run: name, ...(zoom && { x: controls.axis.value, from: zoom[0], to: zoom[1] }) });
-      if (answer) loaded.set(name, { ...answer, key });
+      const points = await ask("run", { run: name, ...(zoom && { x: controls.axis.value, from: zoom[0], to: zoom[1] }) });
+      if (points) loaded.set(name, { ...points, key });
     }
     const key = JSON.stringify(shown.map(({ name }) => [name, loaded.get(name)?.key]));
     if (key !== drawnKey) draw();
