@@ -352,6 +352,7 @@ class Trainer:
             run,
             self.plan,
             data.tokenizer_name,
+            data.training.token_file.bytes_per_token,
             clock=clock,
             comparison=comparison,
             is_active=self.process.is_main,
@@ -739,6 +740,7 @@ class Trainer:
             facts={
                 "num_parameters": self.run.model.num_parameters,
                 "tokenizer": self.data.tokenizer_name,
+                "bytes_per_token": self.data.training.token_file.bytes_per_token,
                 "best": best
                 and {
                     "checkpoint": best.name,

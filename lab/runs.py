@@ -317,7 +317,7 @@ class Result:
     memory_gib: float | None = None  # of the fullest GPU as last reported, else a process's peak
     peak_memory_gib: float | None = None  # of a process
     tokenizer: str | None = None
-    bytes_per_token: float | None = None  # the mean, in the validation text
+    bytes_per_token: float | None = None  # the mean, of the validation text, else of the dataset
     reference: str | None = None  # the curve that it is compared with
     train_compared: Compared | None = None  # its last losses with those of the reference
     validation_compared: Compared | None = None
@@ -454,7 +454,7 @@ def read_run(run_dir: Path, bill: Bill | None = None, *, whole: bool = True) -> 
         memory_gib=max((gib for gib in gpus if gib), default=peak),
         peak_memory_gib=peak,
         tokenizer=words(files.summary.get("tokenizer")),
-        bytes_per_token=number_of(files.summary, "bytes_per_token") or bytes_per_token(told),
+        bytes_per_token=bytes_per_token(told) or number_of(files.summary, "bytes_per_token"),
         reference=words(found_object(run_dir / RUN_REFERENCE).get("name")),
         train_compared=_compared(records, "train"),
         validation_compared=_compared(records, "validation"),

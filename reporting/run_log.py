@@ -59,6 +59,7 @@ class RunLog:
         run: Run,
         plan: BatchPlan,
         tokenizer: str | None,
+        bytes_per_token: float | None,
         *,
         clock: PhaseClock,
         comparison: Comparison,
@@ -67,6 +68,7 @@ class RunLog:
         self.run = run
         self.plan = plan
         self.tokenizer = tokenizer
+        self.bytes_per_token = bytes_per_token  # of the dataset's text
         self.clock = clock
         self.comparison = comparison
         self.is_active = is_active
@@ -121,6 +123,7 @@ class RunLog:
             reason=reason,
             num_steps=self.plan.num_steps,
             tokenizer=self.tokenizer,
+            bytes_per_token=self.bytes_per_token,
         )
 
     def step(self) -> None:

@@ -112,6 +112,7 @@ def write_status(
     reason: str | None,
     num_steps: int,
     tokenizer: str | None,
+    bytes_per_token: float | None,
 ) -> None:
     """Write the `summary.json` of a run that has not ended."""
     _write(
@@ -123,6 +124,7 @@ def write_status(
             "num_steps": num_steps,
             **_spent(clock),
             "tokenizer": tokenizer,
+            "bytes_per_token": bytes_per_token,
             "model": run.model.model_dump(),
             "train": run.train_settings(),
         },

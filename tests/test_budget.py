@@ -259,7 +259,7 @@ def started_log(workplace, clock, **train):
     workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
     plan, comparison = BatchPlan(2, 2, 1, 16, num_steps=100), Comparison(None, run.config)
-    log = RunLog(run, plan, None, clock=clock, comparison=comparison, is_active=True)
+    log = RunLog(run, plan, None, None, clock=clock, comparison=comparison, is_active=True)
     log.start(0)
     return log
 

@@ -96,6 +96,7 @@ def test_a_log_that_nobody_reads_any_more_ends_no_run(workplace, run_dir, monkey
         run,
         BatchPlan(1, 1, 2, 16, 1000),
         "gpt2",
+        None,
         clock=PhaseClock(),
         comparison=Comparison(None, run.config),
         is_active=True,

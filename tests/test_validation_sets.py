@@ -188,6 +188,7 @@ def report(run, results, capsys):
         run,
         BatchPlan(1, 1, 1, 16, 12),
         "bytes",
+        None,
         clock=PhaseClock(),
         comparison=Comparison(None, run.config),
         is_active=True,

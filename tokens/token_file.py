@@ -45,6 +45,13 @@ class TokenFile:
             raise UserError(f"{path}: tokens is {dtype} of shape {shape}; wanted a U16 vector")
         self.num_tokens: int = shape[0]
 
+    @property
+    def bytes_per_token(self) -> float | None:
+        """The mean bytes of text of a token, as the metadata tells it; None if it does not."""
+        num_bytes = self.metadata.get("num_text_bytes", "")
+        is_known = num_bytes.isdecimal() and len(num_bytes) < 16 and self.num_tokens
+        return int(num_bytes) / self.num_tokens if is_known else None
+
     def fingerprint(self) -> str:
         """Identify the file by its length, its metadata and 64 samples of its tokens."""
         facts = json.dumps([self.num_tokens, self.metadata], sort_keys=True)

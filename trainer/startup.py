@@ -278,6 +278,7 @@ def open_run_dir(
         reason=None,
         num_steps=data.plan.num_steps,
         tokenizer=data.tokenizer_name,
+        bytes_per_token=data.training.token_file.bytes_per_token,
     )
     return OpenedDir(identity, checkpointing.clean_up(run.run_dir, from_step=resume.first_step))
 
