@@ -56,7 +56,7 @@ class RunFigure:
     @property
     def column(self) -> Column:
         """The column of a table; losses may have marks after the number, so they stand left."""
-        head = "\n".join(textwrap.wrap(self.heading, HEAD_WIDTH))
+        head = "\n".join(textwrap.wrap(self.heading, HEAD_WIDTH, break_long_words=False))
         return Column(head, "left" if self.unit == "nats per token" else "right", key=self.key)
 
 
