@@ -81,7 +81,6 @@ TEXTS = ("model", "machine", "notes", "ift_judge")  # columns of `frame_of` besi
 NUMBERS = (
     *(figure.key for figure in FIGURES),
     *("validation_seconds", "validation_perplexity", "ift_low", "ift_high"),
-    *("ift_spread", "ift_tunings"),
 )
 
 Record = dict[str, Any]
@@ -342,8 +341,6 @@ class Result:
     ift_score: float | None = None  # 0 to 100: a judge model's score after instruction tuning
     ift_low: float | None = None  # the score's 95% interval
     ift_high: float | None = None
-    ift_spread: float | None = None  # standard deviation over repeated tunings; and their number
-    ift_tunings: float | None = None
     ift_judge: str = ""  # who gave the score, and when
     search: tuple[tuple[float, float], ...] = ()  # microbatches of a saved search, and their GiB
 
@@ -628,8 +625,6 @@ def _score(judged: Record) -> dict[str, Any]:
         "ift_score": number_of(judged, "score"),
         "ift_low": number(low),
         "ift_high": number(high),
-        "ift_spread": number_of(judged, "score_spread"),
-        "ift_tunings": number_of(judged, "tunings"),
         "ift_judge": f"{shown(judged['judge'])} on {shown(judged.get('time'))[:10]}"
         if judged
         else "",

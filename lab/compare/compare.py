@@ -222,9 +222,7 @@ def _texts(comparison: Comparison, row: Row, figures: list[RunFigure]) -> dict[s
         texts[one.key] = "" if values[one.key] is None else one.text(values[one.key])
     if row.is_published:  # no more digits than were published
         texts |= {key: texts[key].removesuffix("0") for key in LOSS_NAMES}
-    if len(row.results) == 1 and None not in (values["ift_spread"], values["ift_tunings"]):
-        texts["ift_score"] += " ± {ift_spread:.2f} (n={ift_tunings:.0f})".format_map(values)
-    elif len(row.results) == 1 and None not in (values["ift_low"], values["ift_high"]):
+    if len(row.results) == 1 and None not in (values["ift_low"], values["ift_high"]):
         texts["ift_score"] += " ({ift_low:.2f} to {ift_high:.2f})".format_map(values)
     kind, spread = comparison.sorted_by, values.get(f"{comparison.sorted_by}_spread")
     if spread is not None:

@@ -321,7 +321,7 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
         notes.append("validation losses were measured on different tokens: see the differences")
     if any(row.values["ift_score"] is not None for row in rows):
         about = (
-            "IFT: mean score of answers to instructions, 0 to 100 (95% interval; ± over n tunings);"
+            "IFT: mean score of answers to instructions, 0 to 100 (95% interval);"
             " only those of one judge compare, and no published ones"
         )
         judges = [f"{row.name} by {row.first.ift_judge}" for row in rows if row.first.ift_judge]

@@ -230,7 +230,6 @@ def test_csv_row_has_all_figures_of_a_run(runs):
 def test_the_score_of_a_judge_stands_beside_the_losses(runs):
     for name, lines in {
         "judged": [{"score": 1.0}, {"score": 21.5, "score_interval": [18, 25]}],
-        "often": [{"score": 30, "score_interval": [20, 40], "score_spread": 1.5, "tunings": 3}],
         "once": [{"score": 0, "score_interval": None}],
         "never": [],
         "damaged": [{"score": "x"}, {"score": 1e99}],
@@ -243,18 +242,17 @@ def test_the_score_of_a_judge_stands_beside_the_losses(runs):
     comparison = runs.compare(published=True)
     shown = {
         name: cells_of(comparison, name)["IFT"]
-        for name in ("judged", "often", "once", "never", "damaged", "8x A100 40 GiB*")
+        for name in ("judged", "once", "never", "damaged", "8x A100 40 GiB*")
     }
     assert shown == {
         "judged": "21.50 (18.00 to 25.00)",
-        "often": "30.00 ± 1.50 (n=3)",
         "once": "0.00",
         "never": "-",
         "damaged": "-",
         "8x A100 40 GiB*": "17.09",
     }
     (note,) = [note for note in comparison.notes if note.startswith("IFT")]
-    named = (f"; {name} by J on 2026-11-23" for name in ("judged", "often", "once"))
+    named = (f"; {name} by J on 2026-11-23" for name in ("judged", "once"))
     assert f"no published ones{''.join(named)}" in note
     row = runs.csv()["judged"]
     assert [row[f"ift_{key}"] for key in ("score", "judge", "low", "high")] == [
