@@ -50,7 +50,7 @@ class Outcome:
         summary = found_object(run.run_dir / "summary.json")
         state = NOT_STARTED if result.status == NO_SUMMARY and not result.records else result.status
         has_no_loss = state == FINISHED and result.validation_loss is None
-        if has_no_loss or exit_status == NON_FINITE or NOT_FINITE in result.reason:
+        if has_no_loss or exit_status == NON_FINITE or NOT_FINITE in (result.reason or ""):
             state = DIVERGED
         elif state == "stopped" and summary.get("stopped_by") == BEHIND:
             done = int(result.steps or 0)
