@@ -122,7 +122,9 @@ def used_in_this_process(hub: Hub, home: Path) -> Iterator[None]:
         for name, value in hub.environment(home).items():
             patch.setenv(name, value)
         patch.setattr(constants, "ENDPOINT", hub.endpoint)
+        patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         patch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
         patch.setattr(
             constants,
             "HUGGINGFACE_CO_URL_TEMPLATE",
