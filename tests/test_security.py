@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import get_token
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -23,8 +22,7 @@ from basics.errors import UserError, one_line, print_error, print_traceback, vis
 from lab import __main__ as lab_main
 from lab.instruct.instructions import Entry
 from lab.instruct.judge_endpoint import Judge, compare
-from preparation.hub import fetch_dataset, hub_source
-from preparation.sources import SourceOptions
+from preparation.hub import fetch_dataset
 from tests.support import workplace
 from tests.support.hub_server import Fault, Handler, Hub, listening, serving, used_in_this_process
 from tests.support.lab_cli import run_lab, succeeded
@@ -167,35 +165,29 @@ def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch):
 
 
 def test_the_hub_client_prints_nothing_by_itself(tmp_path, monkeypatch):
-    """Neither a server's warnings nor bars with the names of files, which are not made visible."""
+    """What a server warns of is not made visible."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     client = logging.getLogger("huggingface_hub")
-    before, pair = client.level, b'{"sentence_good": "a", "sentence_bad": "b"}\n'
+    before, content = client.level, b"tokens"
     client.addHandler(handler)
     client.setLevel(logging.WARNING)
-    enable_progress_bars()
     with (
         serving(
             Hub(
-                {"a/data.jsonl": pair},
+                {"train.safetensors": content},
                 faults=[Fault("/api/", status=429, headers={"X-HF-Warning": "a; \x9b31m"})],
             )
         ) as hub,
         used_in_this_process(hub, tmp_path / "home"),
     ):
-        options = SourceOptions(source=hub.repository)
-        (shard,) = hub_source(options, raw_dir=tmp_path).shards
-        shard.fetch()
-        assert (tmp_path / "a/data.jsonl").read_bytes() == pair
-        hub.files["../b.jsonl"] = pair
-        with pytest.raises(UserError, match="is no name inside a repository"):
-            hub_source(options, raw_dir=tmp_path)
+        fetch_dataset(tmp_path / "data", hub.repository, ["train"])
+        assert (tmp_path / "data/train.safetensors").read_bytes() == content
     client.removeHandler(handler)
     client.setLevel(before)
-    assert are_progress_bars_disabled() and not said
+    assert not said
 
 
 ECHO = {

@@ -126,14 +126,15 @@ def print_rows(rows: list[Row], run_name: str | None) -> None:
     names = max(len(check.name) for check in CHECKS)
     indent = " " * (len(PROBLEM) + 2 + names + 2)
     for row in rows:
-        verdict = click.style(row.verdict.ljust(len(PROBLEM)), fg=COLORS[row.verdict])
         texts = [row.text, f"-> {row.advice}" if row.advice else ""]
         lines = [
             line
             for text in texts
             for line in textwrap.wrap(visible(text), width - len(indent), break_on_hyphens=False)
         ]
-        click.echo(f"{verdict}  {row.name:{names}}  " + f"\n{indent}".join(lines))
+        verdict = row.verdict.ljust(len(PROBLEM))
+        click.echo(click.style(visible(verdict), fg=COLORS[row.verdict]), nl=False)
+        click.echo(visible(f"  {row.name:{names}}  " + f"\n{indent}".join(lines)))
     verdicts = [row.verdict for row in rows]
     fit = "not fit" if PROBLEM in verdicts else "fit"
     what = f"train {run_name}" if run_name else "train"

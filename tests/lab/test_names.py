@@ -89,11 +89,7 @@ def test_every_verb_takes_a_run_as_tab_completion_writes_it(place, verb):
 
 
 def test_a_row_of_the_table_is_named_by_a_directory_too(place):
-    """The page too; whose loss others are compared with, what is priced, a model that is no run."""
-    succeeded(run_lab("publish", "tiny", "--output", "exported"))
-    succeeded(run_lab("evaluate", "exported", *HELD_OUT))
-    for text in ("exported", "./exported/"):
-        assert "exported" in succeeded(run_lab("compare", text)).stdout
+    """The page too; whose loss others are compared with, and what is priced."""
     succeeded(run_lab("watch", "runs/tiny/", "--export", "page.html"))
     assert '"name":"tiny"' in (place.root / "page.html").read_text()
     options = ("--to-loss-of", "runs/tiny/", "--usd-per-hour", "runs/tiny=2")
