@@ -72,16 +72,16 @@ FIGURES = [
     RunFigure("steps", "steps", "count", importance=2),
     RunFigure("train_loss", "train loss", "nats per token", EVERYWHERE, "lower", importance=5),
     RunFigure("validation_loss", "val. loss", "nats per token", EVERYWHERE, "lower", importance=9),
-    RunFigure("test_loss", "test loss", "nats per token", better="lower", importance=10),
+    RunFigure("test_loss", "test loss", "nats per token", better="lower", importance=9),
     RunFigure(
         "validation_bits_per_byte",
         "val. bits per byte",
         "bits per byte",
         better="lower",
-        importance=10,
+        importance=5,
     ),
     RunFigure(
-        "test_bits_per_byte", "test bits per byte", "bits per byte", better="lower", importance=10
+        "test_bits_per_byte", "test bits per byte", "bits per byte", better="lower", importance=5
     ),
     RunFigure("ift_score", "IFT", "points", better="higher", importance=10),
     RunFigure("seconds", "time", "seconds", EVERYWHERE, "lower", importance=7),

@@ -56,7 +56,7 @@ def command(runs: tuple[str, ...], prices: tuple[str, ...], as_json: bool, runs_
     num_unknown = sum(state.bill is None for state in states)
     states += [Result(name, NEW, bill=bills.get(name)) for name in new]  # of a search
     if as_json:
-        print_json({"schema": "list/1", "runs": [state.state() for state in states]})
+        print_json({"schema": "list/2", "runs": [state.state() for state in states]})
         return
     if not states:
         click.echo(

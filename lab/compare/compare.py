@@ -114,7 +114,7 @@ def command(
     saved_to = save_reference(comparison.rows, saved_name, runs_dir) if saved_name else None
     rows = [row.values for row in comparison.rows]
     if forms == ("json",):
-        print_json({"schema": "compare/1", "rows": rows, "notes": comparison.notes})
+        print_json({"schema": "compare/2", "rows": rows, "notes": comparison.notes})
     elif forms == ("csv",):
         click.echo(visible(csv_of(rows)))
     elif forms == ("markdown",):
@@ -185,7 +185,11 @@ def table_of(comparison: Comparison) -> Table:
         known,
         [[cells[column.key] or UNKNOWN for column in known] for cells in texts],
         comparison.notes,
-        ("model", "machine", *hidden_first(figures), "tokens_to_loss", "reference_difference"),
+        (
+            *("model", "machine"),
+            *(key for key in hidden_first(figures) if key != comparison.sorted_by),
+            *("tokens_to_loss", "reference_difference"),
+        ),
     )
 
 

@@ -794,11 +794,11 @@ def test_runs_with_different_tokenizers_are_sorted_by_bits_per_byte(runs):
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
-def test_the_instruction_score_is_there_in_any_terminal(runs, width):
+def test_the_deciding_loss_and_the_instruction_score_are_there_in_any_terminal(runs, width):
     for name, loss in (("first-run", 3.0), ("second-run", 3.1)):
         runs.add(name, losses=(3.2, loss, 3.3), train={"learning_rate": loss})
     heads = table_of(runs.compare(published=True)).terminal(width).split("-----")[0]
-    assert "IFT" in heads
+    assert "IFT" in heads and "test" in heads  # the table is sorted by the test loss
     assert width < 160 or "val." in heads and "tokens to" in heads
 
 

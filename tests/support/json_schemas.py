@@ -155,8 +155,8 @@ DOCUMENTS = {
             "largest_microbatch": list[part(whole="card_gib one_gpu several_gpus")],
         },
     ),
-    "list/1": part(parts={"runs": list[RUN]}),
-    "compare/1": part(texts="notes", parts={"rows": list[COMPARED]}),
+    "list/2": part(parts={"runs": list[RUN]}),
+    "compare/2": part(texts="notes", parts={"rows": list[COMPARED]}),
     "sweep/1": part(
         text="sweep base",
         text_or_none="stop_reason",
