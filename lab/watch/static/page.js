@@ -100,19 +100,19 @@
     usd: (run) => [text(run.usd_at_end, (usd) => `of about ${format.dollars(usd)}`), text(run.usd_per_hour, (usd) => `at $${usd.toFixed(2)}/h`)],
   };
   const OWN_COLUMNS = {
-    status: (run) => [make("span", { className: `chip ${CHIPS[run.status] ?? "warn"}` }, run.status),
+    Status: (run) => [make("span", { className: `chip ${CHIPS[run.status] ?? "warn"}` }, run.status),
       run.phase, run.status === "running" && text(run.heartbeat_seconds, (age) => `heartbeat ${Math.round(age)} s ago`), run.reason],
-    steps: (run) => [text(run.global_step, (step) => format.whole(step + 1)) + text(run.num_steps, (number) => ` of ${format.whole(number)}`),
+    Steps: (run) => [text(run.global_step, (step) => format.whole(step + 1)) + text(run.num_steps, (number) => ` of ${format.whole(number)}`),
       text(run.tokens, (number) => `${format.short(number)} tokens`)],
   };
   // By heading what a cell shows: a value, and what is below. The figures are those of lab/columns.py.
   let columns = {};
   function useFigures(figures) {
     if (Object.keys(columns).length) return;
-    const shown = figures.map(({ key, heading, unit }) => [heading, (run) => [text(run[key], byUnit[unit]), ...(BELOW[key]?.(run) ?? [])]]);
+    const shown = figures.map(({ key, heading, unit }) => [heading[0].toUpperCase() + heading.slice(1), (run) => [text(run[key], byUnit[unit]), ...(BELOW[key]?.(run) ?? [])]]);
     columns = { ...OWN_COLUMNS, ...Object.fromEntries(shown) };
     for (const heading of Object.keys(columns)) {
-      byId("runs").tHead.rows[0].append(make("th", { scope: "col", className: heading === "steps" ? "wide" : "" }, heading));
+      byId("runs").tHead.rows[0].append(make("th", { scope: "col", className: heading === "Steps" ? "wide" : "" }, heading));
     }
   }
 
@@ -147,7 +147,7 @@
       const [value, ...more] = show(run);
       const cell = make("td", { className: value === "" ? "none" : "" }, value || NONE);
       cell.dataset.label = label;
-      if (label === "steps" && run.num_steps) cell.append(make("progress", { max: run.num_steps, value: (run.global_step ?? -1) + 1 }));
+      if (label === "Steps" && run.num_steps) cell.append(make("progress", { max: run.num_steps, value: (run.global_step ?? -1) + 1 }));
       cell.append(make("span", { className: "more" }, more.filter(Boolean).join("\n")));
       row.append(cell);
     }
