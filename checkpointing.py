@@ -447,7 +447,7 @@ def copy_aside(run_dir: Path) -> Path:
     """Copy the files of a run to a new directory, before a launch changes any of them. Rank 0.
 
     The directory is marked until `clean_up` has ended. A kill may come before that: then the next
-    launch goes on with the marked directory, whose files are as they were before any change.
+    launch goes on with the marked directory, if any file has changed since it was made.
 
     Raises: UserError: the disk is full; what was copied is removed.
     """
@@ -478,12 +478,26 @@ def copy_aside(run_dir: Path) -> Path:
 
 
 def _unfinished_copy(run_dir: Path) -> Path | None:
-    """Return the copy that a killed launch has left, if it is whole; remove a part of one."""
+    """Return the copy that a killed launch has left, if it is whole and needed.
+
+    A part of one is removed, and one that is not needed: all that it has is still in the run.
+    """
     for mark in run_dir.glob(f"set-aside/*/{UNFINISHED}"):
-        if (mark.parent / "checkpoints").is_dir():
-            return mark.parent
-        shutil.rmtree(mark.parent)
+        copy = mark.parent
+        moved = list((copy / "checkpoints").glob("*"))
+        is_whole = (copy / "checkpoints").is_dir()
+        if is_whole and (moved or not all(map(_is_still_there, copy.iterdir()))):
+            return copy
+        shutil.rmtree(copy)
     return None
+
+
+def _is_still_there(copied: Path) -> bool:
+    """Return whether a file of a run begins with its copy: nothing was cut, lines may be added."""
+    path = copied.parents[2] / copied.name
+    if copied.is_dir() or copied.name == UNFINISHED:
+        return True
+    return path.is_file() and path.read_bytes().startswith(copied.read_bytes())
 
 
 def _unused(path: Path) -> Path:

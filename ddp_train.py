@@ -390,7 +390,7 @@ class Trainer:
     def train(
         self,
         agreement: Agreement,
-        opened: OpenedDir | Any,  # None on ranks other than 0
+        opened: OpenedDir | None,  # on rank 0
         warnings: list[str],
         energy_kwh: float,
     ) -> int:
@@ -435,19 +435,19 @@ class Trainer:
     def begin(
         self,
         agreement: Agreement,
-        opened: OpenedDir | Any,  # None on ranks other than 0
+        opened: OpenedDir | None,  # on rank 0
         warnings: list[str],
         energy_kwh: float,
     ) -> None:
         """Print the settings, compile, run a validation that is still missing. Every rank."""
-        if self.process.is_main:
+        if opened is not None:
             self.identity = opened.identity
             self.log.start(self.resume.first_step, self.growth)
             if opened.aside_dir is not None:
-                self.log.say(
-                    "the run's files as they were, and checkpoints that it does not go on from,"
-                    f" are now in {opened.aside_dir}"
-                )
+                moved = ""
+                if any((opened.aside_dir / "checkpoints").iterdir()):
+                    moved = ", and the checkpoints that it does not go on from,"
+                self.log.say(f"the run's files as they were{moved} are now in {opened.aside_dir}")
                 self.beside.after_checkpoint.start()  # before there are new checkpoints to copy
             self.say_settings(warnings)
             self.measurements.meter.start(energy_kwh)

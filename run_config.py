@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from basics.cli import MAX_USD_PER_HOUR, RUNS
-from basics.errors import UserError, cannot_be_written, print_line
+from basics.errors import UserError, cannot_be_written, print_error, print_line
 from basics.json_files import (
     Config,
     FrozenConfig,
@@ -454,6 +454,7 @@ class NamedRun(NamedTuple):
 
 def plain_name(runs_dir: Path, text: str) -> str:
     """Return the name of a run that is given as tab completion writes it, such as `runs/demo/`."""
+    text = text.replace("/@", "@")  # a checkpoint after that: runs/demo/@best
     path = Path(text)
     if "/" in text and path.parent.resolve() == runs_dir.resolve():
         return path.name
@@ -463,9 +464,11 @@ def plain_name(runs_dir: Path, text: str) -> str:
 def find_run(runs_dir: Path, text: str) -> NamedRun | None:
     """Return the run that a name, its directory, or RUN@CHECKPOINT means; None if there is none.
 
-    A shipped run without a copy is one too.
+    A shipped run without a copy is one too. Raises: UserError: nothing stands after the @.
     """
-    name, _, checkpoint = plain_name(runs_dir, text).partition("@")
+    name, at, checkpoint = plain_name(runs_dir, text).partition("@")
+    if at and not checkpoint:
+        raise UserError(f"{text}: wanted a checkpoint after @: latest, best or its name")
     places = (runs_dir / name, SHIPPED_RUNS / name)
     is_one = RUN_NAME.fullmatch(name) and any(place.is_dir() for place in places)
     return NamedRun(name, checkpoint) if is_one else None
@@ -483,8 +486,8 @@ def run_name(runs_dir: Path, text: str) -> str:
 
 def no_such_run(runs_dir: Path, text: str) -> UserError:
     """Return the error of a text that means no run."""
-    path = Path(text)
-    if is_run_dir(path):
+    path = Path(text.partition("@")[0])
+    if path.name and is_run_dir(path):
         return UserError(f"{text}: is a run of another directory; add --runs-dir {path.parent}")
     name = plain_name(runs_dir, text).partition("@")[0]
     if not RUN_NAME.fullmatch(name):
@@ -604,8 +607,11 @@ def make_run_dir(run: Run) -> None:
         if not run.run_dir.exists():  # another process may have made it
             raise cannot_be_written(run.run_dir, error) from None
         return
-    left = ", without its checkpoints" if has_checkpoints(source_dir) else ""
-    print_line(f"{run.name}: copied from {source_dir} to {run.run_dir.absolute()}{left}")
+    copied = f"{run.name}: copied from {source_dir} to {run.run_dir.absolute()}"
+    if has_checkpoints(source_dir):
+        print_error(f"warning: {copied}, without its checkpoints: it starts over here")
+    else:
+        print_line(copied)
 
 
 def with_defaults(model: ModelConfig, config: TrainConfig) -> tuple[ModelConfig, TrainConfig]:

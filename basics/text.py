@@ -56,9 +56,9 @@ def nearest(word: str, known: Iterable[str], *, similarity: float = 0.6) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a line about a word that is not known; empty without a similar one."""
+    """Return what to add after a word that is not known; empty without a similar one."""
     found = nearest(word, known)
-    return f"; did you mean {found}?" if found else ""
+    return f" (did you mean {found}?)" if found else ""
 
 
 def escaped(text: str) -> str:

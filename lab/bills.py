@@ -10,6 +10,7 @@ import click
 
 from basics.cli import USD_PER_HOUR
 from basics.errors import UserError
+from basics.text import did_you_mean
 from reporting.machine_time import Use, read_uses
 from run_config import RUN_NAME, plain_name
 
@@ -83,7 +84,8 @@ def prices_of(texts: Iterable[str], names: Iterable[str], runs_dir: Path) -> dic
         name = plain_name(runs_dir, name)
         if equals and name not in names:
             raise UserError(
-                f"--usd-per-hour {text[:60]!r}: wanted RUN=PRICE with a RUN of the table, or PRICE"
+                f"--usd-per-hour {text[:60]!r}{did_you_mean(name, names)}: wanted RUN=PRICE with a"
+                " RUN of the table, or PRICE"
             )
         chosen = [name] if equals else names
         prices |= dict.fromkeys(chosen, USD_PER_HOUR(price))

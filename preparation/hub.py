@@ -121,16 +121,6 @@ def hide_progress_bars() -> None:
     disable_progress_bars()
 
 
-def check_names(repository: str, names: Sequence[str]) -> None:
-    """Check that all files stay inside the download directory. Raises: UserError."""
-    for name in names:
-        if ".." in name.split("/") or name.startswith("/"):
-            raise UserError(
-                f"{repository} on the hub: {name[:60]!r} is no name inside a"
-                " repository; use another dataset"
-            )
-
-
 def _download(repository: str, name: str, *, revision: str | None, local_dir: Path) -> None:
     """Download a file. After a broken connection the download continues where it stopped; the
     partial file of a killed process cannot be used again, so it is deleted."""

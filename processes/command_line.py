@@ -15,6 +15,7 @@ from basics.errors import UserError
 from processes.run_lock import LockedError, lock_run
 from processes.signals import end_with_torchrun
 from run_config import find_run, load_run, make_run_dir
+from tokens.batch_plan import divided
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,8 @@ def check_before_torch() -> None:
         options = read_command_line()
         run = load_run(options.runs_dir, options.run)
         if not (options.find_max_microbatch or options.prefetch):
+            if num_processes := os.environ.get("WORLD_SIZE") or options.nproc_per_node:
+                divided(run, world_size=int(num_processes))  # or an error: nothing is written
             make_run_dir(run)
             lock_run(run.run_dir)
     except Exception as error:

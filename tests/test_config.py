@@ -354,10 +354,16 @@ def test_a_run_is_copied_with_a_line_that_names_both_places(elsewhere, capsys):
     source = elsewhere.with_name("clone") / "runs/demo"
     copied = f"demo: copied from {source} to"
     make_run_dir(load_run(elsewhere / "named", "demo"))  # as somebody wants it
-    assert f"{copied} {elsewhere}/named/demo, without its checkpoints\n" == capsys.readouterr().out
+    assert (
+        f"warning: {copied} {elsewhere}/named/demo, without its checkpoints"
+        in capsys.readouterr().err
+    )
     (elsewhere / "runs").mkdir()
     make_run_dir(load_run(Path("runs"), "demo"))
-    assert f"{copied} {elsewhere}/runs/demo, without its checkpoints\n" == capsys.readouterr().out
+    assert (
+        f"warning: {copied} {elsewhere}/runs/demo, without its checkpoints"
+        in capsys.readouterr().err
+    )
     shutil.rmtree(source / "checkpoints")
     shutil.rmtree(elsewhere / "runs")
     make_run_dir(load_run(Path("runs"), "demo"))

@@ -81,7 +81,11 @@ def open_as(workplace, *, num_steps=12, **options):
     resume = ResumePoint(open_checkpoint(run.checkpoints_dir / name) if name else None)
     if read_summary(run).get("status") == FINISHED and resume.first_step >= num_steps:
         return None
-    data = SimpleNamespace(plan=SimpleNamespace(num_steps=num_steps), tokenizer_name=None)
+    data = SimpleNamespace(
+        plan=SimpleNamespace(num_steps=num_steps),
+        tokenizer_name=None,
+        training=SimpleNamespace(token_file=SimpleNamespace(bytes_per_token=None)),
+    )
     opened = open_run_dir(run, data, resume, None, options, PhaseClock())
     return opened, warnings
 
@@ -221,9 +225,12 @@ def test_a_run_that_was_never_launched_sets_nothing_aside(workplace):
     assert not (run_dir / "set-aside").exists()
 
 
-def test_evaluations_after_a_copy_that_was_not_needed_are_in_the_next_one(copied, monkeypatch):
+@pytest.mark.parametrize("place", ["aside.copied", "open.identity"])
+def test_evaluations_after_a_copy_that_was_not_needed_are_in_the_next_one(
+    copied, monkeypatch, place
+):
     run_dir = copied.runs_dir / "tiny"
-    monkeypatch.setenv(VARIABLE, "aside.copied:kill")
+    monkeypatch.setenv(VARIABLE, f"{place}:kill")
     assert killed(lambda: open_as(copied, fresh=True))
     monkeypatch.delenv(VARIABLE)
     append_evaluation(run_dir / "evaluations.jsonl", {"global_step": 11})

@@ -19,9 +19,10 @@ import tiktoken
 from tiktoken.load import check_hash, read_file_cached
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from basics.errors import FAILED, UserError, describe, first_line
+from basics.errors import FAILED, UserError, describe, first_line, print_error
 from basics.files import cache_dir
 from basics.machine import within
+from basics.text import counted
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_SIZES = {"gpt2": 50257, "bytes": 257}  # of each known tokenizer; the last id ends a text
@@ -90,6 +91,10 @@ class FileTokenizer:
         # Not as a batch: a batch starts threads, after which the process should not fork.
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def unused_ids(self) -> list[int]:
+        """Return the ids below `n_vocab` that no entry has."""
+        return sorted(set(range(self.n_vocab)) - set(self._tokenizer.get_vocab().values()))
+
     def decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
@@ -138,7 +143,13 @@ def choose_tokenizer(choice: str) -> Tokenizer:
     """Return `gpt2`, `bytes`, or that of a directory or a file. Raises: UserError."""
     if choice in KNOWN_SIZES or not Path(choice).exists():
         return load_tokenizer(choice)
-    return read_tokenizer_file(Path(choice))
+    tokenizer = read_tokenizer_file(Path(choice))
+    if unused := tokenizer.unused_ids():
+        print_error(
+            f"warning: {choice}: {counted(len(unused), 'id')} below {tokenizer.n_vocab:,} has no"
+            f" entry, the first is {unused[0]}: a model that chooses one writes nothing"
+        )
+    return tokenizer
 
 
 def load_tokenizer(name: str, path: Path | None = None) -> Tokenizer:

@@ -96,6 +96,10 @@ def load_model(
     Raises: UserError: there is no such model, it is damaged, or it is not a GPT-2.
     """
     if named := find_model(name, runs_dir):
+        if named.checkpoint and checkpoint_name not in (BEST, named.checkpoint):
+            raise UserError(
+                f"{name}: names a checkpoint, and --checkpoint {checkpoint_name} another; drop one"
+            )
         loaded = _of_run(named.name, runs_dir, named.checkpoint or checkpoint_name)
     else:
         place = directory_of(Path(name))
@@ -175,7 +179,8 @@ def find_model(text: str, runs_dir: Path) -> NamedRun | None:
         if HUB_NAME.fullmatch(name) and not is_run_dir(place):
             return None
         base, at, _ = text.partition("@")
-        if at and (HUB_NAME.fullmatch(base) or Path(base).is_dir()):
+        is_other = HUB_NAME.fullmatch(base) or (base and Path(base).is_dir())
+        if at and is_other and not is_run_dir(Path(base)):
             raise UserError(
                 f"{text}: {base} is no run, so it has no checkpoints; give {base} alone"
             )

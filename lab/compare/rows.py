@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from basics.errors import UserError
-from basics.text import counted
+from basics.text import counted, did_you_mean
 from lab.compare.reaching import mean_reached
 from lab.runs import NUMBERS, PUBLISHED, TEXTS, Result, frame_of, shown, with_ratios
 from lab.stats import pooled_deviation, t_95
@@ -351,8 +351,9 @@ def _mark_reached(rows: list[Row], of_run: str | None) -> Row | None:
     ]
     if of_run is not None and not usable:
         raise UserError(
-            f"--to-loss-of {of_run[:60]}: no finished run with a validation loss"
-            " has this name; name one of the compared runs"
+            f"--to-loss-of {of_run[:60]}: no finished run with a validation loss has this name"
+            f"{did_you_mean(of_run, [run.name for row in rows for run in row.results])}; name one"
+            " of the compared runs"
         )
     if of_run is None and len(usable) < 2:
         return None

@@ -103,7 +103,7 @@ def test_a_typing_error_is_answered_with_the_name_that_was_meant(place):
     shutil.copytree(runs_dir / "tiny", runs_dir / "long-name")
     for verb in ("list", "compare", "watch", "plan", "generate", "evaluate", "publish", "tune"):
         for text in ("lnog-name", "runs/lnog-name/"):
-            assert "; did you mean long-name?" in error_line(run_lab(verb, text)), verb
+            assert "(did you mean long-name?)" in error_line(run_lab(verb, text)), verb
     for action, meant in (
         (lambda: load_run(runs_dir, "dmeo"), "demo"),
         (lambda: provide_dataset(datasets_dir / "tyny", "tyny"), "tiny"),
@@ -111,7 +111,7 @@ def test_a_typing_error_is_answered_with_the_name_that_was_meant(place):
         (lambda: find_source(SourceOptions("pyhton-stdlib")), "python-stdlib"),
         (lambda: find_reference("dmeo", runs_dir), "demo"),
     ):
-        with pytest.raises(UserError, match=rf"; did you mean {meant}\?"):
+        with pytest.raises(UserError, match=rf"\(did you mean {meant}\?\)"):
             action()
     for arguments, meant in (
         (("evalute",), "evaluate"),
@@ -119,7 +119,7 @@ def test_a_typing_error_is_answered_with_the_name_that_was_meant(place):
         (("new", "mine", "--dataset", "tiny", "--like", "dmeo"), "demo"),
     ):
         result = run_lab(*arguments)
-        assert f"; did you mean {meant}?" in f"{result.exception}{result.stderr}", arguments
+        assert f"(did you mean {meant}?)" in f"{result.exception}{result.stderr}", arguments
     assert "did you mean" not in error_line(run_lab("list", "nothing-like-it"))
 
 
