@@ -143,10 +143,11 @@ class DatasetSource(Source):
             yield from TextFiles(self.request, named, self._options).chunks(position, cuts)
             return
         with self._naming():
-            if position:
+            if position:  # is the state, which `rows` tells only when it has begun
                 rows.load_state_dict(position)
+            else:
+                position = rows.state_dict()
             self._rows = rows
-            position = rows.state_dict()
             for table in rows.iter(ROWS):
                 column = self._column_in(table)
                 pieces = itertools.chain.from_iterable(

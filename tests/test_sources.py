@@ -377,6 +377,8 @@ def test_every_row_is_a_document_and_reading_begins_again_anywhere(
         for number, position in enumerate(positions):
             position = json.loads(json.dumps(position))
             assert documents(find_source(folder), position)[0] == wanted[number * rows :]
+            again = [chunk.position for chunk in find_source(folder).chunks(position, "any")]
+            assert again[:1] == [position], "where a second kill would begin again"
 
 
 @pytest.mark.parametrize("is_dict", [False, True])
