@@ -48,7 +48,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         modules = {name: path for verbs in MODULES.values() for name, path in verbs.items()}
         if cmd_name not in modules and not ctx.resilient_parsing:
-            ctx.fail(f"No such command {cmd_name!r}{did_you_mean(cmd_name, modules)}")
+            ctx.fail(f"No such command {cmd_name!r}{did_you_mean(cmd_name, modules)}.")
         module = modules.get(cmd_name)
         return importlib.import_module(module).command if module else None
 
