@@ -422,7 +422,7 @@ def test_a_crash_has_the_status_of_its_signal(workplace, run_dir):
         "tiny", "--nproc-per-node", "2", **{VARIABLE: "train:signal:number=4:rank=1:hit=7"}
     )
     assert result.returncode == 128 + 4  # SIGILL; 4 alone is a full disk
-    assert last_line_of_ours(result).startswith("Error: rank 1 is gone in training at step 7")
+    assert last_line_of_ours(result).startswith("Error: rank 1 crashed in native code: SIGILL;")
 
 
 def add(workplace, tracker):

@@ -737,23 +737,6 @@ def test_it_fits_the_screen_and_follows_the_scheme(page, two_runs, width, scheme
         expect(page.locator(".large .u-series").first).to_contain_text("step")
 
 
-def test_a_comparison_fits_a_phone_and_its_notes_are_no_larger_than_its_table(
-    page, runs_dir, tmp_path
-):
-    add_run(runs_dir, "first")
-    path = tmp_path / "page.html"
-    succeeded(run_lab("compare", "--published", "--html", str(path), "--runs-dir", str(runs_dir)))
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.goto(path.as_uri())
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390  # only the table scrolls
-    assert page.evaluate("document.querySelector('.table').scrollWidth") > 390
-    sizes = [
-        page.evaluate(f"parseFloat(getComputedStyle(document.querySelector('{element}')).fontSize)")
-        for element in ("td", "p")
-    ]
-    assert 11 <= sizes[1] <= sizes[0]
-
-
 def test_the_exported_page_shows_the_same_without_a_server(page, two_runs, tmp_path):
     add_sample(two_runs / "first", 50, HOSTILE, HOSTILE)
     with served(two_runs) as server:
