@@ -31,7 +31,7 @@ from reporting.metrics_file import (
 )
 from reporting.reference import Kind, ReferenceCurve, reference_of_run
 from reporting.setting_changes import recorded_changes
-from run_config import Run, TrainConfig
+from run_config import TrainConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -355,32 +355,6 @@ def _plot_learning_rates(
             label="planned",
         )
     axes.plot(*_columns(steps, "learning_rate"), color="tab:green", label="so far")
-
-
-def draw_schedule(path: Path, run: Run, num_tokens: int) -> None:
-    """Draw the learning rate that a run of so many tokens will have, over its tokens.
-
-    Where no `global_batch_size` says how many a step has, as on one process. Raises: OSError.
-    """
-    config = run.config
-    batch = config.global_batch_size or config.microbatch_size * config.gradient_accumulation_steps
-    tokens_per_step = batch * run.model.context_length
-    num_steps = -(-num_tokens // tokens_per_step)
-
-    def lay_out(figure: Figure) -> None:
-        from matplotlib.ticker import EngFormatter
-
-        axes = figure.subplots()
-        axes.set_title(f"{run.name}: planned")
-        steps = np.unique(np.linspace(0, num_steps - 1, MAX_POINTS).astype(int))
-        rates = [learning_rate_at(config, int(step), num_steps=num_steps) for step in steps]
-        axes.plot((steps + 1) * tokens_per_step, rates, color="tab:green")
-        axes.set_xlabel("tokens")
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_ylabel("learning rate")
-        axes.set_ylim(bottom=0)
-
-    draw_by_hand(path, lay_out)
 
 
 def _plot_grad_norms(axes: Axes, steps: Records, *, limit: float | None) -> None:

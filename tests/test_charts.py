@@ -315,25 +315,6 @@ def test_the_planned_schedule_and_the_clipping_limit_are_drawn(workplace, monkey
     assert planned.get_xdata()[0] == 51  # before that the schedule was another one
 
 
-@pytest.mark.parametrize("batch", [None, 8])
-def test_the_schedule_is_drawn_over_tokens_before_training(workplace, monkeypatch, batch):
-    figure = Figure()
-    monkeypatch.setattr(charts, "draw_by_hand", lambda _, plot: plot(figure))
-    changes = {"schedule": "linear", "warmup_period_percent": 10}
-    if batch:
-        changes |= {"global_batch_size": batch, "gradient_accumulation_steps": None}
-    workplace.add_run(train=changes)
-    run = load_run(workplace.runs_dir, "tiny")
-    tokens_per_step = 16 * (batch or 4)
-    charts.draw_schedule(workplace.root / "x.png", run, 1000 * tokens_per_step - 1)
-    (axes,) = figure.axes
-    x, y = axes.lines[0].get_data()
-    assert (x[0], x[-1]) == (tokens_per_step, 1000 * tokens_per_step)
-    assert (y[0], max(y), y[-1]) == (0.0001, pytest.approx(0.01, rel=0.01), 0)
-    assert x[np.argmax(y)] == pytest.approx(100 * tokens_per_step, rel=0.03)
-    assert axes.get_xlabel() == "tokens"
-
-
 def test_the_planned_schedule_of_a_run_with_a_global_batch_is_drawn(workplace, monkeypatch):
     changes = {"global_batch_size": 8, "gradient_accumulation_steps": None}
     run_dir = workplace.add_run(train=changes)

@@ -1,5 +1,4 @@
-"""The batch plan, hours and dollars of a run on a machine; the length that a budget buys, and how
-often to validate."""
+"""The batch plan, hours and dollars of a run on a machine; the length that a budget buys."""
 
 import math
 import re
@@ -25,44 +24,6 @@ MAX_TOKENS = 2**50  # of a length that a budget buys
 UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matter
 MAX_NAME = 16  # characters, so that the table fits a terminal
 MACHINE = re.compile(rf"([^=]{{1,{MAX_NAME}}})=([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")
-OFTEN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(%|m)?")
-
-
-@dataclass(frozen=True)
-class Often:
-    """How often somebody wants to validate: so many times, or minutes apart, or for a share."""
-
-    amount: float
-    unit: str  # "" validations, "%" of the hours, "m" minutes of training between two
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Parse `10`, `5%` or `30m`. Raises: UserError."""
-        match = OFTEN.fullmatch(text)
-        often = cls(float(match[1]), match[2] or "") if match else cls(0.0, "")
-        is_part = often.unit == "" and not often.amount.is_integer()
-        if not often.amount or is_part or often.unit == "%" and often.amount >= 100:
-            raise UserError(
-                f"--validate {text[:60]!r}: wanted a number of validations (10), their share of"
-                " the hours (5%), or the minutes of training between two (30m)"
-            )
-        return often
-
-    def interval(self, num_steps: int, step: float, validation: float, *, at_start: bool) -> int:
-        """Return the steps between two validations: as few as are wanted, and one at the end.
-
-        Args:
-            step, validation: seconds of one.
-            at_start: whether there is one more, before the first step.
-        """
-        if self.unit == "m":
-            return min(num_steps, max(1, int(self.amount * 60 / step)))
-        times = self.amount
-        if self.unit == "%":
-            share = self.amount / 100
-            times = share / (1 - share) * num_steps * step / validation
-        times = min(num_steps, max(1, int(times) - at_start))
-        return math.ceil(num_steps / times)
 
 
 @dataclass(frozen=True)
@@ -110,13 +71,11 @@ def estimate(
     *,
     tokens: int | None,
     measured: dict[str, list[Measurement]],
-    often: Often | None = None,
 ) -> dict[str, Any]:
     """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
 
     Return the values of one machine as in `lab plan --json`; only those until `reason`, if that
     says why it cannot train the run. `tokens` are the dataset's, where `min_train_tokens` is -1.
-    With `often` the run is planned with the interval between validations that this needs.
     """
     gpu, config, num_gpus = machine.gpu, run.config, machine.num_gpus
     setting = Setting(run.model, config, default_precision(config, gpu), num_gpus)
@@ -150,8 +109,6 @@ def estimate(
         "expected": mfu,
         "high": min(gpu.low_mfu.share, mfu),
     }
-    if often:
-        run = with_interval(run, plan, often, gpu.peak(setting.precision) * mfu)
     parts = parts_of(run, plan)
     flops = sum(part.flops for part in parts)
     training = {
@@ -277,28 +234,6 @@ def tokens_per_validation(run: Run, plan: BatchPlan) -> float:
     return run.config.num_validation_sets * share * sequences * plan.context_length
 
 
-def with_interval(run: Run, plan: BatchPlan, often: Often, flops_per_second: float) -> Run:
-    """Return the run with the `validation_interval` that makes it validate so often.
-
-    `flops_per_second` are those of a process. Raises: UserError: the run does not validate.
-    """
-    if not run.config.validates:
-        raise UserError(
-            f"{run.train_path}: --validate needs the length of a validation; set"
-            " validation_sequences, and any validation_interval"
-        )
-    # Validations are evenly spaced, so as many of them as of the steps have few layers.
-    per_token = flops_per_token(run, plan.num_steps)
-    step = plan.tokens_per_step * per_token / plan.world_size / flops_per_second
-    tokens = tokens_per_validation(run, plan)
-    validation = tokens * per_token * FORWARD_SHARE / flops_per_second
-    interval = often.interval(
-        plan.num_steps, step, validation, at_start=run.config.validate_at_start
-    )
-    config = run.config.model_copy(update={"validation_interval": interval})
-    return replace(run, config=config)
-
-
 def num_checkpoints(run: Run, plan: BatchPlan) -> int:
     """Return the number of steps after which a run saves a checkpoint."""
     steps, config = plan.num_steps, run.config
@@ -338,34 +273,6 @@ def verdict(usd: dict[str, float], budget: float) -> str:
     if usd["expected"] <= budget:
         return "probably fits"
     return "fits if fast" if usd["low"] <= budget else "too expensive"
-
-
-def save_interval(run: Run, often: Often) -> str:
-    """Write the `validation_interval` for this machine into `train.json`; return a report.
-
-    Raises: UserError: the speed or length is not known, or the run does not validate.
-    """
-    if run.config.min_train_tokens == -1:
-        raise UserError(
-            f"{run.train_path}: --validate --save needs the run's length; set min_train_tokens"
-        )
-    make_run_dir(run)
-    lock_run(run.run_dir)  # a launch keeps the interval that it has read
-    tokens_per_second, world_size, measured = measured_speed(run)
-    plan = plan_batches(run, world_size=world_size, file_tokens=UNLIMITED_TOKENS)
-    flops_per_second = tokens_per_second / world_size * run.model.flops_per_token
-    changed = with_interval(run, plan, often, flops_per_second)
-    interval, parts = changed.config.validation_interval, parts_of(changed, plan)
-    number = sum(part.num_validations for part in parts)
-    flops = sum(part.validations_flops for part in parts)
-    share, seconds = flops / sum(part.flops for part in parts), flops / number / flops_per_second
-    assert interval
-    set_number(run.train_path, "validation_interval", interval)
-    return (
-        f"saved in {run.train_path}: validation_interval {interval}\n"
-        f"{counted(number, 'validation')} of about {seconds:,.1f} s, {share:.1%} of the time"
-        f" without start-up and checkpoints\nmeasured: {measured}"
-    )
 
 
 def save_length(run: Run, budget: float) -> str:

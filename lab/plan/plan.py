@@ -3,18 +3,16 @@
 import math
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 
 from basics.cli import ABOVE_0, RUNS_DIR, USD_PER_HOUR, print_json
-from basics.errors import UserError, print_error, visible, writing_to
+from basics.errors import UserError, print_error, visible
 from basics.text import counted, dollars, gb, gib
 from lab.plan import estimate
 from lab.plan.estimate import (
     TOKEN_BYTES,
-    Often,
     amount,
     bytes_of_checkpoint,
     default_precision,
@@ -25,7 +23,6 @@ from lab.plan.memory import Memory, Setting, largest_microbatch, peak_memory, si
 from lab.plan.prices import Prices, read_prices
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
-from reporting.charts import draw_schedule
 from reporting.speed import CARDS_GIB, GPUS, find_gpu, usable_gib
 from run_config import Run, TrainConfig, load_run, setting_warnings
 
@@ -83,7 +80,7 @@ PRICE_COLUMNS = [
     "--machine",
     "more",
     multiple=True,
-    metavar="NAME=COUNTxGPU@USD",
+    metavar="[NAME=]COUNTxGPU@USD",
     help="Add a machine to the table, with its price in US$ per hour, for example"
     " box=8xH100@23.92.",
 )
@@ -100,16 +97,10 @@ PRICE_COLUMNS = [
     help="Show which machines can train the run within this budget.",
 )
 @click.option(
-    "--validate",
-    metavar="OFTEN",
-    help="Find the validation_interval: a number of validations (10), their share of the hours"
-    " (5%), or the minutes of training between two (30m).",
-)
-@click.option(
     "--save",
     is_flag=True,
-    help="At the speed measured on this machine write into train.json, with --budget: the tokens"
-    " that it buys, as min_train_tokens; with --validate: validation_interval.",
+    help="With --budget: write the tokens that it buys at the speed measured on this machine into"
+    " train.json, as min_train_tokens.",
 )
 @click.option(
     "--usd-per-hour",
@@ -123,12 +114,6 @@ PRICE_COLUMNS = [
     metavar="N",
     help="Training tokens of the dataset, if min_train_tokens is -1.",
 )
-@click.option(
-    "--schedule-chart",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also draw the learning rate over the tokens of the run, as a PNG file.",
-)
 @RUNS_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
 def command(
@@ -138,12 +123,8 @@ def command(
     loaded = load_run(options["runs_dir"], run)
     for warning in setting_warnings(loaded):
         print_error(f"warning: {warning}")
-    often = Often.parse(options["validate"]) if options["validate"] else None
     check_options(options | {"machine": more, "tokens": tokens, "budget": budget})
     if options["save"]:
-        if often:
-            click.echo(visible(estimate.save_interval(loaded, often)))
-            return
         click.echo(visible(estimate.save_length(loaded.priced(options["usd_per_hour"]), budget)))
         return
     if (loaded.config.min_train_tokens == -1) != (tokens is not None):
@@ -160,7 +141,7 @@ def command(
         *map(estimate.Machine.parse, more),
     ]
     machines = [
-        estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured, often=often)
+        estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured)
         for machine in wanted
     ]
     machines.sort(key=lambda found: found["usd"]["expected"] if "usd" in found else math.inf)
@@ -176,10 +157,6 @@ def command(
         for card, reported in CARDS_GIB.items()
     ]
     num_tokens = tokens or loaded.config.min_train_tokens
-    if path := options["schedule_chart"]:
-        with writing_to(path):
-            draw_schedule(path, loaded, num_tokens)
-        print_error(f"written: {path}")
     if options["as_json"]:
         print_json(
             {
@@ -205,7 +182,7 @@ def command(
     tables = [
         _memory_table(loaded.config, [*peaks.values()]),
         _microbatch_table(largest),
-        _machine_table(loaded, machines, budget, often),
+        _machine_table(loaded, machines, budget),
     ]
     texts = [_about(loaded, num_tokens), *(table.terminal() for table in tables)]
     click.echo(visible("\n\n".join(texts)))
@@ -213,22 +190,19 @@ def command(
 
 def check_options(options: dict[str, Any]) -> None:
     """Refuse options that have no effect beside others. Raises: UserError."""
-    if options["save"] and bool(options["budget"]) == bool(options["validate"]):
-        raise UserError("--save needs --budget or --validate, one at a time")
-    if options["usd_per_hour"] and not (options["save"] and options["budget"]):
+    if options["save"] and not options["budget"]:
+        raise UserError("--save needs --budget")
+    if options["usd_per_hour"] and not options["save"]:
         raise UserError("--usd-per-hour needs --save and --budget; else add --machine")
     of_a_plan = {
         "machine": "--machine",
         "tokens": "--tokens",
         "compare": "--compare",
-        "schedule_chart": "--schedule-chart",
         "as_json": "--json",
     }
     for name, option in of_a_plan.items():
         if options["save"] and options[name]:
             raise UserError(f"{option} does not go with --save, which shows no plan: drop one")
-    if options["compare"] and options["validate"]:
-        raise UserError("--validate does not go with --compare, which shows no intervals: drop one")
 
 
 def _about(run: Run, num_tokens: int) -> str:
@@ -313,9 +287,7 @@ def _microbatch_table(largest: list[dict[str, int]]) -> Table:
     )
 
 
-def _machine_table(
-    run: Run, machines: list[dict[str, Any]], budget: float | None, often: Often | None
-) -> Table:
+def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | None) -> Table:
     rows = []
     for found in machines:
         batch, figures = UNKNOWN, [UNKNOWN] * 10
@@ -354,7 +326,6 @@ def _machine_table(
             "Hours and US$ count validation, and an estimate of start-up, download of its tokens"
             " and compilation; M tokens per US$: while training.",
             "validation: how many, and their share of the expected hours and US$ without start-up",
-            *_about_wish(possible, often),
             *_about_parts(possible),
             "prices: "
             + ", ".join(dict.fromkeys(_about_price(price) for price in known))
@@ -369,21 +340,6 @@ def _machine_table(
         ]
     columns = [*MACHINE_COLUMNS, *_budget_columns(budget)]
     return Table(columns, rows, _wrapped(notes), (HOURS_RANGE, USD_PRICE, VALIDATION))
-
-
-def _about_wish(possible: list[dict[str, Any]], often: Often | None) -> list[str]:
-    """Say which `validation_interval` each machine needs for what was wanted, and what it costs."""
-    if often is None:
-        return []
-    wanted, notes = often.amount / 100 if often.unit == "%" else 1.0, []
-    for found in possible:
-        validation = found["validation"]
-        note = f"{found['name']}: validation_interval {validation['interval']:,}, validations"
-        note += f" {_about_validation(validation)}"
-        if validation["share"] > wanted:
-            note += ", more than wanted: so long is a single one"
-        notes.append(note)
-    return notes
 
 
 def _about_validation(found: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from gpt import GPTModel
 from lab.compare.published import fit_log_quadratic, loss_points, memory_points, read_published
 from lab.compare.rows import compare
 from lab.plan import speed_sources
-from lab.plan.estimate import Machine, Often, default_precision, flops_of, num_checkpoints, verdict
+from lab.plan.estimate import Machine, default_precision, flops_of, num_checkpoints, verdict
 from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, peak_memory
 from lab.plan.prices import Price, read_prices
@@ -74,7 +74,7 @@ def rows_of(output):
     return [re.split(r"  +", row.strip()) for row in text.splitlines()[2:]]
 
 
-def estimated(workplace, machine, often=None, **train):
+def estimated(workplace, machine, **train):
     """Estimate a run of GPT-2 small that is made for it."""
     run_dir = workplace.add_run(
         f"run-{len(list(workplace.root.glob('runs/*')))}", model=BIG, train=BILLION | train
@@ -84,7 +84,6 @@ def estimated(workplace, machine, often=None, **train):
         Machine.parse(machine),
         tokens=None,
         measured={},
-        often=often and Often.parse(often),
     )
 
 
@@ -235,50 +234,9 @@ def test_the_share_of_validation_is_that_of_the_hours_without_it(workplace):
     )
 
 
-def test_a_wish_for_validations_gives_the_interval(workplace):
-    """One step more between two is enough, one less is too often."""
-    plain = estimated(workplace, "x=8xH100@10", validation_batches=300)
-
-    def planned_with(often=None, **train):
-        found = estimated(workplace, "x=8xH100@10", often, **{"validation_batches": 300} | train)
-        return found["validation"]
-
-    by_number = planned_with("10")
-    assert by_number["number"] == 10 and by_number["interval"] == -(-plain["steps"] // 10)
-    by_share = planned_with("5%")
-    assert by_share["share"] <= 0.05
-    times = by_share["number"] + 1
-    oftener = planned_with(validation_interval=-(-plain["steps"] // times))
-    assert oftener["number"] == times and oftener["share"] > 0.05
-    training = plain["hours"]["expected"] - plain["startup_hours"] - plain["validation"]["hours"]
-    step_seconds = training * 3600 / plain["steps"]
-    interval = planned_with("2m")["interval"]
-    assert interval * step_seconds <= 120 < (interval + 1) * step_seconds
-    assert planned_with("0.001%")["number"] == planned_with("9999m")["number"] == 1
-    assert planned_with("99999999")["interval"] == 1
-    at_start = {"validate_at_start": True}
-    assert planned_with("10", **at_start)["number"] == 10
-    assert planned_with("5%", **at_start)["share"] <= 0.05
-    with pytest.raises(UserError, match="--validate needs the length of a validation"):
-        estimated(workplace, "x=8xH100@10", "10", **WITHOUT_VALIDATION)
-
-
-@pytest.mark.parametrize("text", ["0", "0%", "100%", "1.5", "5 %", "-3", "10h", "m", ""])
-def test_a_wish_that_means_nothing_is_refused(text):
-    with pytest.raises(UserError, match="wanted a number of validations"):
-        Often.parse(text)
-
-
-def test_the_plan_shows_validation_and_the_intervals_for_a_wish():
+def test_the_plan_shows_validation():
     (row,) = (row for row in rows_of(plan("8xa100m40")) if row[0] == "8x A100-40")
     assert row[13] == "50: 0.10 h, $1.02, 14.0%"
-    output = plan("8xa100m40", "--validate", "10")
-    line = "\n8x A100-40: validation_interval 3,062, validations 10: 0.02 h, $0.20, 3.2%\n"
-    assert line in output and "more than wanted" not in output
-    too_long = ", validations 1: <0.01 h, $0.02, 0.3%, more than wanted: so long is a single one"
-    assert too_long in plan("8xa100m40", "--validate", "0.01%")
-    refused = run_lab("plan", "8xa100m40", "--validate", "5%", "--compare")
-    assert "--validate does not go with --compare" in error_line(refused)
 
 
 @pytest.mark.parametrize(
@@ -1096,33 +1054,15 @@ def test_a_run_that_has_begun_keeps_its_length(workplace):
     assert "12800 (100 steps)" in succeeded(save(workplace, "--budget", "10.01")).output
 
 
-def test_the_interval_of_a_wish_is_written(workplace):
-    """10 steps a second; a validation has 6 sequences, a step 4 a process, three times the work."""
-    train = {"min_train_tokens": 1000 * STEP}
-    run_dir = add_measured(workplace, train=train)
-    path = run_dir / "train.json"
-    result = succeeded(save(workplace, "--validate", "2%"))
-    interval = json.loads(path.read_text())["validation_interval"]
-    seconds = 6 / 4 / 3 / 10
-    number = int(0.02 / 0.98 * 100 / seconds)
-    assert interval == -(-1000 // number)
-    assert result.output.startswith(f"saved in {path}: validation_interval {interval}\n")
-    assert "\n40 validations of about 0.1 s, 2.0% of the time without start-up" in result.output
-    assert load_run(workplace.runs_dir, "tiny").config.min_train_tokens == 1000 * STEP
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--budget", "9"], "--save needs the machine's price; set usd_per_hour, or pass"),
         (["--budget", "0.0001", "--usd-per-hour", "36"], "buys no step, which costs US$0.0"),
-        ([], "--save needs --budget or --validate, one at a time"),
-        (["--budget", "9", "--validate", "10"], "--save needs --budget or --validate, one at a"),
+        ([], "--save needs --budget"),
         (["--budget", "9", "--json"], "--json does not go with --save"),
         (["--budget", "9", "--machine", "a=1xH100@2"], "--machine does not go with --save"),
         (["--budget", "9", "--compare"], "--compare does not go with --save"),
-        (["--validate", "9", "--schedule-chart", "a.png"], "--schedule-chart does not go with"),
-        (["--validate", "9", "--usd-per-hour", "1"], "--usd-per-hour needs --save and --budget"),
     ],
 )
 def test_what_cannot_be_saved_is_one_line(workplace, arguments, message):
@@ -1143,14 +1083,3 @@ def test_the_advice_to_measure_the_speed_can_be_typed_without_a_gpu(workplace):
     options = command_line.main(words, standalone_mode=False)
     options.check()
     assert options.save and run_to_search(options, 1).name == "tiny"
-
-
-def test_the_schedule_is_drawn_before_training(workplace):
-    run_dir = workplace.add_run(train={"schedule": "cosine"})
-    before, path = sorted(run_dir.iterdir()), workplace.root / "schedule.png"
-    arguments = ("plan", "tiny", "--runs-dir", str(workplace.runs_dir), "--schedule-chart")
-    result = succeeded(run_lab(*arguments, str(path), "--json"))
-    assert f"written: {path}" in result.stderr and json.loads(result.stdout)["run"] == "tiny"
-    assert path.read_bytes().startswith(b"\x89PNG") and sorted(run_dir.iterdir()) == before
-    missing = workplace.root / "missing" / "schedule.png"
-    assert "schedule.png: cannot be written" in error_line(run_lab(*arguments, str(missing)))
