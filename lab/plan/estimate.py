@@ -12,9 +12,16 @@ from basics.json_files import set_number
 from basics.text import counted
 from lab.plan.memory import Setting, largest_microbatch
 from lab.plan.prices import Price
-from lab.plan.speed_sources import Measurement, expected_speed, measured_speed
+from lab.plan.speed_sources import (
+    OWN,
+    PUBLIC_FLOPS_PER_TOKEN,
+    Measurement,
+    expected_speed,
+    measured_speed,
+)
 from processes.run_lock import lock_run
 from reporting import speed
+from reporting.summary import duration
 from run_config import ModelConfig, Precision, Run, TrainConfig, make_run_dir
 from tokens.batch_plan import BatchPlan, divided, plan_batches
 
@@ -22,6 +29,9 @@ TOKEN_BYTES = 2  # in a file
 FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
 MAX_TOKENS = 2**50  # of a length that a budget buys
 UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matter
+# Smaller steps wait for the start of kernels, of which the formula knows nothing.
+SMALLEST_FLOPS_PER_TOKEN = PUBLIC_FLOPS_PER_TOKEN / 10
+TOO_SMALL = "too small for the formula"
 MAX_NAME = 16  # characters, so that the table fits a terminal
 MACHINE = re.compile(rf"([^=]{{1,{MAX_NAME}}})=([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")
 
@@ -104,6 +114,8 @@ def estimate(
     except UserError:
         return found | {"reason": "too few tokens for a step"}
     mfu, source, detail = expected_speed(setting, gpu, measured)
+    if source != OWN and run.model.flops_per_token < SMALLEST_FLOPS_PER_TOKEN:
+        return found | {"reason": TOO_SMALL}
     mfus = {
         "low": max(gpu.high_mfu.share, mfu),
         "expected": mfu,
@@ -259,6 +271,22 @@ def bytes_of_checkpoint(run: Run) -> int:
 def pinned_bytes(run: Run) -> int:
     """Return the pinned host memory of rank 0's snapshot on a GPU: see `SnapshotBuffers`."""
     return -(-bytes_of_checkpoint(run) // SNAPSHOT_BLOCK_BYTES) * SNAPSHOT_BLOCK_BYTES
+
+
+def speed_here(run: Run, tokens: int | None) -> str:
+    """Say how long the run takes at the speed measured with its settings on this machine.
+
+    Raises: UserError: none was measured.
+    """
+    tokens_per_second, world_size, measured = measured_speed(run)
+    file_tokens = UNLIMITED_TOKENS if tokens is None else run.config.start_train_token + tokens + 1
+    plan = plan_batches(run, world_size=world_size, file_tokens=file_tokens)
+    flops_per_second = tokens_per_second / world_size * run.model.flops_per_token
+    seconds = flops_of(run, plan) / flops_per_second
+    return (
+        f"here about {duration(seconds)}, without start-up and checkpoints:"
+        f" {plan.num_steps:,} steps at {measured}"
+    )
 
 
 def amount(value: float) -> str:

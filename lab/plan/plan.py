@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -40,6 +41,11 @@ PARTS = {
     "logits": "logits, loss and their gradients",
     "total": "total",
 }
+BEST = "*: the fewest US$ expected of the machines that are not spot"
+TOO_SMALL = (
+    "too small for the formula: it knows models from a tenth of GPT-2 small's FLOPs per token on;"
+    " train 50 steps to measure the speed"
+)
 NO_MACHINE = "no machine in the table can train this run"
 BY_GPUS = [Column("one GPU"), Column("several GPUs")]
 HOURS_RANGE, USD_PRICE = "hours, fewest to most", "US$ per hour"  # hidden in a narrow terminal
@@ -176,15 +182,19 @@ def command(
             }
         )
         return
+    here = []
+    with suppress(UserError):  # nothing was measured here
+        here = ["\n".join(_wrapped([estimate.speed_here(loaded, tokens)]))]
     if options["compare"]:
-        click.echo(visible(_price_table(machines, budget, prices).terminal()))
+        texts = [*here, _price_table(machines, budget, prices).terminal()]
+        click.echo(visible("\n\n".join(texts)))
         return
     tables = [
         _memory_table(loaded.config, [*peaks.values()]),
         _microbatch_table(largest),
         _machine_table(loaded, machines, budget),
     ]
-    texts = [_about(loaded, num_tokens), *(table.terminal() for table in tables)]
+    texts = [*here, _about(loaded, num_tokens), *(table.terminal() for table in tables)]
     click.echo(visible("\n\n".join(texts)))
 
 
@@ -318,7 +328,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
             ]
         )
     possible = [found for found in machines if not found["reason"]]
-    notes = [NO_MACHINE]
+    notes = [TOO_SMALL if _has_too_small(machines) else NO_MACHINE]
     if possible:
         gpus = [find_gpu(name) for name in dict.fromkeys(found["gpu"] for found in possible)]
         known = [found["price"] for found in machines if found["price"]]
@@ -353,6 +363,8 @@ def _about_validation(found: dict[str, Any]) -> str:
 
 def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: Prices) -> Table:
     rows = []
+    # A spot machine loses steps when it is taken away, which the dollars do not contain.
+    best = next((one for one in machines if not one["reason"] and not _is_spot(one)), None)
     for found in machines:
         price, figures = found["price"], [UNKNOWN] * 4
         about_price = [UNKNOWN, UNKNOWN, "--machine"]
@@ -368,7 +380,7 @@ def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: P
             ]
         rows.append(
             [
-                found["name"],
+                found["name"] + (" *" if found is best else ""),
                 amount(found["usd_per_hour"]),
                 *about_price,
                 *figures,
@@ -381,9 +393,10 @@ def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: P
         if price.note:
             remarks.setdefault(price.note, []).append(f"{price.gpu} {amount(price.usd_per_hour)}")
     possible = [found for found in machines if not found["reason"]]
-    notes = [NO_MACHINE]
+    notes = [TOO_SMALL if _has_too_small(machines) else NO_MACHINE]
     if possible:
         notes = [
+            *([BEST] if best else []),
             f"{prices.about} Each source: benchmarks/prices.json, or --json.",
             *(f"  {', '.join(names)}: {remark}" for remark, names in remarks.items()),
             "Hours and US$ count validation, and an estimate of start-up, download of its tokens"
@@ -393,6 +406,14 @@ def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: P
             *_about_speeds(possible),
         ]
     return Table([*PRICE_COLUMNS, *_budget_columns(budget)], rows, _wrapped(notes))
+
+
+def _is_spot(found: dict[str, Any]) -> bool:
+    return bool(found["price"]) and found["price"]["kind"] == "spot"
+
+
+def _has_too_small(machines: list[dict[str, Any]]) -> bool:
+    return any(found["reason"] == estimate.TOO_SMALL for found in machines)
 
 
 def _millions_per_usd(found: dict[str, Any]) -> str:

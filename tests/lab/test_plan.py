@@ -456,7 +456,8 @@ def test_a_comparison_shows_each_known_price_and_the_tokens_of_a_dollar():
         assert found.source in ("public", "rough")  # no speed of this trainer is known
     usd = [found.usd.expected for found in document.machines]
     assert usd == sorted(usd)
-    assert price_rows(plan(*ONE_DOLLAR)) == [
+    rows = price_rows(plan(*ONE_DOLLAR))
+    assert [[row[0].removesuffix(" *"), *row[1:]] for row in rows] == [
         [
             found.name,
             f"{found.usd_per_hour:.2f}",
@@ -495,6 +496,52 @@ def test_each_plan_says_of_when_and_of_which_kind_its_prices_are():
     ) in output
     millions = {row[0]: row[11] for row in rows_of(output)}
     assert (millions["mine"], millions["8x H100"]) == ("881", "544")
+
+
+def test_the_row_to_take_is_the_cheapest_machine_that_is_not_spot():
+    for machine, marked in (("mine=1xRTX-4090@0.01", "mine *"), ("mine=1xT4@9", "1x RTX-4090 *")):
+        output = plan(*ONE_DOLLAR, "--machine", machine)
+        rows = price_rows(output)
+        (place,) = (place for place, row in enumerate(rows) if row[0].endswith(" *"))
+        assert rows[place][0] == marked and all(row[2] == "spot" for row in rows[:place])
+        assert "\n*: the fewest US$ expected of the machines that are not spot\n" in output
+
+
+@pytest.mark.parametrize(
+    ("width", "layers", "is_known"), [(64, 4, False), (256, 8, False), (512, 8, True)]
+)
+def test_no_speed_is_estimated_for_a_model_that_is_too_small_for_the_formula(
+    workplace, width, layers, is_known
+):
+    """From a tenth of GPT-2 small's FLOPs per token on there is a figure, or with an own run."""
+    small = {"emb_dim": width, "n_layers": layers, "n_heads": 4, "vocab_size": 4096}
+    run_dir = workplace.add_run(model=BIG | small, train=BILLION)
+    assert (load_run(workplace.runs_dir, "tiny").model.flops_per_token > 85.4e6) == is_known
+    output = plan("tiny", runs_dir=workplace.runs_dir)
+    assert ("too small for the formula: it knows models" in output) != is_known
+    assert all((row[-1] == "too small for the formula") != is_known for row in rows_of(output))
+    model = json.loads((run_dir / "model.json").read_text())
+    flops = load_run(workplace.runs_dir, "tiny").model.flops_per_token
+    of_half_the_peak = LAUNCH | {"seconds": LAUNCH["tokens"] * flops / 8 / 989e12 / 0.5}
+    add_summary(workplace.runs_dir, "mine", model=model, this_launch=of_half_the_peak)
+    found = checked(plan("tiny", "--json", runs_dir=workplace.runs_dir)).machines
+    (of_own,) = (one for one in found if one.name == "8x H100")
+    assert of_own.source == "own run" and of_own.hours.expected > 0
+
+
+@pytest.mark.parametrize("options", [(), ("--compare",)])
+def test_the_plan_of_a_run_that_has_trained_here_says_first_how_long_it_takes(workplace, options):
+    run_dir = add_measured(
+        workplace, file="summary.json", train=WITHOUT_VALIDATION | {"min_train_tokens": 7200 * STEP}
+    )
+    begin = "here about 0:12:00, without start-up and checkpoints: 7,200 steps at 1,280 tokens/s on"
+    path = run_dir / "summary.json"
+    launch = {"steps": 50, "tokens": 50 * STEP, "seconds": 5.0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"this_launch": launch}))
+    output = plan("tiny", *options, runs_dir=workplace.runs_dir)
+    assert " ".join(output.split()).startswith(f"{begin} 2x A100 (summary.json)")
+    path.unlink()
+    assert "here about" not in plan("tiny", *options, runs_dir=workplace.runs_dir)
 
 
 def test_the_comparison_of_the_page_is_that_of_the_command():
