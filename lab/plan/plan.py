@@ -86,7 +86,7 @@ PRICE_COLUMNS = [
     "--machine",
     "more",
     multiple=True,
-    metavar="[NAME=]COUNTxGPU@USD",
+    metavar="NAME=COUNTxGPU@USD",
     help="Add a machine to the table, with its price in US$ per hour, for example"
     " box=8xH100@23.92.",
 )
