@@ -70,6 +70,8 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
     with writing_to(output_dir), journal.locked():
         check_disk_space(journal.dir, LEAST_TOKEN_BYTES * source.num_text_bytes, "tokens")
         progress = journal.begin(request, tokenizer)
+        if progress.num_documents:
+            print_error(f"continuing after document {progress.num_documents:,}")
         if not progress.is_read:
             _encode_all(source, journal, progress, tokenizer, options.num_workers)
         dataset = _finish(source, journal)
@@ -84,8 +86,6 @@ def _encode_all(
     limit = progress.request.max_documents or sys.maxsize
     tokens = TokenFileWriter(journal.dataset_dir / TOKENS_FILE, num_tokens=progress.sums[TOKENS])
     index = IndexWriter(journal.index_path, num_documents=progress.num_documents)
-    if progress.num_documents:
-        print_error(f"continuing after document {progress.num_documents:,}")
     warned_of: set[str] = set()
 
     def save(progress: Progress) -> Progress:

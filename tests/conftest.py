@@ -12,10 +12,13 @@ os.environ |= {"COLUMNS": "80", "LINES": "24"}
 GPU_SECONDS = 180  # of a test on a GPU: one that hangs must not use up the time of a rented card
 
 with contextlib.suppress(ModuleNotFoundError):  # its tests are then skipped
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 
     settings.register_profile("without deadlines", deadline=None)  # machines may be loaded
     settings.load_profile("without deadlines")
+    # For deliberate faults: whether a test fails matters, not the smallest example.
+    phases = [phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)]
+    settings.register_profile("without shrinking", deadline=None, phases=phases)
 
 if torch.cuda.is_available():
     # The first product of a process decides whether all may be deterministic.

@@ -382,6 +382,16 @@ def test_stopped_at_any_write_it_continues_to_the_same_bytes(
     assert contents(out) == wanted
 
 
+@pytest.mark.parametrize(("num_writes", "num_documents"), [(11, 1), (33, 4)])
+def test_what_is_already_read_is_said_also_after_the_last_document(
+    tmp_path, capsys, num_writes, num_documents
+):
+    texts = ["a", "b", "c", "d"]
+    leave_unfinished(texts, tmp_path / "out", num_writes=num_writes)
+    prepare_dataset(texts_source(texts), tmp_path / "out", BYTES)
+    assert capsys.readouterr().err == f"continuing after document {num_documents}\n"
+
+
 def leave_unfinished(texts, out, options=BYTES, num_writes=11):
     """Stop a preparation after its first document."""
     with small_steps(1), stopping_after(num_writes):
@@ -488,7 +498,7 @@ def test_after_kills_the_same_command_continues_to_the_same_bytes(
     corpus, prepared, tmp_path, request
 ):
     out = tmp_path / "out"
-    kills = [9]  # journals that are waited for
+    kills = [5]  # journals that are waited for, of 18
     if request.config.getoption("--thorough"):
         corpus, prepared, kills = tmp_path / "source", tmp_path / "whole", [1] * 30
         build_corpus(corpus, 8 * 10**6, num_files=3)

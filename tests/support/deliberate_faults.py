@@ -32,7 +32,10 @@ PRELOADED = ("torch._dynamo", "torch.distributed.run", "matplotlib.pyplot", "hyp
 CONFIGURATION = (
     "tests/test_reference.py::test_a_configuration_trains_and_resumes_as_the_reference[{}]"
 )
-OPTIONS = ("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")
+OPTIONS = (
+    *("-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"),
+    "--hypothesis-profile=without shrinking",
+)
 UNBROKEN = "without a fault"  # among verdicts: all tests pass
 LIMIT_SECONDS, UNBROKEN_SECONDS = 180.0, 900.0  # of a fault's tests; of all tests without a fault
 
