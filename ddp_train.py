@@ -16,6 +16,7 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -412,7 +413,7 @@ class Trainer:
                 learning_rate=learning_rate,
             )
             loss_window.add(loss, grad_norm)
-            self.log.step()
+            self.log.show(global_step)
             if global_step == self.depth_began:
                 self.after_first_step(loss)
             # No report has steps of two depths.
@@ -632,7 +633,7 @@ class Trainer:
         Rank 0 records the losses, and continues the run's `sample_prompts` with the model.
         """
         with self.clock.phase(VALIDATION) as phase:
-            results = self.measure_validation_losses()
+            results = self.measure_validation_losses(global_step)
         if results is None:
             return
         if prompts := self.config.sample_prompts:
@@ -652,18 +653,19 @@ class Trainer:
     def validate_initial_weights(self) -> None:
         """Record the validation losses before the first step. Every rank."""
         with self.clock.phase(VALIDATION) as phase:
-            results = self.measure_validation_losses()
+            results = self.measure_validation_losses(-1)
         if results is not None:
             self.log.report_initial_validation(results, phase.seconds)
 
-    def measure_validation_losses(self) -> list[SetResult] | None:
-        """Measure the loss on each validation set. Every rank.
+    def measure_validation_losses(self, global_step: int) -> list[SetResult] | None:
+        """Measure the loss on each validation set after a step. Every rank.
 
         None after a stop signal, and on ranks other than 0.
         """
         losses = {}
         for name, microbatches in self.data.validation_sets.items():
-            loss = validate(self.step.loss_functions, microbatches, self.watchdog)
+            show = partial(self.log.show, global_step)
+            loss = validate(self.step.loss_functions, microbatches, self.watchdog, show)
             if loss is None:  # with `validate_on` "all" on every rank
                 return None
             losses[name] = loss

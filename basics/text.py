@@ -34,6 +34,14 @@ def _with_unit(size: float, units: tuple[tuple[float, str], ...]) -> str:
     return f"{size / factor:,.{digits}f} {name}"
 
 
+def short_count(value: float) -> str:
+    """Format a count of tokens with three digits."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.2f}{letter}"
+    return f"{value:.0f}"
+
+
 def counted(number: int, noun: str, nouns: str = "") -> str:
     """Return "1 step", "2 steps"."""
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"

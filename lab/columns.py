@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from basics.text import dollars
-from lab.table import Column, short_count
+from basics.text import dollars, short_count
+from lab.table import Column
 from reporting.summary import duration
 
 Place = Literal["list", "compare", "page"]

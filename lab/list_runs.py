@@ -1,35 +1,44 @@
-"""`lab list`, and its table, which `lab watch --text` shows too. Needs no torch."""
+"""`lab list`: all runs as a table, once or as they train. Needs no torch."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from basics.cli import RUNS_DIR, print_json
-from basics.errors import print_error, visible
+from basics.errors import UserError, print_error, visible
 from basics.text import counted, dollars
 from lab.bills import PRICES, prices_of, read_bills
-from lab.columns import hidden_first, shown_in
+from lab.run_table import table_of
 from lab.runs import NEW, RUNNING, Result, chosen_runs, launched_runs, read_run
-from lab.table import UNKNOWN, Column, Table, cell
 from reporting.summary import duration
 from run_config import RUN_NAME, plain_name
-
-MIN_STATUS = 12  # characters of a line in a narrow terminal
 
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @PRICES
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, for scripts.")
+@click.option("--follow", "follows", is_flag=True, help="Draw those that train anew, until Ctrl-C.")
 @RUNS_DIR
-def command(runs: tuple[str, ...], prices: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
+def command(
+    runs: tuple[str, ...], prices: tuple[str, ...], as_json: bool, follows: bool, runs_dir: Path
+) -> None:
     """List all runs, or RUNs: status, progress, last losses, what they have cost.
 
     It may be run while they train. Beside the time and the dollars of the launches stand those of
     the machine, with set-up, searches and idle time.
     """
+    if follows:
+        from lab.follow import follow
+        from lab.watch.answers import Watched
+
+        if prices or as_json:
+            raise UserError(
+                "--follow shows runs as they train: leave out --usd-per-hour and --json"
+            )
+        chosen = chosen_runs(runs_dir, runs)
+        return follow(Watched(runs_dir, tuple(chosen) if runs else ()))
     launched = launched_runs(runs_dir)
     for path in [] if runs else sorted(runs_dir.iterdir()):
         if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
@@ -80,31 +89,3 @@ def command(runs: tuple[str, ...], prices: tuple[str, ...], as_json: bool, runs_
         if num_unknown:
             total += f"; the bills of {counted(num_unknown, 'run')} are not known"
     click.echo(visible(f"{table_of(states).terminal()}\n{total}"))
-
-
-def table_of(states: Sequence[Result]) -> Table:
-    """Return a table of runs; in a narrow terminal reasons are wrapped and columns hidden."""
-    figures = [
-        one for one in shown_in("list") if any(state.value(one.key) is not None for state in states)
-    ]
-    rows = []
-    for state in states:
-        step = UNKNOWN if state.steps is None else f"{state.steps:,}"
-        rows.append(
-            [
-                state.name,
-                f"{state.status} ({state.reason})" if state.reason else state.status,
-                f"{step}/{state.num_steps:,}" if state.num_steps else step,
-                *(cell(state.value(one.key), one.text) for one in figures),
-            ]
-        )
-    return Table(
-        [
-            Column("run", "left"),
-            Column("status", "left", MIN_STATUS),
-            Column("step"),
-            *(one.column for one in figures),
-        ],
-        rows,
-        hidden_first=tuple(hidden_first(figures)),
-    )

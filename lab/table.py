@@ -102,11 +102,3 @@ class Table:
 def cell(value: float | None, form: Callable[[float], str]) -> str:
     """Format a figure; UNKNOWN if it is None."""
     return UNKNOWN if value is None else form(value)
-
-
-def short_count(value: float) -> str:
-    """Format a count of tokens with three digits."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.2f}{letter}"
-    return f"{value:.0f}"

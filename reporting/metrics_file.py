@@ -1,12 +1,12 @@
-"""`metrics.jsonl`: one JSON record per line, read without trusting it. Needs no torch."""
+"""`metrics.jsonl`, `samples.jsonl`: a JSON record a line, read without trusting it. No torch."""
 
 import re
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
-from basics.errors import FAILED, UserError, status_of_place
+from basics.errors import FAILED, UserError, status_of_place, visible
 from basics.files import MAX_BYTES, fsync, read_regular_file, write_atomically
 from basics.json_files import parsed_object, to_json
 from run_config import SET_NAME
@@ -14,6 +14,9 @@ from run_config import SET_NAME
 MAX_RECORDS_BYTES = 2**27  # per file: about four million steps
 MAX_STEP = 2**40
 BOUND = 1e100  # of the numbers of a record
+SAMPLES_BYTES = 2**18  # of the end of `samples.jsonl`, in which samples are looked for
+MAX_SAMPLES = 40  # the newest ones
+MAX_TEXT = 4000  # characters of a prompt or of a text
 LARGEST = 1e15  # the largest number that a run could have measured
 THROTTLING = "gpu_throttling"
 INITIAL_LOSS = "validation_initial_loss"  # before the first step
@@ -149,7 +152,7 @@ def valid_records(text: str) -> list[dict[str, Any]]:
     ]
 
 
-def is_step(value: Any) -> bool:
+def is_step(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < MAX_STEP
 
 
@@ -235,3 +238,26 @@ def fsync_records(run_dir: Path) -> None:
     for name in ("metrics.jsonl", "samples.jsonl"):
         with suppress(FileNotFoundError):
             fsync(run_dir / name)
+
+
+class Sample(NamedTuple):
+    """What a model has written; orders to a terminal are escaped."""
+
+    step: int  # counted from 1
+    prompt: str
+    text: str
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Return the samples at the end of a `samples.jsonl`, the newest first."""
+    try:
+        content = whole_lines(path, max(0, path.stat().st_size - SAMPLES_BYTES))
+    except OSError:
+        return []
+    found = []
+    for line in content.decode(errors="replace").split("\n"):
+        sample = parsed_object(line)
+        step, prompt, text = (sample.get(key) for key in ("global_step", "prompt", "text"))
+        if is_step(step) and isinstance(prompt, str) and isinstance(text, str):
+            found.append(Sample(step + 1, visible(prompt[:MAX_TEXT]), visible(text[:MAX_TEXT])))
+    return sorted(found[-MAX_SAMPLES:], key=lambda sample: -sample.step)

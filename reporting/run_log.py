@@ -1,30 +1,34 @@
-"""The log of a run: a progress bar or plain lines, `metrics.jsonl`, `summary.json`."""
+"""The log of a run: what its terminal shows, `metrics.jsonl`, `summary.json`."""
 
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
-from basics.errors import visible, why_not_written
+from basics.errors import why_not_written
 from basics.failpoints import failpoint
 from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
 from basics.text import counted, dollars
 from reporting.clock import VALIDATION, PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, Window
-from reporting.metrics_file import INITIAL_LOSS, LARGEST, NUM_LAYERS, read_metrics, set_key
+from reporting.metrics_file import (
+    INITIAL_LOSS,
+    LARGEST,
+    NUM_LAYERS,
+    read_metrics,
+    read_samples,
+    set_key,
+)
 from reporting.reference import Comparison, Kind
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
+from reporting.terminal import Shown, Terminal
 from reporting.time_left import NO_GROWTH, Growth, TimeLeft
 from run_config import ModelConfig, Run
 from tokens.batch_plan import BatchPlan
 
-PLAIN_LINE_SECONDS = 10  # between lines if there is no terminal for a bar
+PLAIN_LINE_SECONDS = 10  # between lines if there is no terminal for a panel
 
 
 class SetResult(NamedTuple):
@@ -73,35 +77,27 @@ class RunLog:
         self.comparison = comparison
         self.is_active = is_active
         self._time_left = TimeLeft(run.config, plan, clock)
-        self._bar = tqdm(disable=True)
+        self._terminal = Terminal(Shown(run.name, num_steps=plan.num_steps))
         self._last_plain_line = -math.inf
         self._unwritten = ""  # records that a full disk refused
         self._warned_behind = False
 
     def say(self, line: str) -> None:
-        """Print one line without tearing the bar."""
         if self.is_active:
-            with suppress(OSError):  # a log on a full disk or a closed pipe must not end the run
-                tqdm.write(visible(line), file=sys.stdout)
-                sys.stdout.flush()
+            self._terminal.say(line)
 
     def warn(self, what: str, failure: str) -> None:
         if failure:
             self.say(f"warning: {what}: {failure}")
 
     def start(self, first_step: int, growth: Growth = NO_GROWTH) -> None:
-        """Say in `summary.json` that the run trains, and start the bar at `first_step`."""
+        """Say in `summary.json` that the run trains, and show it from `first_step` on."""
         if self.is_active:
             self._time_left.start(first_step, growth)
             self.write_status("running", None)
-            self._bar = tqdm(
-                total=self.plan.num_steps,
-                initial=first_step,
-                unit="step",
-                desc=visible(self.run.name),
-                disable=None,
-                dynamic_ncols=True,
-            )
+            self._terminal.start(self.run.metrics_path)
+            self._terminal.shown.global_step = first_step - 1
+            self._terminal.shown.usd_per_hour = self.clock.usd_per_hour
 
     def grow(self, global_step: int, before: ModelConfig, after: ModelConfig) -> None:
         """Say and record that the model has all layers from this step on."""
@@ -126,9 +122,12 @@ class RunLog:
             bytes_per_token=self.bytes_per_token,
         )
 
-    def step(self) -> None:
-        with suppress(OSError):
-            self._bar.update()
+    def show(self, global_step: int, share: float | None = None) -> None:
+        """Show that a step is taken, or which share of what takes long, such as a validation."""
+        if self.is_active:
+            self._terminal.shown.global_step = global_step
+            done = "" if share is None else f", {share:.0%}"
+            self._terminal.draw(f"running in {self.clock.current}{done}")
 
     def report_steps(self, window: Window, machine: dict[str, Any]) -> None:
         """Record and show the steps of a window, as of when it was closed, and the machine."""
@@ -160,10 +159,8 @@ class RunLog:
             said += f" | ${dollars(sum(window.usd.values()))}"
         if "usd_at_end" in left:
             said += f" of ${dollars(left['usd_at_end'])}"
-        with suppress(OSError):
-            self._bar.set_postfix_str(said)
-        plain = self._bar.disable or not sys.stdout.isatty()  # a log file gets lines
-        if plain and time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS:
+        is_due = time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS
+        if is_due and not self._terminal.has_panel:  # a log file gets lines
             self._last_plain_line = time.monotonic()
             if seconds_left is not None:
                 said += f" | {duration(seconds_left)} left"
@@ -190,6 +187,7 @@ class RunLog:
             if result.bits_per_byte is not None:
                 record[set_key("validation_bits_per_byte", result.name)] = result.bits_per_byte
         self.record(global_step, record)
+        self._terminal.shown.samples = read_samples(self.run.samples_path)
         said = f"validation loss {first.loss:.4f}"
         if first.name:
             said += f" on {first.text}"
@@ -224,6 +222,7 @@ class RunLog:
         """Return a report's numbers and text of the comparison with the reference, if any."""
         tokens = (global_step + 1) * self.plan.tokens_per_step
         numbers, text = self.comparison.compare(kind, tokens, loss, counts=counts)
+        self._terminal.shown.compared = text or self._terminal.shown.compared
         return numbers, f" ({text})" if text else ""
 
     def _warn_if_behind(self) -> None:
@@ -250,6 +249,7 @@ class RunLog:
         }
         if usd:
             record["usd"] = round(sum(usd.values()), 6)
+        self._terminal.shown.add(record)
         self._unwritten += to_json(record) + "\n"
         failure = self._write_records()
         if failure and not was_behind:  # printed once, until a write succeeds
@@ -270,8 +270,6 @@ class RunLog:
 
     def finish(self, end: RunEnd) -> str:
         """Write `summary.json` and print it; return what could not be written, if anything."""
-        with suppress(OSError):
-            self._bar.close()
         failure = self._write_records()
         records = read_metrics(self.run.metrics_path)
         records += map(json.loads, self._unwritten.splitlines())  # a full disk refused them
@@ -282,6 +280,7 @@ class RunLog:
                 write_atomically(self.run.summary_path, to_json(summary, indent=2) + "\n")
             except OSError as error:
                 failure = f"summary.json could not be written ({why_not_written(error)})"
+        self._terminal.close(summary["status"])
         for line in summary_lines(summary, self.run):
             self.say(line)
         return failure

@@ -296,7 +296,7 @@ def test_the_time_left_after_a_validation_has_the_samples_of_those_to_come(
     clock, window, saved = PhaseClock(), LossWindow(CPU), []
     log = started_log(workplace, clock, validation_interval=10, sample_prompts=["a"])
 
-    def validates():
+    def validates(_):
         now.seconds += 3
         return [SetResult("", 5.0)]
 

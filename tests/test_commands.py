@@ -120,7 +120,7 @@ def _unwritable(kind: str) -> TextIO:
         ["lab", "list", "--json"],
         ["lab", "compare", "--published"],
         ["lab", "compare", "--published", "--json"],
-        ["lab", "watch", "--text"],
+        ["lab", "list", "--follow"],
         ["prepare_dataset.py", "--help"],
         ["ddp_train.py", "--help"],
     ],

@@ -372,7 +372,7 @@ def test_a_run_is_copied_with_a_line_that_names_both_places(elsewhere, capsys):
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["list"], ["compare"], ["watch", "--text"]])
+@pytest.mark.parametrize("words", [["list"], ["compare"], ["watch"]])
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_the_lab_says_where_it_looked_for_runs(elsewhere, monkeypatch, words, is_trained):
     runs_dir = elsewhere.with_name("clone") / "runs"

@@ -74,7 +74,7 @@ COMMANDS = [
     "uv run lab doctor gpt2-small-one-dollar",
     "uv run ddp_train.py gpt2-small-one-dollar",
     "uv run lab watch",
-    "uv run lab watch --text",
+    "uv run lab list --follow",
     "uv run prepare_dataset.py SOURCE datasets/mine",
     "uv run prepare_dataset.py HuggingFaceFW/fineweb datasets/fineweb --config sample-10BT",
 ]

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from basics.errors import UserError, is_out_of_memory, one_line
 from basics.failpoints import failpoint
@@ -165,8 +164,12 @@ class LossFunctions:
 
 
 @torch.inference_mode()
-def validate(losses: LossFunctions, data: Microbatches, watchdog: Watchdog) -> float | None:
+def validate(
+    losses: LossFunctions, data: Microbatches, watchdog: Watchdog, show: Callable[[float], None]
+) -> float | None:
     """Return the mean loss over all of `data`, in nats per token; None after a stop signal.
+
+    `show` is called with the share that is done, a fraction, before each microbatch.
 
     With `validate_on` "all" it is a collective, for which the processes share the microbatches;
     else None on ranks other than 0. The sum is in float64, so that neither the microbatch size nor
@@ -179,15 +182,9 @@ def validate(losses: LossFunctions, data: Microbatches, watchdog: Watchdog) -> f
     indices = range(start, len(data), stride)
     total = torch.zeros(2, dtype=torch.float64, device=process.device)  # loss, sequences
     losses.model.eval()  # no dropout
-    for _, token_ids, targets in tqdm(
-        read_ahead(data, indices, device=process.device),
-        total=len(indices),
-        unit="batch",
-        desc="validating",
-        leave=False,
-        disable=None if process.is_main else True,
-        dynamic_ncols=True,
-    ):
+    microbatches = read_ahead(data, indices, device=process.device)
+    for num_done, (_, token_ids, targets) in enumerate(microbatches):
+        show(num_done / len(indices))
         watchdog.heartbeat()
         failpoint("validate")
         total[0] += losses.validation(token_ids, targets) * len(token_ids)

@@ -8,14 +8,14 @@ import click
 
 from basics.cli import RUNS_DIR, print_json
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
-from basics.text import dollars
+from basics.text import dollars, short_count
 from lab.bills import PRICES, prices_of, read_bills
 from lab.columns import RunFigure, hidden_first, shown_in
 from lab.compare.published import published_bills, read_published
 from lab.compare.reference import mark_differences, references_of, save_reference
 from lab.compare.rows import LOSS_NAMES, WITHOUT_EFFECT, Comparison, Row, compare
 from lab.runs import Result, chosen_runs, read_run, read_searched
-from lab.table import UNKNOWN, Column, Table, short_count
+from lab.table import UNKNOWN, Column, Table
 from reporting.metrics_file import set_keys
 from reporting.reference import Compared, ReferenceCurve
 from run_config import plain_name

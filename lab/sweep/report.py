@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from basics.errors import UserError
-from basics.text import counted, dollars
+from basics.text import counted, dollars, short_count
 from lab.compare import charts, published
 from lab.compare.reaching import Reached, mean_reached
 from lab.compare.rows import compare
@@ -19,7 +19,7 @@ from lab.runs import number
 from lab.stats import Difference, pooled_deviation, seeds_needed
 from lab.sweep.definition import Changes, Sweep, label
 from lab.sweep.execution import Outcome, total
-from lab.table import UNKNOWN, Column, Table, cell, short_count
+from lab.table import UNKNOWN, Column, Table, cell
 from reporting.charts import draw_by_hand
 from reporting.summary import duration
 

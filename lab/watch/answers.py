@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from basics.errors import UserError, visible
-from basics.json_files import parsed_object
+from basics.errors import UserError
 from lab.columns import shown_in
 from lab.runs import RUNNING, is_launched, launched_runs, number, read_run, slowdowns, version_of
 from reporting.metrics_file import (
@@ -20,8 +19,9 @@ from reporting.metrics_file import (
     OF_SETS,
     SET_KEY,
     THROTTLING,
+    Sample,
     is_list,
-    is_step,
+    read_samples,
     set_keys,
     valid_records,
     whole_lines,
@@ -44,9 +44,6 @@ RISING = ("usd", "energy_kwh")  # sums: their means would be those of the past
 SET_KEYS = re.compile(rb'"(' + SET_KEY.pattern.encode() + rb')"\s*:')  # in lines of records
 MAX_POINTS = 1000  # of one line
 BLOCK_BYTES = 2**24  # no longer line can be parsed by pyarrow
-SAMPLES_BYTES = 2**18  # of the end of the file, in which samples are looked for
-MAX_SAMPLES = 40  # the newest ones
-MAX_TEXT = 4000  # characters of a prompt or of a text
 
 Answer = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -92,24 +89,13 @@ class Watched:
         """Return the points of a run that `has` accepts, as `points_of` does, and its samples."""
         with self._lock:
             columns = self._columns.setdefault(name, Columns(self.runs_dir / name)).read()
-        return points_of(columns, within) | {"samples": self.samples(name)}
+        samples = [sample._asdict() for sample in self.samples(name)]
+        return points_of(columns, within) | {"samples": samples}
 
-    def samples(self, name: str) -> list[Answer]:
-        """Return a run's newest samples, the newest first, with orders to a terminal escaped."""
+    def samples(self, name: str) -> list[Sample]:
+        """Return a run's newest samples, the newest first."""
         path = self.runs_dir / name / "samples.jsonl"
-        version = version_of(path)
-        if version is None:
-            return []
-        content = whole_lines(path, max(0, version[1] - SAMPLES_BYTES))
-        found = []
-        for line in content.decode(errors="replace").split("\n"):
-            sample = parsed_object(line)
-            step = sample.get("global_step")
-            texts = {key: sample.get(key) for key in ("prompt", "text")}
-            if is_step(step) and all(isinstance(text, str) for text in texts.values()):
-                shown = {key: visible(text[:MAX_TEXT]) for key, text in texts.items()}
-                found.append({"step": step + 1} | shown)
-        return sorted(found[-MAX_SAMPLES:], key=lambda sample: -sample["step"])
+        return read_samples(path) if version_of(path) else []
 
 
 class Columns:

@@ -1,4 +1,4 @@
-"""`lab watch`: training runs on a page that follows them, as one file, or in a terminal."""
+"""`lab watch`: training runs on a page that follows them, or as one file."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -34,15 +34,11 @@ from lab.runs import chosen_runs
     metavar="NAME[:PORT]",
     help="Answer under this host name too: that of a proxy, as its address shows it.",
 )
-@click.option(
-    "--text", "as_text", is_flag=True, help="Show them in this terminal instead; serve nothing."
-)
 @RUNS_DIR
 def command(
     runs: tuple[str, ...],
     port: int,
     export_path: Path | None,
-    as_text: bool,
     allowed_hosts: tuple[str, ...],
     runs_dir: Path,
 ) -> None:
@@ -53,12 +49,9 @@ def command(
     # Imported here so that --help is fast.
     from lab.watch.answers import Watched
     from lab.watch.server import Server, exported_page
-    from lab.watch.text import watch_text
 
     chosen = chosen_runs(runs_dir, runs)
     watched = Watched(runs_dir, tuple(chosen) if runs else ())
-    if as_text:
-        return watch_text(watched)
     if export_path:
         with writing_to(export_path):
             write_atomically(export_path, exported_page(watched))

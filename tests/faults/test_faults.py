@@ -225,7 +225,7 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint(
     workplace, run_dir, undisturbed, tmp_path, num_processes
 ):
     terminal, its_end = os.openpty()
-    termios.tcsetwinsize(its_end, (24, 80))  # so that there are bars
+    termios.tcsetwinsize(its_end, (24, 80))  # so that there is a panel
     for name in ("stdout", "stderr"):
         (tmp_path / name).symlink_to(os.ttyname(its_end))
     arguments = workplace.arguments("tiny", *([] if num_processes else ["--nproc-per-node", "2"]))
@@ -236,6 +236,9 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint(
         environment={VARIABLE: SLOW_AT_THE_END.format(0.2)},
         folder=tmp_path,
     )
+    shown = b""
+    while b"running in training" not in shown:
+        shown += os.read(terminal, 2**16)
     wait_for(run_dir / "checkpoints/latest")
     for descriptor in (its_end, terminal):
         os.close(descriptor)  # SIGHUP; what is written from now on fails

@@ -29,7 +29,7 @@ from lab.compare.published import (
 )
 from lab.compare.reaching import Reached, first_reaching
 from lab.compare.rows import compare
-from lab.list_runs import table_of as list_of
+from lab.run_table import table_of as list_of
 from lab.runs import NUMBERS, frame, read_run
 from lab.watch.answers import Watched
 from reporting.metrics_file import METRICS

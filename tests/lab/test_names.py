@@ -23,9 +23,9 @@ from trainer.models import find_model
 HELD_OUT = ("--dataset", "tiny", "--start-token", "0", "--tokens", "64")
 TUNE = ("--data", "data.json", "--max-epochs", "1", "--max-new-tokens", "1")
 VERBS = {
-    "list": [],
+    "list": ["--follow"],
     "compare": [],
-    "watch": ["--text"],
+    "watch": ["--export", "page.html"],
     "plan": ["--machine", "h=1xH100@1"],
     "generate": ["--max-new-tokens", "1"],
     "evaluate": HELD_OUT,

@@ -23,7 +23,7 @@ from tests.support.workplace import draw_bare
 COMMANDS = (
     ["list"],
     ["list", "--json"],
-    ["watch", "--text"],
+    ["list", "--follow"],
     ["watch", "--export", "page.html"],
     ["compare", "--charts", "charts"],
     ["compare", "--markdown"],
@@ -101,7 +101,7 @@ def test_the_time_and_money_left_are_those_of_the_log(runs_dir):
     beat(run_dir)
     (page,) = Watched(runs_dir).runs()["runs"]
     assert (page["seconds_left"], page["usd_at_end"]) == (80, 0.9)
-    said = succeeded(run_lab("watch", "--text", "--runs-dir", str(runs_dir))).stdout
+    said = succeeded(run_lab("list", "--follow", "--runs-dir", str(runs_dir))).stdout
     assert "0:01:20 left (until " in said and "$0.1000 of about $0.9000 at $360.00/h" in said
 
 

@@ -1,21 +1,16 @@
-"""`lab watch`: its points, its server, its command, its page in Chromium, and --text."""
+"""`lab watch`: its points, its server, its command, its page in Chromium."""
 
 import gzip
-import io
 import json
 import math
 import re
 import shutil
 import socket
-import time
-from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from lab.watch.answers import MAX_POINTS, Columns, Watched, points_of
 from lab.watch.server import FILES, MAX_CONNECTIONS, STATIC, Server, exported_page
-from lab.watch.text import screen, watch_text
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.optional import package
 from tests.support.watching import (
@@ -431,8 +426,7 @@ def test_errors_of_the_command_are_one_line(runs_dir, tmp_path):
         port = str(taken.getsockname()[1])
         line = error_line(watch(runs_dir, "--port", port))
         assert f"port {port}" in line and "--port" in line
-    for options in ([], ["--text"]):
-        assert "no run 'b'; trained runs: a" in error_line(watch(runs_dir, "b", *options))
+    assert "no run 'b'; trained runs: a" in error_line(watch(runs_dir, "b"))
     assert "cannot be written" in error_line(
         watch(runs_dir, "--export", str(tmp_path / "none/page.html"))
     )
@@ -767,95 +761,3 @@ def test_a_server_that_ends_or_has_another_token_is_reported(browser, two_runs):
         expect(page.locator("#news")).to_have_text("open the address that lab watch has printed")
         open_page(page, server)
     context.close()
-
-
-# lab watch --text
-
-
-@pytest.fixture
-def three_runs(runs_dir):
-    """A run that trains, with a sample; one that was finished, one that was stopped."""
-    run_dir = add_run(runs_dir, "trains", status="running", steps=0)
-    (run_dir / "heartbeat.json").write_text('{"phase": "training"}')
-    append(
-        run_dir,
-        *(
-            report(
-                step,
-                seconds=2.0 * step,
-                usd=0.01 * step,
-                train_loss=5 - step / 50,
-                tokens_per_second=500.0,
-                seconds_left=2.0 * (200 - step),
-                usd_at_end=2.0,
-            )
-            for step in range(1, 81)
-        ),
-    )
-    add_sample(run_dir, 10, "Once", " upon \x1b]0;x\x07[red]<b>")
-    add_run(runs_dir, "finished", global_step=199)
-    add_run(runs_dir, "stopped", status="stopped", reason="the budget is spent " * 9)
-    return runs_dir
-
-
-def shown(runs_dir, *names, width=100):
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(screen(Watched(runs_dir, names), width))
-    return console.file.getvalue()
-
-
-def test_a_run_that_trains_has_a_panel_and_the_others_a_row(three_runs):
-    output = shown(three_runs)
-    panel, table = output[: output.rindex("╯")], output[output.rindex("╯") :]
-    for part in (
-        "trains",
-        "40%, step 80 of 200, 0:04:00 left (until ",
-        "3.4000  █",
-        "▁ ",
-        "500 tokens/s",
-        "0:02:40, $0.8000 of about $2.00 at $18.00/h",
-        "running in training",
-        "step 10",
-        "Once upon",
-    ):
-        assert part in panel, part
-    assert "finished" in table and "200/200" in table and "trains" not in table
-    assert "╯" in shown(three_runs, "finished")  # a run that is named has a panel too
-    assert "step 80 of 200" in succeeded(watch(three_runs, "--text")).output  # no terminal: once
-
-
-def test_hostile_and_long_texts_are_cut_before_names_and_figures(three_runs):
-    output = shown(three_runs, width=80)
-    assert "\x1b]0" not in output and "\x07" not in output
-    assert "[red]<b>" in "".join(line.strip("│ ") for line in output.splitlines())
-    assert max(map(len, output.splitlines())) <= 80
-    (line,) = [line for line in output.splitlines() if line.startswith("stopped ")]
-    assert "stopped (the" in line and line.split()[-4:] == [
-        "100/200",
-        "1.4000",
-        "1.5100",
-        "0:00:10",
-    ]
-
-
-def test_a_terminal_is_drawn_anew_until_control_c(three_runs, monkeypatch):
-    terminal, sleeps = io.StringIO(), []
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(
-        "lab.watch.text.Console",
-        lambda **_: Console(
-            file=terminal, width=100, height=60, force_terminal=True, color_system=None
-        ),
-    )
-
-    def sleep(seconds):
-        sleeps.append(seconds)
-        if len(sleeps) == 2:
-            raise KeyboardInterrupt
-        append(three_runs / "trains", report(156))
-
-    # Not in the module `time` itself: other threads of this process sleep too.
-    monkeypatch.setattr("lab.watch.text.time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
-    watch_text(Watched(three_runs, ("trains",)))
-    first, _, second = terminal.getvalue().partition("step 80 of 200")
-    assert first and "78%, step 156 of 200" in second

@@ -1,0 +1,235 @@
+"""What a terminal shows of a run that trains: a panel, drawn anew as the run goes on."""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from basics.errors import one_line, visible
+from basics.text import dollars, short_count
+from reporting.metrics_file import Sample, read_metrics, set_keys
+from reporting.summary import duration
+
+SECONDS_BETWEEN = 0.5  # between two drawings of one panel
+BLOCKS = "▁▂▃▄▅▆▇█"
+# Widths in characters.
+MAX_SPARKLINE = 80
+LABEL_WIDTH = 12
+BAR = 8
+MAX_SAMPLES = 2  # the newest ones of a run
+MAX_SAMPLE_LENGTH = 400  # characters
+# Keys of a record that are shown as they are.
+NUMBERS = (
+    "global_step",
+    "seconds_left",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "grad_norm",
+    "learning_rate",
+    "seconds",
+    "usd",
+    "usd_at_end",
+)
+STYLES = {"running": "green", "finished": "cyan", "failed": "red", "no heartbeat": "red"}
+
+
+@dataclass
+class Shown:
+    """What is shown of a run; None: not known. Seconds and US dollars are of all launches."""
+
+    name: str
+    status: str = "running"
+    num_steps: int | None = None
+    global_step: int | None = None  # counted from 0
+    seconds_left: float | None = None
+    # Losses in nats per token by label, from the first to the last one.
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    compared: str = ""  # with its reference
+    tokens: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None  # a fraction
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    memory_gib: float | None = None
+    seconds: float | None = None
+    usd: float | None = None
+    usd_at_end: float | None = None
+    usd_per_hour: float | None = None
+    warnings: Sequence[str] = ()
+    samples: Sequence[Sample] = ()  # the newest first
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Show the numbers of a record of `metrics.jsonl`."""
+        for key, value in record.items():
+            if label := label_of(key):
+                if value is not None and math.isfinite(value):
+                    self.losses.setdefault(label, []).append(value)
+            elif key == "gpu_memory_gib":
+                self.memory_gib = max(filter(None, value), default=None)
+            elif key in NUMBERS:
+                setattr(self, key, value)
+
+    def panel(self, width: int) -> Panel:
+        """Return a panel for a terminal of this width."""
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(width=LABEL_WIDTH, style="dim")
+        rows.add_column(overflow="fold")
+        if self.global_step is not None and self.num_steps:
+            rows.add_row(
+                "progress", _progress(self.global_step + 1, self.num_steps, self.seconds_left)
+            )
+        room = max(10, min(MAX_SPARKLINE, width - LABEL_WIDTH - 20))
+        for label, losses in self.losses.items():
+            rows.add_row(visible(label), f"{losses[-1]:.4f}  {sparkline(losses, room)}")
+        if self.compared:
+            rows.add_row("to reference", Text(one_line(self.compared)))
+        speed = []
+        if self.tokens_per_second:
+            speed.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.mfu:
+            speed.append(f"{self.mfu:.1%} MFU")
+        if self.memory_gib:
+            speed.append(f"{self.memory_gib:.1f} GiB")
+        if self.tokens:
+            speed.append(f"{short_count(self.tokens)} tokens")
+        if speed:
+            rows.add_row("speed", ", ".join(speed))
+        if self.grad_norm is not None and self.learning_rate is not None:
+            norm = f"norm {self.grad_norm:.2f}, learning rate {self.learning_rate:.2e}"
+            rows.add_row("gradient", norm)
+        spent = [duration(self.seconds)] if self.seconds else []
+        if self.usd:
+            of_all = f" of about ${dollars(self.usd_at_end)}" if self.usd_at_end else ""
+            at_price = f" at ${self.usd_per_hour:,.2f}/h" if self.usd_per_hour else ""
+            spent.append(f"${dollars(self.usd)}{of_all}{at_price}")
+        if spent:
+            rows.add_row("spent", ", ".join(spent))
+        for warning in self.warnings:
+            rows.add_row("warning", Text(one_line(warning), style="yellow"))
+        for sample in self.samples[:MAX_SAMPLES]:
+            text = Text(" ".join((sample.prompt + sample.text).split()))
+            text.truncate(MAX_SAMPLE_LENGTH, overflow="ellipsis")
+            rows.add_row(f"step {sample.step:,}", text)
+        style = STYLES.get(self.status.split()[0].rstrip(","), "yellow")
+        return Panel(
+            rows,
+            title=Text(visible(self.name), style="bold"),
+            title_align="left",
+            subtitle=Text(one_line(self.status), style=style),
+            subtitle_align="left",
+        )
+
+
+def _progress(num_done: int, num_steps: int, seconds_left: float | None) -> str:
+    share = min(1.0, num_done / num_steps)
+    text = f"{'━' * round(BAR * share):{BAR}}  {share:.0%}, step {num_done:,} of {num_steps:,}"
+    if seconds_left:
+        end = time.localtime(time.time() + seconds_left)
+        is_today = seconds_left < 86400 and end.tm_mday == time.localtime().tm_mday
+        until = time.strftime("%H:%M" if is_today else "%a %H:%M", end)
+        text += f", {duration(seconds_left)} left (until {until})"
+    return text
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values as blocks, one character for each of `width` means; empty for fewer than two.
+
+    The scale is that of the last nine tenths: the steep beginning of a loss is cut off.
+    """
+    if len(values) < 2:
+        return ""
+    parts = np.array_split(np.asarray(values), min(width, len(values)))
+    means = np.array([part.mean() for part in parts])
+    low = means.min()
+    high = means[len(means) // 10 :].max()
+    height = high - low or 1.0  # equal means have the lowest block
+    levels = ((means - low) / height).clip(0, 1) * (len(BLOCKS) - 1)
+    return "".join(BLOCKS[round(level)] for level in levels)
+
+
+def label_of(key: str) -> str:
+    """Return the label of a metric whose losses the panel shows; empty for every other one."""
+    if of_set := set_keys({key, "validation_loss"}).get(key):
+        metric, name = of_set
+        return f"on {name}" if metric == "validation_loss" else ""
+    return {"train_loss": "loss", "validation_loss": "validation"}.get(key, "")
+
+
+class Terminal:
+    """Standard output of a run that trains: a panel below the lines, or in a file lines alone.
+
+    The panel is drawn when the run goes on, by no thread: a line that another process prints before
+    it fails is the last thing that is drawn.
+    """
+
+    def __init__(self, shown: Shown) -> None:
+        self.shown = shown
+        self._live: Live | None = None
+        self._drawn = -math.inf
+
+    @property
+    def has_panel(self) -> bool:
+        return self._live is not None
+
+    def start(self, metrics_path: Path) -> None:
+        """Draw the panel, with the records of earlier launches, if a terminal can show it."""
+        console = Console(highlight=False)
+        if not _can_draw(console):
+            return
+        for record in read_metrics(metrics_path):
+            self.shown.add(record)
+        self._live = Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
+        with suppress(OSError):
+            self._live.start()
+            console.show_cursor()  # a process that is killed leaves the terminal as it was
+        self.draw(self.shown.status)
+
+    def say(self, line: str) -> None:
+        """Print a line, above the panel."""
+        with suppress(OSError):  # a log on a full disk or a closed pipe must not end the run
+            if self._live is not None:
+                self._live.console.print(Text(visible(line)), soft_wrap=True)
+            else:
+                print(visible(line), flush=True)
+
+    def draw(self, status: str) -> None:
+        """Draw the panel, unless that was done just before."""
+        now = time.monotonic()
+        if self._live is None or now < self._drawn + SECONDS_BETWEEN:
+            return
+        self._drawn = now
+        self.shown.status = status
+        with suppress(OSError):
+            self._live.update(self.shown.panel(self._live.console.width), refresh=True)
+
+    def close(self, status: str) -> None:
+        """Draw the panel for the last time; what is said from here on stands below it."""
+        self._drawn = -math.inf
+        self.draw(status)
+        with suppress(OSError):
+            if self._live is not None:
+                self._live.stop()
+        self._live = None
+
+
+def _can_draw(console: Console) -> bool:
+    """Return whether standard output is a terminal of a known width that shows the blocks."""
+    try:
+        width = os.get_terminal_size(sys.stdout.fileno()).columns  # 0 under `docker exec -t`
+    except (OSError, ValueError):
+        return False
+    can_move = sys.stdout.isatty() and not console.is_dumb_terminal
+    return bool(width) and can_move and console.encoding.startswith("utf")
