@@ -669,7 +669,7 @@ def page(lines: list[Line]) -> str:
 
 
 def rows_page(lines: list[Line]) -> list[str]:
-    """Format measurements of speed: their table, curves that differ, what `lab plan` reads."""
+    """Format measurements of speed: their table, curves that differ."""
     measured = [{"status": "failed", "reason": line.get("failed")} | line for line in lines]
     known = [line for line in measured if line.get("shape")]
     if not known:
@@ -679,8 +679,7 @@ def rows_page(lines: list[Line]) -> list[str]:
     references = throughput.REFERENCE, throughput.FIRST_OF_LADDER
     if any(line["row"] in references for line in known):
         texts += throughput.differences(known)
-    whole = [line for line in known if line.get("blocks") and line["row"] == throughput.WHOLE_RUN]
-    return texts + [throughput.measurement_line(line, shape) for line in whole[-1:]]
+    return texts
 
 
 def shown(value: Any) -> str:

@@ -34,7 +34,7 @@ import gpt
 from gpt import GPTModel
 from lab.plan.memory import GPT2_SMALL, size_name
 from lab.table import Column, Table
-from reporting.speed import find_gpu
+from reporting.gpus import find_gpu
 from run_config import ModelConfig, TrainConfig
 from trainer.loss_functions import compiler_options
 from trainer.precision import choose_forward_options
@@ -53,21 +53,25 @@ ATTENTION_SHARE, LOW_ATTENTION_SHARE = 0.35, 0.27
 
 @dataclass(frozen=True)
 class AbsentGpu:
-    """What the compiler asks of a GPU, its memory's bandwidth in bytes/s, and assumed speeds.
+    """What the compiler asks of a GPU, and the speeds that are assumed.
 
     Source: NVIDIA's data sheets and table of compute capabilities. `product_share` is what matrix
     products of such shapes are assumed to reach of the peak: see `benchmarks/README.md`.
     """
 
-    name: str  # in `reporting.speed.GPUS`
+    name: str  # in `reporting/gpus.json`
     capability: tuple[int, int]
     num_multiprocessors: int
     threads_per_multiprocessor: int
     shared_memory: int  # bytes that a block may have
     cache: int  # bytes of L2
-    bandwidth: float
     product_share: float
     attention: str  # the kernel that PyTorch is expected to choose
+
+    @property
+    def bandwidth(self) -> float:
+        """The bytes per second of its memory, by its data sheet."""
+        return find_gpu(self.name).memory_tb_per_second * 1e12
 
     def properties(self) -> SimpleNamespace:
         """Return what `torch.cuda.get_device_properties` would."""
@@ -93,9 +97,9 @@ class AbsentGpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        AbsentGpu("H100", (9, 0), 132, 2048, 232448, 50 * 2**20, 3.35e12, 0.62, "cudnn"),
-        AbsentGpu("H200", (9, 0), 132, 2048, 232448, 50 * 2**20, 4.8e12, 0.62, "cudnn"),
-        AbsentGpu("RTX-4090", (8, 9), 128, 1536, 101376, 72 * 2**20, 1.008e12, 0.80, "flash"),
+        AbsentGpu("H100", (9, 0), 132, 2048, 232448, 50 * 2**20, 0.62, "cudnn"),
+        AbsentGpu("H200", (9, 0), 132, 2048, 232448, 50 * 2**20, 0.62, "cudnn"),
+        AbsentGpu("RTX-4090", (8, 9), 128, 1536, 101376, 72 * 2**20, 0.80, "flash"),
     )
 }
 

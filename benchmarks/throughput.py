@@ -33,12 +33,10 @@ from basics.files import append_whole
 from basics.machine import PROJECT_DIR, code_version
 from benchmarks.systems import Task
 from lab.plan.memory import GPT2_SMALL, size_name
-from lab.plan.speed_sources import Measurement
 from lab.table import Column, Table
 from preparation.token_stream import TokenFileWriter
+from reporting.gpus import find_gpu
 from reporting.metrics_file import read_metrics
-from reporting.speed import find_gpu
-from run_config import ModelConfig
 
 ORIGINAL, HUGGING_FACE, WHOLE_RUN = "original", "Hugging Face, {}, compiled", "ours, whole run"
 WHOLE_RUN_SYSTEM = "whole run"
@@ -402,22 +400,6 @@ def speed_table(lines: list[Line], flops: float) -> list[str]:
     return Table(columns, cells).markdown().splitlines()
 
 
-def measurement_line(whole: Line, shape: ModelConfig) -> str:
-    """Return what `lab plan` reads from `measured.json`, of the row of a whole run."""
-    machine = whole["machine"]
-    return (
-        "for benchmarks/measured.json: "
-        + Measurement(
-            device=machine["device"],
-            processes=machine["processes"],
-            precision=whole["precision"],
-            tokens_per_second=whole["tokens_per_second"],
-            model=shape,
-            source=f"benchmarks, {whole['time'][:10]}, PyTorch {machine['torch']}",
-        ).model_dump_json()
-    )
-
-
 @click.command()
 @click.option(
     "--device",
@@ -477,9 +459,6 @@ def main(device: str, rounds: int, only: tuple[str, ...], minutes: float, **opti
         wrong = differences(lines)
         is_good &= not wrong and all(line["status"] == "ok" for line in lines)
         click.echo("\n".join(["", title, *speed_table(lines, shape.flops_per_token), *wrong]))
-        whole = latest.get((WHOLE_RUN, 0), {})
-        if device == "cuda" and whole.get("blocks"):
-            click.echo("\n" + measurement_line(whole, shape))
     sys.exit(0 if is_good else 1)
 
 

@@ -24,21 +24,14 @@ from processes import distributed
 from processes.distributed import Process, gpu_uuids
 from reporting import loss_window, machine_meter, metrics_file
 from reporting.clock import PhaseClock
+from reporting.gpus import GPUS, find_gpu
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
 from reporting.machine_meter import MachineMeter
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
 from reporting.reference import Comparison
 from reporting.run_log import RunLog, SetResult
 from reporting.sampling import Sampler
-from reporting.speed import (
-    CARDS_GIB,
-    FAR_BELOW,
-    GPUS,
-    Speed,
-    checkpoint_bytes,
-    find_gpu,
-    usable_gib,
-)
+from reporting.speed import CARDS_GIB, FAR_BELOW, Speed, checkpoint_bytes, usable_gib
 from run_config import ModelConfig, load_run
 from tests.support.runs import (
     OF_MACHINE,

@@ -6,9 +6,10 @@ from basics.machine import machine_up_seconds
 from gpt import GPTModel
 from processes.distributed import Process, device_name, gpu_uuids, machine_facts
 from reporting.clock import TRAINING, WAITING, PhaseClock
+from reporting.gpus import find_gpu
 from reporting.loss_window import LossWindow, Window
 from reporting.machine_meter import MachineMeter
-from reporting.speed import Speed, find_gpu
+from reporting.speed import Speed
 from run_config import Run
 from tokens.batch_plan import BatchPlan
 from trainer.diagnostics import Diagnostics

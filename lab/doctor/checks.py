@@ -26,7 +26,8 @@ from basics.text import counted, gb, gib
 from lab.plan import estimate
 from lab.plan.memory import Setting, peak_memory
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete, splits_of
-from reporting.speed import find_gpu, usable_gib
+from reporting.gpus import find_gpu
+from reporting.speed import usable_gib
 from run_config import Run
 from tokens.batch_plan import BatchPlan, divided, plan_batches
 from tokens.token_file import TokenFile

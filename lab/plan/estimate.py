@@ -11,7 +11,6 @@ from basics.errors import UserError
 from basics.json_files import set_number
 from basics.text import counted
 from lab.plan.memory import Setting, largest_microbatch
-from lab.plan.prices import Price
 from lab.plan.speed_sources import (
     OWN,
     PUBLIC_FLOPS_PER_TOKEN,
@@ -21,6 +20,7 @@ from lab.plan.speed_sources import (
 )
 from processes.run_lock import lock_run
 from reporting import speed
+from reporting.gpus import Gpu, Price, find_gpu
 from reporting.summary import duration
 from run_config import ModelConfig, Precision, Run, TrainConfig, make_run_dir
 from tokens.batch_plan import BatchPlan, divided, plan_batches
@@ -42,7 +42,7 @@ class Machine:
 
     name: str
     num_gpus: int
-    gpu: speed.Gpu
+    gpu: Gpu
     usd_per_hour: float
     price: Price | None = None  # where `usd_per_hour` is from, if it ships with the project
 
@@ -50,7 +50,7 @@ class Machine:
     def parse(cls, text: str) -> Self:
         """Parse `name=COUNTxGPU@USD_PER_HOUR`. Raises: UserError."""
         match = MACHINE.fullmatch(text)
-        gpu = speed.find_gpu(match[3]) if match else None
+        gpu = find_gpu(match[3]) if match else None
         if gpu is None or not float(match[4]):
             raise UserError(
                 f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR, with a"
@@ -62,13 +62,13 @@ class Machine:
     @classmethod
     def priced(cls, price: Price) -> Self:
         """Return the machine of a price that ships with the project."""
-        gpu = speed.find_gpu(price.gpu)
+        gpu = find_gpu(price.gpu)
         assert gpu, price.gpu
         name = f"{price.num_gpus}x {gpu.name}"
         return cls(name, price.num_gpus, gpu, price.usd_per_hour, price)
 
 
-def default_precision(config: TrainConfig, gpu: speed.Gpu | None = None) -> Precision:
+def default_precision(config: TrainConfig, gpu: Gpu | None = None) -> Precision:
     """Return the precision of a run on a GPU; without one, on a GPU that has bf16."""
     fastest = "bf16" if gpu is None or gpu.has_bf16 else "fp16"
     return config.precision or (fastest if config.use_amp else "fp32")
@@ -80,7 +80,7 @@ def estimate(
     budget: float | None = None,
     *,
     tokens: int | None,
-    measured: dict[str, list[Measurement]],
+    measured: list[Measurement],
 ) -> dict[str, Any]:
     """Plan a run on a machine, with its own microbatch or one that keeps its global batch.
 

@@ -21,10 +21,10 @@ from lab.plan.estimate import (
     pinned_bytes,
 )
 from lab.plan.memory import Memory, Setting, largest_microbatch, peak_memory, size_name
-from lab.plan.prices import Prices, read_prices
 from lab.plan.speed_sources import read_measured
 from lab.table import UNKNOWN, Column, Table
-from reporting.speed import CARDS_GIB, GPUS, find_gpu, usable_gib
+from reporting.gpus import ABOUT_PRICES, GPUS, OTHER_PRICES, PRESET_PRICES, find_gpu
+from reporting.speed import CARDS_GIB, usable_gib
 from run_config import Run, TrainConfig, load_run, setting_warnings
 
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
@@ -100,7 +100,7 @@ PRICE_COLUMNS = [
     "--budget",
     type=ABOVE_0,
     metavar="USD",
-    help="Show which machines can train the run within this budget.",
+    help="Show which machines can train the run within this budget, as --compare does.",
 )
 @click.option(
     "--save",
@@ -140,8 +140,8 @@ def command(
             f" the dataset): {'add' if tokens is None else 'drop'} it"
         )
     measured = read_measured(options["runs_dir"])
-    prices = read_prices()
-    known = [*prices.presets, *prices.others] if options["compare"] else prices.presets
+    compares = options["compare"] or budget is not None
+    known = [*PRESET_PRICES, *OTHER_PRICES] if compares else PRESET_PRICES
     wanted = [
         *map(estimate.Machine.priced, known),
         *map(estimate.Machine.parse, more),
@@ -185,14 +185,14 @@ def command(
     here = []
     with suppress(UserError):  # nothing was measured here
         here = ["\n".join(_wrapped([estimate.speed_here(loaded, tokens)]))]
-    if options["compare"]:
-        texts = [*here, _price_table(machines, budget, prices).terminal()]
+    if compares:
+        texts = [*here, _price_table(machines, budget).terminal()]
         click.echo(visible("\n\n".join(texts)))
         return
     tables = [
         _memory_table(loaded.config, [*peaks.values()]),
         _microbatch_table(largest),
-        _machine_table(loaded, machines, budget),
+        _machine_table(loaded, machines),
     ]
     texts = [*here, _about(loaded, num_tokens), *(table.terminal() for table in tables)]
     click.echo(visible("\n\n".join(texts)))
@@ -297,7 +297,7 @@ def _microbatch_table(largest: list[dict[str, int]]) -> Table:
     )
 
 
-def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | None) -> Table:
+def _machine_table(run: Run, machines: list[dict[str, Any]]) -> Table:
     rows = []
     for found in machines:
         batch, figures = UNKNOWN, [UNKNOWN] * 10
@@ -324,7 +324,6 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
                 f"{found['largest_microbatch']:,}",
                 *figures,
                 found["reason"] or found["source"],
-                *([] if budget is None else [found.get("budget", "")]),
             ]
         )
     possible = [found for found in machines if not found["reason"]]
@@ -348,8 +347,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]], budget: float | Non
             "expected: the MFU in the table, by its source:",
             *_about_speeds(possible),
         ]
-    columns = [*MACHINE_COLUMNS, *_budget_columns(budget)]
-    return Table(columns, rows, _wrapped(notes), (HOURS_RANGE, USD_PRICE, VALIDATION))
+    return Table(MACHINE_COLUMNS, rows, _wrapped(notes), (HOURS_RANGE, USD_PRICE, VALIDATION))
 
 
 def _about_validation(found: dict[str, Any]) -> str:
@@ -361,7 +359,7 @@ def _about_validation(found: dict[str, Any]) -> str:
     )
 
 
-def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: Prices) -> Table:
+def _price_table(machines: list[dict[str, Any]], budget: float | None) -> Table:
     rows = []
     # A spot machine loses steps when it is taken away, which the dollars do not contain.
     best = next((one for one in machines if not one["reason"] and not _is_spot(one)), None)
@@ -389,7 +387,7 @@ def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: P
             ]
         )
     remarks: dict[str, list[str]] = {}
-    for price in [*prices.presets, *prices.others]:
+    for price in [*PRESET_PRICES, *OTHER_PRICES]:
         if price.note:
             remarks.setdefault(price.note, []).append(f"{price.gpu} {amount(price.usd_per_hour)}")
     possible = [found for found in machines if not found["reason"]]
@@ -397,7 +395,7 @@ def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: P
     if possible:
         notes = [
             *([BEST] if best else []),
-            f"{prices.about} Each source: benchmarks/prices.json, or --json.",
+            f"{ABOUT_PRICES} Each source: reporting/gpus.json, or --json.",
             *(f"  {', '.join(names)}: {remark}" for remark, names in remarks.items()),
             "Hours and US$ count validation, and an estimate of start-up, download of its tokens"
             " and compilation; not what a spot machine loses when it is taken away.",
@@ -405,7 +403,11 @@ def _price_table(machines: list[dict[str, Any]], budget: float | None, prices: P
             " source:",
             *_about_speeds(possible),
         ]
-    return Table([*PRICE_COLUMNS, *_budget_columns(budget)], rows, _wrapped(notes))
+    columns = PRICE_COLUMNS
+    if budget is not None:
+        columns = [*PRICE_COLUMNS, Column(f"budget\n${dollars(budget)}", "left")]
+    hidden_first = ("source of the price", "tokens/s", "month", "M tokens per US$")
+    return Table(columns, rows, _wrapped(notes), hidden_first)
 
 
 def _is_spot(found: dict[str, Any]) -> bool:
@@ -431,10 +433,6 @@ def _about_speeds(possible: list[dict[str, Any]]) -> list[str]:
             f"  {found['gpu']}, {found['source']}: {found['detail']}" for found in possible
         )
     ]
-
-
-def _budget_columns(budget: float | None) -> list[Column]:
-    return [] if budget is None else [Column(f"budget\n${dollars(budget)}", "left")]
 
 
 def _wrapped(notes: list[str]) -> list[str]:

@@ -1,27 +1,25 @@
-"""The MFU that a run is expected to reach on a GPU: that of a run of one's own, else a measurement
-that ships with the project, else an estimate."""
+"""The MFU that a run is expected to reach on a GPU: of a run of one's own, else an estimate."""
 
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from basics.errors import UserError, one_line
 from basics.gpu_readings import read_gpus
 from basics.json_files import FrozenConfig, found_object
 from lab.plan.memory import Setting
 from lab.runs import Record, RunFiles, launched_runs, number
-from reporting.speed import EXPECTED_SHARE, SPEED_CHECK_STEPS, Gpu, find_gpu
+from reporting.gpus import EXPECTED_SHARE, Gpu, find_gpu
+from reporting.speed import SPEED_CHECK_STEPS
 from run_config import ModelConfig, Precision, Run
 
-MEASURED_PATH = Path(__file__).parents[2] / "benchmarks" / "measured.json"
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
 PUBLIC_FLOPS_PER_TOKEN = 854.44e6  # of GPT-2 small, which the public figures are of
 CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
 RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
-OWN, MEASURED, PUBLIC, ROUGH = "own run", "measured", "public", "rough"  # sources, for a table
-ORIGINAL = "original"  # one more source: the original system, neither compiled nor fused
+OWN, PUBLIC, ASSUMED = "own run", "public", "assumed"  # sources, for a table
 LOW_PRECISIONS = ("bf16", "fp16")  # whose peaks are equal
 SPEED_KEYS = (
     "microbatch_size",
@@ -43,10 +41,7 @@ DAMAGED = (LookupError, TypeError, ValueError, ArithmeticError)  # what damaged 
 
 
 class Measurement(FrozenConfig):
-    """A training speed of this trainer; `benchmarks/measured.json` is a list of them.
-
-    It is that of all processes, in the steps after the first, without validation.
-    """
+    """A training speed of this trainer: of all processes, after the first step, no validation."""
 
     device: str = Field(pattern=r"^[ -~]{1,80}$")  # as the driver names it
     processes: int = Field(ge=1, le=MAX_PROCESSES)
@@ -86,17 +81,14 @@ class ExpectedSpeed(NamedTuple):
     detail: str
 
 
-def read_measured(runs_dir: Path) -> dict[str, list[Measurement]]:
-    """Read the speeds of one's own runs, the newest first, and those shipped, by source."""
+def read_measured(runs_dir: Path) -> list[Measurement]:
+    """Read the speeds of one's own runs, the newest first."""
     launched = launched_runs(runs_dir) if runs_dir.exists() else []
     paths = sorted(
         (runs_dir / name / "summary.json" for name in launched), reverse=True, key=_mtime
     )
     own = [read_own(path.parent) for path in paths]
-    return {
-        OWN: [measurement for measurement in own if measurement],
-        MEASURED: TypeAdapter(list[Measurement]).validate_json(MEASURED_PATH.read_bytes()),
-    }
+    return [measurement for measurement in own if measurement]
 
 
 def _mtime(path: Path) -> float:
@@ -168,20 +160,17 @@ def measured_speed(run: Run) -> tuple[float, int, str]:
     )
 
 
-def expected_speed(
-    wanted: Setting, gpu: Gpu, measured: dict[str, list[Measurement]]
-) -> ExpectedSpeed:
-    """Return the figure of the first source that has one; of its runs that of the nearest model."""
-    for name, found in measured.items():
-        if fitting := [one for one in found if one.fits(wanted, gpu)]:
-            # Of equally near ones the first.
-            nearest = min(fitting, key=lambda one: _size_ratio(wanted, one.model.flops_per_token))
-            detail = (
-                f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
-                f" {nearest.device}, {nearest.model.num_parameters:,} parameters"
-                f" ({nearest.source})"
-            )
-            return ExpectedSpeed(nearest.mfu(gpu), name, detail)
+def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> ExpectedSpeed:
+    """Return the figure of an own run of the nearest model, else of public runs, else assumed."""
+    if fitting := [one for one in measured if one.fits(wanted, gpu)]:
+        # Of equally near ones the first.
+        nearest = min(fitting, key=lambda one: _size_ratio(wanted, one.model.flops_per_token))
+        detail = (
+            f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
+            f" {nearest.device}, {nearest.model.num_parameters:,} parameters"
+            f" ({nearest.source})"
+        )
+        return ExpectedSpeed(nearest.mfu(gpu), OWN, detail)
     config, known = wanted.config, gpu.public_mfu
     recomputing = RECOMPUTING if config.activation_checkpointing else 1
     is_as_original = config.compile is False or config.attention == "math"
@@ -198,7 +187,7 @@ def expected_speed(
             " with only one of the two a run is faster"
         )
         mfu = gpu.low_mfu.share * recomputing
-        return ExpectedSpeed(mfu, ORIGINAL if is_measured else ROUGH, detail)
+        return ExpectedSpeed(mfu, PUBLIC if is_measured else ASSUMED, detail)
     mfu = gpu.expected_mfu * recomputing
     is_other = is_other_work or wanted.model.drop_rate or is_as_original
     if known:
@@ -213,7 +202,7 @@ def expected_speed(
             "; a guess, as public runs are of GPT-2 small,"
             " compiled, in 16 bits, without dropout and recomputation"
         )
-    return ExpectedSpeed(mfu, ROUGH if is_other or not known else PUBLIC, detail)
+    return ExpectedSpeed(mfu, ASSUMED if is_other or not known else PUBLIC, detail)
 
 
 def _size_ratio(wanted: Setting, flops: float) -> float:

@@ -19,14 +19,13 @@ from lab.plan import speed_sources
 from lab.plan.estimate import Machine, default_precision, flops_of, num_checkpoints, verdict
 from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, peak_memory
-from lab.plan.prices import Price, read_prices
-from lab.plan.speed_sources import MEASURED, expected_speed, read_measured, read_own
+from lab.plan.speed_sources import expected_speed, read_measured, read_own
 from optim import decay_line
 from processes.command_line import command_line
 from processes.distributed import Process
 from processes.run_lock import release_run
 from reporting.clock import PhaseClock
-from reporting.speed import GPUS, find_gpu
+from reporting.gpus import GPUS, OTHER_PRICES, PRESET_PRICES, Price, find_gpu
 from reporting.summary import RunEnd, summarise
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.json_schemas import checked
@@ -83,7 +82,7 @@ def estimated(workplace, machine, **train):
         load_run(workplace.runs_dir, run_dir.name),
         Machine.parse(machine),
         tokens=None,
-        measured={},
+        measured=[],
     )
 
 
@@ -130,7 +129,7 @@ def test_the_figures_of_the_notes_are_those_of_their_page(workplace):
     (a100,) = (
         row for row in rows_of(plan("eight", runs_dir=workplace.runs_dir)) if row[0] == "8x A100-40"
     )
-    assert a100[-1] == "original"
+    assert a100[-1] == "public"
     by_card = dict(re.findall(r"^(\d+ GiB) +\d+ +(\d+)$", output, re.MULTILINE))
     rows = compare(read_published()).rows
     (losses,) = loss_points(rows, "test_loss").values()
@@ -354,11 +353,11 @@ def test_checkpoints_on_disk_are_those_that_are_kept(workplace, keep, most):
 
 def test_the_plan_is_a_json_document_with_the_figures_of_the_tables():
     """The machines are sorted by their expected cost; what was paid is in the estimate's range."""
-    arguments = ("8xa100m40", "--machine", "mine=4xH200@9.5", "--budget", "40")
+    arguments = ("8xa100m40", "--machine", "mine=4xH200@9.5")
     document = checked(plan(*arguments, "--json"))
     costs = rows_of(plan(*arguments))
-    assert [[row[0], row[9], row[-1]] for row in costs] == [
-        [found.name, f"{found.usd.expected:.2f}", found.budget] for found in document.machines
+    assert [[row[0], row[9]] for row in costs] == [
+        [found.name, f"{found.usd.expected:.2f}"] for found in document.machines
     ]
     usd = [found.usd.expected for found in document.machines]
     assert usd == sorted(usd)
@@ -380,7 +379,20 @@ def test_the_plan_is_a_json_document_with_the_figures_of_the_tables():
         machine.steps,
         machine.checkpoints,
     ) == (13, 104, 30_614, 50)
-    assert machine.usd.low < 35.56 < machine.usd.high and machine.budget == "probably fits"
+    assert machine.usd.low < 35.56 < machine.usd.high
+
+
+def test_a_budget_considers_each_known_price_also_of_single_cards():
+    arguments = ("gpt2-small-one-dollar", "--machine", "mine=4xH200@9.5", "--budget", "8")
+    document = checked(plan(*arguments, "--json"))
+    rows = price_rows(plan(*arguments))
+    assert len(rows) == len(PRESET_PRICES) + len(OTHER_PRICES) + 1
+    assert [[row[0].removesuffix(" *"), row[6], row[-1]] for row in rows] == [
+        [found.name, f"{found.usd.expected:.2f}", found.budget] for found in document.machines
+    ]
+    assert any(found.num_gpus == 1 and found.budget == "fits" for found in document.machines)
+    narrow = succeeded(run_lab("plan", *arguments, COLUMNS="80")).output.split("\n\n")[0]
+    assert max(map(len, narrow.splitlines())) <= 80
 
 
 # Prices, and what a US dollar buys
@@ -409,8 +421,7 @@ def str_of(price):
 
 
 def test_every_shipped_price_has_a_known_gpu_a_month_a_kind_and_a_source():
-    found = read_prices()
-    prices = [*found.presets, *found.others]
+    prices = [*PRESET_PRICES, *OTHER_PRICES]
     assert {price.gpu for price in prices} <= {gpu.name for gpu in GPUS}
     assert len({(each.gpu, each.num_gpus, each.usd_per_hour, each.kind) for each in prices}) == len(
         prices
@@ -444,16 +455,15 @@ def test_a_price_without_its_month_kind_or_source_is_refused(change):
 
 def test_a_comparison_shows_each_known_price_and_the_tokens_of_a_dollar():
     document = checked(plan(*ONE_DOLLAR, "--json"))
-    prices = read_prices()
-    shipped = [each.model_dump() for each in (*prices.presets, *prices.others)]
+    shipped = [each.model_dump() for each in (*PRESET_PRICES, *OTHER_PRICES)]
     shown = [found.price.model_dump() for found in document.machines]
     assert sorted(shown, key=str_of) == sorted(shipped, key=str_of)
     for found in document.machines:
-        peak = find_gpu(found.gpu).peak_flops
+        peak = find_gpu(found.gpu).peak("bf16")
         speed = found.num_gpus * found.mfu * peak / document.flops_per_token
         assert found.tokens_per_second == pytest.approx(speed)
         assert found.tokens_per_usd == pytest.approx(speed * 3600 / found.price.usd_per_hour)
-        assert found.source in ("public", "rough")  # no speed of this trainer is known
+        assert found.source in ("public", "assumed")  # no speed of this trainer is known
     usd = [found.usd.expected for found in document.machines]
     assert usd == sorted(usd)
     rows = price_rows(plan(*ONE_DOLLAR))
@@ -680,14 +690,6 @@ MACHINE = {
 MODEL = load_run(PROJECT_DIR / "runs", "original").model.model_copy(update={"drop_rate": 0.0})
 TRAIN = load_run(PROJECT_DIR / "runs", "gpt2-small-1gpu").config
 WANTED = Setting(MODEL, TRAIN, "bf16", num_processes=1)
-ROW = {
-    "device": "NVIDIA H200",
-    "processes": 1,
-    "precision": "bf16",
-    "tokens_per_second": 500_000,
-    "model": MODEL.model_dump(),
-    "source": "a stand-in of 2026-11-22",
-}
 
 
 def changed(model, train, precision="bf16"):
@@ -772,33 +774,11 @@ def test_the_nearest_in_size_and_then_the_newest_run_is_used(tmp_path):
     assert expected(tmp_path).detail.endswith("(run new)")
 
 
-def test_a_shipped_measurement_comes_after_own_runs_and_before_the_estimate(tmp_path, monkeypatch):
-    path, gpu = tmp_path / "measured.json", find_gpu("H200")
-    path.write_text(json.dumps([ROW]))
-    monkeypatch.setattr(speed_sources, "MEASURED_PATH", path)
-    speed = expected_speed(WANTED, gpu, read_measured(tmp_path))
-    assert (speed.mfu, speed.source) == (
-        pytest.approx(500e3 * 854.44e6 / 989e12, rel=1e-4),
-        "measured",
-    )
-    assert speed.detail.endswith("163,009,536 parameters (a stand-in of 2026-11-22)")
-    add_summary(tmp_path, "mine", machine=MACHINE | {"device": "NVIDIA H200"})
-    measured = read_measured(tmp_path)
-    assert expected_speed(WANTED, gpu, measured).source == "own run"
-    assert expected_speed(changed({}, {}, "tf32"), gpu, measured).source == "rough"
-
-
-def test_the_shipped_measurements_are_valid(tmp_path):
-    for found in read_measured(tmp_path)[MEASURED]:
-        gpu = find_gpu(found.device)
-        assert gpu is not None and 0 < found.mfu(gpu) < 1 and found.source
-
-
-def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path):
+def test_an_estimate_without_a_public_figure_is_assumed(tmp_path):
     speed = expected(tmp_path)
     assert (speed.mfu, speed.source) == (0.39, "public") and "none of this" in speed.detail
     speed = expected(tmp_path, "AMD Instinct MI300X")
-    assert speed.mfu == pytest.approx(0.32) and speed.source == "rough"
+    assert speed.mfu == pytest.approx(0.32) and speed.source == "assumed"
     assert "no public figure for several MI300X; assumed 32%" in speed.detail
 
 
@@ -816,18 +796,24 @@ def test_an_estimate_without_a_public_figure_is_a_rough_one(tmp_path):
 )
 def test_a_public_figure_counts_only_for_such_a_run(tmp_path, model, train, precision):
     found = expected(tmp_path, wanted=changed(model, train, precision))
-    assert found.source == "rough" and "a guess, as public runs are of GPT-2 sm" in found.detail
+    assert found.source == "assumed" and "a guess, as public runs are of GPT-2 sm" in found.detail
     assert found.mfu == 0.39 * (0.75 if "activation_checkpointing" in train else 1)
 
 
 @pytest.mark.parametrize(
     ("device", "model", "train", "mfu", "source"),
     [
-        (H100, {}, {"compile": False}, 0.053, "original"),
-        (H100, {"drop_rate": 0.1}, {"attention": "math"}, 0.053, "original"),
-        (H100, {}, {"attention": "math", "activation_checkpointing": True}, 0.75 * 0.053, "rough"),
-        (H100, {"n_layers": 36}, {"compile": False}, 0.053, "rough"),
-        ("NVIDIA L4", {}, {"compile": False}, 0.05, "rough"),
+        (H100, {}, {"compile": False}, 0.053, "public"),
+        (H100, {"drop_rate": 0.1}, {"attention": "math"}, 0.053, "public"),
+        (
+            H100,
+            {},
+            {"attention": "math", "activation_checkpointing": True},
+            0.75 * 0.053,
+            "assumed",
+        ),
+        (H100, {"n_layers": 36}, {"compile": False}, 0.053, "assumed"),
+        ("NVIDIA L4", {}, {"compile": False}, 0.05, "assumed"),
     ],
 )
 def test_the_speed_of_the_original_is_that_of_its_form(tmp_path, device, model, train, mfu, source):

@@ -23,7 +23,7 @@ from processes.startup_agreement import open_torchrun_store
 from processes.watchdog import Watchdog
 from reporting import clock, loss_window
 from reporting.clock import PhaseClock
-from reporting.speed import find_gpu
+from reporting.gpus import find_gpu
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN
