@@ -56,7 +56,6 @@ from trainer.background_saver import BackgroundSaver
 from trainer.commands import launch, run_to_search, search
 from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
 from trainer.growth import grown_state
-from trainer.learning_rate_search import prepare_range_test, report_range_test, run_range_test
 from trainer.loss_functions import LossFunctions, validate
 from trainer.measurements import Measurements
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
@@ -73,6 +72,8 @@ from trainer.startup import (
     print_if_finished,
 )
 from trainer.stopping import Stop
+
+MAX_SKIPPED_STEPS = 20  # in a row, whose gradients are not finite; then the run ends
 
 
 def main() -> None:
@@ -114,9 +115,6 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
         phase=lambda: clock.current,
         seconds=clock.total_seconds,
     )
-    if options.find_learning_rate:
-        find_learning_rate(options, watchdog, agreement)
-        return 0
     with watchdog.start():  # a node may be lost while another one downloads
         prepared = prepare_run(options, process, clock, agreement)
         print_if_finished(prepared, process)
@@ -176,29 +174,6 @@ def train_run(
         )
     if process.is_main:
         trainer.end(global_step)
-
-
-def find_learning_rate(options: Options, watchdog: Watchdog, agreement: Agreement) -> None:
-    """Train from the initial weights with growing rates, and suggest one. Every rank."""
-    process = watchdog.process
-    with watchdog.start():
-        run, data = prepare_range_test(options, watchdog, agreement)
-        state = agreement.run(
-            "state", lambda: build_state(run, data, ResumePoint(), options, process)
-        )
-        with process_group(process, agreement.connect("group"), run.config):
-            step = TrainingStep(state, run.config, process)
-            microbatches = read_microbatches(data, 0, watchdog, PhaseClock())
-            num_microbatches = data.plan.gradient_accumulation_steps
-            losses = run_range_test(
-                lambda rate: step.take(
-                    microbatches, num_microbatches=num_microbatches, learning_rate=rate
-                )[0],
-                watchdog,
-            )
-            microbatches.close()
-            del step.parallel_loss  # its threads must be gone before its process group
-    report_range_test(run, losses, process)
 
 
 def measure_microbatch(trial: MicrobatchTrial) -> None:
@@ -549,7 +524,7 @@ class Trainer:
                 self.clock.count_diagnostics(measured.seconds)
             self.log.warn("a reading of the machine failed", measurements.meter.pop_failure())
             self.log.report_steps(window, measurements.machine(window))
-            if loss_window.longest_skipped >= self.config.max_skipped_steps:
+            if loss_window.longest_skipped >= MAX_SKIPPED_STEPS:
                 self.fail_skipping(window.global_step)
         gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         self.warn_of_failed_write()

@@ -196,7 +196,6 @@ class TrainConfig(FrozenConfig):
     usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD_PER_HOUR)  # of all machines
     max_cost_usd: float | None = Field(default=None, gt=0, le=1e9)
     max_hours: float | None = Field(default=None, gt=0, le=1e6)
-    max_skipped_steps: Count = 20  # consecutive
     collective_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
     hang_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
 

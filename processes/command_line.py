@@ -33,7 +33,6 @@ class Options:
     reference: str | None = None
     after_checkpoint: str | None = None
     find_max_microbatch: bool = False
-    find_learning_rate: bool = False
     save: bool = False
     memory_limit_gib: float | None = None
     prefetch: bool = False
@@ -56,7 +55,7 @@ class Options:
         ):
             if command is not None and not command.strip():
                 raise UserError(f"{name} is empty; name a command, or leave it out")
-        instead = given("find_max_microbatch", "find_learning_rate", "prefetch")  # of training
+        instead = given("find_max_microbatch", "prefetch")  # of training
         of_training = ["CHECKPOINT"] * bool(self.checkpoint) + given(
             "max_steps", "fresh", "after_checkpoint", "when_done"
         )
@@ -131,11 +130,6 @@ class Options:
     "find_max_microbatch",
     is_flag=True,
     help="Find the largest and the fastest microbatch size that fits; no training.",
-)
-@click.option(
-    "--find-learning-rate",
-    is_flag=True,
-    help="Train some hundred steps with a growing learning rate and suggest one; nothing is saved.",
 )
 @click.option(
     "--prefetch",

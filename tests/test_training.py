@@ -324,13 +324,9 @@ def test_bad_input_of_a_launch_is_reported_once(workplace, under_torchrun):
         ("--when-done", "--when-done"),
         ("--when-done=", "--when-done is empty; name a command"),
         ("--after-checkpoint=", "--after-checkpoint is empty; name a command"),
-        (
-            "-f --find-learning-rate",
-            "--find-learning-rate cannot be used with --find-max-microbatch",
-        ),
         *(
             (f"{option} {mode}", f"{name} cannot be used with {mode}")
-            for mode in ("--find-max-microbatch", "--find-learning-rate", "--prefetch")
+            for mode in ("--find-max-microbatch", "--prefetch")
             for option, name in (
                 ("best", "CHECKPOINT"),
                 ("--fresh", "--fresh"),
@@ -339,10 +335,7 @@ def test_bad_input_of_a_launch_is_reported_once(workplace, under_torchrun):
                 ("--after-checkpoint true", "--after-checkpoint"),
             )
         ),
-        *(
-            (f"--prefetch {search}", f"--prefetch cannot be used with {search}")
-            for search in ("--find-max-microbatch", "--find-learning-rate")
-        ),
+        ("--prefetch -f", "--prefetch cannot be used with --find-max-microbatch"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(monkeypatch, arguments, message):

@@ -45,8 +45,6 @@ def launch(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
     if options.find_max_microbatch:
         search(run_to_search(options, num_processes), options, num_processes)
         return 0
-    if options.find_learning_rate:  # the processes check the run
-        return start_torchrun(num_processes)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
     if options.prefetch:

@@ -35,7 +35,6 @@ WITHOUT_EFFECT = {  # settings that change no loss beyond rounding
     "usd_per_hour",
     "max_cost_usd",
     "max_hours",
-    "max_skipped_steps",
     "collective_timeout_seconds",
     "hang_timeout_seconds",
 }

@@ -287,15 +287,16 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(workplace, run_
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(workplace):
     workplace.add_dataset()
-    run_dir = workplace.add_run(train=SETTINGS | {"max_skipped_steps": 3, "weight_decay": 0.5})
+    train = {"min_train_tokens": 30 * 128, "weight_decay": 0.5}
+    run_dir = workplace.add_run(train=SETTINGS | train)
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "5"))
-    best = (run_dir / "checkpoints/best").readlink()
+    best = (run_dir / "checkpoints/best/model.safetensors").read_bytes()
     result = workplace.ddp_train("tiny", "--nproc-per-node", "2", **{VARIABLE: "gradient:nan"})
     assert result.returncode == 3
     line = last_line_of_ours(result)
-    assert "the gradients of 5 steps in a row, up to step 10, were not finite; resume from" in line
+    assert "the gradients of 20 steps in a row, up to step 25, were not finite; resume from" in line
     assert result.stderr.count("Error: ") == 1 and "Traceback" not in result.stderr
-    assert (run_dir / "checkpoints/best").readlink() == best
+    assert (run_dir / "checkpoints/best/model.safetensors").read_bytes() == best
     assert (
         summary_of(run_dir)["status"] == "failed"
         and "Infinity"
