@@ -118,8 +118,12 @@ def lock_directory(directory: Path, *, is_shared: bool = False) -> int:
     except BlockingIOError:
         raise
     except OSError:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        return _lock(os.open(directory / LOCK_NAME, flags, 0o666), kind)
+        return lock_file(directory / LOCK_NAME, kind)
+
+
+def lock_file(path: Path, kind: int = fcntl.LOCK_EX) -> int:
+    """Make a file if it is missing, and lock it, as `lock_directory` does."""
+    return _lock(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), kind)
 
 
 def share_lock(descriptor: int) -> int:

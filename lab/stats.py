@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Self
 
 # Two-sided, 95%: the 97.5% quantiles for 1, 2, ..., 30 degrees of freedom.
@@ -40,7 +39,6 @@ T_95 = (
     2.045,
     2.042,
 )
-LEVEL, POWER = 0.05, 0.8  # of a two-sided test; of finding a difference that is there
 
 
 def t_95(freedom: int) -> float:
@@ -96,17 +94,3 @@ def pooled_deviation(groups: Iterable[tuple[float, int]]) -> tuple[float, int]:
     freedom = sum(free for _, free in known)
     squares = sum(free * deviation**2 for deviation, free in known)
     return (math.sqrt(squares / freedom), freedom) if freedom else (0.0, 0)
-
-
-def seeds_needed(difference: float, deviation: float) -> int:
-    """Return how many seeds find a difference with 80% power at the 5% level; at least 2.
-
-    n = ((z(1 - level / 2) + z(power)) * deviation / difference)^2 + z(1 - level / 2)^2 / 2, with
-    the standard deviation of the paired differences, and a difference other than 0.
-
-    Source: Guenther 1981, The American Statistician 35, 243-244 (paired t-test; the second term
-        corrects the normal approximation).
-    """
-    z_level, z_power = NormalDist().inv_cdf(1 - LEVEL / 2), NormalDist().inv_cdf(POWER)
-    ratio = (z_level + z_power) * deviation / difference
-    return max(2, math.ceil(ratio**2 + z_level**2 / 2)) if deviation else 2

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from basics.errors import UserError, cannot_be_written, print_line, status_of_place
+from basics.errors import UserError, print_line, status_of_place
 from basics.files import UNSUPPORTED, lock_directory, share_lock, write_atomically
 from basics.json_files import found_object, to_json
 from processes.signals import Deadlines
@@ -69,30 +69,6 @@ def lock_run(run_dir: Path) -> None:
     if not is_child:  # else its parent has watched it
         _watch_heartbeat(run_dir, has_lock=has_lock)
     os.environ[LAUNCH] = str(os.getpid())
-
-
-def try_lock_run(run_dir: Path) -> int | None:
-    """Lock a run for launches that this process starts, without waiting; None if it is trained.
-
-    A launch shares the lock if `LAUNCH` in its environment is the id of this process, its parent.
-    Returns a descriptor: the lock ends when it is closed and the launch has ended. Where locks do
-    not hold between machines, a recent heartbeat of another machine tells that the run is trained.
-
-    Raises: UserError: the directory cannot be locked.
-    """
-    try:
-        descriptor = share_lock(lock_directory(run_dir))
-    except BlockingIOError:
-        return None
-    except OSError as error:
-        raise cannot_be_written(run_dir, error) from None
-    beat = read_heartbeat(run_dir)
-    if beat and beat["host"] != socket.gethostname():
-        with suppress(OSError):  # removed meanwhile: its launch has ended
-            if abs(time.time() - (run_dir / HEARTBEAT).stat().st_mtime) <= RECENT_SECONDS:
-                os.close(descriptor)
-                return None
-    return descriptor
 
 
 def _wait_for_lock(run_dir: Path, *, is_child: bool) -> None:

@@ -23,7 +23,6 @@ from processes.run_lock import (
     release_run,
     seconds_before,
     trained_by,
-    try_lock_run,
 )
 from processes.signals import Deadlines
 from tests.support import stand_ins
@@ -207,32 +206,3 @@ def test_a_heartbeat_that_is_damaged_counts_no_time(run_dir, seconds):
         f'{{"pid": 7, "host": "elsewhere", "time": "now", "seconds": {seconds}}}'
     )
     assert seconds_before(run_dir) == 0
-
-
-def test_a_lock_that_is_not_waited_for_is_shared_with_the_launches_of_its_process_only(
-    run_dir, start, monkeypatch
-):
-    monkeypatch.setenv("DDP_TRAIN_TEST_DEADLINES", '{"orphans": 0}')
-    descriptor = try_lock_run(run_dir)
-    assert try_lock_run(run_dir) is None
-    refused = subprocess.run(
-        [sys.executable, "-c", LOCKS, str(run_dir)], cwd=PROJECT_DIR, capture_output=True, text=True
-    )
-    assert "another launch is training this run" in refused.stderr
-    monkeypatch.setenv(run_lock.LAUNCH, str(os.getpid()))
-    process = start()
-    os.close(descriptor)
-    assert try_lock_run(run_dir) is None  # its launch has it
-    process.kill()
-    process.wait()
-    os.close(try_lock_run(run_dir))
-
-
-def test_a_run_with_a_recent_heartbeat_of_another_machine_is_trained_there(run_dir):
-    beat(run_dir, 1, host="elsewhere")
-    assert try_lock_run(run_dir) is None
-    old = time.time() - 2 * run_lock.RECENT_SECONDS
-    os.utime(run_dir / HEARTBEAT, (old, old))  # that machine has died
-    os.close(try_lock_run(run_dir))
-    beat(run_dir, 1, host=HERE)  # of a launch here, which would have the lock
-    os.close(try_lock_run(run_dir))

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,12 +136,6 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
             f"{label(changes)}: a sweep compares validation losses; set"
             f" validation_interval with validation_sequences in {base.train_path}"
         )
-    for key, option in (("max_hours", "--budget-hours"), ("max_cost_usd", "--budget-usd")):
-        if getattr(config, key) is not None:
-            raise UserError(
-                f"{label(changes)}: {key} would stop runs before their end; drop it"
-                f" from {base.train_path}, and pass {option} for the whole sweep"
-            )
     # The runs of a sweep are in another directory, where the name of a run would not be found.
     name, runs_dir = config.init_from, base.run_dir.parent
     named = None if name is None else find_run(runs_dir, name)
@@ -308,13 +302,20 @@ class Sweep:
                 write_atomically(path, f"{text}\n")
 
 
-def open_sweep(base: Run, sweep_dir: Path, changes: list[Changes], num_seeds: int) -> Sweep:
+def open_sweep(
+    base: Run,
+    sweep_dir: Path,
+    changes: list[Changes],
+    num_seeds: int,
+    usd_per_hour: float | None = None,
+) -> Sweep:
     """Return a sweep with its earlier plan, these variants and seeds, written to its directory.
 
-    Raises: UserError: something is wrong with the changes, the plan or the directory.
+    Raises: UserError: something is wrong with the changes, the plan or the directory, or a limit in
+        dollars lacks the price.
     """
     for change in ({}, *changes):  # refused before anything is written
-        changed(base, change)
+        replace(base, config=changed(base, change)[1]).priced(usd_per_hour)
         if SEED in change:
             raise UserError(f"{SEED} is the same for all variants; use --seeds N")
     if not changes and num_seeds == 1 and not (sweep_dir / PLAN_NAME).exists():

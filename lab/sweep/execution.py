@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -11,25 +10,53 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
-from basics.errors import NON_FINITE, STOP_SIGNALS, print_line, writing_to
-from basics.json_files import found_object
+from basics.errors import NON_FINITE, STOP_SIGNALS, cannot_be_written, print_line, writing_to
+from basics.files import lock_file, write_atomically
+from basics.json_files import found_object, read_json_object, to_json
 from basics.text import counted
-from lab.runs import NO_SUMMARY, Result, number, number_of, read_run
+from lab.runs import NO_SUMMARY, Result, read_run
 from lab.sweep.definition import PlannedRun, Sweep
-from lab.sweep.pruning import save_reference, set_limit
 from lab.sweep.shares import Share
-from processes.run_lock import LAUNCH, try_lock_run
 from processes.signals import end_with_parent, stop_signals
-from reporting.summary import BEHIND, FINISHED
-from run_config import StopIfBehind
+from reporting.reference import (
+    REFERENCES,
+    WARNING_LOSS,
+    WARNING_STD,
+    ReferenceCurve,
+    mean_curve,
+    report_noise,
+    write_reference,
+)
+from reporting.summary import BEHIND, BUDGET, FINISHED
 
 SCRIPT = Path(__file__).parents[2] / "ddp_train.py"
 OUTPUT_NAME = "output.log"  # in a run's directory: what it prints, if several are trained at once
 LAST_BYTES = 2000  # of it, where the reason of a failure is looked for
-DIVERGED, NOT_STARTED, PRUNED = "diverged", "not started", "pruned"
+CLAIM = "claim.lock"  # in a run's directory: locked by the command that trains it
+DIVERGED, NOT_STARTED, PRUNED, AT_LIMIT = "diverged", "not started", "pruned", "at its limit"
+ENDED_BY = {BEHIND: PRUNED, BUDGET: AT_LIMIT}  # the run's own settings; it would end so again
 NOT_FINITE = "were not finite"  # in the reason of a run whose gradients were not
+REFERENCE = "baseline"  # the curve of the baseline, in `references.json` of the sweep
+# Of its tokens: nothing is pruned before. Runs with twice the baseline's rate were behind after 40%
+# of their tokens, and ended ahead (docs/sweeps.md).
+FIRST_SHARE = 0.5
+MAX_POINTS = 1000
+REPORTS = 2  # validations in a row
+# With another value of these, the loss at the same number of tokens is another: nothing is pruned.
+OTHER_CURVE = {
+    "dataset",
+    "vocab_size",
+    "context_length",
+    "grow",
+    "min_train_tokens",
+    "microbatch_size",
+    "validation",
+    "start_val_token",
+    "validation_sequences",
+    "validation_batches",
+}
 POLL_SECONDS = 0.1  # between two looks at what has ended
 OTHERS_SECONDS = 5.0  # between two looks at runs that other commands train
 
@@ -40,8 +67,8 @@ class Outcome:
 
     run: PlannedRun
     result: Result
-    state: str  # finished, diverged, pruned at a step, not started, or why it has not finished
-    num_steps_left: int | None = None  # of a pruned run
+    state: str  # finished, diverged, pruned, at its limit, not started, or why it has not finished
+    loss: float | None  # the last validation loss; None unless finished or at its limit
 
     @classmethod
     def read(cls, run: PlannedRun, exit_status: int = 0) -> Self:
@@ -52,33 +79,18 @@ class Outcome:
         has_no_loss = state == FINISHED and result.validation_loss is None
         if has_no_loss or exit_status == NON_FINITE or NOT_FINITE in (result.reason or ""):
             state = DIVERGED
-        elif state == "stopped" and summary.get("stopped_by") == BEHIND:
-            done = int(result.steps or 0)
-            wanted = int(number_of(summary, "num_steps") or done)
-            return cls(run, result, f"{PRUNED} at step {done:,} of {wanted:,}", wanted - done)
+        elif state == "stopped" and summary.get("stopped_by") in ENDED_BY:
+            state = ENDED_BY[summary["stopped_by"]]
         elif exit_status and state not in (FINISHED, "stopped"):
             if exit_status - 128 not in STOP_SIGNALS:
                 state = f"failed (status {exit_status})"
-        return cls(run, result, state)
+        loss = result.validation_loss if state in (FINISHED, AT_LIMIT) else None
+        return cls(run, result, state, loss)
 
     @property
     def is_settled(self) -> bool:
         """Whether the run is not trained again: it would come to the same."""
-        return self.state in (FINISHED, DIVERGED) or self.num_steps_left is not None
-
-    @property
-    def loss(self) -> float | None:
-        """The final validation loss; None unless finished."""
-        return self.result.validation_loss if self.state == FINISHED else None
-
-    @property
-    def seconds_saved(self) -> float | None:
-        """About what a pruned run would have taken to its end, at its pace; None if not known."""
-        timed = [record for record in self.result.records if number(record.get("seconds"))]
-        steps = timed[-1]["global_step"] - timed[0]["global_step"] if timed else 0
-        if self.num_steps_left is None or steps <= 0:
-            return None
-        return self.num_steps_left * (timed[-1]["seconds"] - timed[0]["seconds"]) / steps
+        return self.state in (FINISHED, DIVERGED, PRUNED, AT_LIMIT)
 
 
 def total(outcomes: Iterable[Outcome], key: str) -> float:
@@ -86,8 +98,26 @@ def total(outcomes: Iterable[Outcome], key: str) -> float:
     return sum(one.result.value(key) or 0.0 for one in outcomes)
 
 
-def start(command: list[str], share: Share, output: IO[bytes] | None) -> subprocess.Popen:
-    """Start a launch that shares this process's lock of its run, and gets SIGTERM if this one dies.
+def claim(run_dir: Path) -> int | None:
+    """Claim a run, without waiting; None if another command trains it.
+
+    Returns the descriptor of a locked file, which its launch inherits. The claim ends when this
+    process has closed it and the launch has ended, however they end.
+
+    Raises: UserError: the file cannot be made or locked.
+    """
+    try:
+        return lock_file(run_dir / CLAIM)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        raise cannot_be_written(run_dir, error) from None
+
+
+def start(
+    command: list[str], share: Share, output: IO[bytes] | None, lock: int
+) -> subprocess.Popen:
+    """Start a launch that shares the claim of its run, and gets SIGTERM if this process dies.
 
     Its process group is its own: Ctrl-C in a terminal reaches it once, through this process.
     """
@@ -103,10 +133,36 @@ def start(command: list[str], share: Share, output: IO[bytes] | None) -> subproc
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env=os.environ | share.environment | {LAUNCH: str(parent)},
+        env=os.environ | share.environment,
+        pass_fds=[lock],
         process_group=0,
         preexec_fn=prepare,
     )
+
+
+def limit_to(sweep: Sweep, baselines: list[Result]) -> dict[str, Any]:
+    """Save the validation curve of baselines that have ended; return the keys that compare with it.
+
+    Empty if there is no curve. With one seed its noise is not known, and the limit is a loss.
+
+    Raises: UserError: the sweep's references are wrong, or cannot be written.
+    """
+    records = [result.records for result in baselines]
+    points = mean_curve(records, "validation_loss", max_points=MAX_POINTS)
+    if not points:
+        return {}
+    first_tokens = FIRST_SHARE * points[-1][0]
+    curve = ReferenceCurve(
+        name=REFERENCE,
+        about=f"{sweep.base.name}, the baseline of this sweep",
+        vocab_size=sweep.base.model.vocab_size,
+        num_runs=len(records),
+        validation=tuple(point for point in points if point[0] >= first_tokens),
+        validation_std=report_noise(records, "validation_loss", reports=1),
+    )
+    write_reference(sweep.sweep_dir / REFERENCES, curve)
+    limit = {"std": WARNING_STD} if curve.validation_std else {"loss": WARNING_LOSS}
+    return {"reference": REFERENCE, "stop_if_behind": limit | {"reports": REPORTS}}
 
 
 @dataclass
@@ -142,8 +198,7 @@ class Execution:
     num_elsewhere: int = 0  # runs that other commands train
     _launched: set[Path] = field(default_factory=set)  # their outcomes have an exit status
     _signal: int = 0
-    _has_reference: bool = False
-    _limit: StopIfBehind | None = None  # at which runs are pruned, if any
+    _limit: dict[str, Any] | None = None  # the keys that prune a run; None until they are known
 
     @property
     def price(self) -> float | None:
@@ -246,10 +301,9 @@ class Execution:
         return ""
 
     def _next(self, sweep: Sweep, waiting: list[PlannedRun]) -> tuple[PlannedRun, int] | None:
-        """Take the next run that nobody trains out of those that wait, with its lock.
+        """Take the next run that nobody trains out of those that wait, with its claim.
 
-        None if there is none now, or if it would pass the budget. To prune, all baselines come
-        first.
+        None if there is none now, or if the budget is spent. To prune, all baselines come first.
         """
         baselines = [run for run in (*waiting, *(one.run for one in self.launches))]
         waits_for_baseline = self.prune and any(not run.changes for run in baselines)
@@ -257,40 +311,25 @@ class Execution:
         for run in list(waiting):
             if self.stop_reason or (waits_for_baseline and run.changes):
                 continue
-            lock = try_lock_run(run.run_dir)
+            lock = claim(run.run_dir)
             # Another command may have trained it since it was last read, or trains it.
             outcome = self.outcomes[run.run_dir] = Outcome.read(run)
             if lock is None:
                 self.num_elsewhere += 1
                 continue
-            if not outcome.is_settled:
-                self._check_budget(run)
-                if not self.stop_reason:
-                    waiting.remove(run)
-                    return run, lock
+            is_spent = not outcome.is_settled and self._seconds_left() <= 0
+            if is_spent:
+                self.stop_reason = f"budget: it was spent before {run.label}"
             else:
                 waiting.remove(run)
+            if not (is_spent or outcome.is_settled):
+                return run, lock
             os.close(lock)
         return None
 
     def _free_share(self) -> Share:
         used = [launch.share for launch in self.launches]
         return next(share for share in self.shares if used.count(share) < self.shares.count(share))
-
-    def _check_budget(self, run: PlannedRun) -> None:
-        """Set a reason to stop if a run and those being trained would pass the budget."""
-        left = self._seconds_left()
-        if left <= 0:
-            self.stop_reason = f"budget: it was spent before {run.label}"
-            return
-        for launch in self.launches:
-            left -= max(0.0, self._seconds_needed(launch.run) - launch.seconds)
-        needed = self._seconds_needed(run)
-        if needed > left:
-            self.stop_reason = (
-                f"budget: {run.label} would take about {needed / 3600:.3g} hours,"
-                f" {max(0.0, left) / 3600:.3g} are left"
-            )
 
     def _seconds_left(self) -> float:
         """Return the seconds of runs that the budget leaves; infinite without one."""
@@ -305,26 +344,6 @@ class Execution:
             left = min(left, usd / self.price * 3600 - running)
         return left
 
-    def _seconds_needed(self, run: PlannedRun) -> float:
-        """Return what a run will take from its last launch's end; 0 if nothing is known.
-
-        It takes the seconds per token of the finished runs, of the same variant if there are any,
-        times the tokens that are left.
-        """
-        finished = [
-            one
-            for one in self.outcomes.values()
-            if one.state == FINISHED and one.result.seconds and one.result.tokens
-        ]
-        alike = [one for one in finished if one.run.changes == run.changes] or finished
-        if not alike:
-            return 0.0
-        seconds = statistics.fmean(one.result.seconds for one in alike)
-        tokens = statistics.fmean(one.result.tokens for one in alike)
-        wanted = tokens if run.config.min_train_tokens == -1 else run.config.min_train_tokens
-        done = self.outcomes[run.run_dir].result.tokens or 0.0
-        return seconds / tokens * max(0.0, wanted - done)
-
     def _stop_at_budget(self) -> None:
         """Stop the runs that are being trained once the budget is spent."""
         if self.launches and not self._signal and self._seconds_left() <= 0:
@@ -338,15 +357,23 @@ class Execution:
         for launch in self.launches:
             launch.process.send_signal(number)
 
-    def _launch(self, sweep: Sweep, run: PlannedRun, lock: int, share: Share) -> None:
-        """Start to train or resume one run, whose lock this process has."""
-        if self.prune and run.changes and not self._has_reference:
+    def _set_limit(self, sweep: Sweep, run: PlannedRun) -> None:
+        """Write into a run's `train.json` that it ends where it is behind the baseline's curve."""
+        if self._limit is None:
             baselines = [one for one in self.outcomes.values() if not one.run.changes]
-            finished = [one.result for one in baselines if one.loss is not None]
-            self._has_reference, self._limit = True, save_reference(sweep, finished)
-            if self._limit is None:
+            self._limit = limit_to(sweep, [one.result for one in baselines if one.loss is not None])
+            if not self._limit:
                 print_line("nothing is pruned: no baseline has finished")
-        set_limit(sweep, run, self._limit)
+        if self._limit and not OTHER_CURVE & {key.partition(".")[0] for key in run.changes}:
+            path = run.run_dir / "train.json"
+            with writing_to(path):
+                text = to_json(read_json_object(path) | self._limit, indent=4)
+                write_atomically(path, f"{text}\n")
+
+    def _launch(self, sweep: Sweep, run: PlannedRun, lock: int, share: Share) -> None:
+        """Start to train or resume one run, whose claim this process has."""
+        if self.prune and run.changes:
+            self._set_limit(sweep, run)
         command = [
             sys.executable,
             str(SCRIPT),
@@ -366,7 +393,7 @@ class Execution:
                 path = run.run_dir / OUTPUT_NAME
                 with writing_to(path):
                     output = files.enter_context(path.open("ab"))
-            process = start(command, share, output)
+            process = start(command, share, output, lock)
         self._launched.add(run.run_dir)
         self.launches.append(Launch(run, share, process, lock, time.monotonic()))
         if self._signal:  # it came before there was a process to pass it on to

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from basics.errors import UserError
 from basics.text import counted, dollars, short_count
 from lab.compare import charts, published
 from lab.compare.reaching import Reached, mean_reached
 from lab.compare.rows import compare
-from lab.runs import number
-from lab.stats import Difference, pooled_deviation, seeds_needed
+from lab.runs import Result, number_of
+from lab.stats import Difference, pooled_deviation
 from lab.sweep.definition import Changes, Sweep, label
-from lab.sweep.execution import Outcome, total
+from lab.sweep.execution import AT_LIMIT, PRUNED, Outcome, total
 from lab.table import UNKNOWN, Column, Table, cell
 from reporting.charts import draw_by_hand
 from reporting.summary import duration
@@ -32,7 +34,6 @@ COLUMNS = [
     Column("against noise", "left"),
     *map(Column, ("tokens to\nbaseline's loss", "seconds", "US$")),
 ]
-ROUND_DIFFERENCE = 0.01  # nats; the number of seeds that it needs is always named
 LONGEST_LABEL = 40  # characters, in a chart
 LOWER = "lower, noise unknown"  # a verdict with one seed
 VERDICT_COLORS = {"better": "tab:green", "worse": "tab:red"}
@@ -44,7 +45,7 @@ class Entry:
 
     name: str
     changes: Changes
-    outcomes: list[Outcome]  # in the order of the seeds
+    outcomes: list[Outcome]  # in the order of the seeds, with the losses that are compared
     is_comparable: bool  # it validates on the baseline's tokens
     difference: Difference | None  # to the baseline; None for itself, and if they do not compare
     reached: Reached | None  # when all seeds had the baseline's final loss, mean
@@ -53,14 +54,19 @@ class Entry:
     def losses(self) -> list[float]:
         return [found.loss for found in self.outcomes if found.loss is not None]
 
+    @property
+    def loss(self) -> float | None:
+        """The mean over the seeds that have one; None without any."""
+        return statistics.fmean(self.losses) if self.losses else None
+
     def mean(self, key: str) -> float | None:
-        """Return the mean of a figure over the finished seeds; None if it is not known of all."""
+        """Return the mean of a figure over the seeds that ended; None if one lacks it."""
         values = [found.result.value(key) for found in self.outcomes if found.loss is not None]
         return statistics.fmean(values) if values and None not in values else None
 
     @property
     def unfinished(self) -> str:
-        """The states of the seeds that have not finished; empty if all have."""
+        """The states of the seeds without a final loss; empty if all have one."""
         states = Counter(found.state for found in self.outcomes if found.loss is None)
         if len(self.outcomes) == 1:
             return ", ".join(states)
@@ -81,11 +87,59 @@ class Entry:
         return "better" if is_lower else "worse"
 
 
+@dataclass(frozen=True)
+class EqualLimit:
+    """The seconds or dollars of a run at which the losses of all runs are compared."""
+
+    key: str  # of a run's records: seconds, usd
+    value: float
+
+    def __str__(self) -> str:
+        return duration(self.value) if self.key == "seconds" else f"US${dollars(self.value)}"
+
+    def loss_of(self, result: Result) -> float | None:
+        """Return the validation loss there, linear between two; None before the first one.
+
+        After its last validation a run keeps that loss: it has finished.
+        """
+        points = _validations(result, self.key)
+        if not points or self.value < points[0][0]:
+            return None
+        spent, losses = np.array(points).T
+        return float(np.interp(self.value, spent, losses))
+
+
+def _validations(result: Result, key: str) -> list[tuple[float, float]]:
+    """Return the seconds or dollars of a run's validations, and their losses."""
+    found = [
+        (number_of(record, key), number_of(record, "validation_loss")) for record in result.records
+    ]
+    return [(spent, loss) for spent, loss in found if spent is not None and loss is not None]
+
+
+def equal_limit(outcomes: Iterable[Outcome]) -> EqualLimit | None:
+    """Return where losses are compared, if `max_hours` or `max_cost_usd` has ended a run.
+
+    It is the last validation of the run at its limit that was validated last the earliest. None if
+    no run is at its limit: all that have a loss have finished.
+    """
+    ended = [one for one in outcomes if one.state == AT_LIMIT]
+    has_hours = any(one.run.config.max_hours is not None for one in ended)
+    key = "seconds" if has_hours else "usd"
+    last = [points[-1][0] for one in ended if (points := _validations(one.result, key))]
+    return EqualLimit(key, min(last)) if last else None
+
+
 def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
     """Return the variants with what their runs have come to; the baseline first."""
     entries: list[Entry] = []
+    limit, compared = equal_limit(outcomes.values()), list(outcomes.values())
+    if limit:
+        compared = [
+            replace(found, loss=found.loss and limit.loss_of(found.result)) for found in compared
+        ]
     for name, changes in zip(sweep.names, sweep.variants, strict=True):
-        group = [found for found in outcomes.values() if found.run.changes == changes]
+        group = [found for found in compared if found.run.changes == changes]
         baseline = entries[0].outcomes if entries else group
         pairs = [
             (own, base)
@@ -136,54 +190,6 @@ def add_stack(sweep: Sweep, entries: list[Entry]) -> str:
     return f"stack: {label(together)}{doubt}"
 
 
-def ranges_of(sweep: Sweep, entries: list[Entry]) -> dict[str, dict[float, float]]:
-    """Return the mean loss by value for each key that two variants or more change alone.
-
-    The values are numbers, by rising number, the baseline's own included.
-    """
-    found: dict[str, dict[float, list[float]]] = {}
-    for entry in entries:
-        if len(entry.changes) == 1 and entry.is_comparable:
-            ((key, value),) = entry.changes.items()
-            if number(value) is not None:
-                found.setdefault(key, {})[value] = entry.losses
-    own = sweep.base.model.model_dump() | sweep.base.config.model_dump()
-    own["global_batch_size"] = own["global_batch_size"] or entries[0].mean("global_batch_size")
-    for name, value in list(own.items()):
-        if isinstance(value, dict):  # a part of an object is a key such as grow.at
-            own |= {f"{name}.{part}": each for part, each in value.items()}
-    ranges = {}
-    for key, losses in found.items():
-        if len(losses) < 2:
-            continue
-        if number(own.get(key)) is not None:
-            losses.setdefault(own[key], []).extend(entries[0].losses)
-        trained = sorted((value, each) for value, each in losses.items() if each)
-        ranges[key] = {value: statistics.fmean(each) for value, each in trained}
-    return ranges
-
-
-def has_fit(points: dict[float, float]) -> bool:
-    """Return whether a quadratic in the value's logarithm can be fitted."""
-    return len(points) >= published.NEEDED_FOR_PARABOLA and min(points) > 0
-
-
-def _range_note(key: str, points: dict[float, float]) -> str:
-    """Tell the minimum of the fitted curve, or why there is none."""
-    if not has_fit(points):
-        return f"{key}: no curve is fitted; it needs the losses of 3 values above 0"
-    _, lowest = published.fit_log_quadratic(list(points), list(points.values()))
-    if lowest is None:
-        return (
-            f"{key}: the fitted curve has no minimum between {min(points):g} and"
-            f" {max(points):g}; try values beyond the best one"
-        )
-    return (
-        f"{key}: lowest loss {lowest[1]:.4f} at {lowest[0]:.4g}, by a quadratic in log2({key})"
-        f" through {len(points)} values"
-    )
-
-
 def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
     """Return the result as a table with its notes."""
 
@@ -199,7 +205,7 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
             [
                 label(entry.changes),
                 f"{len(entry.losses)}/{len(entry.outcomes)}",
-                cell(entry.mean("validation_loss"), "{:.4f}".format),
+                cell(entry.loss, "{:.4f}".format),
                 f"{found.mean:+.4f}" if found else UNKNOWN,
                 interval or UNKNOWN,
                 "; ".join(filter(None, (entry.verdict, tokens, entry.unfinished))) or UNKNOWN,
@@ -212,74 +218,56 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
 
 
 def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
-    """Explain the table: the noise and how many seeds it asks for, ranges, the cost."""
+    """Explain the table: where losses are compared, the noise, what was pruned, the cost."""
     outcomes = [found for entry in entries for found in entry.outcomes]
     spent = f"all runs: {duration(total(outcomes, 'seconds'))}"
     if usd := total(outcomes, "usd"):
         spent += f", US${dollars(usd)}"
+    loss = "final validation loss"
+    if limit := equal_limit(outcomes):
+        loss = (
+            f"validation loss after {limit} of each run, linear between validations, because"
+            " max_hours or max_cost_usd has ended runs; of a run that had finished before, its"
+            " final one"
+        )
     return [
-        "loss: final validation loss (nats per token), mean over seeds; difference: to"
-        f" {sweep.base.name} with the same seeds",
-        *noise_notes([entry.difference for entry in entries if entry.difference]),
-        *(_range_note(key, points) for key, points in ranges_of(sweep, entries).items()),
-        *pruned_notes(outcomes),
+        f"loss: {loss} (nats per token), mean over seeds; difference: to {sweep.base.name} with the"
+        " same seeds",
+        _noise_note([entry.difference for entry in entries if entry.difference]),
+        *(
+            f"{found.run.label}: {PRUNED}: {found.result.reason}"
+            for found in outcomes
+            if found.state == PRUNED
+        ),
         spent,
     ]
 
 
-def pruned_notes(outcomes: list[Outcome]) -> list[str]:
-    """Tell for each pruned run where it ended and why, what it has cost, and what it would have."""
-    notes = []
-    for found in outcomes:
-        saved = found.seconds_saved
-        if found.num_steps_left is None:
-            continue
-        seconds, usd = found.result.seconds or 0.0, found.result.usd
-        spent, left = duration(seconds), "an unknown time" if saved is None else duration(saved)
-        if usd and saved is not None:
-            spent += f", US${dollars(usd)}"
-            left += f", US${dollars(usd * saved / seconds)}"
-        notes.append(
-            f"{found.run.label}: {found.state}: {found.result.reason}; spent: {spent}; saved: about"
-            f" {left}"
-        )
-    return notes
-
-
-def noise_notes(differences: list[Difference]) -> list[str]:
-    """Tell the noise over all variants, and how many seeds the smallest difference needs."""
+def _noise_note(differences: list[Difference]) -> str:
+    """Tell the noise over all variants."""
     known = [one for one in differences if one.deviation is not None]
     if not known:
-        return [
+        return (
             "noise: not known with one finished seed of each variant; measure it with --seeds 3"
             " or more"
-        ]
-    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in known)
-    needed = (
-        f"{seeds_needed(ROUND_DIFFERENCE, deviation):,} for a difference of"
-        f" {ROUND_DIFFERENCE:g}, by the noise over all variants"
-    )
-    smallest = min(known, key=lambda one: abs(one.mean) or math.inf)
-    if smallest.mean:  # by its own noise: one noisy variant would ask thousands of a quiet one
-        needed += (
-            f"; {seeds_needed(smallest.mean, smallest.deviation):,} for the smallest one,"
-            f" {abs(smallest.mean):.2g}, by its own"
         )
-    return [
+    deviation, freedom = pooled_deviation((one.deviation, one.num_pairs) for one in known)
+    return (
         "noise: the standard deviation of a difference with one seed is"
         f" {deviation:.4f} over all variants ({counted(freedom, 'degree')} of freedom);"
-        " inside: the 95% interval, from the variant's own seeds, contains 0",
-        f"seeds needed (80% power, 5% level): {needed}",
-    ]
+        " inside: the 95% interval, from the variant's own seeds, contains 0"
+    )
 
 
 def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[str, Any]:
     """Return the result of a sweep as a JSON document; None for what is not known."""
+    limit = equal_limit(found for entry in entries for found in entry.outcomes)
     return {
-        "schema": "sweep/1",
+        "schema": "sweep/2",
         "sweep": str(sweep.sweep_dir),
         "base": sweep.base.name,
         "stop_reason": stop_reason or None,
+        "compared_at": limit and {limit.key: limit.value},
         "variants": [
             {
                 "name": entry.name,
@@ -290,11 +278,11 @@ def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[st
                         "state": found.state,
                         "loss": found.loss,
                         "seconds": found.result.seconds,
-                        "seconds_saved": found.seconds_saved,
+                        "usd": found.result.usd,
                     }
                     for found in entry.outcomes
                 ],
-                "loss": entry.mean("validation_loss"),
+                "loss": entry.loss,
                 "difference": entry.difference and entry.difference.mean,
                 "interval": entry.difference and entry.difference.interval,
                 "against_noise": entry.verdict or None,
@@ -319,15 +307,6 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
     if compared := [entry for entry in entries if entry.difference]:
         path = sweep.sweep_dir / "differences.png"
         written.append(draw_by_hand(path, partial(_plot_differences, compared)))
-    for key, points in ranges_of(sweep, entries).items():
-        if len(points) > 1:
-            plot = partial(
-                published.plot_points,
-                {"mean over seeds": dict.fromkeys(points.items())},
-                published.plot_fit if has_fit(points) else lambda *_: None,
-                (key, "final validation loss (nats per token)"),
-            )
-            written.append(draw_by_hand(sweep.sweep_dir / f"range-{key}.png", plot))
     return written
 
 

@@ -9,6 +9,7 @@ import click
 from basics.cli import ABOVE_0, DATASETS_DIR, RUNS_DIR, USD_PER_HOUR, print_json, stdout_to_stderr
 from basics.errors import UserError, print_error, print_line, visible, writing_to
 from basics.files import write_atomically
+from basics.json_files import to_json
 
 MAX_PARALLEL = 4096
 
@@ -37,8 +38,7 @@ def _parallel(
     "ranges",
     multiple=True,
     metavar="KEY=VALUE,VALUE...",
-    help="One variant for each value of a key. A curve is fitted to 3 values or more,"
-    " the baseline's included.",
+    help="One variant for each value of a key.",
 )
 @click.option(
     "--seeds",
@@ -58,13 +58,13 @@ def _parallel(
     "--budget-hours",
     type=ABOVE_0,
     metavar="HOURS",
-    help="Stop before all runs of the sweep together take longer.",
+    help="Stop when all runs of the sweep together have taken so long.",
 )
 @click.option(
     "--budget-usd",
     type=ABOVE_0,
     metavar="USD",
-    help="Stop before all runs of the sweep together cost more.",
+    help="Stop when all runs of the sweep together have cost so much.",
 )
 @click.option(
     "--usd-per-hour",
@@ -133,7 +133,7 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
             " usd_per_hour in BASE's train.json"
         )
     with stdout_to_stderr(options["as_json"]):
-        sweep = open_sweep(loaded, sweeps_dir / name, wanted, options["seeds"])
+        sweep = open_sweep(loaded, sweeps_dir / name, wanted, options["seeds"], price)
         execution = Execution(
             options["datasets_dir"],
             options["nproc_per_node"],
@@ -158,6 +158,8 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
         outcomes = execution.outcomes_of(sweep)
         entries = entries_of(sweep, outcomes)
         table, path = table_of(sweep, entries), sweep.sweep_dir / "table.md"
+        document = document_of(sweep, entries, execution.stop_reason)
+        json_path = path.with_suffix(".json")
         click.echo(visible(f"\n{table.terminal()}"))  # whatever fails below, it is seen
         with sweep.locked(), writing_to(sweep.sweep_dir):
             drawn = draw_sweep(sweep, entries) if options["charts"] else []
@@ -165,7 +167,8 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
             if drawn:
                 lines += ["", *(f"![{chart.stem}]({chart.name})" for chart in drawn)]
             write_atomically(path, "\n".join([*lines, ""]))
-        for file in (path, *drawn):
+            write_atomically(json_path, to_json(document, indent=4) + "\n")
+        for file in (path, json_path, *drawn):
             click.echo(visible(f"written: {file}"), err=True)
         if execution.stop_reason:
             click.echo(
@@ -175,5 +178,5 @@ def command(base: str, changes: tuple[str, ...], ranges: tuple[str, ...], **opti
                 )
             )
     if options["as_json"]:
-        print_json(document_of(sweep, entries, execution.stop_reason))
+        print_json(document)
     sys.exit(execution.exit_status)

@@ -12,7 +12,7 @@ from basics.errors import UserError
 from basics.text import dollars
 from lab.compare import charts as comparison_charts
 from lab.runs import END_BYTES, chosen_runs, launched_runs, read_run
-from lab.stats import Difference, pooled_deviation, seeds_needed, t_95
+from lab.stats import Difference, pooled_deviation, t_95
 from lab.watch.answers import Watched
 from reporting.metrics_file import MAX_RECORDS_BYTES
 from tests.support.json_schemas import checked
@@ -424,15 +424,6 @@ def test_interval_of_paired_differences():
 def test_deviations_are_pooled_by_degrees_of_freedom():
     assert pooled_deviation([(1.0, 2), (2.0, 4)]) == pytest.approx((math.sqrt((1 + 3 * 4) / 4), 4))
     assert pooled_deviation([]) == (0.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("size", "num_seeds"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (100.0, 2)]
-)
-def test_seeds_needed_are_those_of_the_exact_paired_test(size, num_seeds):
-    """The published numbers for 80% power at the 5% level (noncentral t), by effect size."""
-    assert seeds_needed(size, 1.0) == seeds_needed(-2 * size, 2.0) == num_seeds
-    assert seeds_needed(size, 0.0) == 2
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ VARIANT = part(
     number_or_none="loss difference tokens_to_baselines_loss seconds usd",
     parts={
         "changes": dict[str, Any],
-        "runs": list[part(text="run state", number_or_none="loss seconds seconds_saved")],
+        "runs": list[part(text="run state", number_or_none="loss seconds usd")],
     },
 )
 REPORT = part(text="title", parts={"checks": list[part(text="name verdict text advice")]})
@@ -157,11 +157,11 @@ DOCUMENTS = {
     ),
     "list/2": part(parts={"runs": list[RUN]}),
     "compare/2": part(texts="notes", parts={"rows": list[COMPARED]}),
-    "sweep/1": part(
+    "sweep/2": part(
         text="sweep base",
         text_or_none="stop_reason",
         texts="notes",
-        parts={"variants": list[VARIANT]},
+        parts={"variants": list[VARIANT], "compared_at": dict[str, float] | None},
     ),
     "evaluate/1": part(parts={"models": list[MODEL]}),
     "doctor/1": part(text_or_none="run", flag="is_fit", parts={"reports": list[REPORT]}),
