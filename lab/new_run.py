@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from basics.cli import DATASETS_DIR, RUNS_DIR
+from basics.cli import ABOVE_0, DATASETS_DIR, RUNS_DIR
 from basics.errors import UserError, visible, writing_to
 from basics.files import write_atomically
 from basics.json_files import read_json_object, to_json
@@ -51,24 +51,50 @@ OF_ANOTHER_DATASET = (  # keys of train.json that are not taken over
 )
 @click.option(
     "--like",
-    default="demo",
-    show_default=True,
     metavar="RUN",
-    help="The run whose settings are taken, such as gpt2-small-1gpu.",
+    help="The run whose settings are taken.  [default: demo; with a size gpt2-small-1gpu]",
 )
+@click.option(
+    "--params",
+    metavar="NUMBER",
+    help="The size, such as 124M or 1.5B: width, layers, batch, tokens and rates follow.",
+)
+@click.option(
+    "--usd",
+    type=ABOVE_0,
+    metavar="USD",
+    help="The size: the largest whose run costs at most so much on --machine.",
+)
+@click.option("--machine", metavar="COUNTxGPU@USD_PER_HOUR", help="Such as 1xRTX-4090@0.45.")
 @RUNS_DIR
 @DATASETS_DIR
-def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Path) -> None:
+def command(
+    run: str,
+    dataset: str,
+    like: str | None,
+    params: str | None,
+    usd: float | None,
+    machine: str | None,
+    runs_dir: Path,
+    datasets_dir: Path,
+) -> None:
     """Make the run directory RUN for a dataset: model.json and train.json.
 
     They are those of another run, with the vocabulary, the length and the validation that fit the
-    dataset. What is changed is printed with the reason.
+    dataset, and with the size that is asked for. What is changed is printed with the reason.
     """
-    from lab.plan.estimate import default_precision
+    from lab.plan.estimate import Machine, default_precision
     from lab.plan.memory import Setting, peak_memory
+    from lab.size_rules import BASE, affordable_width, apply_rules, nearest_width
     from preparation.ensure_dataset import provide_dataset
     from tokens.batches import open_run_data
+    from tokens.token_file import TokenFile
 
+    if (usd is None) != (machine is None) or None not in (usd, params):
+        raise UserError("a size is --params, or --usd with --machine: drop or add one of them")
+    box = machine and Machine.parse(machine if "=" in machine else f"box={machine}")
+    is_sized = params is not None or box is not None
+    like = like or (BASE if is_sized else "demo")
     run, like = plain_name(runs_dir, run), plain_name(runs_dir, like)
     run_dir = runs_dir / run
     if not RUN_NAME.fullmatch(run):
@@ -81,19 +107,33 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
     model, train = read_settings(runs_dir, like)
     dataset_dir = datasets_dir / dataset
     provide_dataset(dataset_dir, dataset)
-    before = model | train
-    changes = fit_to_dataset(model, train, dataset, dataset_dir)
+    before, changes, rules = model | train, {}, {}
+    if is_sized or train["dataset"] != dataset:  # else all fits, also the length
+        files = {
+            split: TokenFile(dataset_dir / f"{split}.safetensors")
+            for split in ("train", "validation")
+        }
+        model["vocab_size"], why = vocabulary_of(files, dataset_dir)
+        most_tokens = MAX_PASSES * files["train"].num_tokens
+
+        def run_of(width: int) -> Run:
+            settings = dict(model), dict(train)
+            apply_rules(width, *settings, most_tokens)
+            fit_to_dataset(*settings, dataset, files)
+            return made_run(run_dir, like, *settings)
+
+        if is_sized:
+            if box:
+                width, train["microbatch_size"] = affordable_width(usd, box, run_of)
+            else:
+                width = nearest_width(params, model)
+            rules = apply_rules(width, model, train, most_tokens)
+        changes = {"vocab_size": f"  vocab_size {model['vocab_size']:,}: {why}"}
+        changes |= fit_to_dataset(model, train, dataset, files)
     after = model | train
-    reasons = [line for key, line in changes.items() if after.get(key) != before.get(key)]
-    try:
-        configs = with_defaults(
-            ModelConfig.model_validate(model), TrainConfig.model_validate(train)
-        )
-    except ValueError as error:
-        raise UserError(
-            f"{like}: its settings do not fit {dataset_dir} ({error}); choose another --like"
-        ) from None
-    made = Run(run, run_dir, *configs)
+    changed = [line for key, line in changes.items() if after.get(key) != before.get(key)]
+    reasons = [*rules.values(), *changed]
+    made = made_run(run_dir, like, model, train)
     plan = open_run_data(made, dataset_dir, world_size=1).plan  # or an error: nothing is written
     with writing_to(run_dir):
         run_dir.mkdir(parents=True)
@@ -124,6 +164,17 @@ def command(run: str, dataset: str, like: str, runs_dir: Path, datasets_dir: Pat
     click.echo(visible("\n".join(lines)))
 
 
+def made_run(run_dir: Path, like: str, model: dict[str, Any], train: dict[str, Any]) -> Run:
+    """Return the run of settings that were made. Raises: UserError: they do not fit each other."""
+    try:
+        configs = ModelConfig.model_validate(model), TrainConfig.model_validate(train)
+    except ValueError as error:
+        raise UserError(
+            f"{like}: its settings do not fit {train['dataset']} ({error}); choose another --like"
+        ) from None
+    return Run(run_dir.name, run_dir, *with_defaults(*configs))
+
+
 def read_settings(runs_dir: Path, like: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `model.json` and `train.json` of a run, as they stand there. Raises: UserError."""
     places = [place / like for place in (runs_dir, SHIPPED_RUNS)]
@@ -137,31 +188,24 @@ def read_settings(runs_dir: Path, like: str) -> tuple[dict[str, Any], dict[str, 
         )
     load_config(found / "model.json", ModelConfig)  # or an error
     load_config(found / "train.json", TrainConfig)
-    return read_json_object(found / "model.json"), read_json_object(found / "train.json")
+    model, train = read_json_object(found / "model.json"), read_json_object(found / "train.json")
+    if OLD_NAME in train:
+        train["microbatch_size"] = train.pop(OLD_NAME)
+    return model, train
 
 
 def fit_to_dataset(
-    model: dict[str, Any], train: dict[str, Any], dataset: str, dataset_dir: Path
+    model: dict[str, Any], train: dict[str, Any], dataset: str, files: dict[str, Any]
 ) -> dict[str, str]:
-    """Set what depends on the dataset; return a line with the reason by key.
+    """Set what depends on the dataset, but the vocabulary; return a line with the reason by key.
 
-    Raises: UserError: the dataset cannot be read, or is too short.
+    Raises: UserError: the dataset is too short.
     """
-    from tokens.token_file import TokenFile
-
-    files = {
-        split: TokenFile(dataset_dir / f"{split}.safetensors") for split in ("train", "validation")
-    }
-    if OLD_NAME in train:
-        train["microbatch_size"] = train.pop(OLD_NAME)
     like = TrainConfig.model_validate(train)
     for key in OF_ANOTHER_DATASET:
         train.pop(key, None)
     train["dataset"] = dataset
     reasons = {"dataset": dataset}
-
-    model["vocab_size"], why = vocabulary_of(files, dataset_dir)
-    reasons["vocab_size"] = f"{model['vocab_size']:,}: {why}"
 
     num_validation = files["validation"].num_tokens
     context_length = model["context_length"]
@@ -197,7 +241,7 @@ def fit_to_dataset(
             f"{validated:,}: of the {available:,} that the validation file has; every"
             f" {interval:,} steps"
         )
-    if like.sample_prompts and (prompt := first_words(files["validation"], dataset_dir)):
+    if like.sample_prompts and (prompt := first_words(files["validation"])):
         train["sample_prompts"] = [prompt]
         reasons["sample_prompts"] = f"{to_json([prompt])}: the first words of the validation text"
     return {key: f"  {key} {reason}" for key, reason in reasons.items()}
@@ -219,7 +263,7 @@ def vocabulary_of(files: dict[str, Any], dataset_dir: Path) -> tuple[int, str]:
     return size, "the entries of the dataset's tokenizer"
 
 
-def first_words(file: Any, dataset_dir: Path) -> str:
+def first_words(file: Any) -> str:
     """Return the first words of a token file; empty if they cannot be decoded."""
     from tokens.tokenizer import file_beside, load_tokenizer
 
@@ -227,7 +271,7 @@ def first_words(file: Any, dataset_dir: Path) -> str:
     if name is None:
         return ""
     try:
-        tokenizer = load_tokenizer(name, file_beside(dataset_dir, name))
+        tokenizer = load_tokenizer(name, file_beside(file.path.parent, name))
     except UserError:  # GPT-2's may have to be downloaded
         return ""
     ids = [int(token) for token in file.read(0, PROMPT_TOKENS) if token != tokenizer.eot_token]

@@ -126,7 +126,8 @@ def equal_limit(outcomes: Iterable[Outcome]) -> EqualLimit | None:
     ended = [one for one in outcomes if one.state == AT_LIMIT]
     has_hours = any(one.run.config.max_hours is not None for one in ended)
     key = "seconds" if has_hours else "usd"
-    last = [points[-1][0] for one in ended if (points := _validations(one.result, key))]
+    validations = [_validations(one.result, key) for one in ended]
+    last = [points[-1][0] for points in validations if points]
     return EqualLimit(key, min(last)) if last else None
 
 

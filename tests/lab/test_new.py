@@ -8,6 +8,9 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 
+from lab.new_run import made_run, read_settings
+from lab.plan.estimate import Machine, estimate
+from lab.size_rules import BASE, WIDTHS, affordable_width, apply_rules, nearest_width
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.models import add_dataset_with_tokenizer
 from tests.support.preparation import prepare
@@ -15,6 +18,7 @@ from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, write_tokens
 from tests.support.workplace import succeeded as process_succeeded
 
 PAGE = PROJECT_DIR / "docs/first-model.md"
+CARD = "1xRTX-4090@0.45"
 TEXT_BYTES = 180_000  # enough for more than the 100 steps after which the page stops
 
 
@@ -76,7 +80,10 @@ def test_the_commands_of_the_page_give_what_it_shows(workplace, monkeypatch):
 
 def test_a_run_for_a_dataset_can_be_trained_at_once(workplace):
     add_dataset_with_tokenizer(workplace)
-    workplace.add_run(train={"start_train_token": 3, "start_val_token": 5, "min_train_tokens": 320})
+    workplace.add_run(
+        train={"dataset": "other", "start_train_token": 3, "start_val_token": 5}
+        | {"min_train_tokens": 320}
+    )
     output = succeeded(new(workplace, "mine", "--dataset", "tiny", "--like", "tiny")).output
     model, train = settings_of(workplace.runs_dir / "mine")
     assert train["dataset"] == "tiny" and "start_train_token" not in train
@@ -104,8 +111,9 @@ def test_a_run_for_a_dataset_can_be_trained_at_once(workplace):
 def test_the_length_fits_the_dataset(workplace, num_tokens, wanted, steps, repeats):
     workplace.add_dataset(num_tokens=num_tokens)
     workplace.add_run(
-        train={"min_train_tokens": wanted, "microbatch_size": None, "minibatch_size": 2}
-    )  # the original's name
+        train={"dataset": "other", "min_train_tokens": wanted}
+        | {"microbatch_size": None, "minibatch_size": 2}  # the original's name
+    )
     output = succeeded(new(workplace, "mine", "--dataset", "tiny", "--like", "tiny")).output
     _, train = settings_of(workplace.runs_dir / "mine")
     assert train["min_train_tokens"] == 64 * steps and train.get("repeat_data", False) == repeats
@@ -114,9 +122,84 @@ def test_the_length_fits_the_dataset(workplace, num_tokens, wanted, steps, repea
     assert (f"only {steps:,} steps" in output) == (steps < 100)
 
 
+def test_a_run_like_one_of_the_same_dataset_is_a_copy_of_it_also_in_its_length(workplace):
+    workplace.add_dataset()
+    workplace.add_run(train={"min_train_tokens": 330, "start_train_token": 3})  # no whole steps
+    succeeded(new(workplace, "mine", "--dataset", "tiny", "--like", "tiny"))
+    assert settings_of(workplace.runs_dir / "mine") == settings_of(workplace.runs_dir / "tiny")
+
+
+def settings_for(width, *, vocab_size=50_257, most_tokens=2**60, base=BASE):
+    model, train = read_settings(PROJECT_DIR / "runs", base)
+    model["vocab_size"] = vocab_size
+    lines = apply_rules(width, model, train, most_tokens)
+    return model, train, lines
+
+
+@pytest.mark.parametrize(
+    ("params", "vocab_size", "width", "heads", "context", "batch", "tokens"),
+    [
+        ("1M", 257, 192, 6, 256, 32, 29_621_760),
+        ("10M", 257, 384, 6, 1024, 32, 224_624_640),
+        ("124M", 50_257, 640, 10, 1024, 256, 2_284_032_000),
+        ("163.0e6", 50_257, 768, 12, 1024, 256, 3_260_000_000),  # GPT-2 small, untied
+        ("1.5B", 50_257, 1920, 30, 1024, 1024, 30_452_736_000),
+    ],
+)
+def test_settings_follow_from_a_size(params, vocab_size, width, heads, context, batch, tokens):
+    model, _ = read_settings(PROJECT_DIR / "runs", BASE)
+    assert nearest_width(params, model | {"vocab_size": vocab_size}) == width
+    model, train, lines = settings_for(width, vocab_size=vocab_size)
+    assert (model["emb_dim"], model["n_layers"], model["n_heads"]) == (width, width // 64, heads)
+    assert (model["context_length"], train["global_batch_size"]) == (context, batch)
+    assert train["min_train_tokens"] == pytest.approx(tokens, rel=1e-3)
+    assert train["microbatch_size"] == min(16, batch)
+    ratio = (768 / width) ** 0.5
+    assert train["matrix_learning_rate"] == 0.02  # Muon's stays
+    assert train["learning_rate"] == pytest.approx(0.008 * ratio, rel=0.01)
+    assert train["embedding_learning_rate"] == pytest.approx(0.06 * ratio, rel=0.01)
+    assert lines.keys() - {"emb_dim"} < (model | train).keys()
+    made_run(PROJECT_DIR / "runs/new", BASE, model, train)  # or an error
+
+
+def test_adamws_rate_of_matrices_falls_with_the_width_and_data_is_read_a_few_times_at_most():
+    model, train, lines = settings_for(1536, base="gpt2-small-adamw", most_tokens=2**30)
+    assert (train["learning_rate"], train["head_learning_rate"]) == (0.0005, 0.00283)
+    assert train["min_train_tokens"] == 2**30 and train["global_batch_size"] == 128
+    assert lines["learning_rate"].startswith("  learning_rate 0.0005: 0.001 x 0.5^1")
+
+
+@pytest.mark.parametrize("usd", [2, 5, 40])
+def test_the_plan_of_the_largest_size_for_some_dollars_costs_at_most_so_much(usd):
+    machine = Machine.parse(f"box={CARD}")
+
+    def run_of(width):
+        return made_run(PROJECT_DIR / "runs/new", BASE, *settings_for(width)[:2])
+
+    def cost_of(width):
+        return estimate(run_of(width), machine, tokens=None, measured={})["usd"]["expected"]
+
+    width, microbatch = affordable_width(usd, machine, run_of)
+    assert cost_of(width) <= usd < cost_of(width + 64) and width in WIDTHS and microbatch > 1
+
+
+def test_a_run_of_a_size_is_said_line_by_line_and_can_be_planned(workplace):
+    workplace.add_dataset(num_tokens=40_000, vocab_size=50_257)
+    arguments = ("mine", "--dataset", "tiny", "--usd", "5", "--machine", CARD)
+    output = succeeded(new(workplace, *arguments)).output
+    model, train = settings_of(workplace.runs_dir / "mine")
+    assert f"\n  emb_dim {model['emb_dim']:,}: " in output and model["emb_dim"] > 768
+    assert f"\n  learning_rate {train['learning_rate']}: 0.008 x " in output
+    assert train["min_train_tokens"] <= 4 * 40_000 and train["repeat_data"]
+    plan = run_lab(*workplace.arguments("plan", "mine")[:4], "--machine", f"box={CARD}", "--json")
+    machines = {one["name"]: one for one in json.loads(succeeded(plan).stdout)["machines"]}
+    assert machines["box"]["usd"]["expected"] <= 5
+    assert machines["box"]["microbatch_size"] == train["microbatch_size"]
+
+
 def test_a_short_validation_file_gives_fewer_or_shorter_sequences(workplace):
     workplace.add_dataset()
-    workplace.add_run(train={"validation_batches": 3})
+    workplace.add_run(train={"dataset": "other", "validation_batches": 3})
     validation = workplace.datasets_dir / "tiny/validation.safetensors"
     write_tokens(validation, np.arange(50, dtype=np.uint16))
     succeeded(new(workplace, "fewer", "--dataset", "tiny", "--like", "tiny"))
@@ -134,7 +217,7 @@ def test_a_short_validation_file_gives_fewer_or_shorter_sequences(workplace):
 
 def test_a_dataset_that_names_no_tokenizer_has_the_vocabulary_of_its_ids(workplace):
     workplace.add_dataset(vocab_size=100)
-    workplace.add_run(train={"sample_prompts": ["a"]})
+    workplace.add_run(train={"dataset": "other", "sample_prompts": ["a"]})
     output = succeeded(new(workplace, "mine", "--dataset", "tiny", "--like", "tiny")).output
     model, train = settings_of(workplace.runs_dir / "mine")
     assert model["vocab_size"] == 100 and "sample_prompts" not in train
@@ -151,6 +234,15 @@ def test_what_cannot_be_made_is_one_line_and_nothing_is_written(workplace):
         (("new", "--dataset", "none"), "datasets/none: no dataset there; make it with"),
         (("new", "--dataset", "tiny", "--like", "none"), "--like none: no such run; there"),
         (("new", "--dataset", "tiny", "--like", ".."), "--like ..: no such run"),
+        (("new", "--dataset", "tiny", "--params", "many"), "wanted a number such as 124M"),
+        (("new", "--dataset", "tiny", "--params", "-1M"), "wanted a number such as 124M"),
+        (("new", "--dataset", "tiny", "--usd", "5"), "--usd with --machine: drop or add one"),
+        (("new", "--dataset", "tiny", "--machine", CARD), "--usd with --machine: drop or add one"),
+        (("new", "--dataset", "tiny", "--usd", "5", "--machine", "4090"), "wanted name=COUNTxGPU"),
+        (
+            ("new", "--dataset", "tiny", "--usd", "0.001", "--machine", CARD),
+            "--usd 0.001: no size that lab plan can estimate costs so little on this machine",
+        ),
     ):
         assert line in error_line(new(workplace, *arguments))
     assert workplace.files() == before
