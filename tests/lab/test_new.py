@@ -185,16 +185,17 @@ def test_the_plan_of_the_largest_size_for_some_dollars_costs_at_most_so_much(usd
 
 def test_a_run_of_a_size_is_said_line_by_line_and_can_be_planned(workplace):
     workplace.add_dataset(num_tokens=40_000, vocab_size=50_257)
-    arguments = ("mine", "--dataset", "tiny", "--usd", "5", "--machine", CARD)
+    workplace.add_run(train={"microbatch_size": 8})
+    arguments = ("mine", "--dataset", "tiny", "--like", "tiny", "--usd", "5", "--machine", CARD)
     output = succeeded(new(workplace, *arguments)).output
     model, train = settings_of(workplace.runs_dir / "mine")
     assert f"\n  emb_dim {model['emb_dim']:,}: " in output and model["emb_dim"] > 768
-    assert f"\n  learning_rate {train['learning_rate']}: 0.008 x " in output
+    assert f"\n  learning_rate {train['learning_rate']}: 0.01 x " in output
     assert train["min_train_tokens"] <= 4 * 40_000 and train["repeat_data"]
     plan = run_lab(*workplace.arguments("plan", "mine")[:4], "--machine", f"box={CARD}", "--json")
     machines = {one["name"]: one for one in json.loads(succeeded(plan).stdout)["machines"]}
     assert machines["box"]["usd"]["expected"] <= 5
-    assert machines["box"]["microbatch_size"] == train["microbatch_size"]
+    assert machines["box"]["microbatch_size"] == train["microbatch_size"] < 8
 
 
 def test_a_short_validation_file_gives_fewer_or_shorter_sequences(workplace):
