@@ -17,6 +17,7 @@ from preparation.sources import Request
 from preparation.token_stream import REPLACED, TEXT_BYTES, Counts
 from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
 
+LEFT_OVER = 0.01  # of a dataset's tokens in a mix, without a warning
 MAX_NAMES = 5  # that are printed, of files that were left out; the card has all
 LINE_INTERVAL = 30  # seconds between plain lines
 
@@ -176,6 +177,16 @@ class Prepared:
                 f" {counted(self.splits['validation'].num_documents, 'validation document')} are"
                 " in the training split too"
             )
+        for split, portions in self.portions.items():
+            passes = {portion.num_passes: name for name, portion in portions.items()}
+            left = 1 - min(passes)
+            if max(passes) == 1 and left > LEFT_OVER:  # the mix ended with a dataset's end
+                name = passes[1]
+                lines.append(
+                    f"the {split} split ends with the last document of {name}, and {left:.0%} of"
+                    f" {passes[min(passes)]} is left over: change the weights, or let {name} start"
+                    " over (--repeat)"
+                )
         if self.losses.num_changed:
             lines.append(
                 f"the tokenizer loses text: {self.losses.num_changed:,} of"

@@ -19,6 +19,7 @@ Cuts = Literal["any", "safe", "none"]  # where a tokenizer allows a document to 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not UTF-8
 # Halves of surrogate pairs, but those with which `surrogateescape` keeps bytes that are not UTF-8.
 HALF_PAIR = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+MARKER = re.compile("|".join(map(re.escape, END_OF_TEXT_TOKENS)))
 NO_CHARACTER = "\udcff"  # the byte FF, which is never UTF-8, as `surrogateescape` keeps it
 # Line ends that belong to a separator, if there are any; more are text.
 LINE_ENDS: Any = re.compile(rb"(?:\r?\n){0,2}")
@@ -81,7 +82,7 @@ def decoded(data: bytes | memoryview) -> Piece:
 
 def markers_in(text: str) -> set[str]:
     """Return the markers of the end of a text that a text has in it."""
-    return {marker for marker in END_OF_TEXT_TOKENS if marker in text}
+    return set(MARKER.findall(text))
 
 
 def to_bytes(text: str) -> bytes:

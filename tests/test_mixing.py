@@ -1,5 +1,6 @@
 """prepare_dataset.py --mix: shares of each stretch, order, kills, too little text, errors."""
 
+import itertools
 import json
 import os
 import random
@@ -10,38 +11,25 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from preparation.mixing import (
-    MAX_DATASETS,
-    Supply,
-    Weighted,
-    documents_in,
-    interleaved,
-    mix_datasets,
-    parse_mix,
-)
+from preparation.mixing import MAX_DATASETS, interleaved, mix_datasets, parse_mix
 from tests.support.models import write_tokenizer
 from tests.support.optional import given, settings, st
-from tests.support.preparation import (
-    contents,
-    decoded,
-    documents_of,
-    metadata_of,
-    prepare,
-    stopping_after,
-)
+from tests.support.preparation import contents, documents_of, metadata_of, prepare, stopping_after
 from tests.support.workplace import succeeded
 
 STRETCH = 2000  # documents
 
 
-def supplies_of(sources):
-    """Return supplies of documents of these lengths, by weight; a token is its source's number."""
-    supplies = []
-    for number, (weight, lengths) in enumerate(sources):
-        documents = [np.full(length, number, np.uint16) for length in lengths]
-        dataset = Weighted(str(number), "", weight)
-        supplies.append(Supply(dataset, lambda documents=documents: iter(documents), sum(lengths)))
-    return supplies
+class Tokens:
+    """What `interleaved` needs of a token file: documents of these lengths that end with a 9."""
+
+    def __init__(self, lengths, number=0):
+        self.num_tokens = sum(lengths)
+        self.tokens = np.full(self.num_tokens, number, np.uint16)
+        self.tokens[np.cumsum(lengths) - 1] = 9
+
+    def read(self, start, stop):
+        return self.tokens[start:stop]
 
 
 def lengths_like_web_pages(count, mean, seed):
@@ -52,14 +40,9 @@ def lengths_like_web_pages(count, mean, seed):
 def test_every_stretch_has_the_shares_asked_for_in_tokens_not_in_documents():
     weights = [0.5, 0.3, 0.2]
     means = [100, 400, 30]
-    sources = [
-        (str(weight), lengths_like_web_pages(40_000, mean, seed))
-        for seed, (weight, mean) in enumerate(zip(weights, means, strict=True))
-    ]
-    numbers, lengths = [], []
-    for document in interleaved(supplies_of(sources), 30_000, repeat=False):
-        numbers.append(document[0])
-        lengths.append(document.size)
+    files = [Tokens(lengths_like_web_pages(40_000, mean, mean)) for mean in means]
+    found = itertools.islice(interleaved(files, weights, 9, repeat=False), 30_000)
+    numbers, lengths = zip(*((number, document.size) for number, document in found), strict=True)
     tokens = np.zeros((30_000, 3))
     tokens[np.arange(30_000), numbers] = lengths
     so_far = np.cumsum(tokens, axis=0)
@@ -77,33 +60,33 @@ def test_every_stretch_has_the_shares_asked_for_in_tokens_not_in_documents():
 @given(
     sources=st.lists(
         st.tuples(
-            st.sampled_from(["1", "0.3", "7"]),
+            st.sampled_from([1, 0.3, 7]),
             st.lists(st.integers(1, 9), min_size=1, max_size=20),
         ),
         min_size=2,
         max_size=4,
     ),
     repeat=st.booleans(),
+    num_read=st.integers(1, 30),
 )
-def test_the_end_is_that_of_the_first_source_or_with_repeat_of_the_last_one(sources, repeat):
-    supplies = supplies_of(sources)
-    found = [
-        (document[0], document.size) for document in interleaved(supplies, 10**4, repeat=repeat)
-    ]
-    for number, (_, lengths) in enumerate(sources):
-        of_source = [length for source, length in found if source == number]
-        assert of_source == (lengths * (1 + len(of_source)))[: len(of_source)], "their order"
-        assert supplies[number].counts.num_documents == len(of_source)
-    whole = [supply.num_passes() >= 1 for supply in supplies]
-    assert all(whole) if repeat else any(supply.num_passes() == 1 for supply in supplies)
-
-
-def test_documents_are_those_of_the_tokens_however_they_are_read():
-    tokens = np.array([1, 2, 9, 9, 3, 9, 4, 5, 6, 7, 9], np.uint16)
-    for size in range(1, 12):
-        chunks = (tokens[start : start + size] for start in range(0, 11, size))
-        found = [document.tolist() for document in documents_in(chunks, 9)]
-        assert found == [[1, 2, 9], [9], [3, 9], [4, 5, 6, 7, 9]]
+def test_whole_documents_come_in_order_to_the_first_end_or_with_repeat_to_the_last_one(
+    sources, repeat, num_read
+):
+    """However many tokens are read at once."""
+    files = [Tokens(lengths, number) for number, (_, lengths) in enumerate(sources)]
+    weights = [weight for weight, _ in sources]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("preparation.mixing.CHUNK_NUMBERS", num_read)
+        found = list(interleaved(files, weights, 9, repeat=repeat))
+    passes = []
+    for number, file in enumerate(files):
+        documents = [document for source, document in found if source == number]
+        tokens = np.concatenate(documents or [file.tokens[:0]])
+        assert all(document.tolist().index(9) == document.size - 1 for document in documents)
+        assert tokens.tolist() == np.resize(file.tokens, tokens.size).tolist()
+        passes.append(tokens.size / file.num_tokens)
+    assert min(passes) >= 1 if repeat else max(passes) == 1
+    assert 1 in passes, "the end is a file's end"
 
 
 # --- the command
@@ -155,35 +138,25 @@ def test_a_mix_has_the_documents_of_its_datasets_in_their_order_and_says_how_man
     assert "| code | 0.3 | " in Path("out/README.md").read_text()
 
 
-def test_too_little_text_is_named_and_what_the_line_advises_works(texts):
-    refused = prepare(*MIX, "out")
-    assert refused.returncode == 2 and not list(Path().glob("*out*"))
-    found = re.fullmatch(
-        r"Error: edu: too little text for its weight: all of it is used after (\d+) training"
-        r" documents of the mix, and \d\d% of code is left; --max-documents (\d+) ends there,"
-        r" --repeat starts edu over; or change the weights",
-        refused.stderr.splitlines()[-1],
-    )
-    assert found, refused.stderr
-    succeeded(prepare(*MIX, "out", "--max-documents", found[2]))
-    documents = decoded(Path("out/train.safetensors"))
-    assert int(found[1]) - len(documents) in (0, 1)
+def test_what_is_left_over_is_said_and_repeat_starts_over(texts):
+    result = succeeded(prepare(*MIX, "out"))
+    line = "the train split ends with the last document of edu, and 77% of code is left over"
+    assert f"warning: {line}" in result.stdout and line in Path("out/README.md").read_text()
     result = succeeded(prepare(*MIX, "repeated", "--repeat"))
+    assert "is left over" not in result.stdout
     assert re.search(r"edu, weight 0.7: .* training documents [2-9]\.\d\d times", result.stdout)
     train, validation = documents_of(Path("repeated"))
-    assert set(of_dataset(train, "code")) == set(texts["code"][:396])
+    assert of_dataset(train, "code") == texts["code"][:396]
     edu = of_dataset(train, "edu")
     assert len(edu) > 2 * 594 and edu == (texts["edu"][:594] * 9)[: len(edu)]
     assert set(validation) == {*texts["edu"][594:], *texts["code"][396:]}
 
 
 def test_up_to_a_hundredth_of_a_dataset_may_be_left_over_and_doubles_are_said(texts):
-    """Datasets of the right sizes do not end with the same document."""
-    succeeded(prepare("--mix", "a=edu:1", "--mix", "b=edu:1", "out"))
-    sources = json.loads(metadata_of(Path("out"))["sources"])
-    assert 0.99 <= min(source["num_passes"] for source in sources.values()) <= 1
-    refused = prepare("--mix", "a=edu:1", "--mix", "b=edu:1.03", "new")
-    assert "b: too little text" in refused.stderr and "3% of a is left" in refused.stderr
+    for weight, is_said in (("1", False), ("1.005", False), ("1.03", True)):
+        result = succeeded(prepare("--mix", "a=edu:1", "--mix", f"b=edu:{weight}", weight))
+        line = "the train split ends with the last document of b, and 3% of a is left over"
+        assert (line in result.stdout) == is_said
     # The validation documents of `edu` are in the training split of a dataset of all its text.
     lines = Path("edu.jsonl").read_text()
     Path("more.jsonl").write_text(lines + '{"text": "the end"}\n' * 9)
@@ -193,17 +166,16 @@ def test_up_to_a_hundredth_of_a_dataset_may_be_left_over_and_doubles_are_said(te
     assert metadata_of(Path("both"))["num_validation_documents_in_training"] == number
 
 
-def test_a_validation_split_that_ends_early_is_a_warning(tmp_path, monkeypatch):
+def test_a_validation_split_that_ends_early_is_said_too(tmp_path, monkeypatch):
     """The last documents of one dataset are short: training is even, validation is not."""
     monkeypatch.chdir(tmp_path)
     for name, lengths in (("even", [100] * 400), ("short", [100] * 396 + [5] * 4)):
         lines = [json.dumps({"text": "x" * length}) + "\n" for length in lengths]
         Path(f"{name}.jsonl").write_text("".join(lines))
         succeeded(prepare(f"{name}.jsonl", name, "--tokenizer", "bytes"))
-    two = ("--mix", "even=even:1", "--mix", "short=short:1")
-    line = "warning: the validation split ends with the text of short, and leaves 75% of even"
-    assert line in succeeded(prepare(*two, "out")).stderr
-    assert line not in succeeded(prepare(*two, "again", "--repeat")).stderr
+    result = succeeded(prepare("--mix", "even=even:1", "--mix", "short=short:1", "out"))
+    (line,) = re.findall("warning: .*left over", result.stdout)
+    assert "the validation split ends with the last document of short, and 75% of even" in line
 
 
 def test_stopped_at_any_write_the_same_call_writes_the_same_bytes(texts, tmp_path):
@@ -259,8 +231,11 @@ TWO = ["--mix", "a=edu:1", "--mix", "b=code:1"]
         ([*TWO, "--tokenizer", "gpt2"], "--tokenizer: is not for --mix"),
         ([*TWO[:3], "b=nowhere:1"], "nowhere/train.safetensors: no such token file"),
         ([*TWO[:3], "b=edu.jsonl:1"], "edu.jsonl/train.safetensors: no such token file"),
-        ([*TWO[:3], "b=other:1"], "b: other/train.safetensors has tokens of the tokenizer sha256"),
-        ([*TWO[:3], "b=cut:1"], "cut/train.safetensors does not end with an end-of-text token"),
+        (
+            [*TWO[:3], "b=other:1"],
+            "other/train.safetensors: wanted documents in tokens of the first",
+        ),
+        ([*TWO[:3], "b=cut:1"], "cut/train.safetensors: wanted documents in tokens of the first"),
     ],
 )
 def test_wrong_mixes_are_one_line_and_write_nothing(texts, arguments, message):
