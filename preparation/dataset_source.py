@@ -6,9 +6,11 @@ parses them: https://huggingface.co/docs/datasets/loading
 
 import contextlib
 import glob
+import importlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,18 +22,21 @@ from pyarrow.types import is_dictionary, is_struct
 from basics.errors import MAX_CAUSE_LENGTH, UserError, one_line, print_error, status_of_place
 from preparation.cutting import LARGE_DOCUMENT, Cuts, Piece, cut_document
 from preparation.hub import ask_hub, explain
-from preparation.sources import CHUNK_BYTES, TOO_LARGE, Chunk, Request, Source, SourceOptions
-from preparation.text_files import (
-    IS_POINTER,
-    LFS_POINTER,
-    TextFile,
-    TextFiles,
-    data_suffix,
-    leads_out,
+from preparation.sources import (
+    CHUNK_BYTES,
+    MAX_READER_BYTES,
+    TOO_LARGE,
+    Chunk,
+    Request,
+    Source,
+    SourceOptions,
 )
+from preparation.text_files import TextFile, TextFiles, data_suffix, leads_out, recognised
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@[^/]+)?/(.+)")
+MAX_LINE_BYTES = MAX_READER_BYTES // 8  # of JSON; parsing takes up to five times as much
+HEAD_BYTES = 64  # of a file that cannot be read; they may tell why
 ROWS = 250  # that are read at once
 PARQUET_ROWS = 1000  # of a row group, which can have a million
 TEXT_TYPES = (
@@ -177,6 +182,8 @@ class DatasetSource(Source):
             rows = saved.to_iterable_dataset()
         else:
             builder = self._builder()
+            if builder.name == "json":
+                _limit_lines()
             split = self._split([str(name) for name in builder.config.data_files or ()])
             self._read = files = builder.config.data_files[split]
             if self._root is not None:
@@ -241,11 +248,10 @@ class DatasetSource(Source):
             if self._root is None and not isinstance(error, RuntimeError):
                 raise explain(self._place, error) from None
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-            with contextlib.suppress(OSError), open(self._place, "rb") as file:
-                if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                    reason = IS_POINTER
             if isinstance(error, UnicodeDecodeError):
                 reason += "; --encoding names another encoding"
+            with contextlib.suppress(OSError), open(self._place, "rb") as file:
+                reason = recognised(file.read(HEAD_BYTES), self._options.encoding) or reason
             raise UserError(
                 f"{self._place}: cannot be read: {reason[:MAX_CAUSE_LENGTH]}",
                 status_of_place(error),
@@ -294,6 +300,30 @@ def _without_torch() -> Iterator[None]:
         yield
     finally:
         datasets.config.TORCH_AVAILABLE = is_available
+
+
+def _limit_lines() -> None:
+    """Refuse lines of JSON whose parsing may need more memory than there is.
+
+    The parser does not check whether it gets memory, so a signal would end this process.
+    """
+    reader: Any = importlib.import_module("datasets.packaged_modules.json.json")
+    if not isinstance(reader.open, partial):  # is `datasets` own when a builder was made
+        reader.open = partial(_open_limited, reader.open)
+
+
+def _open_limited(opened: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    file = opened(*arguments, **options)
+    readline = file.readline
+
+    def read_line() -> bytes:
+        line = readline(MAX_LINE_BYTES)
+        if len(line) == MAX_LINE_BYTES:
+            raise MemoryError
+        return line
+
+    file.readline = read_line
+    return file
 
 
 def _builder_of_files(files: list[str]) -> Any:

@@ -132,15 +132,22 @@ def _judge(head: bytes, encoding: str) -> None:
     """Raise NoText if this beginning of a file, as UTF-8, is no text."""
     if not head:
         raise NoText("is empty")
-    if head.startswith(LFS_POINTER):
-        raise NoText(IS_POINTER)
-    if not encoding and head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise NoText("is UTF-16; read with --encoding utf-16")
+    if reason := recognised(head, encoding):
+        raise NoText(reason)
     if b"\0" in head:
         raise NoText("is binary")
     share = decoded(head).num_replaced / len(head)
     if share > MAX_UNDECODABLE:
         raise NoText(f"{share:.0%} of its bytes are not {encoding or 'UTF-8'} (--encoding)")
+
+
+def recognised(head: bytes, encoding: str) -> str:
+    """Return why a file that begins so cannot be read as it is; empty if that is not known."""
+    if head.startswith(LFS_POINTER):
+        return IS_POINTER
+    if not encoding and head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "is UTF-16; read with --encoding utf-16"
+    return ""
 
 
 def _blocks(file: TextFile, encoding: str, stack: ExitStack) -> Iterator[bytes]:

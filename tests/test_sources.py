@@ -879,16 +879,17 @@ def test_a_malformed_source(tmp_path, case):
     line = refused(tmp_path, str(source), str(tmp_path / "out"))
     assert name.split("\x1b")[0].split("\n")[0] in line
     assert ("Git LFS" in line) == ("LFS" in case)
+    assert ("--encoding utf-16" in line) == (case == "UTF-16")
 
 
-@pytest.mark.thorough  # unpacks 5 GB
+@pytest.mark.thorough  # unpacks 6 GB; of JSON as much as its parser would die of, without a line
 @pytest.mark.parametrize("is_text", [False, True])
 def test_a_file_that_unpacks_to_more_than_memory_is_read_in_pieces_or_one_line(tmp_path, is_text):
     path = tmp_path / ("a.txt.gz" if is_text else "a.jsonl.gz")
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b'{"text": "')
-        for _ in range(300):
-            file.write(b"two words " * 2**21 if is_text else b"x" * 2**24)
+        for _ in range(300 if is_text else 75):
+            file.write(b"two words " * 2**21 if is_text else b"x y " * 2**22)
     command = [sys.executable, "prepare_dataset.py", path, tmp_path / "out"]
     if is_text:  # ends without its limit too
         assert peak_memory_of([*command, "--tokenizer", "bytes", "--max-documents", "2"]) < 512
