@@ -18,15 +18,8 @@ from tokens.tokenizer import Tokenizer, choose_tokenizer, short_name
 
 # Files of llm.c begin with 256 int32 values: a magic number, a version, for tokens their number.
 LLM_C_HEADER = 256
-LLM_C_TOKENS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # those of GPT-2 and of Llama 3
-LLM_C_OTHERS = {
-    20240326: "a model",
-    20240327: "the activations of a test",
-    20240328: "a tokenizer",
-    20240522: "questions of a benchmark",
-    20240527: "the state of an optimizer",
-    20240803: "a Llama 3 model",
-}
+LLM_C_TOKENS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # those of GPT-2 and of Llama 3
+LLM_C_MAGIC = range(20240101, 20250101)  # dates: of tokens, models, states, questions
 NPY_MAGIC = b"\x93NUMPY"
 UNKNOWN_TOKENIZER = "Unknown Tokenizer"  # in the metadata of datatrove
 # Of a file without a header, the first numbers tell how wide its tokens are.
@@ -43,9 +36,8 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
     nanoGPT's files contain nothing but uint16 tokens, those of llm.c and NumPy start with a header.
     The last tokens of a single file are for validation, and the last documents of datatrove's.
 
-    Raises: UserError: files are missing, their
-    sizes do not match their headers, their tokens are wider than their headers say, or a token id
-    is outside the tokenizer's vocabulary.
+    Raises: UserError: files are missing, their sizes do not match their headers, their tokens are
+    wider than their headers say, or a token id is outside the tokenizer's vocabulary.
     """
     output_dir = check_output_dir(output_dir)
     tokenizer = choose_tokenizer(tokenizer_choice)
@@ -61,7 +53,7 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
             writer = TokenFileWriter(journal.dataset_dir / f"{split}.safetensors")
             dataset.splits[split], largest = _copy(pieces, writer, tokenizer, tokenizer_choice)
             metadata = dataset.metadata(split, largest)
-            del metadata["revision"], metadata["num_text_bytes"]  # unknown
+            del metadata["revision"]  # unknown
             names = ", ".join(path.name for path, _, _ in pieces)
             writer.finish(metadata | {"source": names[:400]})
         write_card(journal.dataset_dir, dataset)
@@ -168,25 +160,24 @@ def _read(path: Path) -> np.ndarray:
     """
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=min(LLM_C_HEADER, size // 4))
-    magic = int(header[0]) if header.size == LLM_C_HEADER else 0
+    magic, version = header[:2].tolist() if header.size == LLM_C_HEADER else (0, 0)
     if header.tobytes().startswith(LFS_POINTER):
         raise UserError(f"{path}: {IS_POINTER}")
     if path.suffix == ".npy" or header[:2].tobytes().startswith(NPY_MAGIC):
         return _read_npy(path)
-    if magic in LLM_C_OTHERS:
-        raise UserError(f"{path}: is {LLM_C_OTHERS[magic]} of llm.c; wanted a file of tokens")
     start = 0  # of the tokens, in bytes
     kind = "<u2"
     num_tokens = size // 2
-    if magic in LLM_C_TOKENS:
-        version, kind = LLM_C_TOKENS[magic]
+    if magic in LLM_C_MAGIC:
+        if (magic, version) not in LLM_C_TOKENS:
+            known = " or ".join(f"{magic} version {version}" for magic, version in LLM_C_TOKENS)
+            raise UserError(
+                f"{path}: is of llm.c's format {magic} version {version}; wanted tokens, whose"
+                f" format is {known}"
+            )
+        kind = LLM_C_TOKENS[magic, version]
         start = 4 * LLM_C_HEADER
         num_tokens = int(header[2])
-        if header[1] != version:
-            raise UserError(
-                f"{path}: version {header[1]} of llm.c's format {magic}; wanted version"
-                f" {version}; write it again with today's llm.c"
-            )
     if path.suffix == ".ds":
         num_tokens = int(_index_of(path)[-1])
         kind = "<u4" if size == 4 * num_tokens else "<u2"
@@ -212,7 +203,7 @@ def _read_npy(path: Path) -> np.ndarray:
         raise UserError(
             f"{path}: holds {tokens.dtype} of shape {tokens.shape}; wanted a vector of integers"
         )
-    return tokens
+    return tokens.view(tokens.dtype.str.replace("i", "u"))  # an id below 0 is a large one then
 
 
 def _check_width(numbers: np.ndarray, path: Path) -> None:
@@ -220,40 +211,14 @@ def _check_width(numbers: np.ndarray, path: Path) -> None:
 
     Their upper halves are 0 or small, but not their lower ones. Raises: UserError.
     """
-    num_seen = min(SEEN_NUMBERS, len(numbers) // 4 * 4)
-    if num_seen < LEAST_NUMBERS:
-        return
-    sample = numbers[:num_seen].reshape(-1, 4)
-    lower = sample[:, ::2]
-    upper = sample[:, 1::2]
-    if upper.max() >= 16 or lower.max() < 16:
-        return
-    bits = 64
-    share = "three of four 16-bit numbers are"
-    if sample[:, 2].any():
-        bits = 32
-        share = "every second 16-bit number is"
-    raise UserError(
-        f"{path}: looks like {bits}-bit tokens ({share} small); convert"
-        f" it: np.save('{path.stem}', np.fromfile('{path.name}', np.uint{bits}))"
-    )
-
-
-def _check_ids(
-    tokens: np.ndarray, path: Path, first: int, tokenizer: Tokenizer, choice: str
-) -> None:
-    """Check ids of any integer type, which `first` tokens precede. Raises: UserError."""
-    if tokens.min() < 0:
-        offset = int(np.argmax(tokens < 0))
+    num_seen = min(SEEN_NUMBERS, len(numbers) // 2 * 2)
+    lower, upper = numbers[:num_seen].reshape(-1, 2).T
+    if num_seen >= LEAST_NUMBERS and upper.max() < 16 <= lower.max():
+        bits = 32 if lower[1::2].any() else 64
         raise UserError(
-            f"{path}: token {first + offset} has id {tokens[offset]}, which is no"
-            " token; replace the file"
+            f"{path}: looks like {bits}-bit tokens (every second 16-bit number is small); convert"
+            f" it: np.save('{path.stem}', np.fromfile('{path.name}', np.uint{bits}))"
         )
-    for vocab_size, advice in (
-        (2**16, "the most that 16 bits can hold; prepare the text with a smaller vocabulary"),
-        (tokenizer.n_vocab, f"name another tokenizer than --tokenizer {choice}"),
-    ):
-        check_token_ids(tokens, path, first=first, vocab_size=vocab_size, advice=advice)
 
 
 def _copy(
@@ -265,7 +230,13 @@ def _copy(
         mapped = _read(path)  # one at a time: each file that is mapped into memory is an open one
         for start in range(first, stop, CHUNK_TOKENS):
             tokens = mapped[start : min(start + CHUNK_TOKENS, stop)]
-            _check_ids(tokens, path, start, tokenizer, choice)
+            check_token_ids(
+                tokens,
+                path,
+                first=start,
+                vocab_size=tokenizer.n_vocab,
+                advice=f"name another tokenizer than --tokenizer {choice}",
+            )
             writer.add(tokens)  # as 16 bits
             num_documents += int(np.count_nonzero(tokens == tokenizer.eot_token))
             num_tokens += tokens.size
