@@ -131,7 +131,8 @@ class Prepared:
             "num_documents": counts.num_documents,
             "num_tokens": counts.num_tokens,
             "max_token_id": max_token_id,
-            "num_text_bytes": counts.num_text_bytes or None,  # unknown of tokens alone
+            # Zero is a number of bytes, but of a mix it stands for one that is unknown.
+            "num_text_bytes": counts.num_text_bytes or (None if self.portions else 0),
             "tokenizer": self.request.tokenizer,
             "source": self.request.source[:400],
             "revision": self.request.revision[:100],

@@ -53,7 +53,7 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
             writer = TokenFileWriter(journal.dataset_dir / f"{split}.safetensors")
             dataset.splits[split], largest = _copy(pieces, writer, tokenizer, tokenizer_choice)
             metadata = dataset.metadata(split, largest)
-            del metadata["revision"]  # unknown
+            del metadata["revision"], metadata["num_text_bytes"]  # unknown
             names = ", ".join(path.name for path, _, _ in pieces)
             writer.finish(metadata | {"source": names[:400]})
         write_card(journal.dataset_dir, dataset)

@@ -215,19 +215,17 @@ def _check_documents(journal: Journal, total: Counts, left_out: dict[str, str]) 
     assert journal.progress is not None
     request = journal.progress.request
     journal.forget()  # its files may be replaced then
-    if total.num_documents >= 2:
-        raise UserError(
-            f"{request.source}: has no text: all of its {total.num_documents:,} documents are empty"
-        )
     hint = "a document is a row, a JSON object or a file of text"
     if request.document_separator:
         hint = f"is {request.document_separator!r} between them? (--document-separator)"
-    if left_out:
+    if total.num_documents >= 2:
+        hint = "all of them are empty"
+    elif left_out:
         name, reason = next(iter(left_out.items()))
         first = ", the first" if len(left_out) > 1 else ""
         hint = f"left out {counted(len(left_out), 'file')}{first}: {name}: {reason}"
     found = counted(total.num_documents, "document")
-    raise UserError(f"{request.source}: {found} found; wanted at least 2; {hint}")
+    raise UserError(f"{request.source}: {found} found; wanted at least 2, with text; {hint}")
 
 
 def write_headers(dataset_dir: Path, dataset: Prepared) -> None:

@@ -293,7 +293,7 @@ def test_a_separator_divides_text_files_into_documents(tmp_path):
     assert train + validation == stories and len(validation) == 1
     (tmp_path / "few.txt").write_text("no marker")
     line = refused(tmp_path, f"{tmp_path}/few.txt", str(tmp_path / "x"), *separator)
-    assert "found; wanted at least 2; is '<|endoftext|>' between them? (--docu" in line
+    assert "found; wanted at least 2, with text; is '<|endoftext|>' between them? (--docu" in line
 
 
 @pytest.mark.parametrize(("num_bad", "is_warned"), [(0, False), (1, False), (5, True), (20, True)])
