@@ -154,6 +154,8 @@ def check_options(mode: str, *accepted: str) -> None:
 
 def prepare(source: str, output: Path, *, workers: int | None, **options: Any) -> "Prepared":
     """Find the documents and tokenise them. Raises: UserError."""
+    # Before pyarrow is imported: its own allocator keeps 200 MB that large row groups have used.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     from preparation.find_source import find_source
     from preparation.pipeline import PrepareOptions, prepare_dataset
 

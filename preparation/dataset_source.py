@@ -38,7 +38,6 @@ HUB_FILES = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@[^/]+)?/(.+)")
 MAX_LINE_BYTES = MAX_READER_BYTES // 8  # of JSON; parsing takes up to five times as much
 HEAD_BYTES = 64  # of a file that cannot be read; they may tell why
 ROWS = 250  # that are read at once
-PARQUET_ROWS = 1000  # of a row group, which can have a million
 TEXT_TYPES = (
     pyarrow.types.is_string,
     pyarrow.types.is_large_string,
@@ -197,7 +196,7 @@ class DatasetSource(Source):
             rows = builder.as_streaming_dataset(split=split)
             if hasattr(builder.config, "columns"):  # parquet: no other column, and a few rows
                 builder.config.columns = [self._first_column(rows.column_names)]
-                builder.config.batch_size = PARQUET_ROWS
+                builder.config.batch_size = ROWS  # a row group can have a million
                 rows = builder.as_streaming_dataset(split=split)
         if options.document_separator:
             raise UserError(f"{options.source}: --document-separator is for text files")
