@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.compute
 from pyarrow.types import is_dictionary, is_struct
 
+from basics.entry_points import map_every_tensor
 from basics.errors import MAX_CAUSE_LENGTH, UserError, one_line, print_error, status_of_place
 from preparation.cutting import LARGE_DOCUMENT, Cuts, Piece, cut_document
 from preparation.hub import ask_hub, explain
@@ -197,6 +198,7 @@ class DatasetSource(Source):
             if hasattr(builder.config, "columns"):  # parquet: no other column, and a few rows
                 builder.config.columns = [self._first_column(rows.column_names)]
                 builder.config.batch_size = ROWS  # a row group can have a million
+                map_every_tensor()  # each of the threads that decode keeps memory otherwise
                 rows = builder.as_streaming_dataset(split=split)
         if options.document_separator:
             raise UserError(f"{options.source}: --document-separator is for text files")
