@@ -1,5 +1,7 @@
 import contextlib
 import os
+import subprocess
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
@@ -51,12 +53,38 @@ def pytest_addoption(parser):
         help="how many runs test_storm.py takes to their end",
     )
     parser.addoption(
+        "--quick", action="store_true", help="only tests that start no process: a few minutes"
+    )
+    parser.addoption(
         "--thorough",
         action="store_true",
         help="all faults, nodes, steps, memory limits and megabytes that the tests of"
         " faults, nodes, leaks, the search and preparing are laid out for, not a"
         " selection",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def only_this_process(request):
+    """With --quick, skip a test as soon as it starts a process other than git."""
+    if not request.config.getoption("--quick"):
+        yield
+        return
+    start = subprocess.Popen.__init__
+
+    def popen(self, command, *arguments, **options):
+        if command[0] != "git":
+            pytest.skip("starts a process")
+        start(self, command, *arguments, **options)
+
+    def refuse(*_, **__):
+        pytest.skip("starts a process")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", popen)
+        patch.setattr(BaseProcess, "start", refuse)
+        patch.setattr(os, "fork", refuse)
+        yield
 
 
 @pytest.fixture
