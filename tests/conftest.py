@@ -64,9 +64,17 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_runtest_setup(item):
+    if item.config.getoption("--quick") and item.get_closest_marker("processes"):
+        pytest.skip("starts a process")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def only_this_process(request):
-    """With --quick, skip a test as soon as it starts a process other than git."""
+    """With --quick, skip a test as soon as it starts a process other than git.
+
+    The marker `processes` is for tests that start one in a thread, where skipping has no effect.
+    """
     if not request.config.getoption("--quick"):
         yield
         return

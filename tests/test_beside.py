@@ -42,6 +42,8 @@ from trainer.side_processes import (
     run_when_done,
 )
 
+pytestmark = pytest.mark.processes
+
 HANGS = "sleep 3600"
 
 

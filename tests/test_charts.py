@@ -79,6 +79,7 @@ def test_three_charts_are_drawn_for_any_length(tmp_path, num_steps):
         assert pixels.shape[:2] == (672, 1200) and (pixels[..., :3].min(axis=-1) < 0.9).any()
 
 
+@pytest.mark.processes
 def test_a_process_draws_the_same(tmp_path):
     drawn, directly = tmp_path / "drawn" / "tiny", tmp_path / "directly" / "tiny"
     for place in (drawn, directly):

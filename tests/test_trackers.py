@@ -34,6 +34,8 @@ from tests.support.trackers import (
 from tests.support.workplace import PROJECT_DIR, run_command
 from tests.support.workplace import succeeded as process_succeeded
 
+pytestmark = pytest.mark.processes
+
 REMEDY = "; `lab export-metrics tiny --to trackio` adds what is missing"
 
 

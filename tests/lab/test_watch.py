@@ -455,7 +455,9 @@ def test_the_exported_page_holds_everything_once_and_allows_nothing_else(runs_di
 
 
 @pytest.fixture(scope="module")
-def browser():
+def browser(request):
+    if request.config.getoption("--quick"):
+        pytest.skip("starts a process")
     if CHROMIUM is None:
         pytest.skip(f"needs one of {', '.join(PROGRAMS)}")
     playwright_api.expect.set_options(timeout=30_000)  # machines of continuous integration are busy
