@@ -388,7 +388,7 @@ class Trainer:
                 learning_rate=learning_rate,
             )
             loss_window.add(loss, grad_norm)
-            self.log.show(global_step)
+            self.log.show(global_step, is_last=bool(self.watchdog.stop_signal))
             if global_step == self.depth_began:
                 self.after_first_step(loss)
             # No report has steps of two depths.

@@ -24,7 +24,6 @@ from pydantic import ValidationError
 from basics.checkpoint_files import losses_of_the_original, of_the_original, step_of
 from basics.errors import UserError, one_line, print_error
 from basics.files import append_whole
-from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import found_object, parsed_object, to_json
 from basics.text import did_you_mean
 from lab.bills import Bill
@@ -35,11 +34,11 @@ from reporting.metrics_file import (
     MAX_RECORDS_BYTES,
     METRICS,
     NUM_LAYERS,
-    THROTTLING,
     is_list,
     is_number,
     read_metrics,
     read_records,
+    record_warnings,
     valid_records,
 )
 from reporting.reference import RUN_REFERENCE, Compared
@@ -71,9 +70,7 @@ LAUNCHED = ("metrics.jsonl", "summary.json", "heartbeat.json")  # a launched run
 END_BYTES = 2**17  # of the records, some 300: what a list shows of a run
 SEARCHED_BYTES = 2**22  # of the records, where the last validation is looked for
 VALIDATION = b'"validation_loss"'
-WARNED_RECORDS = 50  # the last ones, whose skipped steps are warned of
 EVALUATIONS = "evaluations.jsonl"  # of a run, and in `runs/` of the models that are no runs
-LITTLE_DISK_GIB = 5.0
 SEARCH_FILE = "microbatch-search.json"  # of --find-max-microbatch --save
 PUBLISHED = "published"  # the status of a row of `runs/published.json`
 LONGEST_VALUE = 60  # characters of a setting
@@ -760,19 +757,4 @@ def _warnings(files: RunFiles, records: tuple[Record, ...]) -> list[str]:
     if files.status == NO_HEARTBEAT:
         ago = duration(files.heartbeat_seconds)
         found.append(f"no heartbeat for {ago}: the run may have been killed")
-    if skipped := sum(record.get("skipped_steps") or 0 for record in records[-WARNED_RECORDS:]):
-        found.append(f"{skipped:.0f} of the last steps skipped: a gradient was not finite")
-    by_reason: dict[str, list[str]] = {}
-    for gpu, reasons in enumerate(_last_list(records, THROTTLING)):
-        if slowed_by := slowdowns(reasons):
-            by_reason.setdefault(slowed_by, []).append(str(gpu))
-    found += [f"GPU {', '.join(gpus)}: {reasons}" for reasons, gpus in by_reason.items()]
-    free = last_value(records, "disk_free_gib")
-    if free is not None and free < LITTLE_DISK_GIB:
-        found.append(f"only {free:.1f} GiB free on the disk")
-    return found
-
-
-def slowdowns(reasons: str) -> str:
-    """Return which of `SLOWDOWNS` an item of `gpu_throttling` has; a power limit is usual."""
-    return ", ".join(reason for reason in reasons.split(", ") if reason in SLOWDOWNS)
+    return found + record_warnings(records)

@@ -2,7 +2,8 @@
 
 import io
 import shutil
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +18,7 @@ from basics.text import escaped
 
 UNKNOWN = "-"
 WIDTH_WITHOUT_TERMINAL = 160  # characters
+TEXT_WIDTH = 120  # characters of a line of text, in a wider terminal
 GAP = 2  # characters between two columns
 RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    ", ascii=True)  # a line below the heads
 
@@ -46,7 +48,7 @@ class Table:
 
     def terminal(self, width: int = 0) -> str:
         """Format the table for so many characters or the terminal; wider if its least width is."""
-        width = width or shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
+        width = width or terminal_width()
         rows = [[visible(cell) for cell in row] for row in self.rows]
         least = {}  # widths by place
         for place, column in enumerate(self.columns):
@@ -62,8 +64,9 @@ class Table:
         hidden = []
         for key in self.hidden_first:
             if least_width() > width and key in keys:
-                del least[keys.index(key)]
-                hidden.append(key)
+                place = keys.index(key)
+                del least[place]
+                hidden.append(self.columns[place].whole_head)
         grid = Grid(box=RULED, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
         for place, min_width in least.items():
             column = self.columns[place]
@@ -83,9 +86,10 @@ class Table:
         lines = [line.rstrip() for line in output.getvalue().splitlines()]
         notes = list(self.notes)
         if hidden:
-            notes.append(f"hidden columns: {', '.join(hidden)}; a wider terminal shows them")
+            names = ", ".join(f'"{name}"' for name in hidden)
+            notes.append(f"hidden columns: {names}; a wider terminal shows them")
         if notes:
-            lines += ["", *notes]
+            lines += ["", *wrapped(notes, width)]
         return "\n".join(lines)
 
     def markdown(self) -> str:
@@ -97,6 +101,22 @@ class Table:
         if self.notes:
             lines += ["", *(f"- {escaped(note)}" for note in self.notes)]
         return "\n".join(lines)
+
+
+def terminal_width() -> int:
+    return shutil.get_terminal_size((WIDTH_WITHOUT_TERMINAL, 0)).columns
+
+
+def wrapped(texts: Iterable[str], width: int) -> list[str]:
+    """Break lines of text for a terminal; what goes on is indented."""
+    return [
+        line
+        for text in texts
+        for line in textwrap.wrap(
+            text, min(width, TEXT_WIDTH), subsequent_indent="    ", break_on_hyphens=False
+        )
+        or [""]
+    ]
 
 
 def cell(value: float | None, form: Callable[[float], str]) -> str:

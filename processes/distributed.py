@@ -94,7 +94,8 @@ def start_torchrun(num_processes: int, logs_dir: Path | None = None) -> int:
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]
     os.environ.setdefault(THREADS, "1")  # torchrun would set the same, with a warning
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks report it
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks report it
     passed_on = ",".join([*(STOP_SIGNALS[number] for number in stop_signals()), "SIGQUIT"])
     # Without its address torchrun asks for that of the machine's name, which containers may lack.
     # Without a place for logs it makes a temporary directory for them, which it leaves behind.

@@ -1,13 +1,14 @@
 """`metrics.jsonl`, `samples.jsonl`: a JSON record a line, read without trusting it. No torch."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from basics.errors import FAILED, UserError, status_of_place, visible
 from basics.files import MAX_BYTES, fsync, read_regular_file, write_atomically
+from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import parsed_object, to_json
 from run_config import SET_NAME
 
@@ -15,6 +16,8 @@ MAX_RECORDS_BYTES = 2**27  # per file: about four million steps
 MAX_STEP = 2**40
 BOUND = 1e100  # of the numbers of a record
 SAMPLES_BYTES = 2**18  # of the end of `samples.jsonl`, in which samples are looked for
+WARNED_RECORDS = 50  # the last ones, whose skipped steps are warned of
+LITTLE_DISK_GIB = 5.0
 MAX_SAMPLES = 40  # the newest ones
 MAX_TEXT = 4000  # characters of a prompt or of a text
 LARGEST = 1e15  # the largest number that a run could have measured
@@ -261,3 +264,30 @@ def read_samples(path: Path) -> list[Sample]:
         if is_step(step) and isinstance(prompt, str) and isinstance(text, str):
             found.append(Sample(step + 1, visible(prompt[:MAX_TEXT]), visible(text[:MAX_TEXT])))
     return sorted(found[-MAX_SAMPLES:], key=lambda sample: -sample.step)
+
+
+def record_warnings(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what the last records of a run that trains warn of, one line each."""
+    found = []
+    last = records if len(records) <= WARNED_RECORDS else records[-WARNED_RECORDS:]
+    if skipped := sum(record.get("skipped_steps") or 0 for record in last):
+        found.append(f"{skipped:.0f} of the last steps skipped: a gradient was not finite")
+    by_reason: dict[str, list[str]] = {}
+    for gpu, reasons in enumerate(_last_value(records, THROTTLING) or ()):
+        if slowed_by := slowdowns(reasons):
+            by_reason.setdefault(slowed_by, []).append(str(gpu))
+    found += [f"GPU {', '.join(gpus)}: {reasons}" for reasons, gpus in by_reason.items()]
+    free = _last_value(records, "disk_free_gib")
+    if free is not None and free < LITTLE_DISK_GIB:
+        found.append(f"only {free:.1f} GiB free on the disk")
+    return found
+
+
+def slowdowns(reasons: str) -> str:
+    """Return which of `SLOWDOWNS` an item of `gpu_throttling` has; a power limit is usual."""
+    return ", ".join(reason for reason in reasons.split(", ") if reason in SLOWDOWNS)
+
+
+def _last_value(records: Sequence[dict[str, Any]], key: str) -> Any:
+    values = (record[key] for record in reversed(records) if record.get(key) is not None)
+    return next(values, None)

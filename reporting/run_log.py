@@ -95,9 +95,9 @@ class RunLog:
         if self.is_active:
             self._time_left.start(first_step, growth)
             self.write_status("running", None)
-            self._terminal.start(self.run.metrics_path)
             self._terminal.shown.global_step = first_step - 1
             self._terminal.shown.usd_per_hour = self.clock.usd_per_hour
+            self._terminal.start(self.run.metrics_path, self.run.samples_path)
 
     def grow(self, global_step: int, before: ModelConfig, after: ModelConfig) -> None:
         """Say and record that the model has all layers from this step on."""
@@ -122,9 +122,14 @@ class RunLog:
             bytes_per_token=self.bytes_per_token,
         )
 
-    def show(self, global_step: int, share: float | None = None) -> None:
-        """Show that a step is taken, or which share of what takes long, such as a validation."""
-        if self.is_active:
+    def show(self, global_step: int, share: float | None = None, *, is_last: bool = False) -> None:
+        """Show that a step is taken, or which share of what takes long, such as a validation.
+
+        After `is_last` the panel is drawn at the end alone: see `Terminal.leave`.
+        """
+        if is_last:
+            self._terminal.leave()
+        elif self.is_active:
             self._terminal.shown.global_step = global_step
             done = "" if share is None else f", {share:.0%}"
             self._terminal.draw(f"running in {self.clock.current}{done}")
@@ -249,7 +254,7 @@ class RunLog:
         }
         if usd:
             record["usd"] = round(sum(usd.values()), 6)
-        self._terminal.shown.add(record)
+        self._terminal.add(record)
         self._unwritten += to_json(record) + "\n"
         failure = self._write_records()
         if failure and not was_behind:  # printed once, until a write succeeds
@@ -280,7 +285,11 @@ class RunLog:
                 write_atomically(self.run.summary_path, to_json(summary, indent=2) + "\n")
             except OSError as error:
                 failure = f"summary.json could not be written ({why_not_written(error)})"
-        self._terminal.close(summary["status"])
+        shown = self._terminal.shown
+        shown.seconds, shown.usd = sum(summary["seconds"].values()), sum(self.clock.usd().values())
+        shown.seconds_left = shown.usd_at_end = None
+        because = f" ({summary['reason']})" if summary["reason"] else ""
+        self._terminal.close(f"{summary['status']}{because}")
         for line in summary_lines(summary, self.run):
             self.say(line)
         return failure

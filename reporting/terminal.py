@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,14 +13,20 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from basics.errors import one_line, visible
 from basics.text import dollars, short_count
-from reporting.metrics_file import Sample, read_metrics, set_keys
+from reporting.metrics_file import (
+    WARNED_RECORDS,
+    Sample,
+    read_metrics,
+    read_samples,
+    record_warnings,
+    set_keys,
+)
 from reporting.summary import duration
 
 SECONDS_BETWEEN = 0.5  # between two drawings of one panel
@@ -31,7 +38,7 @@ BAR = 8
 MAX_SAMPLES = 2  # the newest ones of a run
 MAX_SAMPLE_LENGTH = 400  # characters
 # Keys of a record that are shown as they are.
-NUMBERS = (
+NUMBERS = {
     "global_step",
     "seconds_left",
     "tokens",
@@ -42,7 +49,7 @@ NUMBERS = (
     "seconds",
     "usd",
     "usd_at_end",
-)
+}
 STYLES = {"running": "green", "finished": "cyan", "failed": "red", "no heartbeat": "red"}
 
 
@@ -71,16 +78,11 @@ class Shown:
     warnings: Sequence[str] = ()
     samples: Sequence[Sample] = ()  # the newest first
 
-    def add(self, record: dict[str, Any]) -> None:
-        """Show the numbers of a record of `metrics.jsonl`."""
+    def add_losses(self, record: dict[str, Any]) -> None:
+        """Add the losses of a record of `metrics.jsonl` to their lines."""
         for key, value in record.items():
-            if label := label_of(key):
-                if value is not None and math.isfinite(value):
-                    self.losses.setdefault(label, []).append(value)
-            elif key == "gpu_memory_gib":
-                self.memory_gib = max(filter(None, value), default=None)
-            elif key in NUMBERS:
-                setattr(self, key, value)
+            if (label := label_of(key)) and value is not None and math.isfinite(value):
+                self.losses.setdefault(label, []).append(value)
 
     def panel(self, width: int) -> Panel:
         """Return a panel for a terminal of this width."""
@@ -171,58 +173,87 @@ def label_of(key: str) -> str:
 class Terminal:
     """Standard output of a run that trains: a panel below the lines, or in a file lines alone.
 
-    The panel is drawn when the run goes on, by no thread: a line that another process prints before
-    it fails is the last thing that is drawn.
+    The panel is drawn over the last one, when the run goes on and by no thread. After a stop signal
+    nothing is drawn over: other processes print too.
     """
 
     def __init__(self, shown: Shown) -> None:
         self.shown = shown
-        self._live: Live | None = None
+        self._console: Console | None = None  # where there is a panel
+        self._height = 0  # lines of the panel that the next one is drawn over
         self._drawn = -math.inf
+        self._records: deque[dict[str, Any]] = deque(maxlen=WARNED_RECORDS)
 
     @property
     def has_panel(self) -> bool:
-        return self._live is not None
+        return self._console is not None
 
-    def start(self, metrics_path: Path) -> None:
-        """Draw the panel, with the records of earlier launches, if a terminal can show it."""
+    def start(self, metrics_path: Path, samples_path: Path) -> None:
+        """Draw the panel, if a terminal can show it, with the losses of earlier launches."""
         console = Console(highlight=False)
         if not _can_draw(console):
             return
+        self._console = console
         for record in read_metrics(metrics_path):
-            self.shown.add(record)
-        self._live = Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())
-        with suppress(OSError):
-            self._live.start()
-            console.show_cursor()  # a process that is killed leaves the terminal as it was
+            self.shown.add_losses(record)
+        self.shown.samples = read_samples(samples_path)
         self.draw(self.shown.status)
 
     def say(self, line: str) -> None:
         """Print a line, above the panel."""
-        with suppress(OSError):  # a log on a full disk or a closed pipe must not end the run
-            if self._live is not None:
-                self._live.console.print(Text(visible(line)), soft_wrap=True)
-            else:
-                print(visible(line), flush=True)
+        panel = self._panel() if self._height else ""
+        self._write(self._erased() + visible(line) + "\n" + panel)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Show the numbers of a record of `metrics.jsonl`, and what it warns of."""
+        self._records.append(record)
+        self.shown.add_losses(record)
+        for key in NUMBERS & record.keys():
+            setattr(self.shown, key, record[key])
+        if memory := record.get("gpu_memory_gib"):
+            self.shown.memory_gib = max(filter(None, memory), default=None)
+        self.shown.warnings = record_warnings(self._records)
 
     def draw(self, status: str) -> None:
         """Draw the panel, unless that was done just before."""
         now = time.monotonic()
-        if self._live is None or now < self._drawn + SECONDS_BETWEEN:
+        if self._console is None or now < self._drawn + SECONDS_BETWEEN:
             return
         self._drawn = now
         self.shown.status = status
-        with suppress(OSError):
-            self._live.update(self.shown.panel(self._live.console.width), refresh=True)
+        self._write(self._erased() + self._panel())
+
+    def leave(self) -> None:
+        """Draw over nothing that is there; the panel is drawn once more, by `close`."""
+        if self._height:
+            self._write("\n")  # a terminal has shown ^C where the cursor is
+        self._height = 0
+        self._drawn = math.inf
 
     def close(self, status: str) -> None:
         """Draw the panel for the last time; what is said from here on stands below it."""
         self._drawn = -math.inf
         self.draw(status)
-        with suppress(OSError):
-            if self._live is not None:
-                self._live.stop()
-        self._live = None
+        self._console = None
+        self._height = 0
+
+    def _panel(self) -> str:
+        """Return the panel as text, as far as it fits the terminal, and count its lines."""
+        assert self._console is not None
+        with self._console.capture() as capture:
+            self._console.print(self.shown.panel(self._console.width))
+        lines = capture.get().splitlines(keepends=True)[: max(1, self._console.height - 1)]
+        self._height = len(lines)
+        return "".join(lines)
+
+    def _erased(self) -> str:
+        """Return what moves the cursor to the first line of the panel and erases it."""
+        return f"\x1b[{self._height}A\x1b[J" if self._height else ""
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # a log on a full disk or a closed pipe must not end the run
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 def _can_draw(console: Console) -> bool:

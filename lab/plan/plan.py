@@ -1,7 +1,6 @@
 """`lab plan`: estimate the memory, hours and dollars of a run before it is launched."""
 
 import math
-import textwrap
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -22,7 +21,7 @@ from lab.plan.estimate import (
 )
 from lab.plan.memory import Memory, Setting, largest_microbatch, peak_memory, size_name
 from lab.plan.speed_sources import read_measured
-from lab.table import UNKNOWN, Column, Table
+from lab.table import UNKNOWN, Column, Table, terminal_width, wrapped
 from reporting.gpus import ABOUT_PRICES, GPUS, OTHER_PRICES, PRESET_PRICES, find_gpu
 from reporting.speed import CARDS_GIB, usable_gib
 from run_config import Run, TrainConfig, load_run, setting_warnings
@@ -30,7 +29,6 @@ from run_config import Run, TrainConfig, load_run, setting_warnings
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
 NUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element
 PACKAGES_BYTES = 6e9  # nearly all of it PyTorch with CUDA
-WIDTH = 120  # characters of a note's line
 PARTS = {
     "weights": "weights",
     "optimizer": "optimizer state",
@@ -42,9 +40,9 @@ PARTS = {
     "total": "total",
 }
 BEST = "*: the fewest US$ expected of the machines that are not spot"
-TOO_SMALL = (
-    "too small for the formula: it knows models from a tenth of GPT-2 small's FLOPs per token on;"
-    " train 50 steps to measure the speed"
+TOO_SMALL_NOTE = (
+    f"{estimate.TOO_SMALL}: it knows models from a tenth of GPT-2 small's FLOPs per token on; train"
+    " 50 steps on such a GPU to measure the speed"
 )
 NO_MACHINE = "no machine in the table can train this run"
 BY_GPUS = [Column("one GPU"), Column("several GPUs")]
@@ -69,6 +67,16 @@ MACHINE_COLUMNS = [
     Column("validation,\nexpected", key=VALIDATION),
     Column("source", "left"),
 ]
+HIDDEN_FIRST = (
+    HOURS_RANGE,
+    USD_PRICE,
+    VALIDATION,
+    "checkpoints on disk, at most",
+    "US$, fewest to most",
+    "largest microbatch",
+    "global batch",
+    "MFU",
+)
 PRICE_COLUMNS = [
     Column("machine", "left"),
     Column("US$\nper hour"),
@@ -184,7 +192,7 @@ def command(
         return
     here = []
     with suppress(UserError):  # nothing was measured here
-        here = ["\n".join(_wrapped([estimate.speed_here(loaded, tokens)]))]
+        here = ["\n".join(wrapped([estimate.speed_here(loaded, tokens)], terminal_width()))]
     if compares:
         texts = [*here, _price_table(machines, budget).terminal()]
         click.echo(visible("\n\n".join(texts)))
@@ -194,7 +202,8 @@ def command(
         _microbatch_table(largest),
         _machine_table(loaded, machines),
     ]
-    texts = [*here, _about(loaded, num_tokens), *(table.terminal() for table in tables)]
+    about = "\n".join(wrapped(_about(loaded, num_tokens), terminal_width()))
+    texts = [*here, about, *(table.terminal() for table in tables)]
     click.echo(visible("\n\n".join(texts)))
 
 
@@ -215,27 +224,25 @@ def check_options(options: dict[str, Any]) -> None:
             raise UserError(f"{option} does not go with --save, which shows no plan: drop one")
 
 
-def _about(run: Run, num_tokens: int) -> str:
+def _about(run: Run, num_tokens: int) -> list[str]:
     # How many steps there are depends on the machine; a growth is at the same share of them.
     parameters, per_token = run.model.num_parameters, flops_per_token(run, num_tokens)
     chinchilla, dtype = CHINCHILLA_TOKENS_PER_PARAMETER, run.config.all_reduce_dtype
-    return "\n".join(
-        [
-            f"{run.name}: {size_name(run.model)}, {parameters:,} parameters; {num_tokens:,} tokens",
-            f"{num_tokens / parameters:.1f} tokens per parameter (Chinchilla: {chinchilla}, or"
-            f" {chinchilla * parameters:,} tokens)",
-            f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
-            f" {per_token * num_tokens:.3g} FLOP in total, without validation",
-            *_about_growth(run),
-            f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below),"
-            f" {gb(TOKEN_BYTES * num_tokens)} or more for the tokens, {gb(PACKAGES_BYTES)} for the"
-            " packages",
-            f"host RAM: rank 0 pins about {gib(pinned_bytes(run))} on a GPU, for the copy from"
-            " which checkpoints are written",
-            f"between several GPUs: {gb(NUM_BYTES[dtype] * parameters)} of gradients a step"
-            f" (all_reduce_dtype {dtype})",
-        ]
-    )
+    return [
+        f"{run.name}: {size_name(run.model)}, {parameters:,} parameters; {num_tokens:,} tokens",
+        f"{num_tokens / parameters:.1f} tokens per parameter (Chinchilla: {chinchilla}, or"
+        f" {chinchilla * parameters:,} tokens)",
+        f"{per_token / 1e6:,.1f} MFLOP per token, forward and backward;"
+        f" {per_token * num_tokens:.3g} FLOP in total, without validation",
+        *_about_growth(run),
+        f"disk: {gb(bytes_of_checkpoint(run))} a checkpoint (how many: below),"
+        f" {gb(TOKEN_BYTES * num_tokens)} or more for the tokens, {gb(PACKAGES_BYTES)} for the"
+        " packages",
+        f"host RAM: rank 0 pins about {gib(pinned_bytes(run))} on a GPU, for the copy from"
+        " which checkpoints are written",
+        f"between several GPUs: {gb(NUM_BYTES[dtype] * parameters)} of gradients a step"
+        f" (all_reduce_dtype {dtype})",
+    ]
 
 
 def _about_growth(run: Run) -> list[str]:
@@ -327,11 +334,11 @@ def _machine_table(run: Run, machines: list[dict[str, Any]]) -> Table:
             ]
         )
     possible = [found for found in machines if not found["reason"]]
-    notes = [TOO_SMALL if _has_too_small(machines) else NO_MACHINE]
+    notes = _notes_of_reasons(machines)
     if possible:
         gpus = [find_gpu(name) for name in dict.fromkeys(found["gpu"] for found in possible)]
         known = [found["price"] for found in machines if found["price"]]
-        notes = [
+        notes += [
             "Hours and US$ count validation, and an estimate of start-up, download of its tokens"
             " and compilation; M tokens per US$: while training.",
             "validation: how many, and their share of the expected hours and US$ without start-up",
@@ -347,7 +354,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]]) -> Table:
             "expected: the MFU in the table, by its source:",
             *_about_speeds(possible),
         ]
-    return Table(MACHINE_COLUMNS, rows, _wrapped(notes), (HOURS_RANGE, USD_PRICE, VALIDATION))
+    return Table(MACHINE_COLUMNS, rows, notes, HIDDEN_FIRST)
 
 
 def _about_validation(found: dict[str, Any]) -> str:
@@ -391,9 +398,9 @@ def _price_table(machines: list[dict[str, Any]], budget: float | None) -> Table:
         if price.note:
             remarks.setdefault(price.note, []).append(f"{price.gpu} {amount(price.usd_per_hour)}")
     possible = [found for found in machines if not found["reason"]]
-    notes = [TOO_SMALL if _has_too_small(machines) else NO_MACHINE]
+    notes = _notes_of_reasons(machines)
     if possible:
-        notes = [
+        notes += [
             *([BEST] if best else []),
             f"{ABOUT_PRICES} Each source: reporting/gpus.json, or --json.",
             *(f"  {', '.join(names)}: {remark}" for remark, names in remarks.items()),
@@ -407,15 +414,18 @@ def _price_table(machines: list[dict[str, Any]], budget: float | None) -> Table:
     if budget is not None:
         columns = [*PRICE_COLUMNS, Column(f"budget\n${dollars(budget)}", "left")]
     hidden_first = ("source of the price", "tokens/s", "month", "M tokens per US$")
-    return Table(columns, rows, _wrapped(notes), hidden_first)
+    return Table(columns, rows, notes, hidden_first)
 
 
 def _is_spot(found: dict[str, Any]) -> bool:
     return bool(found["price"]) and found["price"]["kind"] == "spot"
 
 
-def _has_too_small(machines: list[dict[str, Any]]) -> bool:
-    return any(found["reason"] == estimate.TOO_SMALL for found in machines)
+def _notes_of_reasons(machines: list[dict[str, Any]]) -> list[str]:
+    """Say why the formula has no figure for a machine, or that none can train the run."""
+    if any(found["reason"] == estimate.TOO_SMALL for found in machines):
+        return [TOO_SMALL_NOTE]
+    return [] if any(not found["reason"] for found in machines) else [NO_MACHINE]
 
 
 def _millions_per_usd(found: dict[str, Any]) -> str:
@@ -432,12 +442,4 @@ def _about_speeds(possible: list[dict[str, Any]]) -> list[str]:
         *dict.fromkeys(
             f"  {found['gpu']}, {found['source']}: {found['detail']}" for found in possible
         )
-    ]
-
-
-def _wrapped(notes: list[str]) -> list[str]:
-    return [
-        line
-        for note in notes
-        for line in textwrap.wrap(note, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     ]

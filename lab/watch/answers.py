@@ -11,7 +11,7 @@ import numpy as np
 
 from basics.errors import UserError
 from lab.columns import shown_in
-from lab.runs import RUNNING, is_launched, launched_runs, number, read_run, slowdowns, version_of
+from lab.runs import RUNNING, is_launched, launched_runs, number, read_run, version_of
 from reporting.metrics_file import (
     LARGEST,
     METRICS,
@@ -23,6 +23,7 @@ from reporting.metrics_file import (
     is_list,
     read_samples,
     set_keys,
+    slowdowns,
     valid_records,
     whole_lines,
 )

@@ -639,7 +639,7 @@ def test_terminal_table_fits_and_names_its_hidden_columns(runs):
     )
     table, notes = table_of(runs.compare(published=True)).terminal(100).split("\n\n")
     assert max(map(cell_len, table.splitlines())) <= 100
-    assert "hidden columns: model, machine, " in notes
+    assert 'hidden columns: "model", "machine", ' in notes
     assert "3.0200 ± 0.0100 (n=3)" in table
 
 

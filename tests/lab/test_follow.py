@@ -144,19 +144,20 @@ def screen_of_run(monkeypatch):
 
 
 def test_a_run_shows_its_records_in_a_panel_below_its_lines(screen_of_run, monkeypatch, runs_dir):
-    path = add_run(runs_dir, "grows", steps=40) / "metrics.jsonl"
+    run_dir = add_run(runs_dir, "grows", steps=40)
+    add_sample(run_dir, 40, "Once", " upon")
     monkeypatch.setattr(sys, "stdout", screen_of_run)  # pytest sets it before each test
     run = Terminal(Shown("grows", num_steps=200, usd_per_hour=2.0))
-    run.start(path)  # a resumed run: with the losses of its earlier launches
+    run.start(run_dir / "metrics.jsonl", run_dir / "samples.jsonl")  # of earlier launches
     assert run.has_panel
-    run.shown.add(report(50, train_loss=2.5, tokens_per_second=500.0, gpu_memory_gib=[3.0, 7.5]))
-    run.shown.add(validation(50, 2.25) | {"validation_loss/code": 1.5})
-    run.shown.add(report(60, train_loss=None))  # not finite
+    first = screen_of_run.getvalue()
+    assert "Once upon" in first and " left" not in first and "$" not in first
+    run.add(report(50, train_loss=2.5, tokens_per_second=500.0, gpu_memory_gib=[3.0, 7.5]))
+    run.add(validation(50, 2.25) | {"validation_loss/code": 1.5})
+    run.add(report(60, train_loss=None, skipped_steps=3))  # not finite
     run.shown.compared = "-0.1"
     run.draw("running in validation, 40%")
     run.say("a line \x1b]0;x\x07" + "that is long " * 9)
-    run.close("finished")
-    print("after")
     output = screen_of_run.getvalue()
     before, _, after = output.rpartition("a line ")
     for part in (
@@ -165,12 +166,34 @@ def test_a_run_shows_its_records_in_a_panel_below_its_lines(screen_of_run, monke
         "2.5000  ▆▃▂▁█",
         "2.2500",
         "on code",
+        "3 of the last steps skipped",
     ):
         assert part in before, part
-    assert "7.5 GiB" in after and "finished" in after and after.endswith("after\n")
-    assert "that is long " * 9 in after, "a line that is longer than the panel is not cut"
+    assert "7.5 GiB" in after and "that is long " * 9 in after, "a long line is not cut"
     assert "\x1b]0" not in output and "\x07" not in output
-    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "the cursor is hidden"
+    height = after.count("\n") - 1
+    run.close("finished")
+    end = screen_of_run.getvalue().removeprefix(output)
+    assert end.startswith(f"\x1b[{height}A\x1b[J") and "finished" in end and end.endswith("╯\n")
+
+
+def test_after_a_stop_signal_nothing_is_drawn_over(screen_of_run, monkeypatch, tmp_path):
+    """Other processes print below the panel: torchrun does."""
+    monkeypatch.setattr(sys, "stdout", screen_of_run)
+    run = Terminal(Shown("stops", num_steps=200))
+    run.start(tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl")
+    run.leave()
+    before = screen_of_run.getvalue()
+    run.say("a line")
+    run.draw("running in checkpoint")
+    run.close("stopped (SIGINT)")
+    after = screen_of_run.getvalue().removeprefix(before)
+    assert (
+        after.startswith("a line\n╭")
+        and before.endswith("\n\n")
+        and "\x1b[J" not in after
+        and "stopped (SIGINT)" in after
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +211,7 @@ def test_where_no_panel_can_be_drawn_there_are_lines_alone(
             monkeypatch.setattr(screen_of_run, name, value)
     monkeypatch.setattr(sys, "stdout", screen_of_run)
     run = Terminal(Shown("plain", num_steps=200))
-    run.start(tmp_path / "metrics.jsonl")
+    run.start(tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl")
     run.draw("running in training")
     run.say("a line")
     run.close("finished")
