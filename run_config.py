@@ -57,6 +57,8 @@ MUON_DEFAULTS: dict[str, Any] = {
 }
 WIDTH_DEPENDENT = {"learning_rate", "embedding_learning_rate", "vector_learning_rate"}
 
+SPLITS = ("train", "validation")  # of a dataset, each in a token file
+TOKENS_SUFFIX = ".safetensors"  # of token files
 Count = Annotated[int, Field(ge=1, le=2**40)]
 GroupRate = Annotated[float | None, Field(gt=0)]  # None stands for `learning_rate`
 # A JSON list becomes a tuple: the config is frozen.
@@ -281,7 +283,7 @@ class TrainConfig(FrozenConfig):
             if not _is_token_file(place) and not re.fullmatch(DATASET_NAME, place):
                 raise ValueError(
                     f"validation set {name} is {ascii(place)[:60]}; wanted a dataset's name, or a"
-                    " token file, which ends in .safetensors"
+                    f" token file, which ends in {TOKENS_SUFFIX}"
                 )
         return self
 
@@ -289,9 +291,8 @@ class TrainConfig(FrozenConfig):
         """Return the token file of each set that `validation` names, in their order."""
         paths = {}
         for name, place in (self.validation or {}).items():
-            paths[name] = datasets_dir / place
-            if not _is_token_file(place):
-                paths[name] /= "validation.safetensors"
+            path = datasets_dir / place
+            paths[name] = path if _is_token_file(place) else path / token_file_name("validation")
         return paths
 
     @property
@@ -369,9 +370,14 @@ class TrainConfig(FrozenConfig):
         )
 
 
+def token_file_name(split: str) -> str:
+    """Return the name of the token file of a split in the directory of a dataset."""
+    return split + TOKENS_SUFFIX
+
+
 def _is_token_file(place: str) -> bool:
     """Return whether a value of `validation` is a file; else it is the name of a dataset."""
-    return place.endswith(".safetensors")
+    return place.endswith(TOKENS_SUFFIX)
 
 
 def _is_due(global_step: int, num_steps: int, interval: int | None) -> bool:

@@ -37,6 +37,7 @@ from lab.table import Column, Table
 from preparation.token_stream import TokenFileWriter
 from reporting.gpus import find_gpu
 from reporting.metrics_file import read_metrics
+from run_config import token_file_name
 
 ORIGINAL, HUGGING_FACE, WHOLE_RUN = "original", "Hugging Face, {}, compiled", "ours, whole run"
 WHOLE_RUN_SYSTEM = "whole run"
@@ -201,10 +202,10 @@ def write_tokens(dataset_dir: Path, task: Task) -> Path:
     tokens = np.searchsorted(cumulated, draws).clip(max=size - 1).astype(np.uint16)
     dataset_dir.mkdir(parents=True)
     for split, length in (("train", num_tokens), ("validation", task.model.context_length + 1)):
-        writer = TokenFileWriter(dataset_dir / f"{split}.safetensors")
+        writer = TokenFileWriter(dataset_dir / token_file_name(split))
         writer.add(tokens[:length])
         writer.finish({"max_token_id": str(tokens[:length].max())})
-    return dataset_dir / "train.safetensors"
+    return dataset_dir / token_file_name("train")
 
 
 def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Line:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from basics.errors import UserError, one_line
-from run_config import Run
+from run_config import Run, token_file_name
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile, check_token_ids
 from tokens.tokenizer import KNOWN_SIZES, FileTokenizer, byte_lengths, file_beside, load_tokenizer
@@ -165,14 +165,14 @@ def open_run_data(
         validation set has another tokenizer, or is there twice.
     """
     config, vocab_size = run.config, run.model.vocab_size
-    train_file = TokenFile(dataset_dir / "train.safetensors")
+    train_file = TokenFile(dataset_dir / token_file_name("train"))
     plan = plan_batches(run, world_size=world_size, file_tokens=train_file.num_tokens)
     training = Microbatches(
         train_file, plan, start_token=config.start_train_token, vocab_size=vocab_size
     )
     validation_sets = {}
     if config.validates:
-        own = {"": dataset_dir / "validation.safetensors"}
+        own = {"": dataset_dir / token_file_name("validation")}
         validation_sets = {
             set_name: _open_validation_set(run, plan, set_name, path)
             for set_name, path in (validation_paths or own).items()

@@ -23,7 +23,7 @@ from reporting.clock import PhaseClock
 from reporting.machine_time import record_search
 from reporting.speed import CARDS_GIB, estimated_startup_seconds, usable_gib
 from reporting.summary import duration, final_status
-from run_config import OLD_NAME, Run, load_run, make_run_dir
+from run_config import OLD_NAME, Run, load_run, make_run_dir, token_file_name
 from tokens.batch_plan import divided
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, Trial
@@ -73,10 +73,10 @@ def prefetch_run(options: Options, process: Process) -> None:
     _verify(
         "dataset",
         options.datasets_dir / config.dataset,
-        [*(f"{split}.safetensors" for split in splits_of(config)), TOKENIZER_FILE],
+        [*map(token_file_name, splits_of(config)), TOKENIZER_FILE],
     )
     for name in config.validation_datasets:
-        _verify("validation set", options.datasets_dir / name, ["validation.safetensors"])
+        _verify("validation set", options.datasets_dir / name, [token_file_name("validation")])
     for index in range(data.plan.num_tokens // data.plan.tokens_per_microbatch):
         data.training[index]  # checks its ids
     for microbatches in data.validation_sets.values():

@@ -28,9 +28,10 @@ from lab.plan.memory import Setting, peak_memory
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete, splits_of
 from reporting.gpus import find_gpu
 from reporting.speed import usable_gib
-from run_config import Run
+from run_config import SPLITS, Run, token_file_name
 from tokens.batch_plan import BatchPlan, divided, plan_batches
 from tokens.token_file import TokenFile
+from tokens.tokenizer import TOKENIZER_FILE
 
 OK = "ok"
 WARNING = "warning"
@@ -51,7 +52,7 @@ MUCH_TOO_LARGE = 1.25  # times the memory there is: the estimate is not that far
 OWN_GIB = 1.0  # of a GPU, which CUDA and NCCL take beside a process's tensors
 START_SECONDS = 120.0  # for torchrun and the imports of its processes, which limit the rest
 ASK_SECONDS = 8.0  # for an answer of the hub
-TOKEN_FILES = ("train.safetensors", "validation.safetensors", "tokenizer.json")
+TOKEN_FILES = (*map(token_file_name, SPLITS), TOKENIZER_FILE)
 WRONG_CLOCK = 60.0  # seconds; the hub tells whole ones
 HUB_FILE = "openai-community/gpt2/resolve/main/model.safetensors"  # of 548 MB
 DOWNLOADED_BYTES = 8 * 2**20  # of it, to measure the network
@@ -477,7 +478,7 @@ class RunMemory:
 
 def plan_of(subject: Subject, run: Run) -> BatchPlan:
     """Divide the run's tokens among its processes. Raises: UserError."""
-    path = subject.datasets_dir / run.config.dataset / "train.safetensors"
+    path = subject.datasets_dir / run.config.dataset / token_file_name("train")
     num_tokens = TokenFile(path).num_tokens if path.is_file() else estimate.UNLIMITED_TOKENS
     return plan_batches(run, world_size=subject.num_processes, file_tokens=num_tokens)
 
@@ -554,7 +555,7 @@ def read_dataset(subject: Subject) -> Dataset | None:
     name = config.dataset
     place = subject.datasets_dir / name
     if is_complete(place, splits_of(config)):
-        train, *_ = (TokenFile(place / f"{split}.safetensors") for split in splits_of(config))
+        train, *_ = (TokenFile(place / token_file_name(split)) for split in splits_of(config))
         return Dataset(f"{place} has {train.num_tokens:,} training tokens")
     if name == STDLIB_DATASET:
         return Dataset(f"{place} is made from Python's own files when training starts")

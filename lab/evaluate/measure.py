@@ -13,7 +13,7 @@ from lab.evaluate.tasks import Tasks, score
 from lab.plan.memory import size_name
 from lab.runs import EVALUATIONS, Record, append_evaluation
 from preparation.ensure_dataset import provide_dataset
-from run_config import DATASET_NAME, load_run
+from run_config import DATASET_NAME, load_run, token_file_name
 from tokens.token_file import TokenFile
 from trainer.models import find_model, load_model
 
@@ -129,7 +129,7 @@ def open_slices(
         if not re.fullmatch(DATASET_NAME, dataset):
             raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")
         provide_dataset(datasets_dir / dataset, dataset, [split])
-        file = TokenFile(datasets_dir / dataset / f"{split}.safetensors")
+        file = TokenFile(datasets_dir / dataset / token_file_name(split))
         slices[dataset] = choose_slice(file, dataset, start_token, num_tokens)
     if len(slices) > 1:
         slices = {

@@ -24,7 +24,7 @@ from lab.publish import formats
 from lab.publish.model_card import CHARTS, MARK, Request, changed_card, model_card
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
-from run_config import no_such_run
+from run_config import SPLITS, no_such_run, token_file_name
 from tokens.token_file import TokenFile
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer
 from trainer.models import LoadedModel, find_model, load_model
@@ -43,7 +43,7 @@ FILES = {
     *CHARTS,
     *formats.GGUF_FILES,
 }
-TOKEN_FILES = ("train.safetensors", "validation.safetensors")
+TOKEN_FILES = [*map(token_file_name, SPLITS)]
 # Names of directories beside an export: of the new one with a process id, of the earlier one.
 ASIDE = ".{}.ddp-train-"
 EARLIER = "earlier"
