@@ -42,7 +42,7 @@ from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.machine_time import begin_launch, read_uses, record_launch
 from reporting.metrics_file import CHANGED
-from reporting.reference import Comparison, ReferenceCurve
+from reporting.reference import ReferenceComparison, ReferenceCurve
 from reporting.run_log import RunLog, SetResult, batch_arithmetic
 from reporting.sampling import Sampler
 from reporting.setting_changes import change_lines, settings_of
@@ -323,7 +323,7 @@ class Trainer:
             run, state.model.config, num_steps=self.plan.num_steps, first_step=resume.first_step
         )
         self.measurements = Measurements(run, self.plan, state.model, self.process)
-        comparison = Comparison(reference, self.config)
+        comparison = ReferenceComparison(reference, self.config)
         self.log = RunLog(
             run,
             self.plan,
@@ -401,7 +401,7 @@ class Trainer:
                 self.report(global_step, learning_rate, waits=saves or is_last_of_depth)
             if saves:
                 self.save_and_validate(global_step)
-                ends = self.stop.is_asked() or ends  # perhaps during the validation
+                ends = self.stop.agree() or ends  # perhaps during the validation
             if ends:
                 break
         microbatches.close()
@@ -479,7 +479,7 @@ class Trainer:
         if resume.checkpoint is not None:
             lines.append(f"resuming from {resume.checkpoint.path}")
             lines += change_lines(resume.changes, resume.first_step)
-            if resume.changes and not resume.is_trained:  # else no step uses them
+            if resume.changes and not resume.has_no_step_left:  # else no step uses them
                 self.log.record(resume.first_step - 1, {CHANGED: resume.changes})
         lines += [f"warning: {warning}" for warning in warnings]
         lines += batch_arithmetic(plan)
@@ -669,7 +669,7 @@ class Trainer:
         # A write that a full disk refused may succeed now; it is the last chance.
         with self.clock.phase(CHECKPOINT):
             self.saver.retry()
-        if self.resume.is_trained:  # an earlier launch was killed before it came to this
+        if self.resume.has_no_step_left:  # an earlier launch was killed before it came to this
             self.saver.tidy()
             self.draw_charts()
         # After a stop signal `beside.finish` waits for them, once --after-checkpoint has ended.
@@ -704,8 +704,8 @@ class Trainer:
         """Return what `summary.json` says of this launch's end. Rank 0."""
         best = best_of(list_checkpoints(self.run.checkpoints_dir))
         last = self.saver.validation
-        is_trained = self.plan.is_trained_after(global_step)
-        has_diverged = is_trained and last is not None and last.loss is None
+        has_no_step_left = self.plan.has_no_step_after(global_step)
+        has_diverged = has_no_step_left and last is not None and last.loss is None
         is_due = self.config.is_validation_due(global_step, num_steps=self.plan.num_steps)
         return RunEnd(
             first_step=self.depth_began,

@@ -47,7 +47,7 @@ from basics.files import append_whole
 from basics.gpu_readings import read_gpus
 from basics.machine import PROJECT_DIR, code_version
 from benchmarks import throughput
-from benchmarks.systems import NUM_BLOCKS, WARM_UP_STEPS, Task, time_steps
+from benchmarks.systems import NUM_BLOCKS, WARM_UP_STEPS, SystemTask, time_steps
 from ddp_train import TrainingStep, wrap_in_ddp
 from gpt import GPTModel, attend
 from lab.plan.memory import GPT2_SMALL, Setting, peak_memory, size_name
@@ -269,7 +269,7 @@ def ladder(place: Place) -> Iterator[Line]:
     yield from measure_tasks("ladder", tasks, place)
 
 
-def measure_tasks(part: str, tasks: list[Task], place: Place) -> Iterator[Line]:
+def measure_tasks(part: str, tasks: list[SystemTask], place: Place) -> Iterator[Line]:
     """Measure tasks of one shape while there is time, each in processes of its own.
 
     A task that an earlier call has measured is left out.
@@ -295,7 +295,7 @@ def measure_tasks(part: str, tasks: list[Task], place: Place) -> Iterator[Line]:
             yield {"row": task.name, "shape": task.shape} | line | failed
 
 
-def tiny_task(task: Task) -> Task:
+def tiny_task(task: SystemTask) -> SystemTask:
     return replace(
         task, shape=TINY.model_dump(), microbatch_size=2, global_batch_size=4, num_steps=TINY_STEPS
     )

@@ -1,7 +1,7 @@
 """The systems that `throughput.py` compares: the same weights, tokens and global batches.
 
-`python -m benchmarks.systems TASK TOKENS` measures one of them: TASK is a `Task` as JSON, TOKENS
-the path of a training split. The last line printed is the result as JSON.
+`python -m benchmarks.systems TASK TOKENS` measures one of them: TASK is a `SystemTask` as JSON,
+TOKENS the path of a training split. The last line printed is the result as JSON.
 """
 
 import json
@@ -49,7 +49,7 @@ System = tuple[Callable[[], Tensor], Precision, bool]
 
 
 @dataclass(frozen=True)
-class Task:
+class SystemTask:
     """A row of the table: what one process measures."""
 
     name: str
@@ -92,7 +92,7 @@ class Task:
         } | self.changes
 
 
-def ours(task: Task, tokens_path: Path, process: Process) -> System:
+def ours(task: SystemTask, tokens_path: Path, process: Process) -> System:
     """Build this trainer as in a run, except that norms and biases decay."""
     train = resolve_for_device(TrainConfig(**task.train_values), process.device)
     if process.device.type == "cpu":
@@ -136,7 +136,7 @@ class PlainAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def other(task: Task, tokens_path: Path, process: Process) -> System:
+def other(task: SystemTask, tokens_path: Path, process: Process) -> System:
     """Build another system's model and optimizer in a plain loop, as its own.
 
     The original reads the loss of each microbatch and copies without pinned memory, which both wait
@@ -192,12 +192,12 @@ def plain_microbatches(
         yield token_ids.to(device, non_blocking=pins), targets.to(device, non_blocking=pins)
 
 
-def original(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
+def original(task: SystemTask, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
     model = NaiveGPT(GPTModel(task.model)).to(device)
     return _with_adamw(model, model)
 
 
-def hugging_face(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
+def hugging_face(task: SystemTask, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     weights = to_gpt2(GPTModel(task.model).state_dict(), task.model)
@@ -211,7 +211,7 @@ def hugging_face(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Op
     return _with_adamw(model, lambda token_ids: model(token_ids).logits, fused=True)
 
 
-def nanogpt(task: Task, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
+def nanogpt(task: SystemTask, device: torch.device) -> tuple[Loss, torch.optim.Optimizer]:
     """Build those of nanoGPT in `folder`: own weights, a tied head; biases, no dropout, as here."""
     sys.path.insert(0, task.changes["folder"])
     from model import GPT, GPTConfig
@@ -314,7 +314,7 @@ def time_steps(
     }
 
 
-def measure(task: Task, tokens_path: Path) -> dict[str, Any]:
+def measure(task: SystemTask, tokens_path: Path) -> dict[str, Any]:
     import torch._inductor.compile_fx  # its import takes seconds: not compiling
 
     process = Process(0, 0, 1, torch.device("cuda:0" if task.device == "cuda" else "cpu"))
@@ -345,4 +345,4 @@ def measure(task: Task, tokens_path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Task(**json.loads(sys.argv[1])), Path(sys.argv[2]))))
+    print(json.dumps(measure(SystemTask(**json.loads(sys.argv[1])), Path(sys.argv[2]))))

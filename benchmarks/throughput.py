@@ -31,7 +31,7 @@ import torch
 from basics.errors import one_line
 from basics.files import append_whole
 from basics.machine import PROJECT_DIR, code_version
-from benchmarks.systems import Task
+from benchmarks.systems import SystemTask
 from lab.plan.memory import GPT2_SMALL, size_name
 from lab.table import Column, Table
 from preparation.token_stream import TokenFileWriter
@@ -86,14 +86,14 @@ LADDER: dict[str, tuple[dict[str, Any], int]] = {
 LADDER_BATCH = 48  # sequences on a GPU: with 192 the time of the optimizer would hardly be seen
 FIRST_OF_LADDER = next(iter(LADDER))
 Line = dict[str, Any]
-Row = tuple[str, str, dict[str, Any]]  # the first three fields of a `Task`
+Row = tuple[str, str, dict[str, Any]]  # the first three fields of a `SystemTask`
 
 
 class RowFailed(Exception):
     """A row has no result; the message is the reason."""
 
 
-def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
+def tasks_of(device: str, nanogpt: Path | None = None) -> list[SystemTask]:
     """Return the rows of each shape: GPT-2 small on a GPU, on a CPU two vocabularies."""
     systems: list[Row] = [
         ("ours", "ours", {}),
@@ -119,7 +119,9 @@ def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
         rows += [(name, "ours", changes) for name, changes in ON_GPU.items()]
         rows.sort(key=lambda row: (*FIRST_ON_GPU, row[0]).index(row[0]))
         small = GPT2_SMALL.model_dump()
-        tasks = [Task(*row, small, device, gpu_microbatch(*row), 192, GPU_STEPS) for row in rows]
+        tasks = [
+            SystemTask(*row, small, device, gpu_microbatch(*row), 192, GPU_STEPS) for row in rows
+        ]
         tasks.append(replace(tasks[0], name=TUNED_KERNELS, tunes_kernels=True))
         return tasks + ladder(small, device, 8, LADDER_BATCH, GPU_STEPS)  # 8 fit an RTX 3090
     shape = {
@@ -131,7 +133,7 @@ def tasks_of(device: str, nanogpt: Path | None = None) -> list[Task]:
         "qkv_bias": False,
     }
     return [
-        Task(*row, {**shape, "vocab_size": size}, device, 8, 16, num_steps)
+        SystemTask(*row, {**shape, "vocab_size": size}, device, 8, 16, num_steps)
         for size, num_steps in ((50257, 10), (257, 40))
         for row in rows
     ] + ladder(shape | {"vocab_size": 50257}, device, 8, 16, 10)
@@ -143,7 +145,7 @@ def ladder(
     microbatch_size: int,
     global_batch_size: int,
     num_steps: int,
-) -> list[Task]:
+) -> list[SystemTask]:
     """Return the rows of `LADDER`, each with the changes of those above it.
 
     Attention before flash is PyTorch's "math", which computes in float32 under autocast too.
@@ -165,7 +167,7 @@ def ladder(
         if device == "cpu" and name == "TF32":  # computed as fp32
             continue
         tasks.append(
-            Task(
+            SystemTask(
                 name,
                 "ours",
                 dict(keys),
@@ -189,7 +191,7 @@ def gpu_microbatch(name: str, system: str, changes: dict[str, Any]) -> int:
     return changes.get("microbatch_size", 64)
 
 
-def write_tokens(dataset_dir: Path, task: Task) -> Path:
+def write_tokens(dataset_dir: Path, task: SystemTask) -> Path:
     """Write a dataset for the tasks of a shape; return the path of its training split.
 
     Ids follow Zipf's law over the whole vocabulary, as words do: the cost of an embedding's
@@ -208,7 +210,7 @@ def write_tokens(dataset_dir: Path, task: Task) -> Path:
     return dataset_dir / token_file_name("train")
 
 
-def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Line:
+def measure_row(task: SystemTask, tokens_path: Path, folder: Path, seconds: float) -> Line:
     """Measure a row in processes of its own; `folder` has compiled code. Raises: RowFailed."""
     if task.system != WHOLE_RUN_SYSTEM:
         printed = run(
@@ -268,7 +270,7 @@ def measure_row(task: Task, tokens_path: Path, folder: Path, seconds: float) -> 
     }
 
 
-def measured(task: Task, tokens_path: Path, folder: Path, seconds: float) -> Line:
+def measured(task: SystemTask, tokens_path: Path, folder: Path, seconds: float) -> Line:
     """Measure a row; return its figures or the reason why it has none, with versions and time.
 
     Rows of one system share a cache of compiled code below `folder`: only with the first one are

@@ -300,7 +300,7 @@ def report_noise(
     return (squares / freedom) ** 0.5 if freedom else None
 
 
-class Comparison:
+class ReferenceComparison:
     """Compares a run's losses with a reference as it trains. Rank 0.
 
     `failure` is set once the losses of so many reports in a row, of training or of validation, have

@@ -21,7 +21,7 @@ from reporting.metrics_file import (
     read_samples,
     set_key,
 )
-from reporting.reference import Comparison, Kind
+from reporting.reference import Kind, ReferenceComparison
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
 from reporting.terminal import Shown, Terminal
 from reporting.time_left import NO_GROWTH, Growth, TimeLeft
@@ -66,7 +66,7 @@ class RunLog:
         bytes_per_token: float | None,
         *,
         clock: PhaseClock,
-        comparison: Comparison,
+        comparison: ReferenceComparison,
         is_active: bool,
     ) -> None:
         self.run = run

@@ -48,7 +48,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the contents of `summary.json` at the end of a launch, from all the run's records."""
     tokens = (end.global_step + 1) * plan.tokens_per_step
-    is_finished = plan.is_trained_after(end.global_step) and not end.lacks_validation
+    is_finished = plan.has_no_step_after(end.global_step) and not end.lacks_validation
     reason = None if is_finished else end.stop_reason
     seconds = clock.read()
     measured = clock.read_measured()

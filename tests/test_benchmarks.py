@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from basics.errors import UserError
 from benchmarks import gpu, prose, recipes, systems, throughput
-from benchmarks.systems import Task, measure, time_steps
+from benchmarks.systems import SystemTask, measure, time_steps
 from benchmarks.throughput import ORIGINAL, REFERENCE, RowFailed, differences
 from ddp_train import TrainingStep
 from lab.plan.memory import GPT2_SMALL, Setting, peak_memory
@@ -222,7 +222,7 @@ SHAPE = ModelConfig(**TINY_MODEL | {"drop_rate": 0.0}).model_dump()
 
 
 def task_of(name, system, num_steps=80, **changes):
-    return Task(name, system, changes, SHAPE, "cpu", 2, 4, num_steps)
+    return SystemTask(name, system, changes, SHAPE, "cpu", 2, 4, num_steps)
 
 
 TASKS = [

@@ -21,7 +21,7 @@ from reporting import machine_time
 from reporting.clock import PhaseClock, nearest_limit
 from reporting.loss_window import LAG, LossWindow
 from reporting.machine_time import read_uses
-from reporting.reference import Comparison
+from reporting.reference import ReferenceComparison
 from reporting.run_log import RunLog, SetResult
 from reporting.speed import checkpoint_bytes
 from reporting.summary import duration
@@ -92,7 +92,7 @@ class Simulated(Stop):
             watchdog=watchdog,
             group=None,
             saver=self.saver,
-            comparison=Comparison(None, train),
+            comparison=ReferenceComparison(None, train),
         )
         self._checkpoint_bytes = 12 * 10**8
 
@@ -258,7 +258,7 @@ def started_log(workplace, clock, **train):
     """Return the log of a run of 100 steps, whose first step is next."""
     workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
-    plan, comparison = BatchPlan(2, 2, 1, 16, num_steps=100), Comparison(None, run.config)
+    plan, comparison = BatchPlan(2, 2, 1, 16, num_steps=100), ReferenceComparison(None, run.config)
     log = RunLog(run, plan, None, None, clock=clock, comparison=comparison, is_active=True)
     log.start(0)
     return log

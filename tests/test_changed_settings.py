@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lab.compare.rows import compare
-from lab.publish.model_card import Request, model_card
+from lab.publish.model_card import PublishRequest, model_card
 from lab.runs import read_run
 from reporting import charts
 from reporting.metrics_file import read_metrics
@@ -60,7 +60,8 @@ def test_a_comparison_and_a_card_tell_until_when_a_setting_was_another(launches)
     assert "weight_decay=0.1 until step 8, then 0.2" in differs["steps"]
     target = load_model("steps", runs_dir=workplace.runs_dir, checkpoint_name="latest")
     card = model_card(
-        target, Request("steps", runs_dir=workplace.runs_dir, datasets_dir=workplace.datasets_dir)
+        target,
+        PublishRequest("steps", runs_dir=workplace.runs_dir, datasets_dir=workplace.datasets_dir),
     )
     assert "| 0.01 until step 4, 0.02 until step 8, then 0.03 |" in card
     assert '"weight_decay": 0.2' in card

@@ -28,7 +28,7 @@ from reporting.gpus import GPUS, find_gpu
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
 from reporting.machine_meter import MachineMeter
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
-from reporting.reference import Comparison
+from reporting.reference import ReferenceComparison
 from reporting.run_log import RunLog, SetResult
 from reporting.sampling import Sampler
 from reporting.speed import CARDS_GIB, FAR_BELOW, Speed, checkpoint_bytes, usable_gib
@@ -91,7 +91,7 @@ def test_a_log_that_nobody_reads_any_more_ends_no_run(workplace, run_dir, monkey
         "gpt2",
         None,
         clock=PhaseClock(),
-        comparison=Comparison(None, run.config),
+        comparison=ReferenceComparison(None, run.config),
         is_active=True,
     )
     log.say("a line")

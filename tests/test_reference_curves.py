@@ -19,7 +19,7 @@ from reporting import charts
 from reporting.metrics_file import read_metrics
 from reporting.reference import (
     PUBLISHED_PATH,
-    Comparison,
+    ReferenceComparison,
     ReferenceCurve,
     find_reference,
     mean_curve,
@@ -145,7 +145,7 @@ def test_published_curves_are_of_several_people_and_fall():
 )
 def test_a_run_is_behind_after_so_many_reports_in_a_row(limit, std, behind, is_behind):
     settings = limit and {"stop_if_behind": limit | {"reports": 2}}
-    comparison = Comparison(
+    comparison = ReferenceComparison(
         ReferenceCurve.model_validate(CURVE | {"train_std": std}), config_with(**(settings or {}))
     )
     reports = 2 if limit else 3
@@ -163,14 +163,14 @@ def test_a_run_is_behind_after_so_many_reports_in_a_row(limit, std, behind, is_b
 
 def test_reports_of_training_do_not_hide_that_validation_is_behind():
     curve = ReferenceCurve.model_validate(CURVE | {"train_std": 0.1, "validation_std": 0.01})
-    comparison = Comparison(curve, config_with())
+    comparison = ReferenceComparison(curve, config_with())
     for _ in range(3):
         for _ in range(10):
             comparison.compare("train", 1000, 5.3)  # 3 standard deviations
         assert not comparison.failure
         comparison.compare("validation", 1000, 5.5)  # 30
     assert comparison.failure.startswith("the validation loss has been above that of other")
-    comparison = Comparison(curve, config_with())
+    comparison = ReferenceComparison(curve, config_with())
     for _ in range(5):
         comparison.compare("validation", 1000, 9.9, counts=False)
     assert not comparison.failure

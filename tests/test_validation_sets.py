@@ -18,7 +18,7 @@ from lab.plan.estimate import flops_of
 from preparation.ensure_dataset import provide_datasets
 from reporting.clock import PHASES, PhaseClock
 from reporting.metrics_file import metrics_of, read_metrics, valid_records
-from reporting.reference import Comparison
+from reporting.reference import ReferenceComparison
 from reporting.run_log import RunLog, SetResult
 from run_config import load_run
 from tests.support.runs import metrics_of as records_of
@@ -190,7 +190,7 @@ def report(run, results, capsys):
         "bytes",
         None,
         clock=PhaseClock(),
-        comparison=Comparison(None, run.config),
+        comparison=ReferenceComparison(None, run.config),
         is_active=True,
     )
     log.report_validation(4, results, 1.5)

@@ -35,7 +35,7 @@ class BatchPlan:
     def num_tokens(self) -> int:
         return self.num_steps * self.tokens_per_step
 
-    def is_trained_after(self, global_step: int) -> bool:
+    def has_no_step_after(self, global_step: int) -> bool:
         """Return whether no step is left after this one, which was beyond a run made shorter."""
         return global_step >= self.num_steps - 1
 

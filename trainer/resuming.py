@@ -33,7 +33,7 @@ class ResumePoint:
     """Where a launch goes on: after a checkpoint, or at the first step of the run."""
 
     checkpoint: Checkpoint | None = None
-    is_trained: bool = False  # no step is left
+    has_no_step_left: bool = False
     lacks_validation: bool = False  # an earlier launch ended before the checkpoint's validation
     is_finished: bool = False  # nothing is left to do
     changes: Changes = field(default_factory=dict)  # of settings since the checkpoint
@@ -77,7 +77,7 @@ def find_resume_point(
     if checkpoint is None:
         return ResumePoint(), ""
     global_step, num_steps = checkpoint.meta.global_step, data.plan.num_steps
-    is_trained = data.plan.is_trained_after(global_step)
+    has_no_step_left = data.plan.has_no_step_after(global_step)
     lacks_validation = checkpoint.validation is None and run.config.is_validation_due(
         global_step, num_steps=num_steps
     )
@@ -90,9 +90,9 @@ def find_resume_point(
     return (
         ResumePoint(
             checkpoint,
-            is_trained=is_trained,
+            has_no_step_left=has_no_step_left,
             lacks_validation=lacks_validation,
-            is_finished=is_trained and not lacks_validation and says_finished == FINISHED,
+            is_finished=has_no_step_left and not lacks_validation and says_finished == FINISHED,
             changes=find_changes(checkpoint.meta.settings, settings_of(run)),
         ),
         warning,

@@ -156,7 +156,9 @@ def prepare_run(
             )
         )
     # Each node may have a train.json of its own, so every process takes this step.
-    agreement.run("room", lambda: None if resume.is_trained else check_room(run, clock, process))
+    agreement.run(
+        "room", lambda: None if resume.has_no_step_left else check_room(run, clock, process)
+    )
     # Nodes may have run directories of their own: all must be about to train the same.
     saved = checkpoint and (checkpoint.name, checkpoint.validation, read_manifest(checkpoint.path))
     agreement.require_same("run", (run.model, config, data.plan, data.fingerprints, saved))

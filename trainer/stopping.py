@@ -18,7 +18,7 @@ from reporting.clock import (
     nearest_limit,
 )
 from reporting.loss_window import REPORT_INTERVAL
-from reporting.reference import Comparison
+from reporting.reference import ReferenceComparison
 from reporting.speed import SLOW_DISK_BYTES_PER_SECOND, checkpoint_bytes
 from reporting.summary import BEHIND, BUDGET, MAX_STEPS, SIGNAL, StopReason
 from reporting.time_left import NO_GROWTH, Growth, estimated_validation_seconds
@@ -49,7 +49,7 @@ class Stop:
         watchdog: Watchdog,
         group: dist.ProcessGroup,
         saver: BackgroundSaver,
-        comparison: Comparison,
+        comparison: ReferenceComparison,
         growth: Growth = NO_GROWTH,
     ) -> None:
         self._config, self._plan = run.config, plan
@@ -84,9 +84,9 @@ class Stop:
             and self._watchdog.process.is_main
             and self._is_spent_after(global_step)
         )
-        return self.is_asked(is_spent=is_spent) or global_step >= self.last_step
+        return self.agree(is_spent=is_spent) or global_step >= self.last_step
 
-    def is_asked(self, *, is_spent: bool = False) -> bool:
+    def agree(self, *, is_spent: bool = False) -> bool:
         """Return whether a signal to any process, rank 0's budget or its reference ends the launch.
 
         A collective: every rank.

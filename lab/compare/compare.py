@@ -13,7 +13,7 @@ from lab.bills import PRICES, prices_of, read_bills
 from lab.columns import RunFigure, hidden_first, shown_in
 from lab.compare.published import published_bills, read_published
 from lab.compare.reference import mark_differences, references_of, save_reference
-from lab.compare.rows import LOSS_NAMES, WITHOUT_EFFECT, Comparison, Row, compare
+from lab.compare.rows import LOSS_NAMES, WITHOUT_EFFECT, ComparedRuns, Row, compare
 from lab.runs import Result, chosen_runs, read_run, read_searched
 from lab.table import UNKNOWN, Column, Table
 from reporting.metrics_file import set_keys
@@ -152,7 +152,7 @@ def find_results(
     return [*results, *searched]
 
 
-def table_of(comparison: Comparison) -> Table:
+def table_of(comparison: ComparedRuns) -> Table:
     """Format a comparison, without columns in which no value is known."""
     rows = comparison.rows
     sets = set_figures(rows)
@@ -210,7 +210,7 @@ def set_figures(rows: list[Row]) -> list[RunFigure]:
     return found
 
 
-def _texts(comparison: Comparison, row: Row, figures: list[RunFigure]) -> dict[str, str]:
+def _texts(comparison: ComparedRuns, row: Row, figures: list[RunFigure]) -> dict[str, str]:
     """Return the cells of a row by key, empty where nothing is known; losses with their marks."""
     values = row.values
     settings = [

@@ -87,7 +87,7 @@ def bits_key(kind: str) -> str:
     return kind.replace("loss", "bits_per_byte")
 
 
-class Comparison(NamedTuple):
+class ComparedRuns(NamedTuple):
     """Rows, the best first, and notes for the reader."""
 
     rows: list[Row]
@@ -96,7 +96,7 @@ class Comparison(NamedTuple):
     target: Row | None  # whose final loss the column of tokens to a loss is about
 
 
-def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
+def compare(results: list[Result], to_loss_of: str | None = None) -> ComparedRuns:
     """Group results into rows, sort the rows and write the notes.
 
     Tokens are counted to the final loss of the run `to_loss_of`; without one it is the finished row
@@ -140,7 +140,7 @@ def compare(results: list[Result], to_loss_of: str | None = None) -> Comparison:
             f" validation loss was that of {target.short_name}, their share of its own,"
             " and what they cost"
         )
-    return Comparison(rows, [*filter(None, notes)], sorted_by, target)
+    return ComparedRuns(rows, [*filter(None, notes)], sorted_by, target)
 
 
 def has_several_tokenizers(rows: Iterable[Row]) -> bool:

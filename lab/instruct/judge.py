@@ -18,7 +18,7 @@ from basics.files import append_whole
 from basics.json_files import parsed_object
 from basics.text import counted
 from lab.instruct.instructions import AnswersFile, check_writable, read_entries
-from lab.instruct.judge_endpoint import Comparison, Judge, UnusableReplyError, compare
+from lab.instruct.judge_endpoint import Judge, JudgedQuestion, UnusableReplyError, compare
 from lab.runs import EVALUATIONS, Record, append_evaluation, is_launched
 from lab.table import Column, Table
 
@@ -127,7 +127,7 @@ def command(
 
 def _comparisons(
     by_name: dict[str, tuple[Path, AnswersFile]], *, judge_model: str, seed: int
-) -> list[Comparison]:
+) -> list[JudgedQuestion]:
     """Return what is to be judged: each question with the answers of all files to it."""
     _, first = next(iter(by_name.values()))
     comparisons = []
@@ -199,7 +199,12 @@ def read_judgements(path: Path) -> Judgements:
 
 
 def judge_all(
-    judge: Judge, comparisons: list[Comparison], path: Path, known: Judgements, *, concurrency: int
+    judge: Judge,
+    comparisons: list[JudgedQuestion],
+    path: Path,
+    known: Judgements,
+    *,
+    concurrency: int,
 ) -> str:
     """Judge all comparisons concurrently; return the reason of the first failure, or "".
 
@@ -209,7 +214,7 @@ def judge_all(
     one_writer = threading.Lock()
     reason = ""
 
-    def work(comparison: Comparison) -> None:
+    def work(comparison: JudgedQuestion) -> None:
         if judge.stopped.is_set():
             return
         try:

@@ -47,7 +47,7 @@ class UnusableReplyError(Exception):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class JudgedQuestion:
     """One question and all models' answers to it, as one judge sees them."""
 
     question: Entry
@@ -108,7 +108,9 @@ class Comparison:
         return {model: usable[0][label] for label, model in self.labels.items()}
 
 
-def compare(question: Entry, answers: dict[str, str], judge_model: str, seed: int) -> Comparison:
+def compare(
+    question: Entry, answers: dict[str, str], judge_model: str, seed: int
+) -> JudgedQuestion:
     """Shuffle the answers to one question; the same answers and seed give the same order."""
     named = sorted(answers.items())  # independent of the order of the files
     identity = json.dumps(
@@ -117,7 +119,7 @@ def compare(question: Entry, answers: dict[str, str], judge_model: str, seed: in
     key = hashlib.sha256(identity.encode()).hexdigest()
     order = [model for model, _ in named]
     random.Random(key).shuffle(order)
-    return Comparison(
+    return JudgedQuestion(
         question,
         answers,
         key,
@@ -167,7 +169,7 @@ class Judge:
         self.takes_schemas = True  # until the endpoint refuses one, and answers without it
         self.stopped = threading.Event()  # then nothing is asked again; what is asked may complete
 
-    def score(self, comparison: Comparison) -> dict[str, float]:
+    def score(self, comparison: JudgedQuestion) -> dict[str, float]:
         """Ask until a reply is usable. Raises: UnusableReplyError; UserError: none ever will be."""
         complaint = ""
         for _ in range(MAX_REPLIES):
@@ -180,7 +182,7 @@ class Judge:
                 break
         raise UnusableReplyError(f"the reply cannot be used: {complaint}")
 
-    def _ask(self, comparison: Comparison, complaint: str) -> str:
+    def _ask(self, comparison: JudgedQuestion, complaint: str) -> str:
         """Return the text of a reply; empty if it has none."""
         import openai
 

@@ -21,7 +21,7 @@ from basics.files import fsync, read_regular_file
 from basics.json_files import found_object, read_json_object
 from basics.tensors import write_tensors
 from lab.publish import formats
-from lab.publish.model_card import CHARTS, MARK, Request, changed_card, model_card
+from lab.publish.model_card import CHARTS, MARK, PublishRequest, changed_card, model_card
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
 from run_config import SPLITS, no_such_run, token_file_name
@@ -169,7 +169,7 @@ class Upload(NamedTuple):
     kind: str  # model or dataset
 
 
-def find_dataset(request: Request) -> Upload | None:
+def find_dataset(request: PublishRequest) -> Upload | None:
     """Return the upload of a dataset directory; None if the source is not one.
 
     Only the token files, their tokenizer and README.md are uploaded, unchanged. Raises: UserError.
@@ -189,7 +189,7 @@ def find_dataset(request: Request) -> Upload | None:
     return Upload(directory, [*TOKEN_FILES, *texts], "dataset")
 
 
-def export_model(request: Request) -> Upload:
+def export_model(request: PublishRequest) -> Upload:
     """Write the export of a run's model, or of an exported or tuned one. Raises: UserError."""
     source = Path(request.source).absolute()
     put_back(source)

@@ -49,7 +49,7 @@ GGUF = template("gguf.md").strip()
 
 
 @dataclass(frozen=True)
-class Request:
+class PublishRequest:
     """The command line's arguments and options."""
 
     source: str
@@ -76,7 +76,7 @@ class Request:
                     raise UserError(f"{option}: {value[:60]!r} cannot be used; give {wanted}")
 
 
-def model_card(target: LoadedModel, request: Request) -> str:
+def model_card(target: LoadedModel, request: PublishRequest) -> str:
     """Return the card of a run's model, made of its checkpoint, summary and evaluations.
 
     The run's configs may have changed since training: they count only where neither the checkpoint
@@ -151,7 +151,7 @@ def model_card(target: LoadedModel, request: Request) -> str:
     )
 
 
-def changed_card(path: Path, request: Request) -> str:
+def changed_card(path: Path, request: PublishRequest) -> str:
     """Return an exported model's card with what a request changes. Raises: UserError."""
     try:
         card = ModelCard(read_regular_file(path))

@@ -68,9 +68,9 @@ def command(**options: Any) -> None:
     """
     # Imported here so that --help does not wait for torch.
     from lab.publish.export import export_model, find_dataset, send
-    from lab.publish.model_card import Request
+    from lab.publish.model_card import PublishRequest
 
-    request = Request(**options)
+    request = PublishRequest(**options)
     request.check()
     upload = find_dataset(request) or export_model(request)
     for name in upload.files:

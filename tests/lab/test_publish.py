@@ -22,7 +22,7 @@ from checkpointing import Snapshot, find_checkpoint, list_checkpoints, prune, sa
 from lab.publish import export
 from lab.publish.export import Extras, write_export
 from lab.publish.formats import GGUF_FILES, write_tokenizer_files
-from lab.publish.model_card import Request, declared_of, model_card
+from lab.publish.model_card import PublishRequest, declared_of, model_card
 from processes.run_lock import write_heartbeat
 from run_config import load_run
 from tests.support.lab_cli import (
@@ -380,7 +380,7 @@ def card_of(workplace, **train):
     meta = target.checkpoint.meta
     meta = meta.model_copy(update={"settings": meta.settings | train})
     target = replace(target, checkpoint=replace(target.checkpoint, meta=meta))
-    return model_card(target, Request("tiny", datasets_dir=workplace.datasets_dir))
+    return model_card(target, PublishRequest("tiny", datasets_dir=workplace.datasets_dir))
 
 
 def words_of(card):
@@ -598,7 +598,7 @@ def test_damaged_and_hostile_records_never_break_a_card(trained):
         (run_dir / "summary.json").unlink(missing_ok=True)
         if summary is not None:
             (run_dir / "summary.json").write_text(summary)
-        card = model_card(target, Request("tiny"))
+        card = model_card(target, PublishRequest("tiny"))
         ModelCard(card)  # parses its front matter
         rows = [line for line in card.splitlines() if line.startswith("|")]
         assert all(line.replace("\\|", "").count("|") == 3 for line in rows)
@@ -616,7 +616,7 @@ def test_the_card_says_that_training_goes_on(trained):
             "of `tiny` so far: these are the weights after step"
             f" {target.checkpoint.meta.global_step + 1}; training goes on. It is"
         )
-        assert (says in words_of(model_card(target, Request("tiny")))) == goes_on
+        assert (says in words_of(model_card(target, PublishRequest("tiny")))) == goes_on
 
 
 # --- GGUF files

@@ -42,11 +42,11 @@ def comparison_of(run_dir: Path, train: dict[str, Any]) -> Any:
     """Return the trainer's own comparison with the run's reference; None without one."""
     if train.get("reference") is None:
         return None
-    from reporting.reference import Comparison, find_reference
+    from reporting.reference import ReferenceComparison, find_reference
     from run_config import TrainConfig
 
     curve = find_reference(train["reference"], run_dir.parent)
-    return Comparison(curve, TrainConfig.model_validate(train))
+    return ReferenceComparison(curve, TrainConfig.model_validate(train))
 
 
 def main() -> int:
