@@ -9,7 +9,7 @@ import glob
 import importlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from pyarrow.types import is_dictionary, is_struct
 
 from basics.entry_points import map_every_tensor
 from basics.errors import MAX_CAUSE_LENGTH, UserError, one_line, print_error, status_of_place
+from basics.text import counted
 from preparation.cutting import LARGE_DOCUMENT, Cuts, Piece, cut_document
 from preparation.hub import ask_hub, explain
 from preparation.sources import (
@@ -31,8 +32,9 @@ from preparation.sources import (
     Request,
     Source,
     SourceOptions,
+    printable,
 )
-from preparation.text_files import TextFile, TextFiles, data_suffix, leads_out, recognised
+from preparation.text_files import TextFile, TextFiles, data_suffix, recognised, text_files
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@[^/]+)?/(.+)")
@@ -123,15 +125,17 @@ class DatasetSource(Source):
         request: Request,
         options: SourceOptions,
         root: Path | None = None,
-        files: Sequence[Path] = (),
+        paths: Mapping[str, Path] | None = None,
+        left_out: dict[str, str] | None = None,
     ) -> None:
-        """`root` is a local directory, None of a dataset on the hub. If `files` are named, only
-        they are read."""
-        super().__init__(request)
+        """`root` is a local directory, None of a dataset on the hub. Only `paths`, the files of
+        the source by their names in it, are read, as far as `datasets` reads them."""
+        super().__init__(request, left_out)
         self._options = options
         self._root = root
-        self._files = files
+        self._paths = paths or {}
         self._read: Sequence[str] = ()  # the files of the split
+        self._not_read: dict[str, str] = {}  # files of the source, and reasons
         self._rows: Any = None
 
     def chunks(self, position: Any, cuts: Cuts) -> Iterator[Chunk]:
@@ -142,10 +146,19 @@ class DatasetSource(Source):
         datasets.disable_progress_bars()
         with self._naming(), _without_torch():
             rows = self._open()
+        if position is None and self._not_read:
+            first = ", ".join(f"{name} ({why})" for name, why in list(self._not_read.items())[:3])
+            line = f"leaving out {counted(len(self._not_read), 'file')}: {first}"
+            advice = "a pattern of files as SOURCE takes others"
+            print_error(one_line(f"{self._options.source}: {line}; {advice}"))
+            yield Chunk(None, [], self._options.source, self._not_read)
         if rows is None:
             self.is_text = True
-            named = [TextFile(name, name, CHUNK_BYTES + 1) for name in self._read]
-            yield from TextFiles(self.request, named, self._options).chunks(position, cuts)
+            files = [TextFile(name, name, CHUNK_BYTES + 1) for name in self._read]
+            if self._root is not None:
+                names = [name for name in self._paths if printable(name) not in self._not_read]
+                files = text_files({name: self._paths[name] for name in names})
+            yield from TextFiles(self.request, files, self._options).chunks(position, cuts)
             return
         with self._naming():
             if position:  # is the state, which `rows` tells only when it has begun
@@ -185,9 +198,9 @@ class DatasetSource(Source):
             if builder.name == "json":
                 _limit_lines()
             split = self._split([str(name) for name in builder.config.data_files or ()])
-            self._read = files = builder.config.data_files[split]
+            self._read = builder.config.data_files[split]
             if self._root is not None:
-                files[:] = _inside(files, self._root)
+                self._choose(builder, split)
             if builder.name == "text":
                 return None
             if options.encoding and not hasattr(builder.config, "encoding"):
@@ -206,6 +219,35 @@ class DatasetSource(Source):
             rows = rows.select_columns([self._first_column(rows.column_names)])
         return rows.with_format("arrow")
 
+    def _choose(self, builder: Any, split: str) -> None:
+        """Take those files of a split that are of the source; note why others are not read.
+
+        If `datasets` takes the source for files of text, they are all those that may be text.
+        """
+        assert self._root is not None
+        data_files = builder.config.data_files
+        splits = {file: each for each, files in data_files.items() for file in files}
+        self._not_read = {}
+        taken = set()
+        for name in self._paths:
+            file = str(self._root.resolve() / name)
+            split_of_file = splits.get(file)
+            found = DATA_SUFFIXES.get(data_suffix(name))
+            reason = ""
+            if builder.name == "text":
+                if found and not found.may_be_text:
+                    reason = "is a dataset among files of text"
+            elif split_of_file is None:
+                is_kind = found is not None and found.module == builder.name
+                reason = "is of no split" if is_kind else f"is no {builder.name} file"
+            elif split_of_file != split:
+                reason = f"is of the split {split_of_file}"
+            if not reason:
+                taken.add(file)
+            elif not name.startswith("README"):  # describes the dataset
+                self._not_read[printable(name)] = reason
+        data_files[split][:] = [file for file in data_files[split] if file in taken]
+
     def _builder(self) -> Any:
         import datasets
 
@@ -218,13 +260,14 @@ class DatasetSource(Source):
             return datasets.load_dataset_builder(
                 options.source, config, revision=self.request.revision
             )
-        if not self._files:
+        if Path(options.source).is_dir():
             return datasets.load_dataset_builder(str(self._root.absolute()), config)
         if config:
             raise UserError(
                 f"{options.source}: --config needs a directory, or a dataset on the hub"
             )
-        return _builder_of_files([glob.escape(str(path.absolute())) for path in self._files])
+        rows = [name for name in self._paths if data_suffix(name) in DATA_SUFFIXES]
+        return _builder_of_files([glob.escape(str(self._root.resolve() / name)) for name in rows])
 
     def _split(self, splits: list[str]) -> str:
         """Return the split to read: the one that is named, or train. Raises: UserError."""
@@ -340,19 +383,6 @@ def _builder_of_files(files: list[str]) -> Any:
         raise UserError(f"{files[0]}: files of {' and '.join(sorted(formats))}; name one kind")
     found = next(iter(formats.values())) or Format("text")
     return datasets.load_dataset_builder(found.module, data_files={"train": files}, **found.options)
-
-
-def _inside(files: Sequence[str], root: Path) -> list[str]:
-    """Return files without links that lead out of a directory; a line names the first one."""
-    outside = [file for file in files if leads_out(Path(file), root)]
-    if outside:
-        print_error(
-            one_line(
-                f"warning: {outside[0]}: leads out of the directory, so it is skipped"
-                f" ({len(outside)} such links); a pattern of files reads links"
-            )
-        )
-    return [file for file in files if file not in set(outside)]
 
 
 def _shard_number(state: dict[str, Any]) -> int:

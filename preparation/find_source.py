@@ -3,11 +3,10 @@
 import hashlib
 import os
 import stat
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from basics.errors import UserError, one_line, print_error
+from basics.errors import UserError
 from basics.text import did_you_mean
 from preparation.dataset_source import (
     DATA_SUFFIXES,
@@ -18,7 +17,7 @@ from preparation.dataset_source import (
 )
 from preparation.ensure_dataset import STDLIB_DATASET
 from preparation.sources import Request, Source, SourceOptions, printable, python_stdlib
-from preparation.text_files import TextFile, TextFiles, data_suffix, leads_out
+from preparation.text_files import TextFiles, data_suffix, leads_out, text_files
 
 WILDCARDS = frozenset("*?[")  # of patterns
 
@@ -63,38 +62,11 @@ def local_source(options: SourceOptions) -> Source:
     data = [name for name in paths if data_suffix(name) in DATA_SUFFIXES]
     always = [name for name in data if not DATA_SUFFIXES[data_suffix(name)].may_be_text]
     if always or 2 * len(data) > len(paths) or is_saved_dataset(source):
-        if options.document_separator:
-            raise UserError(
-                f"{source}: --document-separator is for text files; this is a dataset, with a"
-                " document a row"
-            )
-        _say_what_is_left_out(options, [*paths, *left_out], data)
-        files = [] if source.is_dir() else [paths[name] for name in data]
-        return DatasetSource(request, options, root, files)
-    if options.config or options.split:
-        raise UserError(f"{source}: --config and --split are for datasets; these are text files")
+        return DatasetSource(request, options, root, paths, left_out)
     if not paths:
         what = ", ".join(f"{name} ({reason})" for name, reason in list(left_out.items())[:3])
         raise UserError(f"{source}: contains no files to read" + (f": {what}" if what else ""))
-    texts = [
-        TextFile(printable(name), str(path), path.stat().st_size) for name, path in paths.items()
-    ]
-    return TextFiles(request, texts, options, left_out)
-
-
-def _say_what_is_left_out(options: SourceOptions, names: Iterable[str], data: list[str]) -> None:
-    """Print which suffixes `datasets` gets, if there are others too."""
-    others = [name for name in names if name not in set(data) and not name.startswith("README")]
-    if others:
-        line = f"{options.source}: reading {_by_suffix(data)}, leaving out {_by_suffix(others)}"
-        line += "; a pattern of files as SOURCE takes others, such as"
-        print_error(one_line(f"{line} '{options.source.rstrip('/')}/*{data_suffix(others[0])}'"))
-
-
-def _by_suffix(names: Iterable[str]) -> str:
-    """Return how many files there are of each suffix, the most frequent first."""
-    counts = Counter(data_suffix(name) or "other" for name in names).most_common()
-    return ", ".join(f"{number:,} {suffix}" for suffix, number in counts[:9])
+    return TextFiles(request, text_files(paths), options, left_out)
 
 
 def _look_for(source: Path) -> tuple[Path, dict[str, Path], dict[str, str]]:

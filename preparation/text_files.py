@@ -2,7 +2,7 @@
 
 import codecs
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from preparation.sources import (
     Source,
     SourceOptions,
     grouped,
+    printable,
 )
 
 BLOCK_BYTES = 2**20  # of text that is read at a time
@@ -63,6 +64,11 @@ class TextFiles(Source):
         options: SourceOptions,
         left_out: dict[str, str] | None = None,
     ) -> None:
+        """Raises: UserError: an option is given that is for datasets."""
+        if options.config or options.split:
+            raise UserError(
+                f"{options.source}: --config and --split are for datasets; these are text files"
+            )
         super().__init__(request, left_out)
         self._files = files
         self._options = options
@@ -88,6 +94,13 @@ class TextFiles(Source):
                 yield from _documents(file, self._options, cuts)
             except NoText as error:
                 left_out[file.name] = str(error)
+
+
+def text_files(paths: Mapping[str, Path]) -> list[TextFile]:
+    """Return local files, by their names, as files that may hold text."""
+    return [
+        TextFile(printable(name), str(path), path.stat().st_size) for name, path in paths.items()
+    ]
 
 
 def _with_size(file: TextFile) -> tuple[TextFile, int]:

@@ -426,16 +426,46 @@ def test_columns_of_every_text_type(tmp_path, kind):
 
 
 def test_a_line_says_what_is_left_out_of_a_dataset_and_splits_are_chosen(tmp_path, capsys):
-    for name in ("train-0", "train-1", "test-0"):
+    for name in ("train-0", "train-1", "test-0", "more"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
     for name in ("notes.txt", "more.txt", "README.md"):
         (tmp_path / name).write_text("text")
-    assert documents(find_source(tmp_path))[0] == ["train-0", "train-1"]
-    line = "reading 3 .jsonl, leaving out 2 .txt; a pattern of files as SOURCE takes others"
+    left_out = {
+        "more.jsonl": "is of no split",
+        "more.txt": "is no json file",
+        "notes.txt": "is no json file",
+        "test-0.jsonl": "is of the split test",
+    }
+    assert documents(find_source(tmp_path)) == (["train-0", "train-1"], left_out)
+    line = "leaving out 4 files: more.jsonl (is of no split), more.txt (is no json file), notes.txt"
     assert line in capsys.readouterr().err
     assert documents(find_source(tmp_path, split="test"))[0] == ["test-0"]
     assert documents(find_source(f"{tmp_path}/*.txt"))[0] == ["text"] * 2
     assert documents(find_source(f"{tmp_path}/t*.jsonl"))[0] == ["test-0", "train-0", "train-1"]
+    assert documents(find_source(f"{tmp_path}/[nt]*")) == (
+        ["test-0", "train-0", "train-1"],
+        {"notes.txt": "is no json file"},
+    )
+
+
+def test_a_folder_that_is_mostly_text_is_read_as_text(tmp_path):
+    """`datasets` decides by the most frequent suffix; every file that may be text is read then."""
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}")
+    (tmp_path / "page.md").write_text("page")
+    (tmp_path / "rows.csv").write_text("text\nrow\n")
+    (tmp_path / "rows.jsonl").write_text('{"text": "row"}\n')
+    texts = [f"text {number}" for number in range(5)]
+    left_out = {"rows.jsonl": "is a dataset among files of text"}
+    source = find_source(tmp_path)
+    for _ in range(2):
+        assert documents(source) == ([*texts, "page", "text\nrow\n"], left_out)
+    assert find_source(tmp_path, document_separator="x ").request.document_separator
+    with pytest.raises(UserError, match="--config and --split are for datasets; these are text"):
+        documents(find_source(tmp_path, split="train"))
+    result = succeeded(prepare(str(tmp_path), str(tmp_path / "out"), "--tokenizer", "bytes"))
+    assert "rows.jsonl (is a dataset among files of text)" in result.stdout
+    assert "- rows.jsonl: is a dataset" in (tmp_path / "out/README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "train.bin"])
