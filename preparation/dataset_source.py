@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import huggingface_hub
 import pyarrow
@@ -34,10 +35,13 @@ from preparation.sources import (
     SourceOptions,
     printable,
 )
-from preparation.text_files import TextFile, TextFiles, data_suffix, recognised, text_files
+from preparation.text_files import PACKED, TextFile, TextFiles, data_suffix, recognised, text_files
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-HUB_FILES = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@[^/]+)?/(.+)")
+HUB_FILES = re.compile(
+    r"hf://datasets/(?P<repository>[^/@]+/[^/@]+)"
+    r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?/(?P<pattern>.+)"
+)
 MAX_LINE_BYTES = MAX_READER_BYTES // 8  # of JSON; parsing takes up to five times as much
 HEAD_BYTES = 64  # of a file that cannot be read; they may tell why
 ROWS = 250  # that are read at once
@@ -75,13 +79,19 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def hub_name_of(source: str) -> str:
-    """Return the owner/name of a dataset on the hub; empty if SOURCE names another place."""
-    if found := HUB_FILES.fullmatch(source):
-        return found[1]
-    is_file = data_suffix(source) in DATA_SUFFIXES or source.endswith(".txt")
-    return (
-        source if HUB_NAME.fullmatch(source) and not is_file and not Path(source).exists() else ""
-    )
+    """Return the owner/name of a dataset on the hub; empty if SOURCE names another place.
+
+    Raises: UserError: it is of the hub, but names no files of a dataset.
+    """
+    if source.startswith("hf://"):
+        if found := HUB_FILES.fullmatch(source):
+            return found["repository"]
+        raise UserError(f"{source}: wanted hf://datasets/owner/name/pattern, or only owner/name")
+    if not HUB_NAME.fullmatch(source):
+        return ""
+    is_file = data_suffix(source) in {*DATA_SUFFIXES, *PACKED, ".txt"}
+    is_local = Path(source).exists() or Path(source).parent.is_dir()
+    return "" if is_file or is_local else source
 
 
 def hub_source(options: SourceOptions) -> Source:
@@ -92,9 +102,12 @@ def hub_source(options: SourceOptions) -> Source:
     from huggingface_hub import HfApi
 
     repository = hub_name_of(options.source)
-    info = ask_hub(
-        repository, lambda: HfApi().dataset_info(repository, revision=options.revision or None)
-    )
+    found = HUB_FILES.fullmatch(options.source)
+    in_source = unquote(found["revision"] or "") if found else ""
+    revision = options.revision or in_source
+    if in_source not in ("", revision):
+        raise UserError(f"{options.source}: --revision {revision} is another one; name one of them")
+    info = ask_hub(repository, lambda: HfApi().dataset_info(repository, revision=revision or None))
     card = info.card_data
     licences = _names(card and card.license) or ["unknown"]
     request = Request(
@@ -254,8 +267,8 @@ class DatasetSource(Source):
         options = self._options
         config = options.config or None
         if found := HUB_FILES.fullmatch(options.source):
-            url = f"hf://datasets/{found[1]}@{self.request.revision}/{found[2]}"
-            return _builder_of_files([url])
+            place = f"{found['repository']}@{self.request.revision}"
+            return _builder_of_files([f"hf://datasets/{place}/{found['pattern']}"])
         if self._root is None:
             return datasets.load_dataset_builder(
                 options.source, config, revision=self.request.revision

@@ -95,6 +95,7 @@ def _files_of_pattern(source: Path) -> tuple[Path, Iterator[Path]]:
     if not WILDCARDS & set(str(source)):
         raise UserError(
             f"{source}: no such file or directory, and not the owner/name of a dataset on the hub"
+            " (its files: 'hf://datasets/owner/name/pattern')"
         )
     root = next(folder for folder in source.parents if not WILDCARDS & set(str(folder)))
     try:

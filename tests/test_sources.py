@@ -31,6 +31,7 @@ from preparation import cutting, dataset_source, hub
 from preparation.cutting import cut_document, split_documents
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset
+from preparation.text_files import LFS_POINTER
 from tests.support.hub_server import (
     Fault,
     Hub,
@@ -202,7 +203,7 @@ def test_every_file_of_text_is_a_document(tmp_path_factory, files, step):
         text = content.removeprefix(b"\xef\xbb\xbf")
         shown = text.decode("utf-8", "replace")
         num_bad = shown.count("\ufffd") - text.count("\ufffd".encode())
-        if text.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in text or not text:
+        if text.startswith((b"\xff\xfe", b"\xfe\xff", LFS_POINTER)) or b"\0" in text or not text:
             not_wanted.add(f"{i:02}.x{packed}")
         elif num_bad > 0.01 * len(text):
             not_wanted.add(f"{i:02}.x{packed}")
@@ -578,6 +579,46 @@ def test_files_of_the_hub_are_named_by_a_pattern(texts_hub, tmp_path):
     )
     assert "3 documents" in succeeded(result).stdout
     assert documents_of(tmp_path / "1") == [["one", "two"], ["three"]]
+
+
+@pytest.mark.parametrize(
+    ("revision", "option", "asked"),
+    [
+        ("v1.0", "", "v1.0"),
+        ("v1.0", "v1.0", "v1.0"),
+        ("refs/convert/parquet", "", "refs/convert/parquet"),
+        ("refs%2Fpr%2F1", "", "refs/pr/1"),
+        ("v1.0", "main", ""),
+    ],
+)
+def test_the_revision_in_a_name_of_files_is_read(monkeypatch, revision, option, asked):
+    seen = []
+
+    def dataset_info(self, repository, *, revision):
+        seen.append((repository, revision))
+        raise ValueError("asked")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    message = "asked" if asked else "--revision main is another one; name one of them"
+    with pytest.raises(UserError, match=message):
+        find_source(f"hf://datasets/owner/name@{revision}/a/*.parquet", revision=option)
+    assert seen == [("owner/name", asked)] * bool(asked)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("data/texts", "no such file or directory, and not the owner/name"),
+        *((f"owner/a{suffix}", "no such file") for suffix in (".jsonl.gz", ".txt.zst", ".gz")),
+        ("hf://datasets/name", "hf://datasets/name: wanted hf://datasets/owner/name/pattern"),
+        ("hf://datasets/owner/name", "wanted hf://datasets/owner/name/pattern, or only owner/name"),
+    ],
+)
+def test_a_mistyped_place_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, source, message):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    with pytest.raises(UserError, match=message):
+        find_source(source)
 
 
 def test_a_preparation_that_was_stopped_continues_at_its_place_on_the_hub(
