@@ -105,7 +105,7 @@ def _divide(paths: list[Path], tokenizer: Tokenizer) -> dict[str, Pieces]:
 
     Raises: UserError: the files have other tokens than the tokenizer's, or no ends of documents.
     """
-    ends = {path: _ends_of_documents(path, tokenizer) for path in paths}
+    ends = {path: _ends_of_documents(path, tokenizer) for path in paths if not _is_empty(path)}
     num_documents = sum(map(len, ends.values()))
     if num_documents < 2:
         raise UserError(f"{paths[0]}: {num_documents} documents; wanted at least 2")
@@ -140,6 +140,12 @@ def _ends_of_documents(path: Path, tokenizer: Tokenizer) -> np.ndarray:
             f" {short_name(tokenizer.name)}; give DocumentTokenizer an eos_token"
         )
     return ends
+
+
+def _is_empty(path: Path) -> bool:
+    """Return whether a datatrove file is that of a task without documents, which has an index."""
+    index = path.with_name(f"{path.name}.index")
+    return index.exists() and not index.stat().st_size and not path.stat().st_size
 
 
 def _index_of(path: Path) -> np.ndarray:

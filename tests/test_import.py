@@ -243,37 +243,48 @@ def test_files_that_cannot_be_imported(tmp_path, files, message):
 
 
 def write_with_datatrove(folder, own, num_documents, **options):
-    """Let datatrove itself tokenise documents, as two of its tasks do."""
+    """Let datatrove itself tokenise documents, as two of its tasks do; a third one has none."""
     from datatrove.data import Document
     from datatrove.pipeline.tokens import DocumentTokenizer
 
-    for rank in range(2):
-        step = DocumentTokenizer(
-            str(folder), str(own / "tokenizer.json"), shuffle_documents=False, **options
-        )
+    for rank in (0, 2, 1):
+        step = DocumentTokenizer(str(folder), str(own / "tokenizer.json"), **options)
         documents = [Document(text=f"the cat {rank} {i}", id="") for i in range(num_documents)]
-        step.run(documents, rank=rank, world_size=2)
+        step.run(documents if rank != 1 else [], rank=rank, world_size=3)
 
 
-@pytest.mark.parametrize("width", [2, 4])
-def test_files_of_datatrove_are_imported_by_their_documents(tmp_path, width):
+def documents_in(tokens, end_of_text):
+    """Divide tokens into documents, which end with an end-of-text token."""
+    *documents, rest = np.split(tokens, np.flatnonzero(tokens == end_of_text) + 1)
+    assert not rest.size
+    return [document.tolist() for document in documents]
+
+
+@pytest.mark.parametrize(("width", "is_shuffled"), [(2, False), (4, False), (2, True)])
+def test_files_of_datatrove_are_imported_by_their_documents(tmp_path, width, is_shuffled):
     own, source = write_tokenizer(tmp_path / "own"), tmp_path / "source"
-    write_with_datatrove(source, own, 150, eos_token="<|endoftext|>")
+    options = {} if is_shuffled else {"shuffle_documents": False}  # it shuffles by default
+    write_with_datatrove(source, own, 150, eos_token="<|endoftext|>", **options)
+    assert not (source / "00001_unshuffled.ds").stat().st_size
     if width == 4:  # as it does with more than 65,535 entries
         for path in source.glob("*.ds"):
             path.write_bytes(np.fromfile(path, "<u2").astype("<u4").tobytes())
     tokenizer = choose_tokenizer(str(own))
-    texts = [f"the cat {rank} {i}" for rank in range(2) for i in range(150)]
+    texts = [f"the cat {rank} {i}" for rank in (0, 2) for i in range(150)]
     ids = [[*tokenizer.encode_ordinary(text), tokenizer.eot_token] for text in texts]
     arguments = ("--import", str(source), "--tokenizer", str(own))
     succeeded(prepare(*arguments, str(tmp_path / "out")))
     tokens = tokens_in(tmp_path / "out")
-    assert tokens["train"].tolist() == [token for each in ids[:297] for token in each]
-    assert tokens["validation"].tolist() == [token for each in ids[297:] for token in each]
+    found = {split: documents_in(tokens[split], tokenizer.eot_token) for split in tokens}
+    if is_shuffled:  # within each file
+        assert len(found["train"]) == 297 and found["train"] != ids[:297]
+        assert sorted(found["train"] + found["validation"]) == sorted(ids)
+    else:
+        assert found == {"train": ids[:297], "validation": ids[297:]}
     assert metadata_of(tmp_path / "out", "validation")["num_documents"] == "3"
     refused = prepare("--import", str(source), str(tmp_path / "x"))
     assert ", not of gpt2; name its tokenizer with --tokenizer" in refused.stderr
-    (index,) = source.glob("00001*.index")
+    (index,) = source.glob("00002*.index")
     index.unlink()
     assert f"{index.name}: no such file" in prepare(*arguments, str(tmp_path / "x")).stderr
     shutil.rmtree(source)
