@@ -42,6 +42,7 @@ HUB_FILES = re.compile(
     r"hf://datasets/(?P<repository>[^/@]+/[^/@]+)"
     r"(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?/(?P<pattern>.+)"
 )
+WILDCARDS = frozenset("*?[")  # of patterns
 MAX_LINE_BYTES = MAX_READER_BYTES // 8  # of JSON; parsing takes up to five times as much
 HEAD_BYTES = 64  # of a file that cannot be read; they may tell why
 ROWS = 250  # that are read at once
@@ -75,7 +76,10 @@ DATA_SUFFIXES = {
 
 def is_saved_dataset(path: Path) -> bool:
     """Return whether a directory was written by `save_to_disk`."""
-    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    of_one_split = {"state.json", "dataset_info.json"}  # other projects have a state.json too
+    return (path / "dataset_dict.json").is_file() or all(
+        (path / name).is_file() for name in of_one_split
+    )
 
 
 def hub_name_of(source: str) -> str:
@@ -203,7 +207,13 @@ class DatasetSource(Source):
         options = self._options
         if self._root is not None and is_saved_dataset(self._root):
             saved: Any = datasets.load_from_disk(str(self._root.absolute()))
-            if isinstance(saved, datasets.DatasetDict):
+            has_splits = isinstance(saved, datasets.DatasetDict)
+            for option in ("config", "encoding", *["split"] * (not has_splits)):
+                if getattr(options, option):
+                    raise UserError(
+                        f"{options.source}: --{option} is not for this directory of save_to_disk"
+                    )
+            if has_splits:
                 saved = saved[self._split(list(saved))]
             rows = saved.to_iterable_dataset()
         else:
@@ -274,6 +284,11 @@ class DatasetSource(Source):
                 options.source, config, revision=self.request.revision
             )
         if Path(options.source).is_dir():
+            if WILDCARDS & set(str(self._root.resolve())):
+                raise UserError(
+                    f"{options.source}: datasets takes '*', '?' and '[' in the path of a directory"
+                    " for a pattern; rename it"
+                )
             return datasets.load_dataset_builder(str(self._root.absolute()), config)
         if config:
             raise UserError(
@@ -305,6 +320,7 @@ class DatasetSource(Source):
             if self._root is None and not isinstance(error, RuntimeError):
                 raise explain(self._place, error) from None
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            reason = reason or type(error).__name__
             if isinstance(error, UnicodeDecodeError):
                 reason += "; --encoding names another encoding"
             with contextlib.suppress(OSError), open(self._place, "rb") as file:

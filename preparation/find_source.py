@@ -10,6 +10,7 @@ from basics.errors import UserError
 from basics.text import did_you_mean
 from preparation.dataset_source import (
     DATA_SUFFIXES,
+    WILDCARDS,
     DatasetSource,
     hub_name_of,
     hub_source,
@@ -18,8 +19,6 @@ from preparation.dataset_source import (
 from preparation.ensure_dataset import STDLIB_DATASET
 from preparation.sources import Request, Source, SourceOptions, printable, python_stdlib
 from preparation.text_files import TextFiles, data_suffix, leads_out, text_files
-
-WILDCARDS = frozenset("*?[")  # of patterns
 
 
 def find_source(options: SourceOptions) -> Source:

@@ -143,8 +143,6 @@ def _documents(file: TextFile, options: SourceOptions, cuts: Cuts) -> Iterator[P
 
 def _judge(head: bytes, encoding: str) -> None:
     """Raise NoText if this beginning of a file, as UTF-8, is no text."""
-    if not head:
-        raise NoText("is empty")
     if reason := recognised(head, encoding):
         raise NoText(reason)
     if b"\0" in head:
@@ -156,6 +154,8 @@ def _judge(head: bytes, encoding: str) -> None:
 
 def recognised(head: bytes, encoding: str) -> str:
     """Return why a file that begins so cannot be read as it is; empty if that is not known."""
+    if not head:
+        return "is empty"
     if head.startswith(LFS_POINTER):
         return IS_POINTER
     if not encoding and head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

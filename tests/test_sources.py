@@ -391,6 +391,15 @@ def test_a_directory_of_save_to_disk_is_read(tmp_path, is_dict):
     assert documents(find_source(tmp_path / "saved"))[0] == [f"text {i}" for i in range(20)]
     if is_dict:
         assert len(documents(find_source(tmp_path / "saved", split="test"))[0]) == 3
+    for option in ("config", "encoding", *["split"] * (not is_dict)):
+        with pytest.raises(UserError, match=f"--{option} is not for this directory of save_to_di"):
+            documents(find_source(tmp_path / "saved", **{option: "cp1252"}))
+
+
+def test_a_state_of_another_program_makes_no_saved_dataset(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("text")
+    assert documents(find_source(tmp_path))[0] == ["text", "{}"]
 
 
 def test_webdataset_and_columns_inside_of_others(tmp_path):
@@ -898,6 +907,8 @@ LINES = b'{"text": "some text"}\n' * 20
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
 SOURCES: dict[str, tuple[str, bytes]] = {
     "empty": ("a.parquet", b""),
+    "empty JSON": ("a.jsonl", b""),
+    "wildcards": ("x[1]/a.jsonl", LINES),
     "a footer longer than the file": ("a.parquet", WHOLE[:-8] + struct.pack("<I", 10**9) + b"PAR1"),
     "a footer of noise": ("a.parquet", WHOLE[:-600] + random.Random(0).randbytes(592) + WHOLE[-8:]),
     "cut in the middle": ("a.parquet", WHOLE[: len(WHOLE) // 2]),
@@ -945,10 +956,12 @@ def refused(folder, *arguments):
 def test_a_malformed_source(tmp_path, case):
     name, content = SOURCES[case]
     source = tmp_path / "source"
-    source.mkdir()
+    (source / name).parent.mkdir(parents=True)
     (source / name).write_bytes(content)
-    line = refused(tmp_path, str(source), str(tmp_path / "out"))
-    assert name.split("\x1b")[0].split("\n")[0] in line
+    line = refused(tmp_path, str((source / name).parent), str(tmp_path / "out"))
+    assert name.split("\x1b")[0].split("\n")[0].split("/")[0] in line
+    assert line.endswith("cannot be read: is empty") == (content == b"")
+    assert ("takes '*', '?' and '[' in the path" in line) == (case == "wildcards")
     assert ("Git LFS" in line) == ("LFS" in case)
     assert ("--encoding utf-16" in line) == (case == "UTF-16")
 
