@@ -230,6 +230,11 @@ class DatasetSource(Source):
                 raise UserError(f"{options.source}: --encoding is not for {builder.name} files")
             if options.encoding:
                 builder.config.encoding = options.encoding
+            if builder.name in ("json", "csv"):  # whose files would have to have the same columns
+                builder._cast_table = partial(self._cast, builder, builder._cast_table)
+            if builder.name == "csv":  # pandas takes NA, null, None and numbers for no text
+                builder.config.keep_default_na = False
+                builder.config.converters = {options.text_column: str}
             rows = builder.as_streaming_dataset(split=split)
             if hasattr(builder.config, "columns"):  # parquet: no other column, and a few rows
                 builder.config.columns = [self._first_column(rows.column_names)]
@@ -241,6 +246,13 @@ class DatasetSource(Source):
         if rows.column_names is not None:
             rows = rows.select_columns([self._first_column(rows.column_names)])
         return rows.with_format("arrow")
+
+    def _cast(
+        self, builder: Any, cast: Callable[..., Any], table: pyarrow.Table, **options: Any
+    ) -> pyarrow.Table:
+        """Reduce rows to the column of text, before `datasets` casts them to those before."""
+        names = builder.info.features or [self._first_column(table.column_names)]
+        return cast(table.select([name for name in names if name in table.column_names]), **options)
 
     def _choose(self, builder: Any, split: str) -> None:
         """Take those files of a split that are of the source; note why others are not read.
