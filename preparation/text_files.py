@@ -34,7 +34,7 @@ from preparation.sources import (
 
 BLOCK_BYTES = 2**20  # of text that is read at a time
 JUDGED_BYTES = 2**20  # of the beginning of a file, which tells whether it is text
-MAX_UNDECODABLE = 0.01  # of the bytes of a text file; more are another encoding, or no text
+MAX_UNDECODABLE = 0.01  # of the bytes of a text file, with those that are 0; more are no text
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 LFS_POINTER = b"version https://git-lfs"
 IS_POINTER = "is a Git LFS pointer; fetch its content with: git lfs pull"
@@ -145,11 +145,16 @@ def _judge(head: bytes, encoding: str) -> None:
     """Raise NoText if this beginning of a file, as UTF-8, is no text."""
     if reason := recognised(head, encoding):
         raise NoText(reason)
-    if b"\0" in head:
+    num_zeros = head.count(0)
+    share = (decoded(head).num_replaced + num_zeros) / len(head)
+    if share <= MAX_UNDECODABLE:
+        return
+    if not encoding and 0.4 < num_zeros / len(head) <= 0.5:
+        order = "le" if 2 * head[1::2].count(0) > num_zeros else "be"
+        raise NoText(f"about every second byte is 0; if it is UTF-16: --encoding utf-16-{order}")
+    if num_zeros:
         raise NoText("is binary")
-    share = decoded(head).num_replaced / len(head)
-    if share > MAX_UNDECODABLE:
-        raise NoText(f"{share:.0%} of its bytes are not {encoding or 'UTF-8'} (--encoding)")
+    raise NoText(f"{share:.0%} of its bytes are not {encoding or 'UTF-8'} (--encoding)")
 
 
 def recognised(head: bytes, encoding: str) -> str:
@@ -166,8 +171,8 @@ def recognised(head: bytes, encoding: str) -> str:
 def _blocks(file: TextFile, encoding: str, stack: ExitStack) -> Iterator[bytes]:
     """Yield the unpacked content of a file as UTF-8; close it with `stack`.
 
-    Bytes that are no character of `encoding` become a byte that is not UTF-8 either, so that they
-    are counted as damage in files that are not converted is counted.
+    Bytes that are no character of `encoding` become a byte that is not UTF-8 either. So they are
+    counted like the damaged bytes of a UTF-8 file.
     """
     if "://" in file.path:
         from huggingface_hub import HfFileSystem
