@@ -119,6 +119,7 @@ class Prepared:
     losses: Losses = Losses()
     # Of a mix: for each split, the sources by name.
     portions: dict[str, Mapping[str, Portion]] = field(default_factory=dict)
+    limited: set[str] = field(default_factory=set)  # splits of a mix that --max-documents ended
 
     @property
     def total(self) -> Counts:
@@ -174,13 +175,13 @@ class Prepared:
         if self.num_repeated:
             lines.append(
                 f"{self.num_repeated:,} of"
-                f" {counted(self.splits['validation'].num_documents, 'validation document')} are"
-                " in the training split too"
+                f" {counted(self.splits['validation'].num_documents, 'validation document')}"
+                f" {'is' if self.num_repeated == 1 else 'are'} in the training split too"
             )
         for split, portions in self.portions.items():
             passes = {portion.num_passes: name for name, portion in portions.items()}
             left = 1 - min(passes)
-            if max(passes) == 1 and left > LEFT_OVER:  # the mix ended with a dataset's end
+            if split not in self.limited and left > LEFT_OVER:
                 name = passes[1]
                 lines.append(
                     f"the {split} split ends with the last document of {name}, and {left:.0%} of"

@@ -104,6 +104,8 @@ def mix_datasets(
                     elif document.size > 1:
                         validation[digest_of(document)] += 1
                 writer.sync()
+            if next(mixed, None):
+                dataset.limited.add(split)
             dataset.splits[split] = sum(found, Counts())
             dataset.portions[split] = {
                 each.name: Portion(each.weight, counts, counts.num_tokens / file.num_tokens)

@@ -178,6 +178,20 @@ def test_a_validation_split_that_ends_early_is_said_too(tmp_path, monkeypatch):
     assert "the validation split ends with the last document of short, and 75% of even" in line
 
 
+def test_what_a_limit_leaves_over_is_not_said_of_the_end_of_a_dataset(tmp_path, monkeypatch):
+    """The limit comes after the only training document of one dataset."""
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("few", 2), ("many", 10)):
+        Path(f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{name}{i}"}) + "\n" for i in range(count))
+        )
+        succeeded(prepare(f"{name}.jsonl", name, "--tokenizer", "bytes"))
+    arguments = ("--mix", "few=few:1", "--mix", "many=many:1", "out", "--max-documents", "3")
+    result = succeeded(prepare(*arguments, "--repeat"))
+    assert json.loads(metadata_of(Path("out"))["sources"])["few"]["num_passes"] == 1
+    assert "left over" not in result.stdout
+
+
 def test_stopped_at_any_write_the_same_call_writes_the_same_bytes(texts, tmp_path):
     for name in texts:
         Path(f"{name}.jsonl").write_text("".join(Path(f"{name}.jsonl").open().readlines()[:12]))
@@ -227,7 +241,7 @@ TWO = ["--mix", "a=edu:1", "--mix", "b=code:1"]
         ),
         (["--mix", "a=s:1"], "--mix: is given 1 time; wanted 2 to 10 datasets"),
         (["--mix", "a=s:1"] * 2, "--mix a=s:1: is the second of this name"),
-        ([*TWO, "s"], "s: wanted one SOURCE and one OUTPUT, and no SOURCE with --mix"),
+        ([*TWO, "s"], "s: is a SOURCE; with --mix wanted only OUTPUT"),
         ([*TWO, "--tokenizer", "gpt2"], "--tokenizer: is not for --mix"),
         ([*TWO[:3], "b=nowhere:1"], "nowhere/train.safetensors: no such token file"),
         ([*TWO[:3], "b=edu.jsonl:1"], "edu.jsonl/train.safetensors: no such token file"),
