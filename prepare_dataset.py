@@ -93,10 +93,12 @@ def main(
         check_name(output)
         if repeat and not weighted:
             raise UserError("--repeat: is for a mix; name its datasets with --mix")
-        if len(sources) > bool(not weighted):
+        if weighted and sources:
+            raise UserError(f"{sources[-1]}: is a SOURCE; with --mix wanted only OUTPUT")
+        if len(sources) > 1:
             raise UserError(
-                f"{sources[-1]}: wanted one SOURCE and one OUTPUT, and no SOURCE with --mix; put"
-                " quotes around a pattern of files"
+                f"{sources[1]}: is a second SOURCE; wanted one SOURCE and one OUTPUT, and quotes"
+                " around a pattern of files"
             )
         if weighted:  # imported here, and below, so that --help does not wait for it
             check_options("--mix", "weighted", "repeat", "max_documents")

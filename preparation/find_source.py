@@ -33,9 +33,10 @@ def find_source(options: SourceOptions) -> Source:
         if advice and not Path(options.source).exists():
             raise UserError(f"{options.source}: no such file or directory{advice}")
         return local_source(options)
-    if options != SourceOptions(options.source, text_column=options.text_column):
+    if options != SourceOptions(options.source):
         raise UserError(
-            f"{options.source}: has no --config, --split, --encoding and --document-separator"
+            f"{options.source}: has no --config, --split, --text-column, --encoding and"
+            " --document-separator"
         )
     return python_stdlib()
 
@@ -62,6 +63,11 @@ def local_source(options: SourceOptions) -> Source:
     always = [name for name in data if not DATA_SUFFIXES[data_suffix(name)].may_be_text]
     if always or 2 * len(data) > len(paths) or is_saved_dataset(source):
         return DatasetSource(request, options, root, paths, left_out)
+    if (source / "train.safetensors").exists():
+        raise UserError(
+            f"{source}: is a prepared dataset already: train on it (lab new RUN --dataset), or mix"
+            " it with others (--mix)"
+        )
     if not paths:
         what = ", ".join(f"{name} ({reason})" for name, reason in list(left_out.items())[:3])
         raise UserError(f"{source}: contains no files to read" + (f": {what}" if what else ""))

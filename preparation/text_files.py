@@ -65,9 +65,11 @@ class TextFiles(Source):
         left_out: dict[str, str] | None = None,
     ) -> None:
         """Raises: UserError: an option is given that is for datasets."""
-        if options.config or options.split:
+        has_split = options.config or options.split
+        if (has_split and not request.hub_name) or options.text_column != SourceOptions.text_column:
             raise UserError(
-                f"{options.source}: --config and --split are for datasets; these are text files"
+                f"{options.source}: --config, --split and --text-column are for datasets; these are"
+                " text files"
             )
         super().__init__(request, left_out)
         self._files = files

@@ -175,7 +175,7 @@ def test_validation_documents_that_are_trained_on_are_counted(tmp_path):
     assert line in (tmp_path / "out/README.md").read_text()
     (tmp_path / "a.jsonl").write_text('{"text": "the same"}\n' * 100)
     result = succeeded(prepare(f"{tmp_path}/a.jsonl", str(tmp_path / "same")))
-    assert "warning: 1 of 1 validation document" in result.stdout
+    assert "warning: 1 of 1 validation document is in" in result.stdout
 
 
 # --- a tokenizer of one's own
@@ -586,12 +586,14 @@ def test_a_full_disk_has_its_own_exit_status(tmp_path):
         (["s", "--revision", "x"], "needs a dataset on the hub"),
         (["s", "--validation-fraction", "nan"], "nan is not a finite number"),
         (["s", "--tokenizer", "nowhere"], "nowhere"),
-        (["s", "t"], "wanted one SOURCE and one OUTPUT"),
+        (["s", "t"], "t: is a second SOURCE; wanted one SOURCE and one OUTPUT"),
+        (["python-stdlib", "--text-column", "x"], "python-stdlib: has no --config"),
+        (["tokens"], "tokens: is a prepared dataset already: train on it (lab new RUN --dataset)"),
         (["s", "--encoding", "klingon"], "--encoding klingon: is no encoding that Python knows"),
         (["s", "--encoding", "hex"], "--encoding hex: is no encoding"),
         (["s", "--document-separator", "x"], "--document-separator is for text files"),
         (["s", "--split", "test"], "has no split test; choose one with --split: train"),
-        (["python-stdlib", "--split", "x"], "has no --config, --split, --encoding"),
+        (["python-stdlib", "--split", "x"], "has no --config, --split, --text-col"),
         (["s", "--repeat"], "--repeat: is for a mix; name its datasets with --mix"),
         (["s", "t", "u"], "wanted one SOURCE and one OUTPUT"),
         (["--import", "s", "--max-documents", "9"], "--max-documents: is not for --import"),
@@ -601,10 +603,12 @@ def test_a_full_disk_has_its_own_exit_status(tmp_path):
 def test_wrong_arguments_are_one_line_and_write_nothing(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     write_source("jsonl", tmp_path / "s")
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens/train.safetensors").touch()
     result = prepare(*arguments, *["out"] * ("ü" not in arguments[-1]))
     assert result.returncode == 2 and result.stderr.startswith("Error: "), result.stderr
     assert message in result.stderr and result.stderr.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s", "tokens"]
 
 
 def test_the_command_prints_its_progress_and_counts(tmp_path, monkeypatch):

@@ -505,8 +505,11 @@ def test_a_folder_that_is_mostly_text_is_read_as_text(tmp_path):
     for _ in range(2):
         assert documents(source) == ([*texts, "page", "text\nrow\n"], left_out)
     assert find_source(tmp_path, document_separator="x ").request.document_separator
-    with pytest.raises(UserError, match="--config and --split are for datasets; these are text"):
-        documents(find_source(tmp_path, split="train"))
+    for options in ({"split": "train"}, {"config": "default"}, {"text_column": "x"}):
+        with pytest.raises(UserError, match="--text-column are for datasets; these are text files"):
+            documents(find_source(tmp_path, **options))
+        with pytest.raises(UserError, match="--text-column are for datasets; these are text files"):
+            find_source(tmp_path / "page.md", **options)
     result = succeeded(prepare(str(tmp_path), str(tmp_path / "out"), "--tokenizer", "bytes"))
     assert "rows.jsonl (is a dataset among files of text)" in result.stdout
     assert "- rows.jsonl: is a dataset" in (tmp_path / "out/README.md").read_text()
@@ -622,6 +625,11 @@ def test_files_of_the_hub_are_named_by_a_pattern(texts_hub, tmp_path):
     )
     assert "3 documents" in succeeded(result).stdout
     assert documents_of(tmp_path / "1") == [["one", "two"], ["three"]]
+    texts = (*separator, "--split", "train", "--config", "default")
+    files = {"train.txt": texts_hub.files["Stories-train.txt"], "test.txt": b"a test"}
+    with serving(Hub(files, repository="someone/stories")) as hub:
+        succeeded(prepare_from(hub, tmp_path, *texts, out="2"))
+    assert documents_of(tmp_path / "2") == documents_of(tmp_path / "1")
 
 
 @pytest.mark.parametrize(
