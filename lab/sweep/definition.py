@@ -29,6 +29,7 @@ PLAN_NAME = "sweep.json"
 SEED, MAX_SEEDS = "random_seed", 1000
 LONGEST_VALUE = 60  # characters, in a label
 LONGEST_NAME = 80  # characters, of a run's directory before its seed
+LIMITS = ("max_hours", "max_cost_usd")  # of a run; a sweep may have one of them
 LOCK_SECONDS = 30.0  # other commands lock the plan for a moment
 # What runs may have from elsewhere: earlier sweeps had the prompts of their base, and `--prune`
 # gives a reference to those that it may end.
@@ -149,6 +150,15 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
     return with_defaults(model, config)
 
 
+def check_limits(sweep_dir: Path, configs: list[TrainConfig]) -> None:
+    """Refuse runs that end at hours beside runs that end at dollars. Raises: UserError."""
+    if all(any(getattr(config, key) for config in configs) for key in LIMITS):
+        raise UserError(
+            f"{sweep_dir}: has max_hours and max_cost_usd, but losses are compared at equal hours"
+            " or at equal dollars; drop one of them from the base and the changes"
+        )
+
+
 class Plan(FrozenConfig):
     """`sweep.json`: the name of the changed run, the number of seeds, the changes.
 
@@ -241,8 +251,8 @@ class Sweep:
 
         Processes and threads count if the plan has none yet.
 
-        Raises: UserError: a change is refused, the plan is wrong or of another run, a run's files
-            were edited, or files cannot be written.
+        Raises: UserError: a change is refused, the plan is wrong or of another run, runs have
+            limits in hours and in dollars, a run's files were edited, or files cannot be written.
         """
         path = self.sweep_dir / PLAN_NAME
         with self.locked():
@@ -271,6 +281,7 @@ class Sweep:
     def _write(self, path: Path) -> None:
         """Write `sweep.json` and the files of the runs that are missing."""
         missing: dict[Path, FrozenConfig] = {}
+        check_limits(self.sweep_dir, [run.config for run in self.runs])
         for run in self.runs:
             model_path, train_path = run.run_dir / "model.json", run.run_dir / "train.json"
             files: dict[Path, FrozenConfig] = {model_path: run.model, train_path: run.config}
@@ -314,10 +325,13 @@ def open_sweep(
     Raises: UserError: something is wrong with the changes, the plan or the directory, or a limit in
         dollars lacks the price.
     """
+    configs = []
     for change in ({}, *changes):  # refused before anything is written
-        replace(base, config=changed(base, change)[1]).priced(usd_per_hour)
+        configs.append(changed(base, change)[1])
+        replace(base, config=configs[-1]).priced(usd_per_hour)
         if SEED in change:
             raise UserError(f"{SEED} is the same for all variants; use --seeds N")
+    check_limits(sweep_dir, configs)
     if not changes and num_seeds == 1 and not (sweep_dir / PLAN_NAME).exists():
         raise UserError(
             f"{sweep_dir}: no such sweep yet; name at least one --change or --range, or"

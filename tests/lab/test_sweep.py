@@ -190,6 +190,10 @@ def test_runs_differ_only_in_the_change_and_the_seed(sweeps):
         (["--change", "grow.at=0.5,n_layers=1"], "from_layers 1, and model.json has n_layers 1"),
         (["--change", "dataset.at=0.5"], "dataset is no object, so dataset.at is no key"),
         (["--change", "max_cost_usd=3"], "max_cost_usd needs the machine's price; set"),
+        (
+            ["--change", "max_hours=1", "--change", "max_cost_usd=3", "--usd-per-hour", "1"],
+            "has max_hours and max_cost_usd, but losses are compared at equal hours or at equal",
+        ),
         (["--change", "init_from=tiny"], "no checkpoint yet; train tiny first"),
         (["--change", "init_from=tiny@latest"], "latest: no checkpoint yet; train tiny first"),
         (["--range", "learning_rate=0.1"], "wanted KEY=VALUE,VALUE"),
