@@ -10,12 +10,12 @@ from typing import Any
 
 from basics.errors import UserError
 from lab.plan.estimate import Machine, estimate
+from lab.plan.plan import CHINCHILLA_TOKENS_PER_PARAMETER
 from lab.plan.speed_sources import read_measured
 from run_config import ModelConfig, Run
 
 BASE = "gpt2-small-1gpu"  # whose settings are taken, without --like
 WIDTHS = range(64, 2048 + 1, 64)
-TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, table 3, roughly
 # By which power of the ratio of two widths a rate changes. Source: benchmarks/recipes.md, "A
 # prediction from one model for the next". With AdamW `learning_rate` is of the matrices.
 MUON_POWERS = {
@@ -52,14 +52,14 @@ def apply_rules(
     ratio = model["emb_dim"] / width
     model |= shape_of(width, model)
     count, context_length = num_parameters(model), model["context_length"]
-    tokens = train["min_train_tokens"] = min(TOKENS_PER_PARAMETER * count, most_tokens)
+    tokens = train["min_train_tokens"] = min(CHINCHILLA_TOKENS_PER_PARAMETER * count, most_tokens)
     sequences = 2**18 * (tokens / 3.26e9) ** 0.75 / context_length
     batch = train["global_batch_size"] = max(8, 2 ** round(math.log2(sequences)))
     train["microbatch_size"] = min(train["microbatch_size"], batch)
     train.pop("gradient_accumulation_steps", None)  # it follows from the global batch
     reasons = {
         "emb_dim": f"{count:,} parameters, {tokens / count:.3g} tokens for each"
-        f" ({TOKENS_PER_PARAMETER}, or as many as the dataset allows)",
+        f" ({CHINCHILLA_TOKENS_PER_PARAMETER}, or as many as the dataset allows)",
         "n_layers": "one for each 64 of the width, as in GPT-2 small",
         "n_heads": "of 64 each, or of 32 below a width of 256",
         "context_length": "256 up to a width of 256, else 1,024",
