@@ -90,9 +90,13 @@ def command(
     from tokens.batches import open_run_data
     from tokens.token_file import TokenFile
 
-    if (usd is None) != (machine is None) or None not in (usd, params):
-        raise UserError("a size is --params, or --usd with --machine: drop or add one of them")
-    box = machine and Machine.parse(machine if "=" in machine else f"box={machine}")
+    if None not in (usd, params):
+        raise UserError("--params and --usd are two sizes; drop one")
+    if usd is not None and machine is None:
+        raise UserError("--usd needs --machine, such as 1xRTX-4090@0.45")
+    if machine is not None and usd is None:
+        raise UserError("--machine needs --usd, the dollars of the run")
+    box = machine and Machine.parse(machine)
     is_sized = params is not None or box is not None
     like = like or (BASE if is_sized else "demo")
     run, like = plain_name(runs_dir, run), plain_name(runs_dir, like)

@@ -33,7 +33,7 @@ UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matt
 SMALLEST_FLOPS_PER_TOKEN = PUBLIC_FLOPS_PER_TOKEN / 10
 TOO_SMALL = "too small for the formula"
 MAX_NAME = 16  # characters, so that the table fits a terminal
-MACHINE = re.compile(rf"([^=]{{1,{MAX_NAME}}})=([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")
+MACHINE = re.compile(rf"(?:([^=]{{1,{MAX_NAME}}})=)?([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `name=COUNTxGPU@USD_PER_HOUR`. Raises: UserError."""
+        """Parse `[name=]COUNTxGPU@USD_PER_HOUR`. Raises: UserError."""
         match = MACHINE.fullmatch(text)
         gpu = find_gpu(match[3]) if match else None
         if gpu is None or not float(match[4]):
             raise UserError(
-                f"--machine {text[:60]!r}: wanted name=COUNTxGPU@USD_PER_HOUR, with a"
-                " GPU that lab plan --help lists, for example box=8xH100@23.92 (name:"
+                f"--machine {text[:60]!r}: wanted [name=]COUNTxGPU@USD_PER_HOUR, with"
+                " a GPU that lab plan --help lists, for example box=8xH100@23.92 (name:"
                 f" {MAX_NAME} characters at most)"
             )
-        return cls(match[1], int(match[2]), gpu, float(match[4]))
+        return cls(match[1] or f"{match[2]}x {gpu.name}", int(match[2]), gpu, float(match[4]))
 
     @classmethod
     def priced(cls, price: Price) -> Self:

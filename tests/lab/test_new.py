@@ -171,7 +171,7 @@ def test_adamws_rate_of_matrices_falls_with_the_width_and_data_is_read_a_few_tim
 
 @pytest.mark.parametrize("usd", [2, 5, 40])
 def test_the_plan_of_the_largest_size_for_some_dollars_costs_at_most_so_much(usd):
-    machine = Machine.parse(f"box={CARD}")
+    machine = Machine.parse(CARD)
 
     def run_of(width):
         return made_run(PROJECT_DIR / "runs/new", BASE, *settings_for(width)[:2])
@@ -237,9 +237,13 @@ def test_what_cannot_be_made_is_one_line_and_nothing_is_written(workplace):
         (("new", "--dataset", "tiny", "--like", ".."), "--like ..: no such run"),
         (("new", "--dataset", "tiny", "--params", "many"), "wanted a number such as 124M"),
         (("new", "--dataset", "tiny", "--params", "-1M"), "wanted a number such as 124M"),
-        (("new", "--dataset", "tiny", "--usd", "5"), "--usd with --machine: drop or add one"),
-        (("new", "--dataset", "tiny", "--machine", CARD), "--usd with --machine: drop or add one"),
-        (("new", "--dataset", "tiny", "--usd", "5", "--machine", "4090"), "wanted name=COUNTxGPU"),
+        (("new", "--dataset", "tiny", "--usd", "5"), "--usd needs --machine, such as"),
+        (("new", "--dataset", "tiny", "--machine", CARD), "--machine needs --usd, the"),
+        (("new", "--dataset", "tiny", "--usd", "5", "--params", "1M"), "are two sizes; drop one"),
+        (
+            ("new", "--dataset", "tiny", "--usd", "5", "--machine", "1xFOO@0.45"),
+            "--machine '1xFOO@0.45': wanted [name=]COUNTxGPU@USD_PER_HOUR",
+        ),
         (
             ("new", "--dataset", "tiny", "--usd", "0.001", "--machine", CARD),
             "--usd 0.001: no size that lab plan can estimate costs so little on this machine",

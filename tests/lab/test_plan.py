@@ -302,17 +302,18 @@ def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", "wanted name=COUNTxGPU@USD_PER_HOUR"),
-        ("a=0xH100@3", "wanted name=COUNTxGPU@USD_PER_HOUR"),
-        ("a=2xH100@-3", "wanted name=COUNTxGPU@USD_PER_HOUR"),
-        ("a=2xFoo@3", "'a=2xFoo@3': .* with a GPU that lab plan --help lists"),
+        ("nonsense", "wanted \\[name=\\]COUNTxGPU@USD_PER_HOUR"),
+        ("a=0xH100@3", "wanted \\[name=\\]COUNTxGPU@USD_PER_HOUR"),
+        ("a=2xH100@-3", "wanted \\[name=\\]COUNTxGPU@USD_PER_HOUR"),
+        ("2xFoo@3", "--machine '2xFoo@3': .* with a GPU that lab plan --help lists"),
         ("seventeen letters=2xH100@3", "16 characters at most"),
-        ("a=2xH100@0", "wanted name=COUNTxGPU@USD_PER_HOUR"),
+        ("a=2xH100@0", "wanted \\[name=\\]COUNTxGPU@USD_PER_HOUR"),
     ],
 )
 def test_malformed_machine_is_a_user_error(text, message):
     with pytest.raises(UserError, match=message) as caught:
         Machine.parse(text)
+    assert repr(text) in str(caught.value)  # as it was typed
     assert len(f"Error: {caught.value}") <= MAX_LINE_LENGTH  # nothing is cut out of it
 
 
