@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic import ValidationError
 
 from basics.cli import ABOVE_0, DATASETS_DIR, RUNS_DIR
 from basics.errors import UserError, visible, writing_to
 from basics.files import write_atomically
-from basics.json_files import read_json_object, to_json
+from basics.json_files import describe, read_json_object, to_json
 from basics.text import counted, did_you_mean, gib
 from run_config import (
     OLD_NAME,
@@ -18,6 +19,7 @@ from run_config import (
     ModelConfig,
     Run,
     TrainConfig,
+    check_growth,
     load_config,
     plain_name,
     with_defaults,
@@ -34,8 +36,6 @@ PROMPT_TOKENS, PROMPT_WORDS = 200, 3
 OF_ANOTHER_DATASET = (  # keys of train.json that are not taken over
     "start_train_token",
     "start_val_token",
-    "repeat_data",
-    "validation_batches",
     "validation",
     "sample_prompts",
 )
@@ -111,32 +111,46 @@ def command(
     model, train = read_settings(runs_dir, like)
     dataset_dir = datasets_dir / dataset
     provide_dataset(dataset_dir, dataset)
-    before, changes, rules = model | train, {}, {}
+    before: dict[str, Any] = model | train
+    reasons: dict[str, str] = {}
+    cost = ""
     if is_sized or train["dataset"] != dataset:  # else all fits, also the length
         files = {
             split: TokenFile(dataset_dir / f"{split}.safetensors")
             for split in ("train", "validation")
         }
-        model["vocab_size"], why = vocabulary_of(files, dataset_dir)
-        most_tokens = MAX_PASSES * files["train"].num_tokens
+        reasons = fit_to_dataset(model, train, dataset, files)
+        most_tokens = MAX_PASSES * (files["train"].num_tokens - train.get("start_train_token", 0))
+        num_validation = files["validation"].num_tokens - train.get("start_val_token", 0)
+        longest = 2 ** int(math.log2(max(1, num_validation - 1)))  # one sequence is validated
+        if longest < SMALLEST_CONTEXT:
+            path = files["validation"].path
+            raise UserError(f"{path}: has only {num_validation:,} tokens; prepare more text")
+        if num_validation <= model["context_length"]:
+            model["context_length"] = longest
+            reasons["context_length"] = f"the validation file has only {num_validation:,} tokens"
 
         def run_of(width: int) -> Run:
             settings = dict(model), dict(train)
-            apply_rules(width, *settings, most_tokens)
-            fit_to_dataset(*settings, dataset, files)
+            apply_rules(width, *settings, most_tokens, longest)
+            fit_length(*settings, files)
             return made_run(run_dir, like, *settings)
 
         if is_sized:
             if box:
-                width, train["microbatch_size"] = affordable_width(usd, box, run_of)
+                width, train["microbatch_size"], cost = affordable_width(
+                    usd, box, run_of, most_tokens
+                )
             else:
-                width = nearest_width(params, model)
-            rules = apply_rules(width, model, train, most_tokens)
-        changes = {"vocab_size": f"  vocab_size {model['vocab_size']:,}: {why}"}
-        changes |= fit_to_dataset(model, train, dataset, files)
+                width = nearest_width(params, model, longest)
+            reasons |= apply_rules(width, model, train, most_tokens, longest)
+        reasons |= fit_length(model, train, files)
     after = model | train
-    changed = [line for key, line in changes.items() if after.get(key) != before.get(key)]
-    reasons = [*rules.values(), *changed]
+    changed = [
+        f"  {key} {shown(after[key]) if key in after else 'dropped'}: {reason}"
+        for key, reason in reasons.items()
+        if before.get(key) != after.get(key)
+    ]
     made = made_run(run_dir, like, model, train)
     plan = open_run_data(made, dataset_dir, world_size=1).plan  # or an error: nothing is written
     with writing_to(run_dir):
@@ -147,8 +161,8 @@ def command(
         Setting(made.model, made.config, default_precision(made.config), 1),
         made.config.microbatch_size,
     ).total
-    but_for = ", but for" if reasons else ""
-    lines = [f"{run_dir}: model.json and train.json are those of {like}{but_for}", *reasons]
+    but_for = ", but for" if changed else ""
+    lines = [f"{run_dir}: model.json and train.json are those of {like}{but_for}", *changed]
     if plan.num_steps < FEW_STEPS:
         lines.append(
             f"these are only {plan.num_steps:,} steps: give it more text, or a smaller"
@@ -163,19 +177,21 @@ def command(
     lines += [
         f"plan: {made.model.num_parameters:,} parameters, {plan.num_steps:,} steps of"
         f" {plan.tokens_per_step:,} tokens, {gib(memory)} of tensors a process",
+        *([cost] if cost else []),
         f"train it: uv run ddp_train.py {run}",
     ]
     click.echo(visible("\n".join(lines)))
 
 
 def made_run(run_dir: Path, like: str, model: dict[str, Any], train: dict[str, Any]) -> Run:
-    """Return the run of settings that were made. Raises: UserError: they do not fit each other."""
+    """Return the run of settings that were made, checked as `load_run` does. Raises: UserError."""
     try:
         configs = ModelConfig.model_validate(model), TrainConfig.model_validate(train)
-    except ValueError as error:
+    except ValidationError as error:
         raise UserError(
-            f"{like}: its settings do not fit {train['dataset']} ({error}); choose another --like"
+            f"{like}: its settings do not fit ({describe(error)}); choose another --like"
         ) from None
+    check_growth(f"--like {like}", *configs)
     return Run(run_dir.name, run_dir, *with_defaults(*configs))
 
 
@@ -198,57 +214,59 @@ def read_settings(runs_dir: Path, like: str) -> tuple[dict[str, Any], dict[str, 
     return model, train
 
 
+def shown(value: Any) -> str:
+    """Format a setting: a number with commas, else JSON."""
+    return to_json(value) if isinstance(value, bool | str | list | dict) else f"{value:,}"
+
+
 def fit_to_dataset(
     model: dict[str, Any], train: dict[str, Any], dataset: str, files: dict[str, Any]
 ) -> dict[str, str]:
-    """Set what depends on the dataset, but the vocabulary; return a line with the reason by key.
-
-    Raises: UserError: the dataset is too short.
-    """
+    """Set what depends on the dataset, but not on the size; return the reasons by key."""
     like = TrainConfig.model_validate(train)
-    for key in OF_ANOTHER_DATASET:
-        train.pop(key, None)
-    train["dataset"] = dataset
-    reasons = {"dataset": dataset}
+    model["vocab_size"], why = vocabulary_of(files, files["train"].path.parent)
+    reasons = {"vocab_size": why, "dataset": "set by --dataset"}
+    if train.pop("validation_batches", None):  # a microbatch may have another size now
+        train["validation_sequences"] = like.num_validation_sequences
+        reasons["validation_batches"] = "validation_sequences takes its place"
+    if like.dataset != dataset:
+        train["dataset"] = dataset
+        for key in OF_ANOTHER_DATASET:
+            train.pop(key, None)
+            reasons[key] = f"it belongs to {like.dataset}"
+        if like.sample_prompts and (prompt := first_words(files["validation"])):
+            train["sample_prompts"] = [prompt]
+            reasons["sample_prompts"] = "the first words of the validation text"
+    return reasons
 
-    num_validation = files["validation"].num_tokens
-    context_length = model["context_length"]
-    if num_validation <= context_length:
-        context_length = model["context_length"] = 2 ** int(math.log2(max(1, num_validation - 1)))
-        reasons["context_length"] = (
-            f"{context_length:,}: the validation file has only {num_validation:,} tokens"
-        )
-    if context_length < SMALLEST_CONTEXT:
-        raise UserError(
-            f"{files['validation'].path}: has only {num_validation:,} tokens; prepare more text"
-        )
 
-    sequences = like.global_batch_size or like.microbatch_size * like.gradient_accumulation_steps
-    step_tokens = sequences * context_length
-    num_tokens = files["train"].num_tokens
-    wanted = num_tokens if like.min_train_tokens == -1 else like.min_train_tokens
+def fit_length(
+    model: dict[str, Any], train: dict[str, Any], files: dict[str, Any]
+) -> dict[str, str]:
+    """Set the tokens and the validation that fit the dataset; return the reasons by key."""
+    config, context_length = TrainConfig.model_validate(train), model["context_length"]
+    accumulation = config.microbatch_size * config.gradient_accumulation_steps
+    step_tokens = (config.global_batch_size or accumulation) * context_length
+    num_tokens = files["train"].num_tokens - config.start_train_token
+    wanted = num_tokens if config.min_train_tokens == -1 else config.min_train_tokens
     num_steps = max(1, min(wanted, MAX_PASSES * num_tokens) // step_tokens)
     to_train = train["min_train_tokens"] = num_steps * step_tokens
     passes = to_train / num_tokens
     advice = "; more passes help little" if passes > MAX_PASSES - 1 else ""
-    reasons["min_train_tokens"] = (
-        f"{to_train:,}: {passes:.3g} passes over the {num_tokens:,} training tokens{advice}"
-    )
+    reasons = {
+        "min_train_tokens": f"{passes:.3g} passes over the {num_tokens:,} training tokens{advice}",
+        "repeat_data": f"the dataset has {num_tokens:,} training tokens",
+    }
+    train.pop("repeat_data", None)
     if to_train >= num_tokens:
         train["repeat_data"] = True
-
-    if like.validates:
-        available = (num_validation - 1) // context_length
-        validated = train["validation_sequences"] = min(like.num_validation_sequences, available)
-        interval = train["validation_interval"] = math.ceil(num_steps / VALIDATIONS)
-        reasons["validation_sequences"] = (
-            f"{validated:,}: of the {available:,} that the validation file has; every"
-            f" {interval:,} steps"
-        )
-    if like.sample_prompts and (prompt := first_words(files["validation"])):
-        train["sample_prompts"] = [prompt]
-        reasons["sample_prompts"] = f"{to_json([prompt])}: the first words of the validation text"
-    return {key: f"  {key} {reason}" for key, reason in reasons.items()}
+    if config.validates:
+        available = (files["validation"].num_tokens - config.start_val_token - 1) // context_length
+        train["validation_sequences"] = min(config.num_validation_sequences, available)
+        train["validation_interval"] = math.ceil(num_steps / VALIDATIONS)
+        reasons["validation_sequences"] = f"of the {available:,} that the validation file has"
+        reasons["validation_interval"] = f"steps, {VALIDATIONS} times in the run"
+    return reasons
 
 
 def vocabulary_of(files: dict[str, Any], dataset_dir: Path) -> tuple[int, str]:

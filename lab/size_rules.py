@@ -9,10 +9,12 @@ from contextlib import suppress
 from typing import Any
 
 from basics.errors import UserError
-from lab.plan.estimate import Machine, estimate
+from basics.text import dollars
+from lab.plan.estimate import TOO_SMALL, Machine, amount, estimate
 from lab.plan.plan import CHINCHILLA_TOKENS_PER_PARAMETER
 from lab.plan.speed_sources import read_measured
 from run_config import ModelConfig, Run
+from tokens.batch_plan import divided, largest_divisor
 
 BASE = "gpt2-small-1gpu"  # whose settings are taken, without --like
 WIDTHS = range(64, 2048 + 1, 64)
@@ -28,13 +30,13 @@ MUON_POWERS = {
 ADAMW_POWERS = MUON_POWERS | {"learning_rate": 1, "matrix_learning_rate": 1}
 
 
-def shape_of(width: int, model: dict[str, Any]) -> dict[str, Any]:
+def shape_of(width: int, model: dict[str, Any], longest: int) -> dict[str, Any]:
     """Return `model.json` for a width; what does not follow from that is as in `model`."""
     return model | {
         "emb_dim": width,
         "n_layers": width // 64,
         "n_heads": width // (64 if width >= 256 else 32),
-        "context_length": 256 if width <= 256 else 1024,
+        "context_length": min(256 if width <= 256 else 1024, longest),
     }
 
 
@@ -43,62 +45,119 @@ def num_parameters(model: dict[str, Any]) -> int:
 
 
 def apply_rules(
-    width: int, model: dict[str, Any], train: dict[str, Any], most_tokens: int
+    width: int, model: dict[str, Any], train: dict[str, Any], most_tokens: int, longest: int
 ) -> dict[str, str]:
-    """Set in `model.json` and `train.json` what follows from a width; return a line by key.
+    """Set in `model.json` and `train.json` what follows from a width; return the reasons by key.
 
-    The model has the vocabulary of the dataset already, which is worth training on `most_tokens`.
+    The model has the vocabulary of the dataset already, which is worth training on `most_tokens`,
+    in sequences of at most `longest`.
     """
     ratio = model["emb_dim"] / width
-    model |= shape_of(width, model)
+    model |= shape_of(width, model, longest)
     count, context_length = num_parameters(model), model["context_length"]
     tokens = train["min_train_tokens"] = min(CHINCHILLA_TOKENS_PER_PARAMETER * count, most_tokens)
     sequences = 2**18 * (tokens / 3.26e9) ** 0.75 / context_length
     batch = train["global_batch_size"] = max(8, 2 ** round(math.log2(sequences)))
-    train["microbatch_size"] = min(train["microbatch_size"], batch)
-    train.pop("gradient_accumulation_steps", None)  # it follows from the global batch
+    train["microbatch_size"] = largest_divisor(batch, train["microbatch_size"])
+    train.pop("gradient_accumulation_steps", None)
     reasons = {
         "emb_dim": f"{count:,} parameters, {tokens / count:.3g} tokens for each"
-        f" ({CHINCHILLA_TOKENS_PER_PARAMETER}, or as many as the dataset allows)",
+        f" ({CHINCHILLA_TOKENS_PER_PARAMETER}, or fewer with a small dataset)",
         "n_layers": "one for each 64 of the width, as in GPT-2 small",
         "n_heads": "of 64 each, or of 32 below a width of 256",
-        "context_length": "256 up to a width of 256, else 1,024",
-        "global_batch_size": "262,144 tokens x (tokens / 3.26e9)^0.75, to a power of two",
-        "microbatch_size": "in one forward pass; it changes the speed, not the result",
+        "context_length": "256 up to a width of 256, else 1,024; shorter with a short validation"
+        " file",
+        "global_batch_size": f"sequences, {batch * context_length:,} tokens a step: 262,144 x"
+        " (tokens / 3.26e9)^0.75, to a power of two, at least 8 sequences",
+        "microbatch_size": "sequences in one forward pass; it divides the global batch",
+        "gradient_accumulation_steps": "it follows from global_batch_size",
     }
+    grow = train.get("grow")
+    if grow and grow.get("from_layers", 1) >= model["n_layers"]:
+        del train["grow"]
+        reasons["grow"] = f"from_layers is not below n_layers {model['n_layers']}"
     powers = MUON_POWERS if train.get("optimizer") == "muon" else ADAMW_POWERS
     for key, power in powers.items():
         if train.get(key) is not None:
             reasons[key] = f"{train[key]} x {ratio:.3g}^{power}, by the ratio of the widths"
             train[key] = float(f"{train[key] * ratio**power:.3g}")
-    settings = model | train
-    return {key: f"  {key} {settings[key]:,}: {reason}" for key, reason in reasons.items()}
+    return reasons
 
 
-def nearest_width(params: str, model: dict[str, Any]) -> int:
+def nearest_width(params: str, model: dict[str, Any], longest: int) -> int:
     """Return the width whose model is nearest to so many parameters. Raises: UserError."""
-    wanted = 0.0
+    wanted = math.nan
     with suppress(ValueError):
         wanted = float(params.replace("k", "e3").replace("M", "e6").replace("B", "e9"))
-    if not 0 < wanted < math.inf:
-        raise UserError(f"--params {params[:60]!r}: wanted a number such as 124M or 1.5B")
-    return min(WIDTHS, key=lambda width: abs(num_parameters(shape_of(width, model)) - wanted))
+    sizes = {width: num_parameters(shape_of(width, model, longest)) for width in WIDTHS}
+    smallest, *_, largest = sizes.values()
+    if not smallest <= wanted <= largest:
+        raise UserError(
+            f"--params {params[:60]!r}: wanted a number from {smallest:,} to {largest:,}, such as"
+            " 124M"
+        )
+    return min(WIDTHS, key=lambda width: abs(sizes[width] - wanted))
 
 
-def affordable_width(usd: float, machine: Machine, run_of: Callable[[int], Run]) -> tuple[int, int]:
-    """Return the largest width whose run costs at most so much, and its microbatch there.
+def affordable_width(
+    usd: float, machine: Machine, run_of: Callable[[int], Run], most_tokens: int
+) -> tuple[int, int, str]:
+    """Return the largest width that so many dollars and the dataset allow.
+
+    Also return its microbatch, and a line with its cost and what limits the width.
 
     Args:
-        run_of: returns the run of a width.
+        run_of: returns the run of a width, with as many tokens as the dataset allows.
 
-    Raises: UserError: there is none whose cost is known.
+    Raises: UserError: there is none, or no cost is known.
     """
-    measured = read_measured(run_of(WIDTHS[0]).run_dir.parent)
-    for width in reversed(WIDTHS):
-        plan = estimate(run_of(width), machine, tokens=None, measured=measured)
-        if not plan["reason"] and plan["usd"]["expected"] <= usd:
-            return width, plan["microbatch_size"]
-    raise UserError(
-        f"--usd {usd:g}: no size that lab plan can estimate costs so little on this machine"
-        f" ({plan['reason'] or 'all cost more'}); allow more, or use --params"
+    runs = {width: run_of(width) for width in WIDTHS}
+    measured = read_measured(runs[WIDTHS[0]].run_dir.parent)
+    plans = {
+        width: estimate(run, machine, tokens=None, measured=measured) for width, run in runs.items()
+    }
+    costs = {width: plan["usd"]["expected"] for width, plan in plans.items() if not plan["reason"]}
+    if not costs:
+        raise UserError(
+            f"--machine {machine.name}: lab plan can estimate no size there"
+            f" ({plans[WIDTHS[-1]]['reason']}); use --params"
+        )
+    cheapest = min(costs, key=costs.__getitem__)
+    if costs[cheapest] > usd:
+        raise UserError(
+            f"--usd {usd:g}: the cheapest size that lab plan can estimate has"
+            f" {runs[cheapest].model.num_parameters:,} parameters and costs"
+            f" US${dollars(costs[cheapest])} on this machine; allow more, or use --params"
+        )
+    affordable = max(width for width in costs if costs[width] <= usd)
+    possible = [
+        width
+        for width, plan in plans.items()
+        if width <= affordable
+        and CHINCHILLA_TOKENS_PER_PARAMETER * runs[width].model.num_parameters <= most_tokens
+        and plan["reason"] in (None, TOO_SMALL)
+    ]
+    if not possible:
+        raise UserError(
+            f"--usd {usd:g}: {runs[affordable].config.dataset} has too little text for the smallest"
+            f" size, {CHINCHILLA_TOKENS_PER_PARAMETER} tokens for each parameter; prepare more, or"
+            " use --params"
+        )
+    width = possible[-1]
+    following = width + WIDTHS.step
+    limit = "the largest width"
+    if width < affordable:
+        limit = f"the dataset, which is worth training on {most_tokens:,} tokens"
+    elif following in costs:
+        limit = f"the money; the next size costs US${dollars(costs[following])}"
+    elif following in plans:
+        limit = f"the machine; the next size: {plans[following]['reason']}"
+    # A size too small for the formula costs less than the cheapest size that it knows.
+    bound, less_than = (width, "") if width in costs else (cheapest, "less than ")
+    line = (
+        f"expected on {machine.name}: {less_than}{amount(plans[bound]['hours']['expected'])} hours,"
+        f" US${dollars(costs[bound])}; limit of the size: {limit}"
     )
+    most = plans[width]["largest_microbatch"]
+    sized = divided(runs[width], world_size=machine.num_gpus, most=most)
+    return width, sized.config.microbatch_size, line
