@@ -104,7 +104,7 @@ def affordable_width(
 ) -> tuple[int, int, str]:
     """Return the largest width that so many dollars and the dataset allow.
 
-    Also return its microbatch, and a line with its cost and what limits the width.
+    Also return its microbatch, and a line with its cost and the limit of the width.
 
     Args:
         run_of: returns the run of a width, with as many tokens as the dataset allows.
@@ -152,8 +152,9 @@ def affordable_width(
         limit = f"the money; the next size costs US${dollars(costs[following])}"
     elif following in plans:
         limit = f"the machine; the next size: {plans[following]['reason']}"
-    # A size too small for the formula costs less than the cheapest size that it knows.
-    bound, less_than = (width, "") if width in costs else (cheapest, "less than ")
+    # A size too small for the formula costs less than the next size whose cost is known.
+    bound = min(known for known in costs if known >= width)
+    less_than = "less than " * (bound > width)
     line = (
         f"expected on {machine.name}: {less_than}{amount(plans[bound]['hours']['expected'])} hours,"
         f" US${dollars(costs[bound])}; limit of the size: {limit}"

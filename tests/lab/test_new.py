@@ -287,6 +287,7 @@ def test_a_dataset_that_names_no_tokenizer_has_the_vocabulary_of_its_ids(workpla
 def test_what_cannot_be_made_is_one_line_and_nothing_is_written(workplace):
     workplace.add_dataset()
     workplace.add_run()
+    workplace.add_run("shallow", train={"grow": {"from_layers": 9, "at": 0.5}})
     before = workplace.files()
     for arguments, line in (
         (("tiny", "--dataset", "tiny"), "runs/tiny: is there already; choose another name"),
@@ -294,6 +295,10 @@ def test_what_cannot_be_made_is_one_line_and_nothing_is_written(workplace):
         (("new", "--dataset", "none"), "datasets/none: no dataset there; make it with"),
         (("new", "--dataset", "tiny", "--like", "none"), "--like none: no such run; there"),
         (("new", "--dataset", "tiny", "--like", ".."), "--like ..: no such run"),
+        (
+            ("new", "--dataset", "tiny", "--like", "shallow"),
+            "grow has from_layers 9, and model.json",
+        ),
         (("new", "--dataset", "tiny", "--params", "many"), "--params 'many': wanted a number"),
         (("new", "--dataset", "tiny", "--params", "100B"), "wanted a number from 99,200 to 1,612,"),
         (("new", "--dataset", "tiny", "--params", "99k"), "wanted a number from 99,200 to 1,612,"),
