@@ -22,6 +22,7 @@ from run_config import (
     check_growth,
     load_config,
     plain_name,
+    token_file_name,
     with_defaults,
 )
 
@@ -116,7 +117,7 @@ def command(
     cost = ""
     if is_sized or train["dataset"] != dataset:  # else all fits, also the length
         files = {
-            split: TokenFile(dataset_dir / f"{split}.safetensors")
+            split: TokenFile(dataset_dir / token_file_name(split))
             for split in ("train", "validation")
         }
         reasons = fit_to_dataset(model, train, dataset, files)

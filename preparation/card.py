@@ -15,6 +15,7 @@ from basics.text import counted, escaped
 from preparation.encoding import Losses
 from preparation.sources import Request
 from preparation.token_stream import REPLACED, TEXT_BYTES, Counts
+from run_config import token_file_name
 from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
 
 LEFT_OVER = 0.01  # of a dataset's tokens in a mix, without a warning
@@ -237,8 +238,8 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
         tags=["tokens"] if file else ["tokens", request.tokenizer],
     )
     rows = [
-        f"| `{split}.safetensors` | {counts.num_documents:,} | {counts.num_tokens:,} |"
-        f" {(dataset_dir / f'{split}.safetensors').stat().st_size:,} |"
+        f"| `{token_file_name(split)}` | {counts.num_documents:,} | {counts.num_tokens:,} |"
+        f" {(dataset_dir / token_file_name(split)).stat().st_size:,} |"
         for split, counts in dataset.splits.items()
     ]
     revision = f" (revision {request.revision})" if request.revision else ""

@@ -9,10 +9,9 @@ from filelock import FileLock
 from basics.errors import UserError, writing_to
 from basics.files import sha256_of
 from basics.text import did_you_mean
-from run_config import TrainConfig
+from run_config import SPLITS, TrainConfig, token_file_name
 
 STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
-SPLITS = ("train", "validation")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 CLOCK_SECONDS = 1.0  # a file's time may be that much later than its record's
 
@@ -38,7 +37,9 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
     if is_complete(dataset_dir, splits):
         return
     if "/" not in name and name != STDLIB_DATASET:
-        prepared = [path.parent.name for path in dataset_dir.parent.glob("*/train.safetensors")]
+        prepared = [
+            path.parent.name for path in dataset_dir.parent.glob(f"*/{token_file_name('train')}")
+        ]
         raise UserError(
             f"{dataset_dir}: no dataset there{did_you_mean(name, [STDLIB_DATASET, *prepared])};"
             f" make it with prepare_dataset.py SOURCE"
@@ -64,7 +65,7 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
 
 def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:
     """Return whether token files exist under their final names."""
-    return all((dataset_dir / f"{split}.safetensors").is_file() for split in splits)
+    return all((dataset_dir / token_file_name(split)).is_file() for split in splits)
 
 
 def verify_digests(paths: Iterable[Path]) -> int:

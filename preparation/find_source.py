@@ -19,6 +19,7 @@ from preparation.dataset_source import (
 from preparation.ensure_dataset import STDLIB_DATASET
 from preparation.sources import Request, Source, SourceOptions, printable, python_stdlib
 from preparation.text_files import TextFiles, data_suffix, leads_out, text_files
+from run_config import token_file_name
 
 
 def find_source(options: SourceOptions) -> Source:
@@ -63,7 +64,7 @@ def local_source(options: SourceOptions) -> Source:
     always = [name for name in data if not DATA_SUFFIXES[data_suffix(name)].may_be_text]
     if always or 2 * len(data) > len(paths) or is_saved_dataset(source):
         return DatasetSource(request, options, root, paths, left_out)
-    if (source / "train.safetensors").exists():
+    if (source / token_file_name("train")).exists():
         raise UserError(
             f"{source}: is a prepared dataset already: train on it (lab new RUN --dataset), or mix"
             " it with others (--mix)"
@@ -117,7 +118,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
     """
     with os.scandir(folder) as found:
         entries = [entry for entry in found if not entry.name.startswith(".")]
-    if any(entry.name == "train.safetensors" for entry in entries):
+    if any(entry.name == token_file_name("train") for entry in entries):
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):

@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, constants, errors, get_token, hf_hub_download
 from huggingface_hub.utils import disable_progress_bars, logging
 
 from basics.errors import FAILED, UserError, as_os_error, first_line
+from run_config import token_file_name
 from tokens.tokenizer import TOKENIZER_FILE
 
 PAUSES = (1, 5, 20)  # seconds before each further attempt, beside those of the client
@@ -47,7 +48,7 @@ def fetch_dataset(dataset_dir: Path, repository: str, splits: Sequence[str]) -> 
     info = ask_hub(repository, lambda: HfApi().dataset_info(repository))
     present = {file.rfilename for file in info.siblings or ()}
     # The tokenizer first: a dataset with all token files counts as complete.
-    for name in (*{TOKENIZER_FILE} & present, *(f"{split}.safetensors" for split in splits)):
+    for name in (*{TOKENIZER_FILE} & present, *(token_file_name(split) for split in splits)):
         _download(repository, name, revision=info.sha, local_dir=dataset_dir)
 
 

@@ -13,6 +13,7 @@ from preparation.journal import Journal, check_disk_space, check_output_dir
 from preparation.sources import Request
 from preparation.text_files import IS_POINTER, LFS_POINTER, leads_out
 from preparation.token_stream import Counts, TokenFileWriter, num_training_documents
+from run_config import token_file_name
 from tokens.token_file import check_token_ids
 from tokens.tokenizer import Tokenizer, choose_tokenizer, short_name
 
@@ -50,7 +51,7 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
         check_disk_space(journal.dir, 2 * sum(sizes), "tokens")
         journal.begin(dataset.request, tokenizer)
         for split, pieces in splits.items():
-            writer = TokenFileWriter(journal.dataset_dir / f"{split}.safetensors")
+            writer = TokenFileWriter(journal.dataset_dir / token_file_name(split))
             dataset.splits[split], largest = _copy(pieces, writer, tokenizer, tokenizer_choice)
             metadata = dataset.metadata(split, largest)
             del metadata["revision"], metadata["num_text_bytes"]  # unknown

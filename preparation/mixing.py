@@ -20,7 +20,6 @@ import numpy as np
 from basics.errors import UserError, writing_to
 from basics.text import counted
 from preparation.card import Portion, Prepared
-from preparation.ensure_dataset import SPLITS
 from preparation.journal import Journal, check_output_dir
 from preparation.pipeline import write_headers
 from preparation.sources import Request, printable
@@ -31,6 +30,7 @@ from preparation.token_stream import (
     digest_of,
     num_training_documents,
 )
+from run_config import SPLITS, token_file_name
 from tokens.token_file import TokenFile
 from tokens.tokenizer import Tokenizer, file_beside, load_tokenizer, short_name
 
@@ -95,7 +95,7 @@ def mix_datasets(
         for split in reversed(SPLITS):  # the training documents are looked for among the others
             found = [Counts()] * len(datasets)
             mixed = interleaved(files[split], weights, tokenizer.eot_token, repeat=repeat)
-            with closing(TokenFileWriter(journal.dataset_dir / f"{split}.safetensors")) as writer:
+            with closing(TokenFileWriter(journal.dataset_dir / token_file_name(split))) as writer:
                 for number, document in itertools.islice(mixed, limits[split]):
                     writer.add(document)
                     found[number] += Counts(1, document.size)
@@ -158,7 +158,7 @@ def _open(datasets: Sequence[Weighted]) -> tuple[Tokenizer, dict[str, list[Token
     Raises: UserError: one has another tokenizer, or no ends of documents.
     """
     files = {
-        split: [TokenFile(Path(each.path) / f"{split}.safetensors") for each in datasets]
+        split: [TokenFile(Path(each.path) / token_file_name(split)) for each in datasets]
         for split in SPLITS
     }
     name = files["train"][0].metadata.get("tokenizer", "gpt2")

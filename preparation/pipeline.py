@@ -33,6 +33,7 @@ from preparation.token_stream import (
     num_training_documents,
     read_tokens,
 )
+from run_config import token_file_name
 from tokens.tokenizer import Tokenizer, choose_tokenizer
 
 TASK_BYTES = 2**20  # of text that a worker gets at once, roughly
@@ -186,7 +187,9 @@ def _finish(source: Source, journal: Journal) -> Prepared:
     tokens_path = journal.dataset_dir / TOKENS_FILE
     if not progress.is_split:
         check_disk_space(journal.dir, 2 * (total.num_tokens - train.num_tokens), "tokens")
-        with closing(TokenFileWriter(tokens_path.with_name("validation.safetensors"))) as writer:
+        with closing(
+            TokenFileWriter(tokens_path.with_name(token_file_name("validation")))
+        ) as writer:
             for tokens in read_tokens(tokens_path, train.num_tokens, total.num_tokens):
                 writer.add(tokens)
             writer.sync()
@@ -235,7 +238,7 @@ def write_headers(dataset_dir: Path, dataset: Prepared) -> None:
     that were copied to the validation file.
     """
     for split, counts in dataset.splits.items():
-        path = dataset_dir / f"{split}.safetensors"
+        path = dataset_dir / token_file_name(split)
         writer = TokenFileWriter(path, num_tokens=counts.num_tokens)
         chunks = read_tokens(path, 0, counts.num_tokens)
         writer.finish(dataset.metadata(split, max(int(tokens.max()) for tokens in chunks)))

@@ -182,3 +182,9 @@ def test_tests_are_by_topic_listed_once_and_import_no_other_test():
     assert sorted(listed) == sorted(
         str(path.relative_to(tests)) for path in tests.rglob("test_*.py")
     )
+
+
+def test_the_name_of_a_token_file_has_one_owner():
+    name = re.compile(r'(\{split\}|\b(train|validation))\.safetensors["\']')
+    found = [name_of(path) for path in PRODUCT if name.search(path.read_text())]
+    assert found == ["preparation/card.py"], "its example of code, for a dataset's page"
