@@ -1,5 +1,6 @@
 """What a terminal shows of a run that trains: a panel, drawn anew as the run goes on."""
 
+import io
 import math
 import os
 import sys
@@ -240,9 +241,17 @@ class Terminal:
     def _panel(self) -> str:
         """Return the panel as text, as far as it fits the terminal, and count its lines."""
         assert self._console is not None
-        with self._console.capture() as capture:
-            self._console.print(self.shown.panel(self._console.width))
-        lines = capture.get().splitlines(keepends=True)[: max(1, self._console.height - 1)]
+        width, height = self._console.size
+        # Not printed by the console of standard output, which fails once the terminal is closed.
+        text = io.StringIO()
+        Console(
+            file=text,
+            force_terminal=True,
+            color_system="standard" if self._console.color_system else None,
+            width=width,
+            highlight=False,
+        ).print(self.shown.panel(width))
+        lines = text.getvalue().splitlines(keepends=True)[: max(1, height - 1)]
         self._height = len(lines)
         return "".join(lines)
 
