@@ -570,6 +570,23 @@ def test_losses_of_different_tokenizers_are_in_bits_per_byte(page, runs_dir):
         expect(drawn(page, "Learning rate")).to_have_count(3)
 
 
+def test_before_any_validation_bits_per_byte_are_known_by_the_dataset_and_ticks_have_one_form(
+    page, runs_dir
+):
+    for name, length in (("long", 4.0), ("short", 2.0)):
+        run_dir = add_run(runs_dir, name, steps=0, tokenizer=name, bytes_per_token=length)
+        append(run_dir, report(10, train_loss=3.0), report(20, train_loss=2.0))
+    with served(runs_dir) as server:
+        open_page(page, server)
+        expect(page.locator("#loss-unit")).to_have_text(
+            "bits per byte, since the tokenizers differ"
+        )
+        expect(drawn(page, "Loss").nth(0)).to_contain_text(f"{2.0 / math.log(2) / 4:.4f}")
+        expect(drawn(page, "Loss").nth(1)).to_contain_text(f"{2.0 / math.log(2) / 2:.4f}")
+        assert page.evaluate("ticksOf([0, 500, 1000, null])") == ["0", "0.5k", "1k", None]
+        assert page.evaluate("ticksOf([0, 500, 800])") == ["0", "500", "800"]
+
+
 def test_validation_sets_are_drawn_by_name_and_have_charts_of_their_own(page, runs_dir):
     add_run(runs_dir, "plain", steps=90)
     bits = {"validation_bits_per_byte": 2.9, "validation_bits_per_byte/code": 0.75}
