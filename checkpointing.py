@@ -103,7 +103,7 @@ class Validation(FrozenConfig):
     usd: ByPhase = {}
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingState:
     """The unwrapped model, the optimizer, the gradient scaler: nothing else has a state to save."""
 

@@ -15,7 +15,6 @@ import gc
 import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -27,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from basics.cli import exit_with
 from basics.entry_points import keep_freed_memory
-from basics.errors import DISK_FULL, NON_FINITE, UserError, describe, drop_unwritable_output
+from basics.errors import DISK_FULL, NON_FINITE, UserError, drop_unwritable_output
 from basics.failpoints import failpoint
 from basics.json_files import finite_or_none
 from basics.machine import code_version
@@ -40,28 +39,33 @@ from processes.distributed import Process, end_torchrun, process_group, spans_no
 from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
+from reporting.estimate import Pace
+from reporting.loss_window import LossWindow, Window
 from reporting.machine_time import begin_launch, read_uses, record_launch
 from reporting.metrics_file import CHANGED
-from reporting.reference import ReferenceComparison, ReferenceCurve
-from reporting.run_log import RunLog, SetResult, batch_arithmetic
-from reporting.sampling import Sampler
+from reporting.run_log import Report, RunLog, SetResult, batch_arithmetic
 from reporting.setting_changes import change_lines, settings_of
-from reporting.speed import SPEED_CHECK_STEPS
 from reporting.summary import RunEnd, final_status
-from reporting.time_left import Growth
-from run_config import Run, TrainConfig
+from run_config import TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, RunData, dropout_seed, read_ahead
+from trainer.after_checkpoint import AfterCheckpoint
 from trainer.background_saver import BackgroundSaver
-from trainer.commands import launch, run_to_search, search
-from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
+from trainer.budget import Budget
+from trainer.chart_drawing import ChartDrawing
+from trainer.commands import launch as launch_run
+from trainer.commands import run_to_search, search
+from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics, Measured
 from trainer.growth import grown_state
+from trainer.launch import Launch
 from trainer.loss_functions import LossFunctions, validate
-from trainer.measurements import Measurements
+from trainer.machine_readings import MachineReadings
 from trainer.microbatch_trial import TRIAL_VARIABLE, MicrobatchTrial
-from trainer.precision import autocast
-from trainer.resuming import ResumePoint
-from trainer.side_processes import SideProcesses, command_failed, run_when_done
+from trainer.observer import Observer
+from trainer.precision import attention_kernel, autocast
+from trainer.reference_check import ReferenceCheck
+from trainer.samples import Samples
+from trainer.speed_check import SpeedCheck
 from trainer.startup import (
     OpenedDir,
     PreparedRun,
@@ -72,6 +76,8 @@ from trainer.startup import (
     print_if_finished,
 )
 from trainer.stopping import Stop
+from trainer.tracking import Tracking
+from trainer.user_commands import run_when_done
 
 MAX_SKIPPED_STEPS = 20  # in a row, whose gradients are not finite; then the run ends
 
@@ -84,7 +90,7 @@ def main() -> None:
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
             leave(run_worker(agreement, clock))
         else:
-            leave(launch(read_command_line(), clock, agreement))
+            leave(launch_run(read_command_line(), clock, agreement))
     except AgreedError as error:
         agreement.exit(error)
     except Exception as error:
@@ -165,13 +171,9 @@ def train_run(
     if process.is_main:
         begin_launch(run, clock, uses)
     with process_group(process, agreement.connect("group"), run.config) as group:
-        trainer = Trainer(
-            run, data, resume, prepared.reference, options, state, watchdog, clock, group
-        )
-        del state  # the trainer's own: a run that grows replaces it
-        global_step = trainer.train(
-            agreement, opened, prepared.warnings + warnings, prepared.energy_kwh
-        )
+        launch = Launch(run, data, resume, prepared.reference, options, watchdog, clock, group)
+        trainer = Trainer(launch, state, energy_kwh=prepared.energy_kwh)
+        global_step = trainer.train(agreement, opened, prepared.warnings + warnings)
     if process.is_main:
         trainer.end(global_step)
 
@@ -292,120 +294,96 @@ class TrainingStep:
 
 
 class Trainer:
-    """One process's part in the training of a run; `group` is of gloo, for waits of any length.
+    """One process's part in a launch.
 
-    `measurements` measures, `log` prints and records, `saver` writes checkpoints, `beside` holds
-    the processes beside training, `stop` says when to end. Only rank 0's log, saver and processes
-    do anything.
+    `log` prints and records, `pace` measures, `saver` writes checkpoints, `stop` says when to end,
+    `observers` are the features beside that. Only rank 0's do anything, but for `stop`.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        data: RunData,
-        resume: ResumePoint,
-        reference: ReferenceCurve | None,
-        options: Options,
-        state: TrainingState,
-        watchdog: Watchdog,
-        clock: PhaseClock,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self.run, self.config, self.data, self.plan = run, run.config, data, data.plan
-        self.resume, self.reference, self.options, self.state = resume, reference, options, state
-        self.watchdog, self.process, self.clock, self.group = (
-            watchdog,
-            watchdog.process,
-            clock,
-            group,
+    def __init__(self, launch: Launch, state: TrainingState, *, energy_kwh: float) -> None:
+        self.launch, self.state = launch, state
+        data, watchdog, process = launch.data, launch.watchdog, launch.process
+        self.loss_window = LossWindow(process.device)
+        self.saver = BackgroundSaver(
+            launch.run.checkpoints_dir,
+            keep=launch.config.keep_checkpoints,
+            newest=launch.resume.checkpoint,
+            heartbeat=watchdog.heartbeat,
+            after_write=self.after_write,
         )
-        self.growth = Growth.ahead(
-            run, state.model.config, num_steps=self.plan.num_steps, first_step=resume.first_step
+        self.pace = Pace(
+            launch.run, launch.plan, launch.clock, lambda: self.saver.longest_write_seconds
         )
-        self.measurements = Measurements(run, self.plan, state.model, self.process)
-        comparison = ReferenceComparison(reference, self.config)
         self.log = RunLog(
-            run,
-            self.plan,
+            launch.run,
+            launch.plan,
             data.tokenizer_name,
             data.training.token_file.bytes_per_token,
-            clock=clock,
-            comparison=comparison,
-            is_active=self.process.is_main,
+            clock=launch.clock,
+            pace=self.pace,
+            is_active=process.is_main,
         )
-        self.beside = SideProcesses(run, options, log=self.log, clock=clock, watchdog=watchdog)
-        self.saver = BackgroundSaver(
-            run.checkpoints_dir,
-            keep=self.config.keep_checkpoints,
-            newest=resume.checkpoint,
-            heartbeat=watchdog.heartbeat,
-            after_write=self.beside.after_checkpoint.start,
-        )
-        self.stop = Stop(
-            run,
-            self.plan,
-            first_step=resume.first_step,
-            options=options,
-            clock=clock,
-            watchdog=watchdog,
-            group=group,
-            saver=self.saver,
-            comparison=comparison,
-            growth=self.growth,
-        )
-        self.sampler = Sampler(
-            state.model, data.tokenizer_name, watchdog.heartbeat, data.tokenizer_path
-        )
-        self.code = code_version() if self.process.is_main else ""
-        # The first step of this launch at its present depth: it compiles, and is not measured.
-        self.depth_began = resume.first_step
-        self.has_reported_speed = False
+        self.attention_kernel = attention_kernel(state.model, launch.config, process.device)
+        self.diagnostics = NO_DIAGNOSTICS
+        self.observers: list[Observer] = []
+        if process.is_main:
+            self.diagnostics = Diagnostics(
+                launch.config.diagnostics_interval, launch.config.precision, self.record_diagnostics
+            )
+            self.observers = self.features(energy_kwh)
+        self.stop = Stop(launch, self.observers)
+        self.code = code_version() if process.is_main else ""
         self.has_summary = False  # of the launch's end: `before_exit` must not overwrite it
         watchdog.before_exit = self.before_exit
+
+    def features(self, energy_kwh: float) -> list[Observer]:
+        """Return the observers of the run, in the order in which each moment calls them. Rank 0."""
+        launch, log, kernel = self.launch, self.log, self.attention_kernel
+        config, command = launch.config, launch.options.after_checkpoint
+        machine = MachineReadings(
+            launch, self.state, log, attention_kernel=kernel, energy_kwh=energy_kwh
+        )
+        found: list[Observer] = [self.diagnostics]
+        if config.max_hours or config.max_cost_usd:
+            found.append(Budget(launch, self.pace))
+        if launch.reference:
+            found.append(ReferenceCheck(launch))
+        if command:  # before the others: at the end they share what is left after a stop signal
+            found.append(AfterCheckpoint(launch, log, command))
+        found += [
+            ChartDrawing(launch, log),
+            machine,
+            SpeedCheck(launch, self.pace, log, machine.meter, attention_kernel=kernel),
+        ]
+        if config.tracker != "none":
+            found.append(Tracking(launch, log))
+        return [*found, Samples(launch, self.state, log)]
 
     def train(
         self,
         agreement: Agreement,
         opened: OpenedDir | None,  # on rank 0
         warnings: list[str],
-        energy_kwh: float,
     ) -> int:
         """Train to the end of the run, or of this launch; return the last step. Every rank."""
-        self.begin(agreement, opened, warnings, energy_kwh)
-        first_step, num_steps = self.resume.first_step, self.plan.num_steps
-        microbatches = read_microbatches(self.data, first_step, self.watchdog, self.clock)
-        loss_window, diagnostics = self.measurements.loss_window, self.measurements.diagnostics
-        global_step = first_step - 1  # returned if the launch has no step to take
-        for global_step in range(first_step, self.stop.last_step + 1):
-            self.watchdog.heartbeat(global_step)
-            if self.grows_before(global_step):
-                self.grow(global_step)
-            learning_rate = learning_rate_at(self.config, global_step, num_steps=num_steps)
-            diagnostics.begin_step(global_step)
-            loss, grad_norm = self.step.take(
-                microbatches,
-                num_microbatches=self.plan.gradient_accumulation_steps,
-                learning_rate=learning_rate,
-            )
-            loss_window.add(loss, grad_norm)
-            self.log.show(global_step, is_last=bool(self.watchdog.stop_signal))
-            if global_step == self.depth_began:
-                self.after_first_step(loss)
-            # No report has steps of two depths.
-            is_last_of_depth = self.grows_before(global_step + 1)
-            is_report_due = loss_window.is_full or is_last_of_depth
-            ends = self.stop.after(global_step, is_report_due=is_report_due)
-            # A launch that ends saves what it has trained, whatever the intervals say.
-            saves = ends or self.config.is_save_due(global_step, num_steps=num_steps)
-            if saves or is_report_due:
-                self.report(global_step, learning_rate, waits=saves or is_last_of_depth)
-            if saves:
-                self.save_and_validate(global_step)
-                ends = self.stop.agree() or ends  # perhaps during the validation
-            if ends:
+        self.begin(agreement, opened, warnings)
+        launch, stages = self.launch, self.launch.stages
+        checkpoint = launch.resume.checkpoint
+        before = checkpoint.meta.model if checkpoint else stages[0].model
+        for place, stage in enumerate(stages):
+            if place:
+                self.add_layers()
+            launch.clock.enter(COMPILE)  # until the end of the first step
+            self.pace.begin(stages[place:])
+            self.step = TrainingStep(self.state, launch.config, launch.process, self.diagnostics)
+            if stage.steps and before.n_layers < stage.model.n_layers:
+                self.log.report_layers(stage.steps.start, before, stage.model)
+            before = stage.model
+            if place == 0:
+                self.validate_before_first_step()
+            global_step = self.train_steps(stage.steps)
+            if self.stop.has_ended or launch.last_step < stage.steps.stop:
                 break
-        microbatches.close()
-        del self.step.parallel_loss  # its threads must be gone before its process group
         return global_step
 
     def begin(
@@ -413,68 +391,90 @@ class Trainer:
         agreement: Agreement,
         opened: OpenedDir | None,  # on rank 0
         warnings: list[str],
-        energy_kwh: float,
     ) -> None:
-        """Print the settings, compile, run a validation that is still missing. Every rank."""
+        """Print the settings, start what observes the launch. Every rank."""
+        first_step = self.launch.resume.first_step
         if opened is not None:
             self.identity = opened.identity
-            self.log.start(self.resume.first_step, self.growth)
+            self.log.start(first_step)
             if opened.aside_dir is not None:
                 moved = ""
                 if any((opened.aside_dir / "checkpoints").iterdir()):
                     moved = ", and the checkpoints that it does not go on from,"
                 self.log.say(f"the run's files as they were{moved} are now in {opened.aside_dir}")
-                self.beside.after_checkpoint.start()  # before there are new checkpoints to copy
             self.say_settings(warnings)
-            self.measurements.meter.start(energy_kwh)
-            self.beside.track()
-        self.clock.enter(COMPILE)  # until the end of the first step
+            for observer in self.observers:
+                observer.start(opened)
         # From here on a restart by torchrun resumes, also with --fresh.
-        agreement.record_training_began(self.resume.first_step)
-        self.step = TrainingStep(
-            self.state, self.config, self.process, self.measurements.diagnostics
-        )
-        if self.resume.lacks_validation:
+        agreement.record_training_began(first_step)
+
+    def add_layers(self) -> None:
+        """Go on with all layers, as from the checkpoint that was just saved. Every rank."""
+        if self.launch.process.is_main:
+            with self.launch.clock.phase(CHECKPOINT):
+                self.saver.wait()  # a failure while they compile then loses no step
+        self.wait_for_all()
+        self.launch.clock.enter(COMPILE)
+        self.launch.watchdog.expect_steps(self.launch.config.hang_timeout_seconds)
+        del self.step  # before there are two models in memory
+        grown = grown_state(self.state, self.launch.run, self.launch.process)
+        self.state.model, self.state.optimizer = grown.model, grown.optimizer  # observers see them
+        gc.unfreeze()  # `after_first_step` has exempted the old model
+        gc.collect()
+        torch.cuda.empty_cache()  # the layers need larger blocks; nothing without CUDA
+
+    def validate_before_first_step(self) -> None:
+        """Validate if an earlier launch has ended before it, or if the run asks for it."""
+        resume = self.launch.resume
+        if resume.lacks_validation:
             self.wait_for_all()
-            self.validate(self.resume.first_step - 1)
+            self.validate(resume.first_step - 1)
             self.wait_for_all()
-        if self.config.validate_at_start and self.resume.first_step == 0:
+        if self.launch.config.validate_at_start and resume.first_step == 0:
             self.wait_for_all()
             self.validate_initial_weights()
             self.wait_for_all()
 
-    def grows_before(self, global_step: int) -> bool:
-        """Return whether the model gets the layers that it lacks before a step (`grow`)."""
-        lacks_layers = self.state.model.config.n_layers < self.run.model.n_layers
-        return lacks_layers and global_step >= self.growth.step
-
-    def grow(self, global_step: int) -> None:
-        """Train all layers from this step on: compile them, and build DDP anew. Every rank."""
-        if self.process.is_main:
-            with self.clock.phase(CHECKPOINT):
-                self.saver.wait()  # a failure while they compile then loses no step
-        self.wait_for_all()
-        self.clock.enter(COMPILE)  # until the end of the first step with them
-        self.clock.measure_from_here()
-        self.watchdog.expect_steps(self.config.hang_timeout_seconds)
-        before = self.state.model.config
-        del self.step  # before there are two models in memory
-        self.state = grown_state(self.state, self.run, self.process)
-        self.measurements.model = self.state.model
-        self.sampler = replace(self.sampler, model=self.state.model)
-        gc.unfreeze()  # `after_first_step` has exempted the old model
-        gc.collect()
-        torch.cuda.empty_cache()  # the layers need larger blocks; nothing without CUDA
-        self.step = TrainingStep(
-            self.state, self.config, self.process, self.measurements.diagnostics
-        )
-        self.depth_began, self.has_reported_speed = global_step, False
-        self.stop.start(global_step)
-        self.log.grow(global_step, before, self.state.model.config)
+    def train_steps(self, steps: range) -> int:
+        """Take these steps, or those until the launch ends; return the last one. Every rank."""
+        launch, config, plan = self.launch, self.launch.config, self.launch.plan
+        microbatches = read_microbatches(launch.data, steps.start, launch.watchdog, launch.clock)
+        global_step = steps.start - 1  # returned if the launch has no step to take
+        for global_step in range(steps.start, min(steps.stop, launch.last_step + 1)):
+            launch.watchdog.heartbeat(global_step)
+            learning_rate = learning_rate_at(config, global_step, num_steps=plan.num_steps)
+            self.diagnostics.begin_step(global_step)
+            loss, grad_norm = self.step.take(
+                microbatches,
+                num_microbatches=plan.gradient_accumulation_steps,
+                learning_rate=learning_rate,
+            )
+            self.loss_window.add(loss, grad_norm)
+            self.log.show(global_step, is_last=bool(launch.watchdog.stop_signal))
+            if global_step == steps.start:
+                self.after_first_step(loss)
+            is_last = global_step == steps.stop - 1  # no report has steps of two stages
+            is_report_due = self.loss_window.is_full or is_last
+            for observer in self.observers:
+                observer.step(global_step, is_report_due=is_report_due)
+            ends = self.stop.after(global_step)
+            # A launch that ends saves what it has trained, whatever the intervals say.
+            saves = ends or config.is_save_due(global_step, num_steps=plan.num_steps)
+            if saves or is_report_due:
+                self.report(global_step, learning_rate, waits=saves or is_last)
+            if saves:
+                self.save_and_validate(global_step)
+                ends = self.stop.agree()  # perhaps during the validation
+            if ends:
+                break
+        microbatches.close()
+        del self.step.parallel_loss  # its threads must be gone before its process group
+        return global_step
 
     def say_settings(self, warnings: list[str]) -> None:
         """Print what the launch goes on from, the warnings of the start-up, sizes and rates."""
-        run, plan, model, resume = self.run, self.plan, self.state.model, self.resume
+        launch, resume, model = self.launch, self.launch.resume, self.state.model
+        run, plan = launch.run, launch.plan
         lines = []
         if resume.checkpoint is not None:
             lines.append(f"resuming from {resume.checkpoint.path}")
@@ -486,13 +486,14 @@ class Trainer:
         num_parameters = run.model.num_parameters
         lines.append(
             f"{num_parameters:,} parameters, {plan.num_tokens / num_parameters:.1f} tokens per"
-            f" parameter; {run.config.precision} on {self.process.device.type}; attention:"
-            f" {self.measurements.attention_kernel}"
+            f" parameter; {run.config.precision} on {launch.process.device.type}; attention:"
+            f" {self.attention_kernel}"
         )
-        if model.config.n_layers < run.model.n_layers:
+        first, *others = launch.stages
+        if others:
             lines.append(
-                f"{counted(model.config.n_layers, 'layer')}, {model.config.num_parameters:,}"
-                f" parameters, until step {self.growth.step:,}; then {run.model.n_layers} layers"
+                f"{counted(first.model.n_layers, 'layer')}, {first.model.num_parameters:,}"
+                f" parameters, until step {first.steps.stop:,}; then {run.model.n_layers} layers"
             )
         lines.append(f"learning rates: {rates_line(run.model, run.config)}")
         lines.append(decay_line(model, run.config))
@@ -504,130 +505,142 @@ class Trainer:
         loss.item()  # waits for the device
         gc.collect()
         gc.freeze()  # exempt start-up objects from garbage collection; scanning them stalls steps
-        self.clock.enter(TRAINING)
-        self.measurements.loss_window.restart_timing()
-        self.watchdog.start_hang_detection()
+        self.launch.clock.enter(TRAINING)
+        self.loss_window.restart_timing()
+        self.launch.watchdog.start_hang_detection()
 
     def report(self, global_step: int, learning_rate: float, *, waits: bool) -> None:
         """Record the steps since the last report. A collective: every rank.
 
         With `waits` also those that the device may not have finished yet.
         """
-        measurements, loss_window = self.measurements, self.measurements.loss_window
-        num_measured = global_step - self.depth_began  # all but the first one
-        is_speed_due = not self.has_reported_speed and num_measured + 1 >= SPEED_CHECK_STEPS
-        for window in loss_window.close(
-            global_step, learning_rate, self.clock, waits=waits or is_speed_due
+        tokens_per_step = self.launch.plan.tokens_per_step
+        for window in self.loss_window.close(
+            global_step, learning_rate, self.launch.clock, waits=waits
         ):
-            for measured in measurements.diagnostics.pop_measured(up_to=window.global_step):
-                self.log.record(measured.global_step, measured.numbers, window)
-                self.clock.count_diagnostics(measured.seconds)
-            self.log.warn("a reading of the machine failed", measurements.meter.pop_failure())
-            self.log.report_steps(window, measurements.machine(window))
-            if loss_window.longest_skipped >= MAX_SKIPPED_STEPS:
+            speed = window.steps_per_second and window.steps_per_second * tokens_per_step
+            report = Report(
+                window.global_step,
+                (window.global_step + 1) * tokens_per_step,
+                window.numbers["train_loss"],
+                window.numbers | {"tokens_per_second": speed},
+                window,
+            )
+            for observer in self.observers:
+                observer.report(report)
+            if self.launch.process.is_main:
+                self.log.report_steps(report)
+            if self.loss_window.longest_skipped >= MAX_SKIPPED_STEPS:
                 self.fail_skipping(window.global_step)
         gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         self.warn_of_failed_write()
-        self.beside.warn()
-        if is_speed_due:
-            self.has_reported_speed = True
-            if self.process.is_main:
-                self.log.say(measurements.speed(num_measured, self.clock).line())
+
+    def record_diagnostics(self, measured: Measured, window: Window) -> None:
+        """Record what `Diagnostics` has measured of a step, and book its seconds. Rank 0."""
+        self.log.record(measured.global_step, measured.numbers, window)
+        self.launch.clock.count_diagnostics(measured.seconds)
 
     def fail_skipping(self, global_step: int) -> NoReturn:
         """End a run whose gradients stay non-finite. Raises: AgreedError: on every rank."""
-        kernel = self.measurements.attention_kernel
-        num_skipped = self.measurements.loss_window.longest_skipped
         reason = (
-            f"{self.run.run_dir}: the gradients of {num_skipped} steps in a row, up to step"
-            f" {global_step + 1:,}, were not finite; resume from an earlier"
+            f"{self.launch.run.run_dir}: the gradients of {self.loss_window.longest_skipped} steps"
+            f" in a row, up to step {global_step + 1:,}, were not finite; resume from an earlier"
             " checkpoint with a lower learning_rate, or with precision bf16 or fp32"
-            + (', or with attention "flash"' if kernel == "cudnn" else "")
+            + (', or with attention "flash"' if self.attention_kernel == "cudnn" else "")
         )
         self.before_exit("failed", reason)
         raise AgreedError(reason, status=NON_FINITE)
 
     def save_and_validate(self, global_step: int) -> None:
         """Let rank 0 save, validate and start to draw while the other ranks wait. Every rank."""
-        if self.process.is_main:
+        if self.launch.process.is_main:
             self.save(global_step)
         # The others wait in gloo, without a limit; the next collective of NCCL would time out.
         self.wait_for_all()
-        if self.config.is_validation_due(global_step, num_steps=self.plan.num_steps):
+        num_steps = self.launch.plan.num_steps
+        if self.launch.config.is_validation_due(global_step, num_steps=num_steps):
             self.validate(global_step)
-        if self.process.is_main:
-            self.draw_charts()
+        for observer in self.observers:
+            observer.checkpoint()
+        self.loss_window.restart_timing()
         self.wait_for_all()
 
     def wait_for_all(self) -> None:
         """Wait for the slowest process, however long it takes. Every rank."""
-        with self.clock.phase(WAITING), self.watchdog.suspended():
+        with self.launch.clock.phase(WAITING), self.launch.watchdog.suspended():
             failpoint("wait")
-            dist.barrier(self.group)
+            dist.barrier(self.launch.group)
 
     def save(self, global_step: int) -> None:
         """Copy the training state; a background thread writes it. Rank 0."""
-        train_loss = finite_or_none(self.measurements.loss_window.pop_loss_since_checkpoint())
-        is_due = self.config.is_save_due(global_step, num_steps=self.plan.num_steps)
+        launch, config, clock = self.launch, self.launch.config, self.launch.clock
+        train_loss = finite_or_none(self.loss_window.pop_loss_since_checkpoint())
+        is_due = config.is_save_due(global_step, num_steps=launch.plan.num_steps)
         # A launch that ends early has averaged fewer steps: its loss compares with no other.
-        decides_best = not self.config.validates and is_due
-        with self.clock.phase(CHECKPOINT):
+        decides_best = not config.validates and is_due
+        with clock.phase(CHECKPOINT):
             self.saver.save(
                 self.state,
                 CheckpointMeta(
                     identity=self.identity.name,
                     global_step=global_step,
-                    tokens=(global_step + 1) * self.plan.tokens_per_step,
+                    tokens=(global_step + 1) * launch.plan.tokens_per_step,
                     loss=train_loss if decides_best else None,
                     train_loss=train_loss,
-                    seconds=self.clock.read(),
-                    usd=self.clock.usd(),
-                    optimizer=self.config.optimizer,
+                    seconds=clock.read(),
+                    usd=clock.usd(),
+                    optimizer=config.optimizer,
                     code=self.code,
-                    tokenizer=self.data.tokenizer_name,
-                    tokenizer_file=self.data.tokenizer_file,
+                    tokenizer=launch.data.tokenizer_name,
+                    tokenizer_file=launch.data.tokenizer_file,
                     loss_scale=self.state.loss_scale(),
                     model=self.state.model.config,
-                    random_seed=self.config.random_seed,
-                    settings=settings_of(self.run),
-                    data=self.data.fingerprints,
+                    random_seed=config.random_seed,
+                    settings=settings_of(launch.run),
+                    data=launch.data.fingerprints,
                 ),
             )
         self.warn_of_failed_write()
 
+    def after_write(self) -> None:
+        """Tell the observers that a checkpoint is whole on disk. In the saver's thread."""
+        for observer in self.observers:
+            observer.written()
+
     def warn_of_failed_write(self) -> None:
         if failure := self.saver.pop_failure():
             self.log.say(
-                f"warning: {failure} in {self.run.checkpoints_dir}: each later"
+                f"warning: {failure} in {self.launch.run.checkpoints_dir}: each later"
                 " checkpoint tries again"
             )
 
     def validate(self, global_step: int) -> None:
         """Measure the loss on each validation set: on rank 0, or as a collective (`validate_on`).
 
-        Rank 0 records the losses, and continues the run's `sample_prompts` with the model.
+        Rank 0 records the losses.
         """
-        with self.clock.phase(VALIDATION) as phase:
+        clock = self.launch.clock
+        with clock.phase(VALIDATION) as phase:
             results = self.measure_validation_losses(global_step)
         if results is None:
             return
-        if prompts := self.config.sample_prompts:
-            with self.clock.phase(VALIDATION), autocast(self.config.precision, self.process.device):
-                failure = self.sampler.try_to_write(self.run.samples_path, prompts, global_step)
-            self.log.warn("no samples", failure)
+        tokens = (global_step + 1) * self.launch.plan.tokens_per_step
+        report = Report(global_step, tokens, results[0].loss, {})
+        for observer in self.observers:
+            observer.validation(report)
         # After the samples: the time left counts them too, with each validation to come.
-        self.log.report_validation(global_step, results, phase.seconds)
+        self.log.report_validation(report, results, phase.seconds)
         self.saver.add_validation(
             Validation(
                 loss=finite_or_none(results[0].loss),  # of the set that decides `best`
-                seconds=self.clock.read(),
-                usd=self.clock.usd(),
+                seconds=clock.read(),
+                usd=clock.usd(),
             )
         )
 
     def validate_initial_weights(self) -> None:
         """Record the validation losses before the first step. Every rank."""
-        with self.clock.phase(VALIDATION) as phase:
+        with self.launch.clock.phase(VALIDATION) as phase:
             results = self.measure_validation_losses(-1)
         if results is not None:
             self.log.report_initial_validation(results, phase.seconds)
@@ -637,25 +650,19 @@ class Trainer:
 
         None after a stop signal, and on ranks other than 0.
         """
-        losses = {}
-        for name, microbatches in self.data.validation_sets.items():
+        data, losses = self.launch.data, {}
+        for name, microbatches in data.validation_sets.items():
             show = partial(self.log.show, global_step)
-            loss = validate(self.step.loss_functions, microbatches, self.watchdog, show)
+            loss = validate(self.step.loss_functions, microbatches, self.launch.watchdog, show)
             if loss is None:  # with `validate_on` "all" on every rank
                 return None
             losses[name] = loss
-        if not self.process.is_main:
+        if not self.launch.process.is_main:
             return None
         return [
             SetResult(name, losses[name], bytes_per_token)
-            for name, bytes_per_token in self.data.set_bytes_per_token.items()
+            for name, bytes_per_token in data.set_bytes_per_token.items()
         ]
-
-    def draw_charts(self) -> None:
-        """Start to draw the run's charts, the last thing before training goes on. Rank 0."""
-        self.beside.draw_charts()
-        self.beside.warn()
-        self.measurements.loss_window.restart_timing()
 
     def end(self, global_step: int) -> None:
         """Write what is left and the summary; wait for the processes beside training. Rank 0.
@@ -664,28 +671,29 @@ class Trainer:
         other ranks would wait for this one.
 
         Raises: UserError: the last validation loss is not finite; the last checkpoint or the
-            records could not be written, or the last --after-checkpoint failed.
+            records could not be written, or an observer failed.
         """
+        launch = self.launch
         # A write that a full disk refused may succeed now; it is the last chance.
-        with self.clock.phase(CHECKPOINT):
+        with launch.clock.phase(CHECKPOINT):
             self.saver.retry()
-        if self.resume.has_no_step_left:  # an earlier launch was killed before it came to this
+        if launch.resume.has_no_step_left:  # an earlier launch was killed before it came to this
             self.saver.tidy()
-            self.draw_charts()
-        # After a stop signal `beside.finish` waits for them, once --after-checkpoint has ended.
-        if not self.watchdog.stop_signal:
-            self.beside.finish_charts()
-        self.measurements.meter.stop()
-        end = self.describe_end(global_step)
+            for observer in self.observers:
+                observer.checkpoint()
+        facts = self.facts_at_end()
+        for observer in self.observers:
+            facts |= observer.end()
+        end = self.describe_end(global_step, facts)
         unwritten = self.log.finish(end)
         self.has_summary = not (unwritten or self.saver.is_behind)
-        command_failure = self.beside.finish()
-        record_launch(self.run, self.clock)
+        failures = [observer.finish() for observer in self.observers]
+        record_launch(launch.run, launch.clock)
         if self.saver.is_behind:
             unwritten = self.saver.pop_failure()
         if unwritten:
             raise UserError(
-                f"{unwritten} in {self.run.run_dir}; then run the same command again:"
+                f"{unwritten} in {launch.run.run_dir}; then run the same command again:"
                 " it resumes from the last whole one",
                 DISK_FULL,
             )
@@ -695,64 +703,52 @@ class Trainer:
                 f"{end.failure}; resume from an earlier checkpoint with a lower learning_rate",
                 NON_FINITE,
             )
-        if not self.watchdog.stop_signal:  # the notice of a preemption may be 30 s long
-            self.say_sample()
-        if command_failure:
-            raise command_failed("--after-checkpoint", command_failure)
+        for failure in filter(None, failures):
+            raise failure
 
-    def describe_end(self, global_step: int) -> RunEnd:
-        """Return what `summary.json` says of this launch's end. Rank 0."""
-        best = best_of(list_checkpoints(self.run.checkpoints_dir))
-        last = self.saver.validation
-        has_no_step_left = self.plan.has_no_step_after(global_step)
+    def facts_at_end(self) -> dict[str, Any]:
+        """Return what `summary.json` says of the model, its data and its checkpoints. Rank 0."""
+        run, data = self.launch.run, self.launch.data
+        best = best_of(list_checkpoints(run.checkpoints_dir))
+        return {
+            "num_parameters": run.model.num_parameters,
+            "tokenizer": data.tokenizer_name,
+            "bytes_per_token": data.training.token_file.bytes_per_token,
+            "best": best
+            and {
+                "checkpoint": best.name,
+                "global_step": best.meta.global_step,
+                "loss": best.loss,
+            },
+            "checkpoints": {
+                "saved": self.saver.num_checkpoints,
+                "longest_write_seconds": self.saver.longest_write_seconds,
+                "stalled_seconds": self.launch.clock.read_this_launch()[CHECKPOINT],
+            },
+            "code": self.code,
+        }
+
+    def describe_end(self, global_step: int, facts: dict[str, Any]) -> RunEnd:
+        """Return how the launch ends, for `summary.json`. Rank 0."""
+        plan, last = self.launch.plan, self.saver.validation
+        has_no_step_left = plan.has_no_step_after(global_step)
         has_diverged = has_no_step_left and last is not None and last.loss is None
-        is_due = self.config.is_validation_due(global_step, num_steps=self.plan.num_steps)
+        is_due = self.launch.config.is_validation_due(global_step, num_steps=plan.num_steps)
         return RunEnd(
-            first_step=self.depth_began,
             global_step=global_step,
-            num_layers=self.state.model.config.n_layers,
+            this_launch=self.pace.this_launch(global_step),
             failure="the last validation loss is not finite" if has_diverged else "",
             stop_reason=self.stop.reason,
             lacks_validation=is_due and last is None,
-            facts={
-                "num_parameters": self.run.model.num_parameters,
-                "tokenizer": self.data.tokenizer_name,
-                "bytes_per_token": self.data.training.token_file.bytes_per_token,
-                "best": best
-                and {
-                    "checkpoint": best.name,
-                    "global_step": best.meta.global_step,
-                    "loss": best.loss,
-                },
-                "checkpoints": {
-                    "saved": self.saver.num_checkpoints,
-                    "longest_write_seconds": self.saver.longest_write_seconds,
-                    "stalled_seconds": self.clock.read_this_launch()[CHECKPOINT],
-                },
-                "energy_kwh": self.measurements.meter.energy_kwh,
-                "machine": self.measurements.machine_facts(),
-                "code": self.code,
-            },
+            facts=facts,
         )
 
     def before_exit(self, status: str, reason: str) -> None:
         """Finish a checkpoint that is being written, and record why the run ends. Any thread."""
-        if self.process.is_main and not self.has_summary:
-            self.saver.wait(timeout=self.watchdog.deadlines.last_write)
+        if self.launch.process.is_main and not self.has_summary:
+            self.saver.wait(timeout=self.launch.watchdog.deadlines.last_write)
             self.log.write_status(status, reason)
-            record_launch(self.run, self.clock)
-
-    def say_sample(self) -> None:
-        """Print a sample of the model's text, of the first prompt; a failure is only a warning."""
-        prompts = self.config.sample_prompts
-        if self.data.tokenizer_name is None or prompts == ():
-            return
-        prompt = prompts[0] if prompts else ""
-        try:
-            with autocast(self.config.precision, self.process.device):
-                self.log.say(f"sample:\n{prompt}{self.sampler.text(prompt)}")
-        except Exception as error:
-            self.log.say(f"warning: no sample: {describe(error)}")
+            record_launch(self.launch.run, self.launch.clock)
 
 
 if __name__ == "__main__":

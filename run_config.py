@@ -350,24 +350,31 @@ class TrainConfig(FrozenConfig):
         # At least one step has few layers, and at least the last one has all.
         return min(max(1, round(self.grow.at * num_steps)), num_steps - 1)
 
+    def num_validations(self, steps: range, *, num_steps: int) -> int:
+        """Return how many of these steps of a run are followed by a validation, as the last is."""
+        if not self.validates:
+            return 0
+        return _num_due(steps, [self.validation_interval], last=[num_steps - 1])
+
+    def num_saves(self, steps: range, *, num_steps: int) -> int:
+        """Return how many of these steps of a run are followed by a checkpoint.
+
+        These are the steps with a validation, the last one, and the last one before a growth:
+        compiling all layers may fail, or be killed.
+        """
+        return _num_due(
+            steps,
+            [self.validation_interval, self.checkpoint_interval],
+            last=[self.growth_step(num_steps) - 1, num_steps - 1],
+        )
+
     def is_validation_due(self, global_step: int, *, num_steps: int) -> bool:
         """Return whether a run of so many steps is validated after this one."""
-        return self.validates and _is_due(global_step, num_steps, self.validation_interval)
-
-    def num_validations(self, num_steps: int, *, after: int = 0) -> int:
-        """Return how many validations a run of so many steps has, after its first `after` steps."""
-        if self.validation_interval is None or after >= num_steps:
-            return 0
-        return math.ceil(num_steps / self.validation_interval) - after // self.validation_interval
+        return self.num_validations(range(global_step, global_step + 1), num_steps=num_steps) > 0
 
     def is_save_due(self, global_step: int, *, num_steps: int) -> bool:
         """Return whether a run of so many steps saves a checkpoint after this one."""
-        return (
-            self.is_validation_due(global_step, num_steps=num_steps)
-            or _is_due(global_step, num_steps, self.checkpoint_interval)
-            # Compiling all layers may fail, or be killed.
-            or global_step + 1 == self.growth_step(num_steps)
-        )
+        return self.num_saves(range(global_step, global_step + 1), num_steps=num_steps) > 0
 
 
 def token_file_name(split: str) -> str:
@@ -380,13 +387,29 @@ def _is_token_file(place: str) -> bool:
     return place.endswith(TOKENS_SUFFIX)
 
 
-def _is_due(global_step: int, num_steps: int, interval: int | None) -> bool:
-    is_last = global_step == num_steps - 1
-    return is_last or interval is not None and (global_step + 1) % interval == 0
+def _num_due(steps: range, intervals: list[int | None], *, last: list[int]) -> int:
+    """Return how many of these steps are the last of an interval, of one or two, or in `last`."""
+    used = [interval for interval in intervals if interval is not None]
+
+    def num_multiples(interval: int) -> int:
+        return steps.stop // interval - steps.start // interval
+
+    number = sum(map(num_multiples, used))
+    if len(used) == 2:
+        number -= num_multiples(math.lcm(*used))  # these were counted twice
+    others = {step for step in last if all((step + 1) % interval for interval in used)}
+    return number + len([step for step in others if step in steps])
 
 
 def _inside(name: str) -> property:
     return property(lambda run: run.run_dir / name)
+
+
+class Stage(NamedTuple):
+    """Global steps in a row, and the shape of the model that they train."""
+
+    model: ModelConfig
+    steps: range
 
 
 @dataclass(frozen=True)
@@ -416,11 +439,18 @@ class Run:
         left_open = {key: before[key] for key in before if before[key] != after[key]}
         return replace(self, config=config, left_open=left_open | self.left_open)
 
-    def first_model(self, num_steps: int) -> ModelConfig:
-        """Return the shape that the first step trains, in a run of so many steps; see `grow`."""
-        if self.config.grow is None or not self.config.growth_step(num_steps):
-            return self.model
-        return self.model.with_layers(self.config.grow.from_layers)
+    def stages(
+        self, num_steps: int, *, first_step: int = 0, has_all_layers: bool = False
+    ) -> list[Stage]:
+        """Return the steps from `first_step` on by the layers that they train; see `grow`."""
+        growth_step = self.config.growth_step(num_steps)
+        if self.config.grow is None or has_all_layers or growth_step <= first_step:
+            return [Stage(self.model, range(first_step, num_steps))]
+        small = self.model.with_layers(self.config.grow.from_layers)
+        return [
+            Stage(small, range(first_step, growth_step)),
+            Stage(self.model, range(growth_step, num_steps)),
+        ]
 
     def train_settings(self) -> dict[str, Any]:
         """Return all settings as JSON values for records; open keys have their `train.json` value.

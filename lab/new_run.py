@@ -169,11 +169,11 @@ def command(
             f"these are only {plan.num_steps:,} steps: give it more text, or a smaller"
             " global_batch_size"
         )
-    if first_step := made.config.growth_step(plan.num_steps):
-        first = made.first_model(plan.num_steps).n_layers
+    first, *others = made.stages(plan.num_steps)
+    if others:
         lines.append(
-            f"the first {first_step:,} steps train {counted(first, 'layer')}, the others"
-            f" {made.model.n_layers} (grow); drop grow to train all from the start"
+            f"the first {first.steps.stop:,} steps train {counted(first.model.n_layers, 'layer')},"
+            f" the others {made.model.n_layers} (grow); drop grow to train all from the start"
         )
     lines += [
         f"plan: {made.model.num_parameters:,} parameters, {plan.num_steps:,} steps of"

@@ -50,7 +50,6 @@ class PhaseClock:
     def __init__(self, since: float | None = None) -> None:
         self._now = time.perf_counter
         self._spent = dict.fromkeys(PHASES, 0.0)
-        self._unmeasured = dict.fromkeys(PHASES, 0.0)
         self._earlier_seconds = dict.fromkeys(PHASES, 0.0)
         self._earlier_usd: dict[str, float] = {}
         self._began = self._since = self._now() if since is None else since
@@ -145,18 +144,6 @@ class PhaseClock:
     def read_this_launch(self) -> dict[str, float]:
         self.enter(self.current)
         return dict(self._spent)
-
-    def measure_from_here(self) -> None:
-        """Measure steps and validations anew: they take longer than those before."""
-        self._unmeasured = self.read_this_launch()
-        self.longest[VALIDATION] = 0.0
-
-    def read_measured(self) -> dict[str, float]:
-        """Return the seconds of each phase in this launch, since `measure_from_here` if called."""
-        return {
-            phase: seconds - self._unmeasured[phase]
-            for phase, seconds in self.read_this_launch().items()
-        }
 
     def usd(self) -> dict[str, float]:
         """Return the dollars of each phase, over all launches; empty if no price was ever set."""

@@ -28,7 +28,12 @@ class Window:
     # Keys of a record, set when the window is read. Averages are over all processes and tokens,
     # without skipped steps; NaN if all were skipped.
     numbers: dict[str, Any] = field(default_factory=dict)
-    steps_per_second: float | None = None  # None if no step was timed: the first one compiles
+    num_timed: int = 0  # steps: the first one of a launch, which compiles, is not
+    timed_seconds: float = 0.0
+
+    @property
+    def steps_per_second(self) -> float | None:
+        return self.num_timed / self.timed_seconds if self.num_timed else None
 
 
 class LossWindow:
@@ -121,7 +126,7 @@ class LossWindow:
             "learning_rate": window.learning_rate,
         }
         if num_timed:
-            window.steps_per_second = num_timed / ended.seconds_since(times[0])
+            window.num_timed, window.timed_seconds = num_timed, ended.seconds_since(times[0])
         return window
 
     def pop_loss_since_checkpoint(self) -> float:

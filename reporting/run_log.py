@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from basics.errors import why_not_written
@@ -12,7 +13,8 @@ from basics.files import append_whole, write_atomically
 from basics.json_files import to_json
 from basics.text import counted, dollars
 from reporting.clock import VALIDATION, PhaseClock
-from reporting.loss_window import REPORT_INTERVAL, Window
+from reporting.estimate import Pace
+from reporting.loss_window import Window
 from reporting.metrics_file import (
     INITIAL_LOSS,
     LARGEST,
@@ -21,10 +23,8 @@ from reporting.metrics_file import (
     read_samples,
     set_key,
 )
-from reporting.reference import Kind, ReferenceComparison
 from reporting.summary import RunEnd, duration, summarise, summary_lines, write_status
 from reporting.terminal import Shown, Terminal
-from reporting.time_left import NO_GROWTH, Growth, TimeLeft
 from run_config import ModelConfig, Run
 from tokens.batch_plan import BatchPlan
 
@@ -55,6 +55,19 @@ class SetResult(NamedTuple):
         return f"{self.name} (perplexity {self.perplexity:,.2f}{bits})"
 
 
+@dataclass
+class Report:
+    """A record of `metrics.jsonl` and its line in the making, of training or of a validation."""
+
+    global_step: int
+    tokens: int  # that the run has trained on by then
+    loss: float  # nats per token, finite or not; of a validation, of the set that decides `best`
+    values: dict[str, Any]  # of the record
+    window: Window | None = None  # the steps of a report of training
+    compared: str = ""  # the loss with that of the reference
+    warnings: list[str] = field(default_factory=list)
+
+
 class RunLog:
     """Prints and records the progress of a run. On ranks other than 0 it does nothing."""
 
@@ -66,7 +79,7 @@ class RunLog:
         bytes_per_token: float | None,
         *,
         clock: PhaseClock,
-        comparison: ReferenceComparison,
+        pace: Pace,
         is_active: bool,
     ) -> None:
         self.run = run
@@ -74,13 +87,11 @@ class RunLog:
         self.tokenizer = tokenizer
         self.bytes_per_token = bytes_per_token  # of the dataset's text
         self.clock = clock
-        self.comparison = comparison
         self.is_active = is_active
-        self._time_left = TimeLeft(run.config, plan, clock)
+        self._pace = pace
         self._terminal = Terminal(Shown(run.name, num_steps=plan.num_steps))
         self._last_plain_line = -math.inf
         self._unwritten = ""  # records that a full disk refused
-        self._warned_behind = False
 
     def say(self, line: str) -> None:
         if self.is_active:
@@ -90,20 +101,16 @@ class RunLog:
         if failure:
             self.say(f"warning: {what}: {failure}")
 
-    def start(self, first_step: int, growth: Growth = NO_GROWTH) -> None:
+    def start(self, first_step: int) -> None:
         """Say in `summary.json` that the run trains, and show it from `first_step` on."""
         if self.is_active:
-            self._time_left.start(first_step, growth)
             self.write_status("running", None)
             self._terminal.shown.global_step = first_step - 1
             self._terminal.shown.usd_per_hour = self.clock.usd_per_hour
             self._terminal.start(self.run.metrics_path, self.run.samples_path)
 
-    def grow(self, global_step: int, before: ModelConfig, after: ModelConfig) -> None:
-        """Say and record that the model has all layers from this step on."""
-        if not self.is_active:
-            return
-        self._time_left.start(global_step)
+    def report_layers(self, global_step: int, before: ModelConfig, after: ModelConfig) -> None:
+        """Say and record that the model has more layers from this step on."""
         self.say(
             f"step {global_step + 1:,}/{self.plan.num_steps:,} | from here on {after.n_layers}"
             f" layers, {after.num_parameters:,} parameters; until now"
@@ -134,34 +141,23 @@ class RunLog:
             done = "" if share is None else f", {share:.0%}"
             self._terminal.draw(f"running in {self.clock.current}{done}")
 
-    def report_steps(self, window: Window, machine: dict[str, Any]) -> None:
-        """Record and show the steps of a window, as of when it was closed, and the machine."""
-        if not self.is_active:
-            return
-        global_step = window.global_step
-        num_steps = self.plan.num_steps
-        spent = window.seconds
-        speed = None
-        if window.steps_per_second is not None:
-            speed = window.steps_per_second * self.plan.tokens_per_step
-        compared, difference = self._compare(
-            "train",
-            global_step,
-            window.numbers["train_loss"],
-            counts=2 * window.num_steps >= REPORT_INTERVAL,
-        )
-        numbers = window.numbers | compared | {"tokens_per_second": speed}
-        seconds_left = self._time_left.after_steps(global_step, spent)
-        left = self._left(seconds_left, sum(window.usd.values()))
-        self.record(global_step, numbers | left | machine, window)
+    def report_steps(self, report: Report) -> None:
+        """Record and show the steps of a window, as of when it was closed. Rank 0."""
+        window, global_step = report.window, report.global_step
+        assert window is not None
+        spent, usd = window.seconds, sum(window.usd.values())
+        seconds_left = self._pace.seconds_after_report(global_step, spent)
+        left = self._left(seconds_left, usd)
+        self.record(global_step, report.values | left, window)
         said = (
-            f"loss {window.numbers['train_loss']:.4f}{difference}"
+            f"loss {report.loss:.4f}{self._compared(report)}"
             f" | grad norm {window.numbers['grad_norm']:.2f}"
-            f" | lr {window.learning_rate:.2e} | {speed or 0:,.0f} tok/s"
+            f" | lr {window.learning_rate:.2e}"
+            f" | {report.values['tokens_per_second'] or 0:,.0f} tok/s"
             f" | {spent[VALIDATION] / sum(spent.values()):.0%} in validation"
         )
         if self.clock.usd_per_hour is not None:
-            said += f" | ${dollars(sum(window.usd.values()))}"
+            said += f" | ${dollars(usd)}"
         if "usd_at_end" in left:
             said += f" of ${dollars(left['usd_at_end'])}"
         is_due = time.monotonic() - self._last_plain_line >= PLAIN_LINE_SECONDS
@@ -169,23 +165,23 @@ class RunLog:
             self._last_plain_line = time.monotonic()
             if seconds_left is not None:
                 said += f" | {duration(seconds_left)} left"
-            self.say(f"step {global_step + 1:,}/{num_steps:,} | {said}")
-        self._warn_if_behind()
+            self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | {said}")
+        for warning in report.warnings:
+            self.say(f"warning: {warning}")
 
     def report_validation(
-        self, global_step: int, results: Sequence[SetResult], seconds: float
+        self, report: Report, results: Sequence[SetResult], seconds: float
     ) -> None:
-        """Record and show one validation, of all sets; the first one decides `best`."""
+        """Record and show one validation, of all sets; the first one decides `best`. Rank 0."""
+        global_step = report.global_step
         first, *others = results
         record = {"validation_loss": first.loss, "validation_seconds": seconds}
         if first.name:
             record["validation_perplexity"] = first.perplexity
         if first.bits_per_byte is not None:
             record["validation_bits_per_byte"] = first.bits_per_byte
-        compared, difference = self._compare("validation", global_step, first.loss)
-        record |= compared
-        seconds_left = self._time_left.after_validation(global_step)
-        record |= self._left(seconds_left, sum(self.clock.usd().values()))
+        seconds_left = self._pace.seconds_after_validation(global_step)
+        record |= report.values | self._left(seconds_left, sum(self.clock.usd().values()))
         for result in others:
             record[set_key("validation_loss", result.name)] = result.loss
             record[set_key("validation_perplexity", result.name)] = result.perplexity
@@ -196,15 +192,16 @@ class RunLog:
         said = f"validation loss {first.loss:.4f}"
         if first.name:
             said += f" on {first.text}"
-        said += difference
+        said += self._compared(report)
         for result in others:
             said += f", {result.loss:.4f} on {result.text}"
         self.say(f"step {global_step + 1:,}/{self.plan.num_steps:,} | {said} | {seconds:.1f} s")
-        self._warn_if_behind()
+        for warning in report.warnings:
+            self.say(f"warning: {warning}")
 
     def report_initial_validation(self, results: Sequence[SetResult], seconds: float) -> None:
         """Record and show the validation before the first step. No checkpoint has its loss."""
-        self._time_left.add_validation()
+        self._pace.add_validation()
         self.record(0, {"tokens": 0, INITIAL_LOSS: results[0].loss, "validation_seconds": seconds})
         said = ", ".join(
             f"{result.loss:.4f} on {result.text}" if result.name else f"{result.loss:.4f}"
@@ -221,21 +218,10 @@ class RunLog:
             left["usd_at_end"] = round(usd + seconds_left / 3600 * self.clock.usd_per_hour, 6)
         return left
 
-    def _compare(
-        self, kind: Kind, global_step: int, loss: float, *, counts: bool = True
-    ) -> tuple[dict[str, float], str]:
-        """Return a report's numbers and text of the comparison with the reference, if any."""
-        tokens = (global_step + 1) * self.plan.tokens_per_step
-        numbers, text = self.comparison.compare(kind, tokens, loss, counts=counts)
-        self._terminal.shown.compared = text or self._terminal.shown.compared
-        return numbers, f" ({text})" if text else ""
-
-    def _warn_if_behind(self) -> None:
-        """Warn once each time that the run falls behind its reference."""
-        failure = self.comparison.failure
-        if failure and not self._warned_behind:
-            self.say(f"warning: {failure}")
-        self._warned_behind = bool(failure)
+    def _compared(self, report: Report) -> str:
+        """Return the text of a report's comparison with the reference; the panel keeps the last."""
+        self._terminal.shown.compared = report.compared or self._terminal.shown.compared
+        return f" ({report.compared})" if report.compared else ""
 
     def record(
         self, global_step: int, values: dict[str, Any], window: Window | None = None

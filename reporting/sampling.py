@@ -1,20 +1,16 @@
 """Text generation, one token at a time."""
 
 import codecs
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from basics.errors import describe
-from basics.files import append_whole
-from basics.json_files import to_json
 from gpt import FOR_ANY_LENGTH, Block, GPTModel
-from tokens.tokenizer import Tokenizer, encode_prompt, load_tokenizer
+from tokens.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 64  # per prompt at a validation: one or two seconds on a GPU
 
@@ -157,38 +153,3 @@ def decoded(pieces: Iterable[bytes], stops: tuple[str, ...] = ()) -> Iterator[st
         yield held[: len(held) - keep]
         held = held[len(held) - keep :]
     yield held + decoder.decode(b"", True)
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """Generates text during training, with a heartbeat for each token. Rank 0."""
-
-    model: GPTModel
-    tokenizer_name: str | None  # None if that of the data is not known
-    heartbeat: Callable[[], None]
-    tokenizer_path: Path | None = None
-
-    def try_to_write(self, path: Path, prompts: Sequence[str], global_step: int) -> str:
-        """Append a JSON line with the continuation of each prompt; return any error as text."""
-        options = SamplingOptions(SAMPLE_TOKENS)
-        lines = ""
-        try:
-            for prompt in prompts:
-                text = self.text(prompt, options)
-                sample = {"global_step": global_step, "prompt": prompt, "text": text}
-                lines += to_json(sample) + "\n"
-            append_whole(path, lines)
-        except Exception as error:
-            return describe(error)
-        finally:
-            self.model.train()
-        return ""
-
-    def text(self, prompt: str = "", options: SamplingOptions = LONG_SAMPLE) -> str:
-        tokenizer = load_tokenizer(self.tokenizer_name or "", self.tokenizer_path)
-        text = ""
-        prompt_ids = encode_prompt(tokenizer, prompt)
-        for piece in stream_text(self.model, tokenizer, prompt_ids, options):
-            self.heartbeat()
-            text += piece
-        return text

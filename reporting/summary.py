@@ -9,7 +9,8 @@ from basics.errors import BEHIND_REFERENCE, STOP_SIGNALS
 from basics.files import write_atomically
 from basics.json_files import found_object, to_json
 from basics.text import dollars
-from reporting.clock import COMPILE, PHASES, TRAINING, WAITING, PhaseClock
+from reporting.clock import COMPILE, PHASES, TRAINING, PhaseClock
+from reporting.estimate import step_seconds
 from reporting.metrics_file import LARGEST, is_number, set_keys
 from run_config import Run
 from tokens.batch_plan import BatchPlan
@@ -34,11 +35,10 @@ class StopReason:
 class RunEnd:
     """The state of a run when a launch ends."""
 
-    first_step: int  # the first one of this launch that trained `num_layers` layers
     global_step: int
     stop_reason: StopReason | None  # unless the run is finished
     lacks_validation: bool  # the last step is taken, but its validation was interrupted
-    num_layers: int  # at its end; the run may not have grown yet
+    this_launch: dict[str, Any]  # its steps that were measured
     facts: dict[str, Any]  # what else stands in `summary.json`, as it stands there
     failure: str = ""  # what is wrong with a run whose steps are all taken
 
@@ -51,8 +51,6 @@ def summarise(
     is_finished = plan.has_no_step_after(end.global_step) and not end.lacks_validation
     reason = None if is_finished else end.stop_reason
     seconds = clock.read()
-    measured = clock.read_measured()
-    num_measured = max(0, end.global_step - end.first_step)  # the first step compiles
     last = {
         key: next((record[key] for record in reversed(records) if key in record), None)
         for key in ("train_loss", "validation_loss", "validation_bits_per_byte")
@@ -72,12 +70,7 @@ def summarise(
         **_spent(clock),
         "tokens_per_second": tokens / (step_seconds(seconds) + seconds[COMPILE]),
         "tokens_per_second_overall": tokens / sum(seconds.values()),
-        "this_launch": {
-            "steps": num_measured,
-            "tokens": num_measured * plan.tokens_per_step,
-            "seconds": step_seconds(measured),
-            "num_layers": end.num_layers,
-        },
+        "this_launch": end.this_launch,
         **end.facts,
         "batch": asdict(plan),
         "model": run.model.model_dump(),
@@ -92,11 +85,6 @@ def last_of_sets(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             keys = ("validation_perplexity", *set_keys(record))
             return {key: record[key] for key in keys if key in record}
     return {}
-
-
-def step_seconds(seconds: dict[str, float]) -> float:
-    """Return the seconds of all steps, with waiting for data and other processes."""
-    return seconds[TRAINING] + seconds[WAITING]
 
 
 def _spent(clock: PhaseClock) -> dict[str, Any]:

@@ -33,14 +33,11 @@ from tests.support.runs import (
     wait_until_gone,
 )
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, succeeded
-from trainer import side_processes
-from trainer.side_processes import (
-    SideProcesses,
-    after_checkpoint,
-    run_command,
-    run_facts,
-    run_when_done,
-)
+from trainer import user_commands
+from trainer.after_checkpoint import AfterCheckpoint
+from trainer.chart_drawing import ChartDrawing
+from trainer.tracking import Tracking
+from trainer.user_commands import run_command, run_facts, run_when_done
 
 pytestmark = pytest.mark.processes
 
@@ -301,7 +298,7 @@ def test_what_it_leaves_behind_is_not_waited_for_nor_what_takes_too_long(saved):
 
 
 def test_a_stop_signal_ends_it(workplace, monkeypatch):
-    monkeypatch.setattr(side_processes, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(user_commands, "GRACE_SECONDS", 0.5)
     ignoring = "trap '' TERM; kill -TERM $PPID; sleep 60; sleep 60"  # its parent is this process
     with pytest.raises(
         UserError, match="the launch is over, and --when-done was ended by SIGTERM"
@@ -326,6 +323,10 @@ def saved(workplace):
     run = load_run(spaced, "tiny")
     save(run.checkpoints_dir, 4)
     return run
+
+
+def after_checkpoint(command, run):
+    return AfterCheckpoint(SimpleNamespace(run=run), MagicMock(), command).beside
 
 
 def test_after_checkpoint_knows_the_run_and_its_newest_checkpoint(saved, tmp_path):
@@ -420,26 +421,29 @@ def test_a_last_copy_that_fails_is_status_1_and_the_run_is_finished(workplace):
 
 @pytest.mark.parametrize(("budget", "seconds"), [(1e6, 900), (300.0, 300), (1.0, 60)])
 def test_the_last_command_has_the_budgets_time_and_after_a_stop_signal_the_grace(budget, seconds):
-    sides, clock, log = SideProcesses.__new__(SideProcesses), PhaseClock(), MagicMock()
+    clock, log = PhaseClock(), MagicMock()
     watchdog = MagicMock(stop_signal=0, stop_by=math.inf, deadlines=Deadlines())
     train = TrainConfig(**TINY_TRAIN, usd_per_hour=3600.0, max_cost_usd=budget)
     clock.usd_per_hour = 3600.0
-    parts = [MagicMock(**{"finish.return_value": "no time"}) for _ in range(3)]
-    vars(sides).update(
-        _watchdog=watchdog,
-        _clock=clock,
-        _log=log,
-        _tracker_failed="tracker",
-        _run=SimpleNamespace(config=train),
-        **dict(zip(("after_checkpoint", "charts", "tracker"), parts, strict=True)),
+    launch = SimpleNamespace(
+        clock=clock, config=train, run=SimpleNamespace(run_dir=Path("x")), watchdog=watchdog
     )
-    assert sides.finish() == "no time"
-    sides.after_checkpoint.start.assert_called_once()
-    until = sides.after_checkpoint.finish.call_args.args[0]
+    command = AfterCheckpoint(launch, log, "true")
+    charts = ChartDrawing(launch, log)
+    tracking = Tracking(SimpleNamespace(**vars(launch) | {"run": MagicMock(config=train)}), log)
+    parts = [MagicMock(**{"finish.return_value": "no time"}) for _ in range(3)]
+    for observer, part in zip((command, charts, tracking), parts, strict=True):
+        observer.beside = part
+    charts.end(), tracking.end()
+    assert "--after-checkpoint no time" in str(command.finish())
+    parts[0].start.assert_called_once()
+    assert charts.finish() is None and parts[1].finish.call_count == 1  # at its `end` alone
+    until = parts[0].finish.call_args.args[0]
     assert until() - time.monotonic() == pytest.approx(seconds, abs=5)
     watchdog.stop_signal, watchdog.stop_by = 15, time.monotonic() + Deadlines().stop
     assert until() == watchdog.stop_by - 3  # also while it is waited for
-    assert sides.finish() == ""
+    assert charts.end() == {} and parts[1].finish.call_count == 1
+    assert [each.finish() for each in (command, charts, tracking)] == [None] * 3
     log.warn.assert_any_call("--after-checkpoint", "no time")
     for part in parts:
         assert part.finish.call_args.args[0]() < watchdog.stop_by

@@ -17,21 +17,23 @@ import ddp_train
 from basics.text import dollars
 from processes.command_line import Options
 from processes.watchdog import Watchdog
-from reporting import machine_time
+from reporting import estimate, machine_time
 from reporting.clock import PhaseClock, nearest_limit
+from reporting.estimate import Pace, Rates, seconds_ahead
 from reporting.loss_window import LAG, LossWindow
 from reporting.machine_time import read_uses
-from reporting.reference import ReferenceComparison
-from reporting.run_log import RunLog, SetResult
-from reporting.speed import checkpoint_bytes
-from reporting.summary import duration
-from reporting.time_left import NO_GROWTH, Growth, TimeLeft
+from reporting.run_log import Report, RunLog, SetResult
+from reporting.summary import BUDGET, StopReason, duration
 from run_config import ModelConfig, Run, TrainConfig, load_run
 from tests.support.optional import given, settings, st
 from tests.support.runs import run_in_process, summary_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded
 from tokens.batch_plan import BatchPlan
 from trainer import startup
+from trainer.budget import Budget
+from trainer.launch import Launch
+from trainer.observer import Observer
+from trainer.resuming import ResumePoint
 from trainer.stopping import Stop
 
 CPU = torch.device("cpu")
@@ -42,6 +44,8 @@ def alone():
     """Simulated launches have no process group; whole ones are in other processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", lambda *_: None)
+        # 1.2 GB with the two layers of the simulated runs.
+        patch.setattr(estimate, "checkpoint_bytes", lambda model, _: 6 * 10**8 * model.n_layers)
         yield
 
 
@@ -71,39 +75,55 @@ def test_a_budget_is_the_nearer_of_its_limits(now):
     )
 
 
-class Simulated(Stop):
+def simulated_run(**train):
+    return Run("simulated", Path("simulated"), ModelConfig(**TINY_MODEL), train_config(**train))
+
+
+def launch_of(run, plan, clock, *, first_step=0, is_main=True, **options):
+    process = SimpleNamespace(device=CPU, is_main=is_main)
+    watchdog = SimpleNamespace(process=process, stop_signal=0, suspended=nullcontext)
+    checkpoint = first_step and SimpleNamespace(meta=SimpleNamespace(global_step=first_step - 1))
+    return Launch(
+        run,
+        SimpleNamespace(plan=plan),
+        ResumePoint(checkpoint or None),
+        reference=None,
+        options=Options("simulated", **options),
+        watchdog=watchdog,
+        clock=clock,
+        group=None,
+    )
+
+
+class Simulated:
     """A run whose steps, validations, checkpoints and writes only let time pass."""
 
-    def __init__(self, seconds, *, limit, plan=None, first_step=0, validate_on="rank0", **options):
+    def __init__(self, seconds, *, limit, plan=None, validate_on="rank0", **train):
         self.seconds, self.now, self.written_at = seconds, 30.0, 0.0
-        train = train_config(
-            validation_interval=50, max_hours=limit / 3600, validate_on=validate_on
-        )
-        self.clock, self.saver = PhaseClock(since=0.0), SimpleNamespace(longest_write_seconds=0.0)
+        self.clock, self.longest_write = PhaseClock(since=0.0), 0.0
         self.clock._now = lambda: self.now
-        process = SimpleNamespace(device=torch.device("cpu"), is_main=True)
-        watchdog = SimpleNamespace(process=process, stop_signal=0, suspended=nullcontext)
-        super().__init__(
-            Run("simulated", Path("simulated"), ModelConfig(**TINY_MODEL), train),
-            plan or BatchPlan(2, 1, 1, 16, num_steps=3000),
-            first_step=first_step,
-            options=Options("simulated", **options),
-            clock=self.clock,
-            watchdog=watchdog,
-            group=None,
-            saver=self.saver,
-            comparison=ReferenceComparison(None, train),
+        self.plan = plan or BatchPlan(2, 1, 1, 16, num_steps=3000)
+        run = simulated_run(
+            validation_interval=50, max_hours=limit / 3600, validate_on=validate_on, **train
         )
-        self._checkpoint_bytes = 12 * 10**8
+        self.config, self.stages = run.config, run.stages(self.plan.num_steps)
+        self.pace = Pace(run, self.plan, self.clock, lambda: self.longest_write)
+        self.pace.begin(self.stages)
+        self.launch = launch_of(run, self.plan, self.clock)
+        self.budget = Budget(self.launch, self.pace)
+
+    def after(self, step, *, is_report_due):
+        self.budget.step(step, is_report_due=is_report_due)
+        return self.budget.stop_reason is not None or step >= self.launch.last_step
 
     def pass_time(self, **seconds):
         for phase, spent in seconds.items():
             with self.clock.phase(phase):
                 self.now += spent
 
-    def look_at_saver(self):
+    def look_at_writes(self):
         if 0 < self.written_at <= self.now:
-            self.saver.longest_write_seconds = self.seconds["write"]
+            self.longest_write = self.seconds["write"]
 
     def run(self):
         """Train; return the seconds it took."""
@@ -113,11 +133,11 @@ class Simulated(Stop):
             self.now += self.seconds["step"] if step else 30
             if step == 0:
                 self.clock.enter("training")
-            self.look_at_saver()
+            self.look_at_writes()
             since_report += 1
             is_report_due = since_report == 10
             ends = self.after(step, is_report_due=is_report_due)
-            saves = ends or self._config.is_save_due(step, num_steps=self._plan.num_steps)
+            saves = ends or self.config.is_save_due(step, num_steps=self.plan.num_steps)
             if is_report_due or saves:
                 since_report = 0
             if saves:
@@ -128,10 +148,10 @@ class Simulated(Stop):
     def save_and_validate(self, step):
         with self.clock.phase("checkpoint"):
             self.now = max(self.now, self.written_at)  # it waits for the last write
-            self.look_at_saver()
+            self.look_at_writes()
             self.now += self.seconds["checkpoint"]
         self.written_at = self.now + self.seconds["write"]
-        if self._config.is_validation_due(step, num_steps=self._plan.num_steps):
+        if self.config.is_validation_due(step, num_steps=self.plan.num_steps):
             self.pass_time(validation=self.seconds["validation"])
 
 
@@ -154,6 +174,7 @@ def test_no_limit_is_exceeded(step, validation, checkpoint, write, extra):
     assert taken > 0.5 * limit
 
 
+LONG_PLAN = BatchPlan(4, 2, 2, 16, num_steps=1000)
 MEASURED = {"compile": 30, "training": 4, "waiting": 0.5, "diagnostics": 0.5}  # 5 s a step
 
 
@@ -179,7 +200,7 @@ def test_the_time_ahead_has_due_work_and_a_quarter_more(validate_on, global_step
         stop = Simulated(
             {},
             limit=30 + sum(spent.values()) + left,
-            plan=BatchPlan(4, 2, 2, 16, num_steps=1000),
+            plan=LONG_PLAN,
             validate_on=validate_on,
         )
         stop.pass_time(**spent)
@@ -192,23 +213,23 @@ def times_left(now, *, first_step=0, estimated=100, **changes):
     A step takes 6 s, and its forward passes in a validation `estimated`; a validation takes 120 s.
     """
     plan = BatchPlan(4, 2, 1, 16, num_steps=105)
-    config = train_config(
+    run = simulated_run(
         validation_interval=25,
         validation_batches=None,
         validation_sequences=4 * estimated,
         **changes,
     )
-    clock = PhaseClock()
+    config, clock = run.config, PhaseClock()
     clock.resume({"training": 9000.0, "validation": 50.0}, {})  # an earlier, slower machine
     clock.count_lost(10_000.0)
-    left, said = TimeLeft(config, plan, clock), []
+    pace, said = Pace(run, plan, clock), []
 
     def pass_time(phase, seconds):
         with clock.phase(phase):
             now.seconds += seconds
 
     pass_time("startup", 50)
-    left.start(first_step)
+    pace.begin(run.stages(plan.num_steps, first_step=first_step))
     pass_time("compile", 30)
     for step in range(first_step, plan.num_steps):
         if step > first_step:
@@ -216,10 +237,10 @@ def times_left(now, *, first_step=0, estimated=100, **changes):
             pass_time("waiting", 1)
         is_due = config.is_validation_due(step, num_steps=plan.num_steps)
         if is_due or (step + 1) % 10 == 0:
-            said.append((left.after_steps(step, clock.read()), now.seconds))
+            said.append((pace.seconds_after_report(step, clock.read()), now.seconds))
         if is_due:
             pass_time("validation", 120)
-            said.append((left.after_validation(step), now.seconds))
+            said.append((pace.seconds_after_validation(step), now.seconds))
     return [(seconds, now.seconds - then) for seconds, then in said]
 
 
@@ -246,22 +267,30 @@ def test_the_estimate_of_a_validation_knows_its_sets_and_its_length(now):
 
 
 def test_nothing_is_left_to_say_before_a_step_is_measured(now):
-    clock = PhaseClock()
-    left = TimeLeft(train_config(), BatchPlan(4, 2, 1, 16, num_steps=100), clock)
-    left.start(10)
-    assert left.after_steps(10, clock.read()) is None and left.after_validation(10) is None
+    run, clock = simulated_run(), PhaseClock()
+    pace = Pace(run, BatchPlan(4, 2, 1, 16, num_steps=100), clock)
+    pace.begin(run.stages(100, first_step=10))
+    assert pace.seconds_after_report(10, clock.read()) is None
+    assert pace.seconds_after_validation(10) is None
     now.seconds += 5
-    assert left.after_steps(11, clock.read()) is not None
+    assert pace.seconds_after_report(11, clock.read()) is not None
 
 
 def started_log(workplace, clock, **train):
     """Return the log of a run of 100 steps, whose first step is next."""
     workplace.add_run(train=train)
     run = load_run(workplace.runs_dir, "tiny")
-    plan, comparison = BatchPlan(2, 2, 1, 16, num_steps=100), ReferenceComparison(None, run.config)
-    log = RunLog(run, plan, None, None, clock=clock, comparison=comparison, is_active=True)
+    plan = BatchPlan(2, 2, 1, 16, num_steps=100)
+    pace = Pace(run, plan, clock)
+    pace.begin(run.stages(plan.num_steps))
+    log = RunLog(run, plan, None, None, clock=clock, pace=pace, is_active=True)
     log.start(0)
     return log
+
+
+def report_of(window):
+    values = window.numbers | {"tokens_per_second": None}
+    return Report(window.global_step, 0, window.numbers["train_loss"], values, window)
 
 
 def test_windows_that_are_read_at_one_time_have_the_time_left_of_their_own_steps(
@@ -282,7 +311,7 @@ def test_windows_that_are_read_at_one_time_have_the_time_left_of_their_own_steps
         clock.enter("training")
         if (step + 1) % 10 == 0:
             for closed in window.close(step, 0.1, clock, waits=step == 29):
-                log.report_steps(closed, {})
+                log.report_steps(report_of(closed))
     records = read_lines(log.run.metrics_path)
     left = {record["global_step"]: record["seconds_left"] for record in records}
     assert left == pytest.approx({step: 6 * (99 - step) for step in (9, 19, 29, 39, 49)})
@@ -300,18 +329,16 @@ def test_the_time_left_after_a_validation_has_the_samples_of_those_to_come(
         now.seconds += 3
         return [SetResult("", 5.0)]
 
-    def samples(*_):
-        now.seconds += 20
-        return ""
+    class Slow(Observer):
+        def validation(self, report):
+            with clock.phase("validation"):
+                now.seconds += 20
 
     trainer = SimpleNamespace(
-        clock=clock,
-        config=log.run.config,
+        launch=SimpleNamespace(clock=clock, plan=log.plan),
         log=log,
         measure_validation_losses=validates,
-        process=SimpleNamespace(device=CPU),
-        run=log.run,
-        sampler=SimpleNamespace(try_to_write=samples),
+        observers=[Slow()],
         saver=SimpleNamespace(add_validation=saved.append),
     )
     clock.enter("training")
@@ -319,72 +346,112 @@ def test_the_time_left_after_a_validation_has_the_samples_of_those_to_come(
         window.add(torch.tensor(3.0), torch.tensor(1.0))
         now.seconds += 6
     (closed,) = window.close(9, 0.1, clock, waits=True)
-    log.report_steps(closed, {})
+    log.report_steps(report_of(closed))
     ddp_train.Trainer.validate(trainer, 9)
     validation = read_lines(log.run.metrics_path)[-1]
     assert validation["validation_seconds"] == 3 and len(saved) == 1
     assert validation["seconds_left"] == pytest.approx(90 * 60 / 9 + 9 * (3 + 20))
 
 
+GROW = {"at": 50 / 105}  # from one of two layers
+
+
+def slower_with_all_layers():
+    model = ModelConfig(**TINY_MODEL)
+    return model.flops_per_token / model.with_layers(1).flops_per_token
+
+
 def test_the_time_left_counts_steps_and_validations_after_a_growth_as_longer(now):
-    """Steps of 6 s and validations of 120 s, 3 times as long from step 50 on; compiling 30 s."""
-    config = train_config(validation_interval=25, validation_batches=4)
-    plan, clock = BatchPlan(4, 2, 1, 16, num_steps=105), PhaseClock()
-    left, said = TimeLeft(config, plan, clock), []
+    """Steps of 6 s, validations of 120 s, longer by the FLOPs from step 50 on; compiling 30 s."""
+    run = simulated_run(validation_interval=25, validation_batches=4, grow=GROW)
+    plan, clock, config = BatchPlan(4, 2, 1, 16, num_steps=105), PhaseClock(), run.config
+    pace, said, stages = Pace(run, plan, clock), [], run.stages(105)
 
     def pass_time(phase, seconds):
         with clock.phase(phase):
             now.seconds += seconds
 
     pass_time("compile", 30)
-    left.start(0, Growth(step=50, factor=3.0))
+    pace.begin(stages)
     for step in range(plan.num_steps):
-        factor = 1 if step < 50 else 3
+        factor = 1 if step < 50 else slower_with_all_layers()
         if step == 50:
             pass_time("compile", 30)
-            clock.measure_from_here()
-            left.start(50)
+            pace.begin(stages[1:])
         elif step:
             pass_time("training", 6 * factor)
         is_due = config.is_validation_due(step, num_steps=plan.num_steps)
         if is_due or (step + 1) % 10 == 0:
-            said.append((step, left.after_steps(step, clock.read()), now.seconds))
+            said.append((step, pace.seconds_after_report(step, clock.read()), now.seconds))
         if is_due:
             pass_time("validation", 120 * factor)
-            said.append((step, left.after_validation(step), now.seconds))
+            said.append((step, pace.seconds_after_validation(step), now.seconds))
     known = [each for each in said if 25 <= each[0] < 50 or 75 <= each[0]]  # by a validation
     # The first step with all layers compiles, so that it is not measured but counted.
-    wanted = [now.seconds - then + (18 if step < 50 else 0) for step, _, then in known]
+    first = 6 * slower_with_all_layers()
+    wanted = [now.seconds - then + (first if step < 50 else 0) for step, _, then in known]
     assert [seconds for _, seconds, _ in known] == pytest.approx(wanted)
 
 
-def test_the_growth_ahead_is_that_of_the_weights(tmp_path):
-    model = ModelConfig(**TINY_MODEL)
-    run = Run("tiny", tmp_path, model, train_config(grow={"at": 0.5}))
-    small = model.with_layers(1)
-    found = Growth.ahead(run, small, num_steps=12, first_step=3)
-    # 6 (12 L C^2 + V C) + 12 L T C
-    flops = [6 * (layers * 12 * 256 + 257 * 16) + 12 * layers * 256 for layers in (1, 2)]
-    state = [checkpoint_bytes(each, run.config) for each in (model, small)]
-    assert found == (6, pytest.approx(flops[1] / flops[0]), state[0] / state[1]) and found[2] > 1
-    assert found.as_steps_now(4, 12) == pytest.approx(2 + 6 * flops[1] / flops[0])
-    assert found.as_steps_now(4, 5) == 1 and found.as_steps_now(8, 9) == found.factor
-    assert Growth.ahead(run, small, num_steps=12, first_step=8).step == 8  # `at` was lowered
-    assert Growth.ahead(run, model, num_steps=12, first_step=3) == NO_GROWTH
-    assert NO_GROWTH.as_steps_now(4, 12) == 8
+@given(
+    first=st.integers(0, 60),
+    number=st.integers(0, 60),
+    done=st.integers(0, 3),
+    grows=st.booleans(),
+    intervals=st.tuples(*[st.none() | st.integers(1, 20)] * 2),
+)
+def test_the_seconds_ahead_are_the_sum_over_steps(first, number, done, grows, intervals):
+    validation_interval, checkpoint_interval = intervals
+    run = simulated_run(
+        validation_interval=validation_interval,
+        validation_batches=validation_interval and 1,
+        checkpoint_interval=checkpoint_interval if validation_interval else 7,
+        grow={"at": 0.4} if grows else None,
+    )
+    plan, stop = BatchPlan(4, 2, 1, 16, num_steps=60), min(60, first + number)
+    stages, first_due = run.stages(60), max(0, first - done)
+    rates = Rates(stages[0].model, step=1, validation=100, save=10**4, chart=10**6, compilation=0.1)
+    found = seconds_ahead(run, plan, stages, rates, first=first, stop=stop, first_due=first_due)
+    wanted = 0.0
+    for step in range(first_due, stop):
+        has_all = not grows or step >= 24
+        slower = slower_with_all_layers() if grows and has_all else 1.0
+        larger = 2.0 if grows and has_all else 1.0
+        is_validated = bool(validation_interval) and (
+            (step + 1) % validation_interval == 0 or step == 59
+        )
+        is_saved = (
+            is_validated
+            or step in (59, 23 if grows else 59)
+            or (step + 1) % (run.config.checkpoint_interval or 61) == 0
+        )
+        wanted += slower * (step >= first) + 100 * slower * is_validated
+        wanted += is_saved * (10**4 * larger + 10**6)
+    wanted += 0.1 * (grows and first <= 24 < stop)
+    assert sum(map(sum, found)) == pytest.approx(wanted)
+
+
+def test_stages_of_a_launch_begin_where_it_does():
+    run = simulated_run(grow={"at": 0.5})
+    small, whole = (run.model.with_layers(n) for n in (1, 2))
+    assert run.stages(12) == [(small, range(6)), (whole, range(6, 12))]
+    assert run.stages(12, first_step=3) == [(small, range(3, 6)), (whole, range(6, 12))]
+    assert run.stages(12, first_step=6) == [(whole, range(6, 12))]
+    assert run.stages(12, first_step=8) == [(whole, range(8, 12))]  # `at` was lowered
+    assert run.stages(12, first_step=3, has_all_layers=True) == [(whole, range(3, 12))]  # raised
+    assert simulated_run().stages(12) == [(whole, range(12))]
 
 
 def test_a_budget_reserves_what_a_growth_ahead_takes():
-    plan, growth = BatchPlan(4, 2, 2, 16, num_steps=1000), Growth(5, 3.0, checkpoint_factor=2.0)
     spent, write = MEASURED | {"validation": 7, "checkpoint": 19, "chart": 1}, 4
+    slower = slower_with_all_layers()
     now = 10 * 5 + 20 + 2 * write + 2
-    later = 3 * 5 + 7 * 15 + 30 + 2 * 19 + 1 + 2 * 2 * write + 2
-    for ahead, seconds in ((NO_GROWTH, now), (growth, later)):
+    later = 3 * 5 + 7 * 5 * slower + 30 + 20 + 2 * 19 + 1 + 2 * 2 * write + 2
+    for grow, seconds in ((None, now), ({"at": 0.005}, later)):
         for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
-            stop = Simulated({}, limit=30 + sum(spent.values()) + left, plan=plan)
-            stop.start(0, ahead)
+            stop = Simulated({}, limit=30 + sum(spent.values()) + left, plan=LONG_PLAN, grow=grow)
             stop.pass_time(**spent)
-            stop.saver.longest_write_seconds = write
+            stop.longest_write = write
             assert stop.after(1, is_report_due=True) == is_spent
     # After it the steps since then count: 7 of 15 s in 105 s; a validation is estimated anew.
     # Checkpoints are the larger of those before, by their size, and those since.
@@ -394,58 +461,49 @@ def test_a_budget_reserves_what_a_growth_ahead_takes():
         since = {"compile": 30, "training": 105, "checkpoint": took}
         for left, is_spent in ((1.26 * seconds, False), (1.24 * seconds, True)):
             limit = 30 + sum(spent.values()) + sum(since.values()) + left
-            stop = Simulated({}, limit=limit, plan=plan)
-            stop.start(0, growth)
+            stop = Simulated({}, limit=limit, plan=LONG_PLAN, grow={"at": 0.042})
             stop.pass_time(**spent)
-            stop.saver.longest_write_seconds = write
-            stop.clock.measure_from_here()
-            stop.start(42)
+            stop.longest_write = write
+            stop.pace.begin(stop.stages[1:])
             stop.pass_time(**since)
-            stop.saver.longest_write_seconds = last_write
+            stop.longest_write = last_write
             assert stop.after(49, is_report_due=True) == is_spent
-
-
-@pytest.mark.parametrize("interval", [None, 1, 3, 7, 50])
-def test_validations_to_come_are_those_that_are_due(interval):
-    config = train_config(
-        validation_interval=interval,
-        validation_batches=interval and 1,
-        checkpoint_interval=10,
-    )
-    for num_steps in (1, 7, 21, 22):
-        due = [config.is_validation_due(step, num_steps=num_steps) for step in range(num_steps)]
-        for after in range(num_steps + 1):
-            assert config.num_validations(num_steps, after=after) == sum(due[after:])
 
 
 @pytest.mark.parametrize(
     ("shared", "reason"),
     [
-        ([15, 0, 1], "SIGTERM"),
-        ([15, 1, 0], "SIGTERM"),
-        ([0, 1, 0], "max_hours is 1, and "),
-        ([0, 0, 0], None),
+        ([15, 0], "SIGTERM"),
+        ([15, 1], "SIGTERM"),
+        ([0, 1], None),
+        ([0, 0], None),
     ],
 )
 def test_all_ranks_end_for_what_any_of_them_knows(monkeypatch, shared, reason):
-    """A signal to any rank and the budget of rank 0: one agreement for all."""
-    stop = Simulated({}, limit=3600)
-    stop._watchdog.process.is_main = False
-    offered, noted = [], []
-    stop._watchdog.note_stop = noted.append  # else it might end before its watchdog hears of it
+    """A signal to any rank, and an observer of rank 0: one agreement for all."""
+    launch = launch_of(simulated_run(), LONG_PLAN, PhaseClock(), is_main=False)
+    stop, offered, noted = Stop(launch, []), [], []
+    launch.watchdog.note_stop = noted.append  # else it might end before its watchdog hears of it
 
     def share(numbers, *_):
         offered.append(numbers.tolist())
         numbers.copy_(torch.tensor(shared))
 
     monkeypatch.setattr(dist, "all_reduce", share)
-    assert stop.after(9, is_report_due=True) == (reason is not None)
-    assert offered == [[0, 0, 0]]
-    assert (stop.reason.text if stop.reason else "").startswith(reason or "")
-    assert (stop.reason and stop.reason.kind) == {None: None, "SIGTERM": "signal"}.get(
-        reason, "budget"
-    )
+    assert stop.after(9) == stop.has_ended == any(shared)
+    assert offered == [[0, 0]]
+    assert (stop.reason and stop.reason.text) == reason
     assert noted == ([15] if reason == "SIGTERM" else [])
+
+
+def test_rank_0_ends_for_the_first_of_its_observers_that_wants_it():
+    observers = [Observer() for _ in range(3)]
+    stop = Stop(launch_of(simulated_run(), LONG_PLAN, PhaseClock()), observers)
+    assert not stop.after(9) and stop.reason is None
+    observers[1].stop_reason = wanted = StopReason(BUDGET, "max_hours is 1")
+    observers[2].stop_reason = StopReason("behind", "later")
+    assert stop.after(10) and stop.reason is wanted
+    assert Stop(stop._launch, []).after(999)  # the last step
 
 
 @pytest.mark.parametrize(
@@ -458,8 +516,15 @@ def test_all_ranks_end_for_what_any_of_them_knows(monkeypatch, shared, reason):
     ],
 )
 def test_max_steps_counts_from_the_beginning_of_the_launch(began_at, first_step, last_step):
-    stop = Simulated({}, limit=3600, first_step=first_step, max_steps=8, began_at=began_at)
-    assert stop.last_step == last_step
+    launch = launch_of(
+        simulated_run(),
+        LONG_PLAN,
+        PhaseClock(),
+        first_step=first_step,
+        max_steps=8,
+        began_at=began_at,
+    )
+    assert launch.last_step == last_step
 
 
 PRICE = 36_000  # dollars an hour: ten a second

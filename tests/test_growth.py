@@ -2,9 +2,9 @@
 
 import json
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
-from unittest.mock import Mock
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -256,38 +256,26 @@ def test_a_checkpoint_is_saved_before_the_growth(grown):
     assert steps == [4, 5, 9, 11]
 
 
-def test_a_run_that_has_grown_has_one_model_in_memory(monkeypatch):
-    """What trains is the trainer's alone, so that a growth frees it."""
-
-    class Trainer:
-        def __init__(self, *arguments):
-            self.state = next(each for each in arguments if isinstance(each, Model))
-
-        def train(self, *_):
-            old, self.state = weakref.ref(self.state), Model()
-            assert old() is None
-            return 11
-
-        def end(self, global_step):
-            assert global_step == 11
-
-    class Model:
-        pass
-
-    for name, value in {
-        "Trainer": Trainer,
-        "begin_launch": lambda *_: None,
-        "build_state": lambda *_: Model(),
-        "decide_for_device": lambda run, *_: (run, []),
-        "open_run_dir": lambda *_: None,
-        "process_group": lambda *_: nullcontext(),
-        "read_uses": lambda _: [],
-    }.items():
-        monkeypatch.setattr(ddp_train, name, value)
-    run = Mock(config=TrainConfig(**TINY_TRAIN))
-    prepared = Mock(run=run, warnings=[], energy_kwh=0.0)
-    agreement = Mock(run=lambda _, work: work())
-    ddp_train.train_run(prepared, Mock(), Mock(), Mock(), agreement)
+def test_a_run_that_has_grown_has_one_model_in_memory(tmp_path):
+    """The observers have the state, and see the grown model in it."""
+    run = growing_run(tmp_path)
+    state = shallow_state(run, 1, ONE_PROCESS)
+    take_steps(state, run, 1)
+    old, tokens = weakref.ref(state.model), state.model.token_embedding.weight.clone()
+    trainer = SimpleNamespace(
+        state=state,
+        step=TrainingStep(state, run.config, ONE_PROCESS),
+        launch=MagicMock(run=run, config=run.config, process=ONE_PROCESS),
+        saver=MagicMock(),
+        wait_for_all=lambda: None,
+    )
+    ddp_train.Trainer.add_layers(trainer)
+    assert old() is None and not hasattr(trainer, "step")
+    assert len(state.model.blocks) == 4
+    assert torch.equal(state.model.token_embedding.weight, tokens)
+    names = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
+    assert names == {id(parameter) for parameter in state.model.parameters()}
+    trainer.saver.wait.assert_called_once()
 
 
 def test_a_run_whose_growth_is_dropped_grows_at_once(grown):

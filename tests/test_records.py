@@ -8,8 +8,8 @@ import re
 import sys
 import threading
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,15 +24,15 @@ from processes import distributed
 from processes.distributed import Process, gpu_uuids
 from reporting import loss_window, machine_meter, metrics_file
 from reporting.clock import PhaseClock
+from reporting.estimate import Pace
 from reporting.gpus import GPUS, find_gpu
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
 from reporting.machine_meter import MachineMeter
 from reporting.metrics_file import read_metrics, remove_metrics_from, spent_before
-from reporting.reference import ReferenceComparison
-from reporting.run_log import RunLog, SetResult
-from reporting.sampling import Sampler
+from reporting.run_log import Report, RunLog, SetResult
 from reporting.speed import CARDS_GIB, FAR_BELOW, Speed, checkpoint_bytes, usable_gib
-from run_config import ModelConfig, load_run
+from run_config import ModelConfig, TrainConfig, load_run
+from tests.support.models import ONE_PROCESS
 from tests.support.runs import (
     OF_MACHINE,
     SETTINGS,
@@ -46,6 +46,7 @@ from tests.support.stand_ins import H100, FakeNvml, FakeTime
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_MODEL,
+    TINY_TRAIN,
     Workplace,
     forked,
     read_lines,
@@ -53,6 +54,7 @@ from tests.support.workplace import (
     succeeded,
 )
 from tokens.batch_plan import BatchPlan
+from trainer.samples import Samples
 
 CPU = torch.device("cpu")
 
@@ -85,17 +87,12 @@ def test_a_log_that_nobody_reads_any_more_ends_no_run(workplace, run_dir, monkey
     os.close(reader)
     monkeypatch.setattr("sys.stdout", open(writer, "w"))
     run = load_run(workplace.runs_dir, "tiny")
-    log = RunLog(
-        run,
-        BatchPlan(1, 1, 2, 16, 1000),
-        "gpt2",
-        None,
-        clock=PhaseClock(),
-        comparison=ReferenceComparison(None, run.config),
-        is_active=True,
-    )
+    plan, clock = BatchPlan(1, 1, 2, 16, 1000), PhaseClock()
+    pace = Pace(run, plan, clock)
+    pace.begin(run.stages(plan.num_steps))
+    log = RunLog(run, plan, "gpt2", None, clock=clock, pace=pace, is_active=True)
     log.say("a line")
-    log.report_validation(4, [SetResult("", 3.5)], 1.0)
+    log.report_validation(Report(4, 160, 3.5, {}), [SetResult("", 3.5)], 1.0)
     with pytest.raises(BrokenPipeError):
         sys.stdout.close()
     assert '"validation_loss": 3.5' in (run_dir / "metrics.jsonl").read_text()
@@ -703,8 +700,19 @@ def test_samples_that_fail_do_not_stop_a_run(workplace):
 
 
 def test_slow_samples_do_not_look_like_a_hang(tmp_path):
-    beats: list[None] = []
-    sampler = Sampler(
-        GPTModel(ModelConfig(**TINY_MODEL)), "bytes", heartbeat=partial(beats.append, None)
+    watchdog, clock = MagicMock(), PhaseClock()
+    launch = SimpleNamespace(
+        clock=clock,
+        config=TrainConfig(**TINY_TRAIN | {"sample_prompts": ["a"]}),
+        data=SimpleNamespace(tokenizer_name="bytes", tokenizer_path=None),
+        process=ONE_PROCESS,
+        run=SimpleNamespace(samples_path=tmp_path / "samples.jsonl"),
+        watchdog=watchdog,
     )
-    assert not sampler.try_to_write(tmp_path / "samples.jsonl", ["a"], 3) and beats
+    state = SimpleNamespace(model=GPTModel(ModelConfig(**TINY_MODEL)))
+    log = MagicMock()
+    Samples(launch, state, log).validation(Report(3, 64, 5.0, {}))
+    assert watchdog.heartbeat.call_count > 10 and clock.read()["validation"] > 0
+    assert not log.warn.called and state.model.training
+    (sample,) = read_lines(launch.run.samples_path)
+    assert sample["global_step"] == 3 and sample["prompt"] == "a"

@@ -2,8 +2,6 @@
 
 import json
 import math
-from bisect import bisect_left
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,19 +14,17 @@ from lab.compare.compare import find_results, table_of
 from lab.compare.rows import compare
 from lab.plan.estimate import flops_of
 from preparation.ensure_dataset import provide_datasets
-from reporting.clock import PHASES, PhaseClock
+from reporting.clock import PhaseClock
+from reporting.estimate import Pace
 from reporting.metrics_file import metrics_of, read_metrics, valid_records
-from reporting.reference import ReferenceComparison
-from reporting.run_log import RunLog, SetResult
+from reporting.run_log import Report, RunLog, SetResult
 from run_config import load_run
 from tests.support.runs import metrics_of as records_of
 from tests.support.runs import validations_of
 from tests.support.workplace import Workplace, succeeded, write_tokens
 from tokens.batch_plan import BatchPlan
 from tokens.batches import open_run_data
-from trainer import stopping
 from trainer.resuming import check_same_run
-from trainer.stopping import Stop
 
 TWO = {"own": "tiny", "other": "places/other.safetensors"}
 
@@ -184,16 +180,19 @@ def test_sets_may_come_and_go_but_not_change_under_their_name(workplace):
 
 
 def report(run, results, capsys):
+    plan, clock = BatchPlan(1, 1, 1, 16, 12), PhaseClock()
+    pace = Pace(run, plan, clock)
+    pace.begin(run.stages(12))
     log = RunLog(
         run,
-        BatchPlan(1, 1, 1, 16, 12),
+        plan,
         "bytes",
         None,
-        clock=PhaseClock(),
-        comparison=ReferenceComparison(None, run.config),
+        clock=clock,
+        pace=pace,
         is_active=True,
     )
-    log.report_validation(4, results, 1.5)
+    log.report_validation(Report(4, 80, results[0].loss, {}), results, 1.5)
     record = read_metrics(run.metrics_path)[-1]
     return capsys.readouterr().out, {
         key: value for key, value in record.items() if key.startswith("validation")
@@ -251,35 +250,20 @@ def test_a_plan_counts_the_time_of_all_sets(workplace):
     assert two - training == pytest.approx(2 * (one - training)) and one > training
 
 
-def test_a_budget_reserves_the_time_of_all_sets_before_the_first_validation(workplace, monkeypatch):
-    clock = SimpleNamespace(
-        read_measured=lambda: dict.fromkeys(PHASES, 0.0) | {"training": 10.0},
-        longest=dict.fromkeys(PHASES, 0.0),
-    )
+def test_a_budget_reserves_the_time_of_all_sets_before_the_first_validation(workplace, now):
+    """Two validations lie ahead of step 11, each of 30 forward passes of 1/3 s."""
 
-    def seconds_needed(validation, name):
+    def most_seconds(validation, name):
         run = new_run(workplace, validation, name=name, validation_batches=30)
-        stop = Stop(
-            run,
-            BatchPlan(2, 1, 1, 16, 1000),
-            first_step=0,
-            options=SimpleNamespace(began_at=None, max_steps=None),
-            clock=clock,
-            watchdog=None,
-            group=None,
-            saver=SimpleNamespace(longest_write_seconds=0.0),
-            comparison=None,
-        )
+        plan, clock = BatchPlan(2, 1, 1, 16, 1000), PhaseClock()
+        pace = Pace(run, plan, clock)
+        pace.begin(run.stages(plan.num_steps))
+        with clock.phase("training"):
+            now.seconds += 10  # for ten steps
+        return pace.most_seconds(10, stop=20)
 
-        def suffices(seconds):
-            monkeypatch.setattr(stopping, "nearest_limit", lambda *_: (seconds, ""))
-            return not stop._is_spent_after(10)  # after ten steps of a second
-
-        return bisect_left(range(10**4), True, key=suffices)
-
-    one, two = seconds_needed(None, "one"), seconds_needed(TWO, "two")
-    # Two validations lie ahead, each of 30 forward passes of 1/3 s; 25% are added.
-    assert two - one == pytest.approx(2 * 30 / 3 * 1.25, abs=1)
+    one, two = most_seconds(None, "one"), most_seconds(TWO, "two")
+    assert two - one == pytest.approx(2 * 30 / 3)
 
 
 # A run

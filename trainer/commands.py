@@ -28,8 +28,9 @@ from tokens.batch_plan import divided
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, Trial
 from trainer.models import DOWNLOADED, model_directory
-from trainer.side_processes import run_when_done
+from trainer.resuming import stages_left
 from trainer.startup import prepare_run, print_if_finished
+from trainer.user_commands import run_when_done
 
 MAX_TRIALS = 8
 GROWTH = 4  # times the largest that fits: tried without a line, and trusted of its prediction
@@ -96,9 +97,7 @@ def prefetch_run(options: Options, process: Process) -> None:
     size = config.microbatch_size
     compiles = num_gpus() > 0 if config.compile is None else config.compile
     # A run that grows compiles twice; both are in the cache then, so the growth waits less.
-    checkpoint = prepared.resume.checkpoint
-    first = checkpoint.meta.model if checkpoint else run.first_model(data.plan.num_steps)
-    depths = {first.n_layers, run.model.n_layers}
+    depths = {stage.model.n_layers for stage in stages_left(run, data.plan, prepared.resume)}
     for n_layers in sorted(depths) if compiles else ():
         trial = try_microbatch(size, process.world_size, prefetches=True, n_layers=n_layers)
         if not trial.fits:

@@ -3,7 +3,7 @@
 Shapes as in `gpt.py`. Each statistic is () float32, or (n_layers,) if its name says "layer".
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +14,11 @@ from torch.nn.utils import get_total_norm
 from basics.tensors import DeviceTime
 from gpt import GPTModel
 from ops.block_attention import causal_logits
+from reporting.loss_window import Window
+from reporting.run_log import Report
 from run_config import Precision
 from tokens.batch_plan import CACHED_LOGITS
+from trainer.observer import Observer
 from trainer.precision import autocast
 
 Statistics = dict[str, Tensor]
@@ -55,15 +58,20 @@ class Measured:
         return sum(end.seconds_since(begin) for begin, end in self.times)
 
 
-class Diagnostics:
+class Diagnostics(Observer):
     """Measures every `interval`-th step; nothing waits for the device before it is read. Rank 0.
 
     That rank has the averaged gradients and the weights of all ranks; its own data is enough for
     the rest, so that nothing is a collective. No number of the training changes.
     """
 
-    def __init__(self, interval: int | None = None, precision: Precision | None = None) -> None:
-        self._interval, self._precision = interval, precision
+    def __init__(
+        self,
+        interval: int | None = None,
+        precision: Precision | None = None,
+        record: Callable[[Measured, Window], None] = lambda measured, window: None,
+    ) -> None:
+        self._interval, self._precision, self._record = interval, precision, record
         self._is_due = False
         self._measured: list[Measured] = []
 
@@ -71,6 +79,12 @@ class Diagnostics:
         self._is_due = self._interval is not None and (global_step + 1) % self._interval == 0
         if self._is_due:
             self._measured.append(Measured(global_step))
+
+    def report(self, report: Report) -> None:
+        """Record what was measured in the steps of the report."""
+        assert report.window is not None
+        for measured in self.pop_measured(up_to=report.global_step):
+            self._record(measured, report.window)
 
     def before_update(self, model: GPTModel, token_ids: Tensor, targets: Tensor) -> None:
         """Measure the weights on a microbatch, and the averaged gradients before clipping."""

@@ -23,7 +23,8 @@ from processes.distributed import Process
 from processes.startup_agreement import Agreement
 from reporting.setting_changes import Changes, find_changes, settings_of
 from reporting.summary import FINISHED, read_summary
-from run_config import RUN_NAME, Run
+from run_config import RUN_NAME, Run, Stage
+from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData
 from trainer.models import FREE_TO_CHANGE
 
@@ -41,6 +42,19 @@ class ResumePoint:
     @property
     def first_step(self) -> int:
         return self.checkpoint.meta.global_step + 1 if self.checkpoint else 0
+
+
+def stages_left(run: Run, plan: BatchPlan, resume: ResumePoint) -> list[Stage]:
+    """Return the stages of a run from where a launch resumes on.
+
+    A checkpoint with fewer layers than its next step trains gets the others when it is loaded; one
+    with more keeps them.
+    """
+    first_step, checkpoint = resume.first_step, resume.checkpoint
+    if checkpoint is not None and resume.has_no_step_left:
+        return [Stage(checkpoint.meta.model, range(first_step, first_step))]
+    has_all = checkpoint is not None and checkpoint.meta.model.n_layers >= run.model.n_layers
+    return run.stages(plan.num_steps, first_step=first_step, has_all_layers=has_all)
 
 
 def agree_on_checkpoint(

@@ -1,10 +1,9 @@
 """The batch plan, hours and dollars of a run on a machine; the length that a budget buys."""
 
-import math
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from basics.checkpoint_files import SNAPSHOT_BLOCK_BYTES, named_as_checkpoints
 from basics.errors import UserError
@@ -20,13 +19,13 @@ from lab.plan.speed_sources import (
 )
 from processes.run_lock import lock_run
 from reporting import speed
+from reporting.estimate import Ahead, Rates, seconds_ahead, validation_steps
 from reporting.gpus import Gpu, Price, find_gpu
 from reporting.summary import duration
-from run_config import ModelConfig, Precision, Run, TrainConfig, make_run_dir
+from run_config import Precision, Run, TrainConfig, make_run_dir
 from tokens.batch_plan import BatchPlan, divided, plan_batches
 
 TOKEN_BYTES = 2  # in a file
-FORWARD_SHARE = 1 / 3  # of the FLOPs of a training token; validation has no backward pass
 MAX_TOKENS = 2**50  # of a length that a budget buys
 UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matter
 # Smaller steps wait for the start of kernels, of which the formula knows nothing.
@@ -121,21 +120,19 @@ def estimate(
         "expected": mfu,
         "high": min(gpu.low_mfu.share, mfu),
     }
-    parts = parts_of(run, plan)
-    flops = sum(part.flops for part in parts)
-    training = {
-        name: flops / gpu.peak(setting.precision) / mfu / 3600 for name, mfu in mfus.items()
-    }
+    flops_per_second = mfu * gpu.peak(setting.precision)  # of a GPU
+    stages = run.stages(plan.num_steps)
+    parts = seconds_of(run, plan, flops_per_second)
+    expected = sum(map(sum, parts)) / 3600
+    training = {name: expected * mfu / each for name, each in mfus.items()}
     startup_hours = hours_of_startup(run, plan)
     hours = {name: value + startup_hours for name, value in training.items()}
     checkpoints = num_checkpoints(run, plan)
     saving_seconds = checkpoints * bytes_of_checkpoint(run) / speed.SLOW_DISK_BYTES_PER_SECOND
     hours["high"] += saving_seconds / 3600
     usd = {name: value * machine.usd_per_hour for name, value in hours.items()}
-    share = sum(part.validations_flops for part in parts) / flops
-    validation_hours = share * training["expected"]
-    flops_per_second = num_gpus * mfu * gpu.peak(setting.precision)
-    tokens_per_second = flops_per_second / flops_per_token(run, plan.num_steps)
+    validation_hours = sum(part.validation for part in parts) / 3600
+    tokens_per_second = num_gpus * flops_per_second / flops_per_token(run, plan.num_steps)
     return found | {
         "microbatch_size": size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
@@ -148,20 +145,20 @@ def estimate(
         "usd": usd,
         "validation": {
             "interval": run.config.validation_interval,
-            "number": sum(part.num_validations for part in parts),
-            "share": share,
+            "number": num_validations(run, plan),
+            "share": validation_hours / expected,
             "hours": validation_hours,
             "usd": validation_hours * machine.usd_per_hour,
         },
         "parts": [
             {
-                "n_layers": part.model.n_layers,
-                "steps": part.num_steps,
-                "hours": part.flops / flops * training["expected"],
-                "usd": part.flops / flops * training["expected"] * machine.usd_per_hour,
-                "tokens_per_second": flops_per_second / part.model.flops_per_token,
+                "n_layers": stage.model.n_layers,
+                "steps": len(stage.steps),
+                "hours": sum(part) / 3600,
+                "usd": sum(part) / 3600 * machine.usd_per_hour,
+                "tokens_per_second": num_gpus * flops_per_second / stage.model.flops_per_token,
             }
-            for part in parts
+            for stage, part in zip(stages, parts, strict=True)
         ],
         "tokens_per_second": tokens_per_second,
         "tokens_per_usd": tokens_per_second * 3600 / machine.usd_per_hour,
@@ -175,87 +172,48 @@ def estimate(
 def hours_of_startup(run: Run, plan: BatchPlan) -> float:
     """Estimate the hours of a run's only launch in which it does not train, on a machine that has
     neither its tokens nor its compiled code: start-up, download of the tokens, compilation."""
-    num_depths = 2 if run.config.growth_step(plan.num_steps) else 1
+    num_depths = len(run.stages(plan.num_steps))
     num_compilations = 0 if run.config.compile is False else num_depths
     download_seconds = TOKEN_BYTES * plan.num_tokens / speed.DOWNLOAD_BYTES_PER_SECOND
     return (speed.estimated_startup_seconds(num_compilations) + download_seconds) / 3600
 
 
-class Part(NamedTuple):
-    """The steps of a run that train as many layers, and their validations.
+def seconds_of(run: Run, plan: BatchPlan, flops_per_second: float) -> list[Ahead]:
+    """Estimate the seconds of training and validation, for each stage of the run.
 
-    FLOPs are those of the GPU that the others wait for.
+    `flops_per_second` are of a process, in training and in validation.
     """
-
-    model: ModelConfig
-    num_steps: int
-    training_flops: float
-    num_validations: int
-    validations_flops: float
-
-    @property
-    def flops(self) -> float:
-        return self.training_flops + self.validations_flops
-
-
-def parts_of(run: Run, plan: BatchPlan) -> list[Part]:
-    """Return the part with few layers, if the run grows, and the one with all."""
-    config, num_steps = run.config, plan.num_steps
     tokens = plan.tokens_per_step / plan.world_size
-    validation_tokens = tokens_per_validation(run, plan)
-
-    def part(model: ModelConfig, steps: int, validations: int) -> Part:
-        return Part(
-            model,
-            steps,
-            steps * tokens * model.flops_per_token,
-            validations,
-            validations * validation_tokens * model.flops_per_token * FORWARD_SHARE,
-        )
-
-    early_steps = config.growth_step(num_steps)
-    num_validations = config.num_validations(num_steps) + config.validate_at_start
-    if not early_steps:
-        return [part(run.model, num_steps, num_validations)]
-    num_late = config.num_validations(num_steps, after=early_steps)
-    return [
-        part(run.first_model(num_steps), early_steps, num_validations - num_late),
-        part(run.model, num_steps - early_steps, num_late),
-    ]
-
-
-def flops_per_token(run: Run, num_steps: int) -> float:
-    """Return the training FLOPs per token, as a mean over a run of so many steps."""
-    early = run.config.growth_step(num_steps) / num_steps
-    small = run.first_model(num_steps).flops_per_token
-    return early * small + (1 - early) * run.model.flops_per_token
+    step = tokens * run.model.flops_per_token / flops_per_second
+    rates = Rates(run.model, step, step * validation_steps(run.config, plan))
+    stages = run.stages(plan.num_steps)
+    found = seconds_ahead(run, plan, stages, rates, first=0, stop=plan.num_steps)
+    if run.config.validate_at_start:
+        slower = stages[0].model.flops_per_token / run.model.flops_per_token
+        first = found[0]
+        found[0] = first._replace(validation=first.validation + slower * rates.validation)
+    return found
 
 
 def flops_of(run: Run, plan: BatchPlan) -> float:
     """Count the FLOPs of training and validation on the GPU that the others wait for."""
-    return sum(part.flops for part in parts_of(run, plan))
+    return sum(map(sum, seconds_of(run, plan, flops_per_second=1.0)))
 
 
-def tokens_per_validation(run: Run, plan: BatchPlan) -> float:
-    """Count the tokens of one validation, of all sets, on the GPU that the others wait for."""
-    sequences = run.config.num_validation_sequences
-    num_microbatches = -(-sequences // plan.microbatch_size)
-    share = 1.0
-    if run.config.validate_on == "all":  # rank 0's: all ranks take whole microbatches
-        share = -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
-    return run.config.num_validation_sets * share * sequences * plan.context_length
+def flops_per_token(run: Run, num_steps: int) -> float:
+    """Return the training FLOPs per token, as a mean over a run of so many steps."""
+    stages = run.stages(num_steps)
+    return sum(len(steps) * model.flops_per_token for model, steps in stages) / num_steps
+
+
+def num_validations(run: Run, plan: BatchPlan) -> int:
+    number = run.config.num_validations(range(plan.num_steps), num_steps=plan.num_steps)
+    return number + run.config.validate_at_start
 
 
 def num_checkpoints(run: Run, plan: BatchPlan) -> int:
     """Return the number of steps after which a run saves a checkpoint."""
-    steps, config = plan.num_steps, run.config
-    intervals = list(filter(None, (config.validation_interval, config.checkpoint_interval)))
-    count = sum(steps // interval for interval in intervals)
-    if len(intervals) == 2:
-        count -= steps // math.lcm(*intervals)  # one checkpoint serves both
-    if growth_step := config.growth_step(steps):
-        count += all(growth_step % interval for interval in intervals)
-    return count + all(steps % interval for interval in intervals)  # the last step is always saved
+    return run.config.num_saves(range(plan.num_steps), num_steps=plan.num_steps)
 
 
 def most_checkpoints(run: Run, plan: BatchPlan) -> int:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,9 +24,10 @@ from processes.command_line import command_line
 from processes.distributed import Process
 from processes.run_lock import release_run
 from reporting.clock import PhaseClock
+from reporting.estimate import Pace
 from reporting.gpus import GPUS, OTHER_PRICES, PRESET_PRICES, Price, find_gpu
 from reporting.summary import RunEnd, summarise
-from run_config import ModelConfig, TrainConfig, load_run
+from run_config import ModelConfig, Stage, TrainConfig, load_run
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded
 from tests.support.runs import thorough_but
@@ -847,29 +847,30 @@ def test_the_plan_of_a_run_uses_an_own_run_and_says_which(workplace, seconds, is
 def test_the_summary_of_a_resumed_run_tells_the_speed_of_its_last_launch(workplace):
     workplace.add_run(model=MODEL.model_dump())
     run = load_run(workplace.runs_dir, "tiny")
-    clock = PhaseClock()
+    clock, plan = PhaseClock(), BatchPlan(8, 1, 8, 1024, 2000)
     clock.resume({"training": 5000.0, "waiting": 1.0}, {})
+    pace = Pace(run, plan, clock)
+    pace.begin(run.stages(2000, first_step=900))
     clock._spent |= {"training": 8.0, "waiting": 2.0}
-    end = RunEnd(
-        first_step=900,
-        global_step=999,
-        stop_reason=None,
-        lacks_validation=False,
-        num_layers=MODEL.n_layers,
-        facts={"machine": MACHINE},
-    )
-    plan = BatchPlan(8, 1, 8, 1024, 2000)
-    run.summary_path.write_text(json.dumps(summarise(run, plan, clock, end, [])))
-    assert read_own(run.run_dir).tokens_per_second == pytest.approx(99 * 65536 / 10)
-    # The model has grown 50 steps ago, or it has one layer yet.
-    clock.measure_from_here()
-    clock._spent |= {"training": 28.0}
-    for num_layers in (MODEL.n_layers, 1):
-        end = replace(end, first_step=949, num_layers=num_layers)
+
+    def summary():
+        end = RunEnd(
+            global_step=999,
+            stop_reason=None,
+            lacks_validation=False,
+            this_launch=pace.this_launch(999),
+            facts={"machine": MACHINE},
+        )
         run.summary_path.write_text(json.dumps(summarise(run, plan, clock, end, [])))
-        found = read_own(run.run_dir)
-        assert found.tokens_per_second == pytest.approx(50 * 65536 / 20)
-        assert found.model == MODEL.with_layers(num_layers)
+        return read_own(run.run_dir)
+
+    assert summary().tokens_per_second == pytest.approx(99 * 65536 / 10)
+    # The model has grown 50 steps ago, or it has one layer yet.
+    for num_layers in (MODEL.n_layers, 1):
+        pace.begin([Stage(MODEL.with_layers(num_layers), range(949, 2000))])
+        clock._spent["training"] += 20.0
+        assert summary().tokens_per_second == pytest.approx(50 * 65536 / 20)
+        assert summary().model == MODEL.with_layers(num_layers)
 
 
 # The length that a budget buys, at a measured speed

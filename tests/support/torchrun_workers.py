@@ -27,7 +27,8 @@ from reporting.gpus import find_gpu
 from run_config import ModelConfig, TrainConfig, load_run
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN
-from trainer import background_saver, loss_functions, measurements, stopping
+from trainer import background_saver, budget, loss_functions, machine_readings
+from trainer.chart_drawing import ChartDrawing
 from trainer.loss_functions import build_training_state
 from trainer.microbatch_trial import random_microbatches
 from trainer.precision import resolve_for_device
@@ -131,7 +132,7 @@ def train_in_fake_time() -> None:
     """Be ddp_train.py with a clock that moves by four milliseconds each time it is read."""
     ticks = itertools.count()
     clock.time = SimpleNamespace(perf_counter=lambda: next(ticks) / 250)
-    stopping.LAST_CHARTS_SECONDS = 0.04  # the end of a launch reads the clock a few times
+    budget.LAST_CHARTS_SECONDS = 0.04  # the end of a launch reads the clock a few times
     background_saver.time = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=time.monotonic)
     PhaseClock.since_process_start = lambda: PhaseClock(since=0.0)
     PhaseClock.total_seconds = lambda _: 0.0  # heartbeats come by real time
@@ -147,8 +148,8 @@ def train_with_gpus() -> None:
     energy = itertools.count(0, 3_600_000_000)  # millijoules
     gpu = H100 | {"nvmlDeviceGetTotalEnergyConsumption": lambda: next(energy)}
     sys.modules["pynvml"] = FakeNvml({"GPU-0": gpu, "GPU-1": H100})
-    measurements.gpu_uuids = lambda _: ["GPU-0", "GPU-1"]
-    measurements.find_gpu = lambda _: find_gpu("H100")
+    machine_readings.gpu_uuids = lambda _: ["GPU-0", "GPU-1"]
+    machine_readings.find_gpu = lambda _: find_gpu("H100")
 
 
 def count_compilations() -> None:
@@ -157,18 +158,18 @@ def count_compilations() -> None:
     loss_functions.torch.compile = lambda function, **options: compile_with(
         function, backend="aot_eager", **options
     )
-    charts, end = ddp_train.Trainer.draw_charts, ddp_train.Trainer.end
+    checkpoint, end = ChartDrawing.checkpoint, ddp_train.Trainer.end
 
-    def charts_and_counts(trainer: ddp_train.Trainer) -> None:
-        charts(trainer)
+    def checkpoint_and_counts(drawing: ChartDrawing) -> None:
+        checkpoint(drawing)
         counts = {kind: dict(counters[kind]) for kind in ("frames", "stats", "graph_break")}
-        trainer.log.say(f"compiled: {json.dumps(counts)}")
+        drawing.log.say(f"compiled: {json.dumps(counts)}")
 
     def end_and_counts(trainer: ddp_train.Trainer, global_step: int) -> None:
         end(trainer, global_step)
         trainer.log.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
 
-    ddp_train.Trainer.draw_charts, ddp_train.Trainer.end = charts_and_counts, end_and_counts
+    ChartDrawing.checkpoint, ddp_train.Trainer.end = checkpoint_and_counts, end_and_counts
 
 
 def name_files_of_a_step() -> None:

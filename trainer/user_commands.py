@@ -1,4 +1,4 @@
-"""What runs beside training: charts, tracker, `--after-checkpoint`; and after it: `--when-done`."""
+"""Commands of the user: `--after-checkpoint` starts one, `--when-done` runs one after the end."""
 
 import gc
 import math
@@ -17,117 +17,15 @@ from basics.checkpoint_files import read_identity
 from basics.errors import FAILED, UserError, drop_unwritable_output, one_line, print_line
 from basics.failpoints import failpoint
 from checkpointing import best_of, list_checkpoints
-from processes import beside
-from processes.beside import LOWEST, POLL_SECONDS, Beside, end_group, environment
+from processes.beside import POLL_SECONDS, end_group, environment
 from processes.command_line import Options
 from processes.distributed import Process
 from processes.signals import Deadlines, stop_signals
-from processes.watchdog import Watchdog
-from reporting.clock import CHART, PhaseClock, nearest_limit
 from reporting.metrics_file import fsync_records
-from reporting.run_log import RunLog
 from reporting.summary import BEHIND, BUDGET, FINISHED, duration, read_summary, record_when_done
-from reporting.tracker import begin_tracking, tracker_process
 from run_config import Run
 
-EXIT_SECONDS = 1.0  # between the end of the last wait and the exit, after a stop signal
-LEAST_COMMAND_SECONDS = 60.0  # for --after-checkpoint where the budget is spent
-CHARTS_FAILED, COMMAND_FAILED = "charts are not up to date", "--after-checkpoint"  # warnings
-LOG = "after-checkpoint.log"  # in the run directory: what the last --after-checkpoint printed
 GRACE_SECONDS = 5.0  # from a stop signal to SIGKILL; torchrun kills its processes after 30
-
-
-class SideProcesses:
-    """Starts these processes, warns of what fails in them, and waits for them at the end. Rank 0.
-
-    Nothing that fails, hangs or is slow there stops training.
-    """
-
-    def __init__(
-        self, run: Run, options: Options, *, log: RunLog, clock: PhaseClock, watchdog: Watchdog
-    ) -> None:
-        self._run, self._starts_over = run, options.fresh
-        self._log, self._clock, self._watchdog = log, clock, watchdog
-        self.charts = Beside("chart", lambda: beside.start_module("reporting.charts", run.run_dir))
-        self.tracker = tracker_process(run)
-        self.after_checkpoint = after_checkpoint(options.after_checkpoint, run)
-        self._tracker_failed = f"tracker {run.config.tracker}"  # how a warning of it begins
-
-    def track(self) -> None:
-        """Start the tracker, once the records of steps that are repeated are gone."""
-        if self._run.config.tracker != "none":
-            try:
-                begin_tracking(self._run, starts_over=self._starts_over)
-                self.tracker.start()
-            except OSError as error:
-                self._log.warn(self._tracker_failed, str(error))
-
-    def draw_charts(self) -> None:
-        """Start to draw the charts, and the tracker again if it has failed."""
-        with self._clock.phase(CHART):
-            self.charts.start()
-            self.tracker.start()
-
-    def warn(self) -> None:
-        self._log.warn(CHARTS_FAILED, self.charts.pop_failure())
-        self._log.warn(self._tracker_failed, self.tracker.pop_failure())
-        self._log.warn(COMMAND_FAILED, self.after_checkpoint.pop_failure())
-
-    def finish_charts(self) -> None:
-        with self._clock.phase(CHART):
-            failure = self.charts.finish(
-                self._until(self._watchdog.deadlines.charts), heartbeat=self._watchdog.heartbeat
-            )
-        self._log.warn(CHARTS_FAILED, failure)
-
-    def finish(self) -> str:
-        """Wait for all, once the summary is written, whose figures are the tracker's last ones.
-
-        After a stop signal all share the time that is left until the exit; the command is first.
-        Returns what failed in --after-checkpoint; after a stop signal that is only a warning.
-        """
-        watchdog, deadlines = self._watchdog, self._watchdog.deadlines
-        tracker_until = self._until(deadlines.tracker)
-        command_until = self._until(deadlines.after_checkpoint, least=LEAST_COMMAND_SECONDS)
-        self.after_checkpoint.start()
-        failure = self.after_checkpoint.finish(
-            lambda: (
-                watchdog.stop_by - deadlines.after_command
-                if watchdog.stop_signal
-                else command_until()
-            ),
-            heartbeat=watchdog.heartbeat,
-        )
-        if watchdog.stop_signal:
-            self._log.warn(COMMAND_FAILED, failure)
-            failure = ""
-            self.finish_charts()
-        self._log.warn(
-            self._tracker_failed, self.tracker.finish(tracker_until, heartbeat=watchdog.heartbeat)
-        )
-        return failure
-
-    def _until(self, seconds: float, *, least: float = 0.0) -> Callable[[], float]:
-        """Return when a wait ends that begins now, after a stop signal or within the budget."""
-        began, watchdog = time.monotonic(), self._watchdog
-        left, _ = nearest_limit(self._run.config, self._clock)
-        planned = began + min(seconds, max(least, left))
-        stopped = began + min(seconds, watchdog.deadlines.after_command)
-        return lambda: (
-            min(stopped, watchdog.stop_by - EXIT_SECONDS) if (watchdog.stop_signal) else planned
-        )
-
-
-def after_checkpoint(command: str | None, run: Run) -> Beside:
-    def launch() -> subprocess.Popen[bytes]:
-        with (run.run_dir / LOG).open("w") as output:
-            return start_command(command or "", run_facts(run), output, priority=LOWEST)
-
-    return Beside(
-        "after-checkpoint",
-        launch if command else None,
-        advice=f"; {run.run_dir / LOG} has its output",
-    )
 
 
 def command_failed(name: str, how: str, status: int = FAILED) -> UserError:
