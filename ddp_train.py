@@ -579,6 +579,7 @@ class Trainer:
         # A launch that ends early has averaged fewer steps: its loss compares with no other.
         decides_best = not config.validates and is_due
         with clock.phase(CHECKPOINT):
+            seconds, usd = clock.spent()
             self.saver.save(
                 self.state,
                 CheckpointMeta(
@@ -587,8 +588,8 @@ class Trainer:
                     tokens=(global_step + 1) * launch.plan.tokens_per_step,
                     loss=train_loss if decides_best else None,
                     train_loss=train_loss,
-                    seconds=clock.read(),
-                    usd=clock.usd(),
+                    seconds=seconds,
+                    usd=usd,
                     optimizer=config.optimizer,
                     code=self.code,
                     tokenizer=launch.data.tokenizer_name,
@@ -630,13 +631,9 @@ class Trainer:
             observer.validation(report)
         # After the samples: the time left counts them too, with each validation to come.
         self.log.report_validation(report, results, phase.seconds)
-        self.saver.add_validation(
-            Validation(
-                loss=finite_or_none(results[0].loss),  # of the set that decides `best`
-                seconds=clock.read(),
-                usd=clock.usd(),
-            )
-        )
+        loss = finite_or_none(results[0].loss)  # of the set that decides `best`
+        seconds, usd = clock.spent()
+        self.saver.add_validation(Validation(loss=loss, seconds=seconds, usd=usd))
 
     def validate_initial_weights(self) -> None:
         """Record the validation losses before the first step. Every rank."""

@@ -136,10 +136,7 @@ class PhaseClock:
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase, over all launches."""
-        return {
-            phase: self._earlier_seconds[phase] + seconds
-            for phase, seconds in self.read_this_launch().items()
-        }
+        return self.spent()[0]
 
     def read_this_launch(self) -> dict[str, float]:
         self.enter(self.current)
@@ -147,12 +144,17 @@ class PhaseClock:
 
     def usd(self) -> dict[str, float]:
         """Return the dollars of each phase, over all launches; empty if no price was ever set."""
-        if self.usd_per_hour is None:
-            return {}
-        return {
-            phase: self._earlier_usd.get(phase, 0.0) + seconds / 3600 * self.usd_per_hour
-            for phase, seconds in self.read_this_launch().items()
-        }
+        return self.spent()[1]
+
+    def spent(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the seconds and the dollars of each phase, as of one moment."""
+        seconds, usd = {}, {}
+        for phase, of_launch in self.read_this_launch().items():
+            seconds[phase] = self._earlier_seconds[phase] + of_launch
+            if self.usd_per_hour is not None:
+                earlier = self._earlier_usd.get(phase, 0.0)
+                usd[phase] = earlier + of_launch / 3600 * self.usd_per_hour
+        return seconds, usd
 
     def export_to_children(self) -> None:
         os.environ[SPENT_VARIABLE] = json.dumps(self.read_this_launch())

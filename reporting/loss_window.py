@@ -85,7 +85,7 @@ class LossWindow:
         values[0] /= dist.get_world_size()  # the norms are the same on every rank
         on_host = values.to("cpu", non_blocking=True)  # in pinned memory
         ended = DeviceTime(self._device)
-        window = Window(global_step, self._filled, learning_rate, clock.read(), clock.usd())
+        window = Window(global_step, self._filled, learning_rate, *clock.spent())
         self._closed.append((window, on_host, self._times, ended))
         self._times = [ended]
         self._filled = 0

@@ -229,8 +229,7 @@ class RunLog:
         """Add a record to `metrics.jsonl`, with what was spent at the end of a window, or now."""
         if not self.is_active:
             return
-        spent = self.clock.read() if window is None else window.seconds
-        usd = self.clock.usd() if window is None else window.usd
+        spent, usd = self.clock.spent() if window is None else (window.seconds, window.usd)
         was_behind = bool(self._unwritten)
         record = {
             "global_step": global_step,

@@ -88,8 +88,8 @@ def last_of_sets(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _spent(clock: PhaseClock) -> dict[str, Any]:
-    usd = clock.usd()
-    return {"seconds": clock.read(), "usd": usd | {"total": sum(usd.values())} if usd else None}
+    seconds, usd = clock.spent()
+    return {"seconds": seconds, "usd": usd | {"total": sum(usd.values())} if usd else None}
 
 
 def write_status(

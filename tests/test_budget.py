@@ -541,11 +541,11 @@ def test_dollars_are_shown_recorded_and_split(workplace):
     workplace.add_dataset()
     output = succeeded(workplace.torchrun(2, "tiny", "--usd-per-hour", str(PRICE))).stdout
     for record in read_lines(run_dir / "metrics.jsonl"):
-        assert record["usd"] == pytest.approx(record["seconds"] * 10, rel=0.02)
+        assert record["usd"] == pytest.approx(record["seconds"] * 10, abs=0.01)
     summary = summary_of(run_dir)
     total = summary["usd"].pop("total")
     assert summary["usd"] == pytest.approx(
-        {phase: 10 * seconds for phase, seconds in summary["seconds"].items()}, abs=1
+        {phase: 10 * seconds for phase, seconds in summary["seconds"].items()}
     )
     assert sum(summary["usd"].values()) == pytest.approx(total)
     assert {phase for phase, usd in summary["usd"].items() if usd} >= {
@@ -560,14 +560,13 @@ def test_dollars_are_shown_recorded_and_split(workplace):
     assert re.search(r"^machine up \d+:\d\d:\d\d, US\$[\d.,]+ for all that", output, re.MULTILINE)
     first, last = read_uses(run_dir)  # from the launch's start, and from its end
     assert last.until - last.began == pytest.approx(sum(summary["seconds"].values()), abs=3)
-    assert last.began == pytest.approx(first.began, abs=0.1) and first.until < last.until
+    assert last.began == pytest.approx(first.began, abs=3) and first.until < last.until
     assert last.usd_per_hour == PRICE
     (line,) = re.findall(r"^step 5/12 .*tok/s \| .*", output, re.MULTILINE)
     reports = [one for one in read_lines(run_dir / "metrics.jsonl") if "seconds_left" in one]
     first = reports[0]
     left = first["usd_at_end"] - first["usd"]
-    # Here and below: time and dollars are read one after the other, and a cent is a millisecond.
-    assert left == pytest.approx(10 * first["seconds_left"], abs=0.5) and left > 0
+    assert left == pytest.approx(10 * first["seconds_left"], abs=0.02) and left > 0
     assert line.endswith(
         f" | ${dollars(first['usd'])} of ${dollars(first['usd_at_end'])}"
         f" | {duration(first['seconds_left'])} left"
@@ -575,7 +574,8 @@ def test_dollars_are_shown_recorded_and_split(workplace):
     # The last report has a validation to come; after that nothing is left.
     *_, before, after = reports
     assert before["seconds_left"] > 0 == after["seconds_left"]
-    assert len(reports) == 6 and after["usd_at_end"] == pytest.approx(after["usd"], abs=0.5)
+    # The dollars of the end are of a moment before those of the record: at ten a second.
+    assert len(reports) == 6 and after["usd_at_end"] == pytest.approx(after["usd"], abs=5)
 
 
 def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(workplace):
@@ -595,7 +595,7 @@ def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(workplac
         if not validated:
             validated = read_lines(next(run_dir.glob("checkpoints/*-4/validation.json")))[0]
             assert sum(validated["usd"].values()) == pytest.approx(
-                10 * sum(validated["seconds"].values()), rel=0.05
+                10 * sum(validated["seconds"].values())
             )
     # The first launch ended in order, so nothing of it is lost for the second one.
     earlier, later, summary = summaries
@@ -604,10 +604,10 @@ def test_a_resumed_run_adds_the_cost_of_each_launch_and_of_undone_steps(workplac
         assert later["seconds"][phase] >= spent, phase
     totals = [(sum(each["seconds"].values()), each["usd"]["total"]) for each in summaries]
     (first, first_usd), (second, second_usd), (third, third_usd) = totals
-    assert second_usd == pytest.approx(first_usd + second - first, rel=0.02)
-    assert third_usd == pytest.approx(second_usd + 10 * (third - second), rel=0.02)
+    assert second_usd == pytest.approx(first_usd + second - first)
+    assert third_usd == pytest.approx(second_usd + 10 * (third - second))
     lost = second - sum(validated["seconds"].values())
-    assert summary["seconds"]["lost"] == pytest.approx(lost, rel=0.01) and lost > 0
+    assert summary["seconds"]["lost"] == pytest.approx(lost) and lost > 0
     output = succeeded(workplace.torchrun(1, "tiny", "--fresh", "--max-steps", "5")).stdout
     assert summary_of(run_dir)["seconds"]["lost"] == 0 and summary_of(run_dir)["usd"] is None
     assert "$" not in output.split("sample:")[0]

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -76,7 +77,7 @@ def test_a_log_on_a_full_disk_ends_no_run(workplace, run_dir, tmp_path):
     process, _ = start_forked(
         "ddp_train.py", workplace.arguments("tiny"), num_processes=2, folder=folder
     )
-    process.join(timeout=60)
+    process.join(timeout=200)
     assert process.exitcode == 0
     summary = summary_of(run_dir)
     assert (summary["status"], summary["global_step"]) == ("finished", 11)
@@ -323,6 +324,24 @@ def test_time_that_only_a_heartbeat_tells_is_lost_and_has_the_present_price(now)
     now.seconds += 10
     assert clock.read()["lost"] == 1800 and clock.usd()["lost"] == 20
     assert clock.total_seconds() == 5410 == sum(clock.read().values())
+
+
+def test_the_seconds_and_dollars_of_a_record_are_of_one_moment(workplace, run_dir, group):
+    clock = PhaseClock(since=0.0)
+    clock._now, clock.usd_per_hour = count(1.0).__next__, 3600.0  # it moves whenever it is read
+    run = load_run(workplace.runs_dir, "tiny")
+    plan, comparison = BatchPlan(1, 1, 2, 16, 1000), ReferenceComparison(None, run.config)
+    log = RunLog(run, plan, None, None, clock=clock, comparison=comparison, is_active=True)
+    log.record(4, {})
+    log.write_status("running", None)
+    (record,) = read_lines(run.metrics_path)
+    assert record["usd"] == record["seconds"] > 0
+    summary = summary_of(run_dir)
+    assert summary["usd"]["total"] == sum(summary["seconds"].values())
+    window = LossWindow(CPU)
+    window.add(torch.tensor(3.0), torch.tensor(1.0))
+    (closed,) = window.close(4, 0.1, clock, waits=True)
+    assert closed.usd == closed.seconds
 
 
 def test_the_launchers_seconds_are_counted_once(now, monkeypatch):
