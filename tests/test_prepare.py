@@ -498,14 +498,13 @@ def test_after_kills_the_same_command_continues_to_the_same_bytes(
     corpus, prepared, tmp_path, request
 ):
     out = tmp_path / "out"
-    kills = [5]  # journals that are waited for, of 18
+    kills = [9]  # journals that are waited for, of 18
     if request.config.getoption("--thorough"):
         corpus, prepared, kills = tmp_path / "source", tmp_path / "whole", [1] * 30
         build_corpus(corpus, 8 * 10**6, num_files=3)
         prepare_dataset(find_source(corpus), prepared, PrepareOptions())
     for num_journals in kills:
-        process = start([*SLOW_COMMAND, str(corpus), str(out), "--workers", "2"], pause=0.05)
-        wait_for_journals(out, num_journals)
+        process = start_until_journal(num_journals, tmp_path, str(corpus), str(out))
         time.sleep(random.uniform(0, 0.2))
         process.kill()
         assert process.wait() == -signal.SIGKILL
@@ -516,39 +515,29 @@ def test_after_kills_the_same_command_continues_to_the_same_bytes(
     assert not list(tmp_path.glob(".*")), "an unfinished directory was left behind"
 
 
-def start(command, pause=0.3):
-    """Start a slow preparation that can be interrupted with Ctrl-C."""
-    return subprocess.Popen(
-        command,
+def start_until_journal(number, folder, *arguments):
+    """Start a preparation that can be interrupted with Ctrl-C; return after so many journals.
+
+    It goes on, but at most for two more.
+    """
+    journals = folder / "journals"
+    journals.write_text("")
+    process = subprocess.Popen(
+        [*SLOW_COMMAND, *arguments, "--workers", "2"],
         cwd=PROJECT_DIR,
-        env=os.environ | {"PAUSE_SECONDS": str(pause)},
+        env=os.environ | {"JOURNALS": str(journals), "LAST_JOURNAL": str(number + 2)},
         text=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-
-
-def wait_for_journals(out, number):
-    """Wait until the journal has been written so many times more."""
-    seen = {journal_time(out)}
-
-    def is_written():
-        seen.add(journal_time(out))
-        return len(seen) > number
-
-    wait_until(is_written)
-
-
-def journal_time(out):
-    path = Journal(out).path
-    return path.stat().st_mtime_ns if path.exists() else 0
+    wait_until(lambda: journals.stat().st_size >= number)
+    return process
 
 
 def test_ctrl_c_is_one_line_and_leaves_no_process(corpus, tmp_path):
-    process = start([*SLOW_COMMAND, str(corpus), str(tmp_path / "out"), "--workers", "2"])
-    wait_for_journals(tmp_path / "out", 1)
+    process = start_until_journal(1, tmp_path, str(corpus), str(tmp_path / "out"))
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -182,15 +182,21 @@ def die(*_: object) -> None:
 def prepare_slowly() -> None:
     """Be prepare_dataset.py with small tasks, slow, or with a worker that dies.
 
-    The environment variable PAUSE_SECONDS holds a pause after each journal, in which a test can
-    stop the command; if WORKER_DIES is set, each worker exits at its first task.
+    The environment variable JOURNALS holds a file that gets a byte after each journal, and
+    LAST_JOURNAL the number of the journal after which the command waits until a test stops it; if
+    WORKER_DIES is set, each worker exits at its first task.
     """
     pipeline.TASK_BYTES = pipeline.JOURNAL_BYTES = 2**16
     save = journal.Journal.save
 
     def slow_save(self: journal.Journal, *arguments: Any) -> None:
         save(self, *arguments)
-        time.sleep(float(os.environ.get("PAUSE_SECONDS", "0")))
+        if "JOURNALS" in os.environ:
+            journals = Path(os.environ["JOURNALS"])
+            with journals.open("a") as file:
+                file.write(".")
+            is_last = journals.stat().st_size == int(os.environ["LAST_JOURNAL"])
+            time.sleep(3600 if is_last else 0.05)
 
     journal.Journal.save = slow_save
     if "WORKER_DIES" in os.environ:
