@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,8 +27,8 @@ from processes.beside import THREADS
 from processes.command_line import command_line
 from processes.distributed import Process, end_torchrun, share_cpu_cores, this_process
 from run_config import TrainConfig, load_run
-from tests.support.runs import summary_of, wait_for, wait_until
-from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, Workplace
+from tests.support.runs import summary_of, wait_for
+from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, Workplace, hold_port
 from tokens.batches import open_run_data
 from trainer import startup
 
@@ -201,11 +200,10 @@ def machine(tmp_path):
     workplace.add_run(train={"min_train_tokens": 3000})
     (tmp_path / "ddp_train.py").symlink_to(PROJECT_DIR / "ddp_train.py")
     shutil.copytree(LAUNCH_DIR, tmp_path / "launch")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    taken, port = hold_port()
     for script in ("slurm.sbatch", "two-hosts.sh"):  # other tests may run on this machine
         path = tmp_path / "launch" / script
-        path.write_text(path.read_text().replace("29400", port))
+        path.write_text(path.read_text().replace("29400", str(port)))
     commands = tmp_path / "commands"
     commands.mkdir()
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -220,7 +218,8 @@ def machine(tmp_path):
         (commands / name).write_text(f"#!/bin/bash\n{body}\n")
         (commands / name).chmod(0o755)
     (tmp_path / "copies").mkdir()  # where the bucket is mounted
-    return workplace, os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
+    with taken:
+        yield workplace, os.environ | {"PATH": f"{commands}:{os.environ['PATH']}"}
 
 
 def test_a_launch_is_of_this_machine_and_leaves_no_directory_for_logs(monkeypatch, tmp_path):
@@ -335,7 +334,6 @@ def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs():
         assert str(place).startswith(f"{task['volumes'][0]['path']}/")
 
 
-@pytest.mark.timeout(600)  # two processes import torch, which a busy machine makes slow
 def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(machine):
     workplace, environment = machine
     environment |= {
@@ -351,9 +349,9 @@ def test_a_slurm_job_saves_and_is_requeued_before_its_time_limit(machine):
         env=environment,
         cwd=workplace.root,
     )
-    wait_until((workplace.runs_dir / "tiny/checkpoints/latest").exists, seconds=400)
+    wait_for(workplace.runs_dir / "tiny/checkpoints/latest")
     process.send_signal(signal.SIGUSR1)  # from Slurm
-    assert process.wait(timeout=100) != 0
+    assert process.wait(timeout=200) != 0
     assert summary_of(workplace.runs_dir / "tiny")["reason"] == "SIGUSR1"
     calls = (workplace.root / "scontrol.calls").read_text().splitlines()
     assert calls == ["show hostnames localhost", "requeue 7"]
@@ -370,7 +368,7 @@ def test_a_preempted_job_resumes_with_the_same_command(machine, way, number):
     process = subprocess.Popen(command, env=slowly, cwd=workplace.root)
     wait_for(workplace.runs_dir / "tiny/checkpoints/latest")
     process.send_signal(number)  # the notice
-    assert process.wait(timeout=100) == (1 if way == "two-hosts" else 128 + number)
+    assert process.wait(timeout=200) == (1 if way == "two-hosts" else 128 + number)
     summary = summary_of(workplace.runs_dir / "tiny")
     assert (summary["status"], summary["reason"]) == ("stopped", signal.Signals(number).name)
     assert subprocess.run(command, env=environment, cwd=workplace.root).returncode == 0

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from tests.support.workplace import (
     Workplace,
     children_of,
     ended,
+    hold_port,
     start_forked,
     succeeded,
 )
@@ -50,9 +50,7 @@ class Cluster:
             node.add_dataset()
 
     def start(self, run="tiny", *, environment=None, max_restarts=0):
-        with socket.socket() as taken:  # the system gives this port to no other process
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
+        self.taken, port = hold_port()  # to the end of the agents
         self.started = []
         for name, datasets_dir in zip(NODES, self.datasets_dirs, strict=True):
             folder = self.runs.root / f"output-{name}-{time.monotonic_ns()}"
@@ -80,7 +78,9 @@ class Cluster:
             )
 
     def end(self):
-        return [ended(*started) for started in self.started]
+        results = [ended(*started) for started in self.started]
+        self.taken.close()
+        return results
 
     def train(self, run="tiny", **options):
         self.start(run, **options)

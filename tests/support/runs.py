@@ -103,7 +103,7 @@ def summary_of(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def wait_until(holds: Callable[[], object], *, seconds: float = 120) -> None:
+def wait_until(holds: Callable[[], object], *, seconds: float = 400) -> None:
     """Wait until something holds; fail if it does not in time."""
     until = time.monotonic() + seconds
     while not holds():

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -384,6 +385,17 @@ class DrawnHere(contextlib.nullcontext):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(self)
         charts.draw_charts(run_dir, read_metrics(run_dir / "metrics.jsonl"))
+
+
+def hold_port() -> tuple[socket.socket, int]:
+    """Return a socket and its port, on which a server can listen that asks for this port.
+
+    Until the socket is closed, the system gives the port to no process that asks for any.
+    """
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    taken.bind(("127.0.0.1", 0))
+    return taken, taken.getsockname()[1]
 
 
 @contextlib.contextmanager
