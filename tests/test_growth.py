@@ -213,10 +213,11 @@ def test_stopped_before_at_and_after_the_growth_it_ends_bit_for_bit_the_same(gro
 def test_the_number_of_processes_does_not_change_a_grown_model(grown, num_processes):
     workplace = grown[0]
     name = f"on-{num_processes}"
-    train = SHARED | {"checkpoint_interval": None, "hang_timeout_seconds": 4.0}
+    train, slow = SHARED | {"checkpoint_interval": None}, {}
+    if num_processes == 1:  # all layers may take longer to compile than a hang is waited for
+        train |= {"hang_timeout_seconds": 6.0}
+        slow = {VARIABLE: "compile:slow:seconds=8:hit=2"}
     run_dir = workplace.add_run(name, model=DEEP, train=train)
-    # All layers may take longer to compile than a hang is waited for.
-    slow = {VARIABLE: "compile:slow:seconds=6:hit=2"} if num_processes == 1 else {}
     succeeded(workplace.torchrun(num_processes, name, **slow))
     reports = [r["global_step"] for r in metrics_of(run_dir) if "train_loss" in r]
     assert reports == [4, 5, 9, 11]  # at validations, and none is of two depths

@@ -534,7 +534,7 @@ def train(workplace, fault, environment):
 
 def assert_ends(process, run_dir, status):
     """Wait for the end of a run and of all processes that it has started."""
-    process.join(timeout=90)
+    process.join(timeout=200)
     assert process.exitcode == status  # None if it still runs
     with suppress(ProcessLookupError):
         wait_until(lambda: os.killpg(process.pid, 0))  # none of its group is left
@@ -581,7 +581,7 @@ def test_a_hang_of_all_ranks_before_the_first_step_is_reported_with_status_5(wor
 
 def slow_save(hit):
     return ";".join(
-        f"save.{place}:slow:hit={hit}:seconds=1.2"
+        f"save.{place}:slow:hit={hit}:seconds=1.6"
         for place in ("meta", "weights", "optimizer", "manifest")
     )
 
@@ -593,7 +593,7 @@ def slow_save(hit):
 )
 def test_a_save_that_makes_progress_may_take_longer_than_the_hang_timeout(workplace, faults):
     workplace.add_dataset()
-    settings = {"hang_timeout_seconds": 4.0, "collective_timeout_seconds": 5.0}
+    settings = {"hang_timeout_seconds": 6.0, "collective_timeout_seconds": 6.0}
     run_dir = workplace.add_run(train=settings)
     succeeded(with_fault(workplace, faults))
     summary = summary_of(run_dir)

@@ -21,7 +21,13 @@ from tests.support.runs import (
 )
 from tests.support.workplace import succeeded
 
-SETTINGS = {"hang_timeout_seconds": 8.0, "collective_timeout_seconds": 6.0, "validate_on": "all"}
+# Seconds apart from each other, which a busy machine may take for the rest of a step.
+HANG_SECONDS, SLOW_SECONDS, COLLECTIVE_SECONDS = 14.0, 9.0, 6.0
+SETTINGS = {
+    "hang_timeout_seconds": HANG_SECONDS,
+    "collective_timeout_seconds": COLLECTIVE_SECONDS,
+    "validate_on": "all",
+}
 FAULTS = {
     "raise": "raise",
     "oom": "oom",
@@ -29,7 +35,7 @@ FAULTS = {
     "exit": "exit",
     "hang": "hang",
     "full disk": "full",
-    "longer than a collective waits": "slow:seconds=7",
+    "longer than a collective waits": f"slow:seconds={SLOW_SECONDS}",
     "signal": "signal:number=15",
 }
 # The second validation, checkpoint and chart. Only rank 0 saves and charts: while it does so,
@@ -79,7 +85,7 @@ ELSEWHERE = {
 }
 # Seconds from the fault to the end of all processes, checked with --thorough: 10, and a hang its
 # timeout more; twice that on a busy machine.
-PATIENCE, HANG_PATIENCE = 2 * 10.0, 2 * (8.0 + 10.0)
+PATIENCE, HANG_PATIENCE = 2 * 10.0, 2 * (HANG_SECONDS + 10.0)
 
 
 @pytest.fixture(scope="module")

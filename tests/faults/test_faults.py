@@ -201,10 +201,10 @@ def test_a_signal_to_one_process_ends_a_torchrun_that_restarts_failed_ones(
         max_restarts=2,
         environment={
             MARKS: str(tmp_path / "marks"),
-            VARIABLE: f"{place}:signal:number=15:rank=1:hit=1;train:slow:seconds=0.05",
+            VARIABLE: f"{place}:signal:number=15:rank=1:hit=1;{SLOW_AT_THE_END.format(0.05)}",
         },
     )
-    process.join(timeout=60)
+    process.join(timeout=200)
     assert process.exitcode == 1
     signals = [line for line in (tmp_path / "marks").read_text().splitlines() if "signal" in line]
     assert len(signals) == 1  # nothing was restarted
@@ -242,7 +242,7 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint(
     wait_for(run_dir / "checkpoints/latest")
     for descriptor in (its_end, terminal):
         os.close(descriptor)  # SIGHUP; what is written from now on fails
-    process.join(timeout=60)
+    process.join(timeout=200)
     assert process.exitcode == (1 if num_processes else 129)
     summary = summary_of(run_dir)
     assert (summary["status"], summary["reason"]) == ("stopped", "SIGHUP")
@@ -321,13 +321,13 @@ def test_a_run_that_ends_with_a_validation_that_is_not_finite_has_failed(workpla
 def test_a_second_launch_is_refused_and_names_the_first(workplace, run_dir):
     """While it is slow, but not to be taken for hung; what only reads takes no lock."""
     train_path = run_dir / "train.json"
-    settings = json.loads(train_path.read_text()) | {"hang_timeout_seconds": 600.0}
-    train_path.write_text(json.dumps(settings))
+    patient = {"hang_timeout_seconds": 600.0, "collective_timeout_seconds": 600.0}
+    train_path.write_text(json.dumps(json.loads(train_path.read_text()) | patient))
     first, _ = start_forked(
         "ddp_train.py",
         workplace.arguments("tiny"),
         num_processes=2,
-        environment={VARIABLE: "train:slow:rank=0:hit=4:seconds=60"},
+        environment={VARIABLE: "train:hang:rank=0:hit=4"},
     )
     wait_for(run_dir / "heartbeat.json")
     pid = json.loads((run_dir / "heartbeat.json").read_text())["pid"]
@@ -335,7 +335,7 @@ def test_a_second_launch_is_refused_and_names_the_first(workplace, run_dir):
         [sys.executable, str(PROJECT_DIR / "ddp_train.py"), *workplace.arguments("tiny")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert second.returncode == 2 and second.stderr.count("\n") == 1
     assert f"another launch is training this run: process {pid} on " in second.stderr
