@@ -37,6 +37,7 @@ from lab.__main__ import MODULES
 from processes.command_line import check_before_torch
 from processes.distributed import num_gpus
 from tests.support.lab_cli import run_lab
+from tests.support.runs import with_deadlines
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import PROJECT_DIR, run_command
 
@@ -286,19 +287,24 @@ def test_an_old_python_gets_its_line_before_what_it_cannot_read_is_imported():
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT_DIR).returncode == 0
 
 
-# Is torchrun: starts two processes, one of which gets a stop signal; says whether it was ended.
+# Is torchrun: starts two processes, the second of which gets a stop signal once the first one works
+# or has failed; waits for it, and says whether it was ended.
 TORCHRUN = """
-import os, signal, sys, time
+import os, signal, sys
 from basics.entry_points import _end_with_torchrun
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+reader, writer = os.pipe()
 for number in range(2):
-    if os.fork() == 0:
+    process = os.fork()
+    if not process:
+        os.close(writer)
         if number == int(sys.argv[1]):
-            os._exit(0)  # a process that has failed
-        time.sleep(0.5)
-        _end_with_torchrun(os.getppid(), signal.SIGTERM) if number else time.sleep(5)
-os.wait() if int(sys.argv[1]) == 0 else None
-time.sleep(3)
+            os._exit(0)
+        _end_with_torchrun(os.getppid(), signal.SIGTERM) if number else os.read(reader, 1)
+        os._exit(0)
+    if number == int(sys.argv[1]):
+        os.waitpid(process, 0)
+os.waitpid(process, 0)
 os._exit(0)
 """
 
@@ -357,7 +363,8 @@ def test_a_user_without_a_name_or_a_home_trains(workplace):
         capture_output=True,
         text=True,
         cwd=PROJECT_DIR,
-        env={"PATH": os.environ["PATH"], "HOME": "/proc", "TMPDIR": str(workplace.root)},
+        env={"PATH": os.environ["PATH"], "HOME": "/proc", "TMPDIR": str(workplace.root)}
+        | with_deadlines(charts=200),  # drawn at the lowest priority, beside other tests
     )
     assert result.returncode == 0, result.stderr
     assert result.stderr == "" and (run_dir / "loss-chart.png").exists()

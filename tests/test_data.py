@@ -8,7 +8,6 @@ import os
 import re
 import tempfile
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -235,7 +234,7 @@ def test_read_ahead_keeps_the_order_and_reads_one_microbatch_ahead(tmp_path):
     data.token_file.read = watched
     batches = read_ahead(data, [4, 0, 2], device=CPU)
     first = next(batches)
-    assert second_read.wait(timeout=10), "the second microbatch is not read while the first is used"
+    assert second_read.wait(timeout=60), "the second microbatch is not read while the first is used"
     found = [first, *batches]
     assert [batch.token_ids[0, 0].item() for batch in found] == [32, 0, 16]
     assert [batch.index for batch in found] == [4, 0, 2]
@@ -443,11 +442,13 @@ def test_a_vocabulary_that_cannot_be_fetched_is_one_line(
         without_the_package[f"{tokenizer.GPT2_FILES}encoder.json"] = b"{}"
     else:
         monkeypatch.setattr(tokenizer, "FETCH_SECONDS", 0.1)
-        monkeypatch.setattr(tiktoken_load, "read_file", lambda _: time.sleep(1))
+        monkeypatch.setattr(tiktoken_load, "read_file", lambda _: test_ends.wait(60))
+    test_ends = threading.Event()
     for use in (load_tokenizer, choose_tokenizer):
         with pytest.raises(UserError, match="GPT-2's vocabulary cannot be fetched") as caught:
             use("gpt2")
         assert "uv sync --extra offline" in caught.value.line() and caught.value.status == FAILED
+    test_ends.set()
 
 
 @functools.cache

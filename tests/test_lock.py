@@ -104,10 +104,11 @@ def test_a_launch_waits_until_the_processes_of_an_earlier_one_have_ended(
     orphan.kill()
     orphan.wait()
     monkeypatch.setattr(run_lock, "print_line", said.append)
-    for name, value in with_deadlines(orphans=1).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LockedError, match=f"another launch .*: process {rank_0} on .*; stop it"):
-        lock_run(run_dir)
+    with monkeypatch.context() as patch:
+        for name, value in with_deadlines(orphans=1).items():
+            patch.setenv(name, value)
+        with pytest.raises(LockedError, match=f"another launch .*: process {rank_0} on .*; stop"):
+            lock_run(run_dir)
     assert len(said) == 1 and said[0].startswith(
         f"{run_dir}: waiting for another launch to end: process {rank_0} on "
     )

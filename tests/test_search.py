@@ -367,7 +367,7 @@ def test_a_search_on_real_memory_with_two_processes(workplace):
     assert f"\nlargest microbatch: {largest}\n" in result.stdout and largest > 1
     assert results[largest + 1] is False
     (use,) = read_uses(workplace.runs_dir / "tiny")  # the machine's time, and nothing else
-    assert use.kind == "search" and use.until - use.began > 1
+    assert use.kind == "search" and use.until > use.began
     (workplace.runs_dir / "tiny/machine-time.jsonl").unlink()
     assert workplace.files() == before
 

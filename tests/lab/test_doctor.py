@@ -210,14 +210,14 @@ def test_an_all_reduce_that_hangs_or_fails_is_one_line(monkeypatch, capsys):
         raise SystemExit(status)
 
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr("sys.argv", ["all_reduce", "0.1"])
     monkeypatch.setattr(os, "_exit", leave)
     for name in ("end_with_torchrun", "open_torchrun_store", "share_cpu_cores", "this_process"):
         monkeypatch.setattr(all_reduce, name, lambda *_: None)
-    for work, failure in (
-        (lambda *_: threading.Event().wait(30), "has not ended within 0.1 s"),
-        (lambda *_: 1 / 0, "rank 0: ZeroDivisionError: division by zero"),
+    for work, limit, failure in (
+        (lambda *_: threading.Event().wait(30), "0.1", "has not ended within 0.1 s"),
+        (lambda *_: 1 / 0, "60", "rank 0: ZeroDivisionError: division by zero"),
     ):
+        monkeypatch.setattr("sys.argv", ["all_reduce", limit])
         monkeypatch.setattr(all_reduce, "measure", work)
         with pytest.raises(SystemExit, match="1"):
             all_reduce.main()

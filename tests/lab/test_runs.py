@@ -150,7 +150,7 @@ def test_every_command_tells_the_same_time_and_money(runs_dir):
     ("summary", "heartbeat", "written", "status"),
     [
         ({"status": "running", "num_steps": 200}, 0, 0, "running"),
-        ({"status": "running"}, 75, 0, "no heartbeat"),
+        ({"status": "running"}, 70, 0, "no heartbeat"),
         ({"status": "running", "num_steps": 200}, None, 0, "running"),
         ({"status": "running"}, None, 7200, "running when last written"),
         ({"status": "stopped", "reason": "SIGTERM"}, 0, 0, "stopped"),
