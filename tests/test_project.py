@@ -26,6 +26,7 @@ from run_config import ModelConfig, TrainConfig, with_defaults
 from tests.support.deliberate_faults import project_files
 from tests.support.hub_server import Hub, serving
 from tests.support.optional import package
+from tests.support.runs import with_deadlines
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_MODEL,
@@ -163,7 +164,8 @@ def test_every_command_of_the_readme_is_in_the_list_of_this_file():
 @pytest.mark.timeout(900)  # four commands import torch, which a busy machine makes slow
 def test_the_quick_start_works(checkout):
     """Train, sample, evaluate, compare and export the demo; load it with transformers."""
-    result = succeeded(run_in(checkout, TRAIN_DEMO))
+    # Charts are drawn at the lowest priority, beside other tests.
+    result = succeeded(run_in(checkout, TRAIN_DEMO, **with_deadlines(charts=200)))
     assert "sample:" in result.stdout
     check_transcript(result.stdout)
     assert (checkout / "datasets/python-stdlib/train.safetensors").is_file()

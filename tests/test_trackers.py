@@ -241,7 +241,7 @@ def test_without_a_key_wandb_does_not_ask_in_a_terminal(offline, workplace):
             stderr=its_end,
             stdout=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=200,
         )
     finally:
         os.close(its_end)

@@ -22,7 +22,7 @@ from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from reporting.metrics_file import INITIAL_LOSS
 from run_config import TrainConfig, load_run
-from tests.support.runs import files_of, follow_links, summary_of, validations_of
+from tests.support.runs import files_of, follow_links, summary_of, validations_of, with_deadlines
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_TRAIN,
@@ -62,7 +62,10 @@ def finished(tmp_path_factory):
     workplace.add_dataset()
     result = succeeded(
         run_command(
-            sys.executable, "ddp_train.py", *workplace.arguments("tiny", "--nproc-per-node", "2")
+            sys.executable,
+            "ddp_train.py",
+            *workplace.arguments("tiny", "--nproc-per-node", "2"),
+            **with_deadlines(charts=200),  # drawn at the lowest priority, beside other tests
         )
     )
     assert "Warning" not in result.stderr
