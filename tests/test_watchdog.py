@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -34,7 +33,7 @@ from tests.support.runs import (
     with_deadlines,
     with_fault,
 )
-from tests.support.workplace import PROJECT_DIR, children_of, start_forked, succeeded
+from tests.support.workplace import PROJECT_DIR, children_of, hold_port, start_forked, succeeded
 
 CPU = torch.device("cpu")
 NO_HANG = {"hang_timeout_seconds": 600.0, "collective_timeout_seconds": 600.0}
@@ -495,10 +494,10 @@ def run(code, **environment):
 
 @pytest.mark.parametrize(("is_up", "status"), [(True, 0), (False, 128 + signal.SIGTERM)])
 def test_a_worker_that_starts_after_its_torchrun_died_ends(is_up, status):
-    with socket.create_server(("127.0.0.1", 0)) as store:  # torchrun's
-        port = store.getsockname()[1]
-        if not is_up:
-            store.close()
+    store, port = hold_port()  # torchrun's
+    with store:
+        if is_up:
+            store.listen()
         result = run(
             "end_with_torchrun()",
             TORCHELASTIC_USE_AGENT_STORE="True",

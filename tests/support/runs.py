@@ -38,7 +38,7 @@ from tests.support.workplace import PROJECT_DIR, Workplace, read_lines, succeede
 # Longer than writes to a busy disk take; tests of hangs have their own.
 SETTINGS = {"hang_timeout_seconds": 30.0, "collective_timeout_seconds": 30.0}
 # So many seconds a step; the last one leaves time for a stop to be heard of.
-SLOW_AT_THE_END = "train:slow:seconds={};train:slow:hit=11:seconds=2"
+SLOW_AT_THE_END = "train:slow:seconds={};train:slow:hit=11:seconds=6"
 OF_MACHINE = {"mfu", *(key for key, name in METRICS.items() if name.startswith("machine/"))}
 TIMED = {
     "seconds",
