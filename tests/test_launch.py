@@ -224,6 +224,7 @@ def machine(tmp_path):
 
 def test_a_launch_is_of_this_machine_and_leaves_no_directory_for_logs(monkeypatch, tmp_path):
     started = []
+    monkeypatch.setenv(THREADS, "1")  # so that it is restored
     monkeypatch.setenv("PET_NNODES", "2")  # as in a pod of Kubeflow's trainer
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "nowhere:29400")
     monkeypatch.setattr(torch.distributed.run, "run", started.append)

@@ -46,7 +46,8 @@ HERE = os.uname().nodename
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
     for name in ("RANK", run_lock.LAUNCH):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
     for name, value in with_deadlines(heartbeat=0.2, orphans=60).items():
         monkeypatch.setenv(name, value)
     yield tmp_path
