@@ -330,8 +330,8 @@ def test_the_seconds_and_dollars_of_a_record_are_of_one_moment(workplace, run_di
     clock = PhaseClock(since=0.0)
     clock._now, clock.usd_per_hour = count(1.0).__next__, 3600.0  # it moves whenever it is read
     run = load_run(workplace.runs_dir, "tiny")
-    plan, comparison = BatchPlan(1, 1, 2, 16, 1000), ReferenceComparison(None, run.config)
-    log = RunLog(run, plan, None, None, clock=clock, comparison=comparison, is_active=True)
+    plan = BatchPlan(1, 1, 2, 16, 1000)
+    log = RunLog(run, plan, None, None, clock=clock, pace=Pace(run, plan, clock), is_active=True)
     log.record(4, {})
     log.write_status("running", None)
     (record,) = read_lines(run.metrics_path)
