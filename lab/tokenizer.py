@@ -10,7 +10,7 @@ import click
 
 from basics.cli import PLACE
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
-from preparation.cutting import markers_in
+from preparation.cutting import decoded, markers_in
 from preparation.sources import Source, SourceOptions, limited_memory, source_options, warnings
 
 MAX_NAMES = 5  # that are printed, of files that are left out
@@ -99,10 +99,14 @@ def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
     for chunk in source.chunks(None, "any"):
         left_out |= chunk.left_out
         for piece in chunk.pieces:
-            texts.append(piece.text)
-            num_bytes += len(piece.text.encode("utf-8", "replace"))
-            num_replaced += piece.num_replaced
-            markers |= markers_in(piece.text)
+            for part in piece.parts():
+                text, num_damaged = decoded(part)
+                texts.append(text)
+                num_bytes += len(text.encode())
+                num_replaced += num_damaged
+                markers |= markers_in(text)
+                if num_bytes >= max_bytes:
+                    break
             if num_bytes >= max_bytes:
                 break
         if num_bytes >= max_bytes:

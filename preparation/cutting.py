@@ -28,11 +28,15 @@ LINE_ENDS_BYTES = 4
 
 
 class Piece(NamedTuple):
-    """The text of a document, or of a part of one."""
+    """The text of some documents in a row, or a part of one."""
 
-    text: str
-    ends_document: bool
-    num_replaced: int = 0  # characters that stand for bytes that were not in the encoding
+    data: bytes  # UTF-8, perhaps damaged: workers decode it
+    ends: list[int]  # of the documents in `data`; none in a part that does not end its document
+
+    def parts(self) -> list[bytes]:
+        """Return the text of each document, or of the part."""
+        bounds = itertools.pairwise([0, *(self.ends or [len(self.data)])])
+        return [self.data[start:end] for start, end in bounds]
 
 
 def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts, name: object) -> Iterator[Piece]:
@@ -40,8 +44,7 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts, name: object)
 
     With `safe` cuts the tokens of the pieces are those of the whole document. With `any` cuts the
     text is cut between two characters if twice LARGE_DOCUMENT bytes have no place for a safe one.
-    Bytes that are not UTF-8 become U+FFFD, and are counted. Raises: UserError: what may not be cut,
-    in the file `name`, is too long to be encoded at once.
+    Raises: UserError: what may not be cut, in the file `name`, is too long to be encoded at once.
     """
     rest: bytes | memoryview = b""
     for block in blocks:
@@ -59,7 +62,7 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts, name: object)
                 )  # the start of a character
             else:
                 break  # there may be a place in the next block
-            yield decoded(view[start:stop])._replace(ends_document=False)
+            yield Piece(bytes(view[start:stop]), [])
             start = stop
         rest = view[start:]
         if len(rest) > MAX_UNCUT and len(str(rest, "utf-8", "replace")) > MAX_UNCUT:
@@ -67,17 +70,16 @@ def cut_document(blocks: Iterable[bytes | memoryview], cuts: Cuts, name: object)
                 f"{name}: a document of more than {MAX_UNCUT >> 20} million characters"
                 " in which the tokenizer allows no cut"
             )
-    yield decoded(rest)
+    yield Piece(bytes(rest), [len(rest)])
 
 
-def decoded(data: bytes | memoryview) -> Piece:
-    """Return UTF-8 as text, with the number of characters that stand for bytes that are none."""
+def decoded(data: bytes) -> tuple[str, int]:
+    """Return UTF-8 as text, with the number of U+FFFD that stand for bytes that are none."""
     try:
-        return Piece(str(data, "utf-8"), True)
+        return str(data, "utf-8"), 0
     except UnicodeDecodeError:
         text = str(data, "utf-8", "replace")
-        num_replaced = text.count(REPLACEMENT) - bytes(data).count(REPLACEMENT.encode())
-        return Piece(text, True, num_replaced)
+        return text, text.count(REPLACEMENT) - data.count(REPLACEMENT.encode())
 
 
 def markers_in(text: str) -> set[str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import huggingface_hub
+import numpy as np
 import pyarrow
 import pyarrow.compute
 from pyarrow.types import is_dictionary, is_struct
@@ -46,6 +47,7 @@ WILDCARDS = frozenset("*?[")  # of patterns
 MAX_LINE_BYTES = MAX_READER_BYTES // 8  # of JSON; parsing takes up to five times as much
 HEAD_BYTES = 64  # of a file that cannot be read; they may tell why
 ROWS = 250  # that are read at once
+JSON_BYTES = 2**20  # that are parsed at once; blocks of 10 MB would be new memory each time
 TEXT_TYPES = (
     pyarrow.types.is_string,
     pyarrow.types.is_large_string,
@@ -183,13 +185,15 @@ class DatasetSource(Source):
             else:
                 position = rows.state_dict()
             self._rows = rows
+            arrays: list[pyarrow.Array] = []
             for table in rows.iter(ROWS):
-                column = self._column_in(table)
-                pieces = itertools.chain.from_iterable(
-                    _pieces(array, cuts, self._place) for array in column.chunks
-                )
-                yield Chunk(position, pieces, self._place)
-                position = rows.state_dict()
+                arrays += self._column_in(table).chunks
+                if sum(array.nbytes for array in arrays) >= CHUNK_BYTES:
+                    yield Chunk(position, _pieces(arrays, cuts, self._place), self._place)
+                    position = rows.state_dict()
+                    arrays = []
+            if arrays:
+                yield Chunk(position, _pieces(arrays, cuts, self._place), self._place)
 
     @property
     def _place(self) -> str:
@@ -236,6 +240,8 @@ class DatasetSource(Source):
                 builder.config.keep_default_na = False
                 builder.config.converters = {options.text_column: str}
             rows = builder.as_streaming_dataset(split=split)
+            if builder.name == "json":  # the types are known, from the first 10 MB
+                builder.config.chunksize = JSON_BYTES
             if hasattr(builder.config, "columns"):  # parquet: no other column, and a few rows
                 builder.config.columns = [self._first_column(rows.column_names)]
                 builder.config.batch_size = ROWS  # a row group can have a million
@@ -433,14 +439,22 @@ def _shard_number(state: dict[str, Any]) -> int:
     return state["shard_idx"]
 
 
-def _pieces(column: pyarrow.Array, cuts: Cuts, place: str) -> Iterator[Piece]:
-    if column.type not in (pyarrow.string(), pyarrow.large_string()):
-        column = column.cast(pyarrow.large_string())
-    longest = pyarrow.compute.max(pyarrow.compute.binary_length(column)).as_py() or 0
-    if longest <= LARGE_DOCUMENT:
-        with contextlib.suppress(UnicodeDecodeError):
-            yield from [Piece(text or "", True) for text in column.to_pylist()]
-            return
-    for value in column:  # as buffers: a text of 100 MB never becomes one Python string
-        blocks = [memoryview(value.as_buffer())] if value.is_valid else []
-        yield from cut_document(blocks, cuts, place)
+def _pieces(arrays: list[pyarrow.Array], cuts: Cuts, place: str) -> Iterator[Piece]:
+    """Yield documents as they lie in memory: no Python object for each, or for a text of 100 MB."""
+    for array in filter(len, arrays):
+        texts = array.cast(pyarrow.large_string()).fill_null("")
+        _, offsets, values = texts.buffers()
+        bounds = np.frombuffer(offsets, np.int64, len(texts) + 1, 8 * texts.offset)
+        data = memoryview(values or b"")
+        if np.diff(bounds).max(initial=0) > LARGE_DOCUMENT:
+            for start, end in itertools.pairwise(bounds.tolist()):
+                yield from cut_document([data[start:end]], cuts, place)
+            continue
+        first = 0
+        while first < len(texts):
+            start = bounds[first]
+            stop = int(np.searchsorted(bounds, start + CHUNK_BYTES, "right")) - 1
+            stop = max(stop, first + 1)
+            ends = bounds[first + 1 : stop + 1] - start
+            yield Piece(bytes(data[start : bounds[stop]]), ends.tolist())
+            first = stop

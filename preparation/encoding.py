@@ -18,7 +18,7 @@ import tiktoken
 
 from basics import files
 from basics.errors import UserError
-from preparation.cutting import Cuts, Piece, markers_in
+from preparation.cutting import Cuts, Piece, decoded, markers_in
 from preparation.sources import Chunk, grouped
 from preparation.token_stream import NUM_COLUMNS, ROW_DTYPE, digest_of
 from tokens.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
@@ -59,8 +59,8 @@ class Encoded:
     """The result of a task."""
 
     tokens: np.ndarray  # (num_tokens,) uint16, with an end-of-text token after each document
-    rows: np.ndarray  # (num_pieces, 4) uint64: sums up to the end of each piece
-    ends: np.ndarray  # (num_pieces,) bool: whether a document ends there
+    rows: np.ndarray  # (num_parts, 4) uint64: sums up to the end of each part of the pieces
+    ends: np.ndarray  # (num_parts,) bool: whether a document ends there
     losses: Losses
     markers: frozenset[str]  # of the end of a text, that are in the texts
 
@@ -69,31 +69,36 @@ def encode_task(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Encoded:
     """Tokenise pieces of text."""
     end_of_text = np.array([tokenizer.eot_token], dtype=np.uint16)
     tokens = [end_of_text[:0]]  # a task may have no text
-    rows = np.zeros((len(pieces), NUM_COLUMNS), ROW_DTYPE)
+    parts = [(part, bool(piece.ends)) for piece in pieces for part in piece.parts()]
+    found = [decoded(part) for part, _ in parts]
+    texts = [text for text, _ in found]
+    rows = np.zeros((len(parts), NUM_COLUMNS), ROW_DTYPE)
     markers: set[str] = set()
-    for row, piece, ids in zip(rows, pieces, _encoded(pieces, tokenizer), strict=True):
-        text = piece.text
-        num_bytes = len(text) if text.isascii() else len(text.encode())
-        row[:] = len(ids) + piece.ends_document, num_bytes, piece.num_replaced, digest_of(ids)
+    encoded = _encoded(texts, tokenizer)
+    for row, (part, is_end), (text, num_replaced), ids in zip(
+        rows, parts, found, encoded, strict=True
+    ):
+        num_bytes = len(text.encode()) if num_replaced else len(part)
+        row[:] = len(ids) + is_end, num_bytes, num_replaced, digest_of(ids)
         tokens.append(ids)
-        if piece.ends_document:
+        if is_end:
             tokens.append(end_of_text)
         markers |= markers_in(text)
     return Encoded(
         np.concatenate(tokens),
         np.cumsum(rows, axis=0, dtype=ROW_DTYPE),
-        np.array([piece.ends_document for piece in pieces], dtype=bool),
-        losses_of(pieces, tokenizer),
+        np.array([is_end for _, is_end in parts], dtype=bool),
+        losses_of(texts, tokenizer),
         frozenset(markers),
     )
 
 
-def losses_of(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Losses:
+def losses_of(texts: Sequence[str], tokenizer: Tokenizer) -> Losses:
     """Encode and decode a sample of the texts. GPT-2's tokenizer and bytes lose nothing."""
     found = Losses()
     if isinstance(tokenizer, FileTokenizer):
-        for piece in pieces[:: max(1, len(pieces) // SAMPLES_PER_TASK)]:
-            text = piece.text[:SAMPLE_CHARACTERS]
+        for whole in texts[:: max(1, len(texts) // SAMPLES_PER_TASK)]:
+            text = whole[:SAMPLE_CHARACTERS]
             back = tokenizer.decode(tokenizer.encode_ordinary(text))
             # Some put a space in front of each text, or drop one there.
             is_same = back.removeprefix(" ") == text.removeprefix(" ")
@@ -115,13 +120,13 @@ def cuts_of(tokenizer: Tokenizer) -> Cuts:
     return "safe" if tokenizer.splits_like_gpt2 else "none"
 
 
-def _encoded(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the tokens of each piece of text, (n,) uint16."""
+def _encoded(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the tokens of each text, (n,) uint16."""
     if isinstance(tokenizer, FileTokenizer):
-        for piece in pieces:
-            yield np.array(tokenizer.encode_ordinary(piece.text), dtype=np.uint16)
+        for text in texts:
+            yield np.array(tokenizer.encode_ordinary(text), dtype=np.uint16)
         return
-    sizes = ((piece.text, len(piece.text)) for piece in pieces)
+    sizes = ((text, len(text)) for text in texts)
     for batch, _ in grouped(sizes, BATCH_CHARACTERS):
         yield from encode_batch(batch, tokenizer)
 
@@ -180,18 +185,15 @@ def _start_worker(tokenizer: Tokenizer) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _encode_in_worker(texts: list[str], ends: list[bool], replaced: list[int]) -> Encoded:
-    return encode_task(list(map(Piece, texts, ends, replaced)), _tokenizer)
+def _encode_in_worker(pieces: list[Piece]) -> Encoded:
+    return encode_task(pieces, _tokenizer)
 
 
 def _result_of(
     task: Task, tokenizer: Tokenizer, pool: ProcessPoolExecutor | None
 ) -> Future[Encoded]:
-    if pool is not None:  # lists are sent in half the time of tuples
-        texts = [piece.text for piece in task.pieces]
-        ends = [piece.ends_document for piece in task.pieces]
-        replaced = [piece.num_replaced for piece in task.pieces]
-        return pool.submit(_encode_in_worker, texts, ends, replaced)
+    if pool is not None:
+        return pool.submit(_encode_in_worker, task.pieces)
     result: Future[Encoded] = Future()
     result.set_result(encode_task(task.pieces, tokenizer))
     return result

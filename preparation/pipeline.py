@@ -135,11 +135,13 @@ def _tasks(source: Source, progress: Progress, cuts: Cuts) -> Generator[Task, No
     for chunk in source.chunks(progress.position, cuts):
         num_pieces = num_skipped
         pieces = itertools.islice(chunk.pieces, num_skipped, None)
-        num_skipped = 0
-        sizes = ((piece, sys.getsizeof(piece.text)) for piece in pieces)
-        for group, _ in itertools.chain(grouped(sizes, TASK_BYTES), [([], 0)]):
+        sizes = ((piece, len(piece.data)) for piece in pieces)
+        for group, _ in grouped(sizes, TASK_BYTES):
             num_pieces += len(group)
             yield Task(group, chunk, num_pieces)
+        if num_pieces == num_skipped:  # it has no text, but files that are left out
+            yield Task([], chunk, num_pieces)
+        num_skipped = 0
 
 
 def _after(task: Task, encoded: Encoded, progress: Progress) -> Progress:

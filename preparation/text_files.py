@@ -148,7 +148,7 @@ def _judge(head: bytes, encoding: str) -> None:
     if reason := recognised(head, encoding):
         raise NoText(reason)
     num_zeros = head.count(0)
-    share = (decoded(head).num_replaced + num_zeros) / len(head)
+    share = (decoded(head)[1] + num_zeros) / len(head)
     if share <= MAX_UNDECODABLE:
         return
     if not encoding and 0.4 < num_zeros / len(head) <= 0.5:

@@ -28,7 +28,7 @@ from safetensors.numpy import save
 from basics.errors import BAD_INPUT, UserError
 from benchmarks.prepare import peak_memory_of
 from preparation import cutting, dataset_source, hub
-from preparation.cutting import cut_document, split_documents
+from preparation.cutting import cut_document, decoded, split_documents
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset
 from preparation.text_files import LFS_POINTER
@@ -77,12 +77,13 @@ def test_a_cut_document_has_the_tokens_of_the_whole(text, block):
             pieces = list(cut_document([data], cuts, "text"))
             blocks = (data[i : i + block] for i in range(0, len(data), block))
             assert list(cut_document(blocks, cuts, "text")) == pieces
-            assert "".join(piece.text for piece in pieces) == text
-            assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+            assert b"".join(piece.data for piece in pieces) == data
+            assert [piece.ends for piece in pieces[:-1]] == [[]] * (len(pieces) - 1)
+            assert pieces[-1].ends == [len(pieces[-1].data)]
             ids = [
                 token
                 for piece in pieces
-                for token in tokenizer.encode(piece.text, disallowed_special=())
+                for token in tokenizer.encode(piece.data.decode(), disallowed_special=())
             ]
             # Forced cuts may change the tokens, but keep the text.
             assert cuts == "any" or ids == tokenizer.encode(text, disallowed_special=())
@@ -127,11 +128,12 @@ def documents(source, position=None):
     found, parts, left_out = [], [], dict(source.left_out)
     for chunk in source.chunks(position, "any"):
         left_out |= chunk.left_out
-        for text, ends_document, _ in chunk.pieces:
-            parts.append(text)
-            if ends_document:
-                found.append("".join(parts))
-                parts = []
+        for piece in chunk.pieces:
+            for part in piece.parts():
+                parts.append(decoded(part)[0])
+                if piece.ends:
+                    found.append("".join(parts))
+                    parts = []
     assert not parts, "a document has no end"
     return found, left_out
 

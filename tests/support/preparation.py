@@ -132,6 +132,7 @@ def small_steps(num_bytes: int) -> Iterator[None]:
         patch.setattr(pipeline, "TASK_BYTES", num_bytes)
         patch.setattr(sources, "CHUNK_BYTES", num_bytes)
         patch.setattr("preparation.text_files.CHUNK_BYTES", num_bytes)
+        patch.setattr("preparation.dataset_source.CHUNK_BYTES", num_bytes)
         patch.setattr("preparation.text_files.BLOCK_BYTES", num_bytes)
         patch.setattr("preparation.dataset_source.ROWS", max(1, num_bytes // 50))
         patch.setattr(pipeline, "JOURNAL_BYTES", num_bytes)
