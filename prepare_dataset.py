@@ -101,12 +101,10 @@ def main(
                 " around a pattern of files"
             )
         if weighted:  # imported here, and below, so that --help does not wait for it
-            check_options("--mix", "weighted", "repeat", "max_documents")
+            check_options("--mix", "weighted", "repeat")
             from preparation.mixing import mix_datasets, parse_mix
 
-            dataset = mix_datasets(
-                parse_mix(weighted), output, options["max_documents"], repeat=repeat
-            )
+            dataset = mix_datasets(parse_mix(weighted), output, repeat=repeat)
         elif is_import:
             check_options("--import", "is_import", "tokenizer")
             from preparation.import_bin import import_tokens

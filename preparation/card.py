@@ -120,7 +120,6 @@ class Prepared:
     losses: Losses = Losses()
     # Of a mix: for each split, the sources by name.
     portions: dict[str, Mapping[str, Portion]] = field(default_factory=dict)
-    limited: set[str] = field(default_factory=set)  # splits of a mix that --max-documents ended
 
     @property
     def total(self) -> Counts:
@@ -182,7 +181,7 @@ class Prepared:
         for split, portions in self.portions.items():
             passes = {portion.num_passes: name for name, portion in portions.items()}
             left = 1 - min(passes)
-            if split not in self.limited and left > LEFT_OVER:
+            if left > LEFT_OVER:
                 name = passes[1]
                 lines.append(
                     f"the {split} split ends with the last document of {name}, and {left:.0%} of"

@@ -4,14 +4,11 @@ Training is mixed from their training files, validation from their validation fi
 that starts over never brings a validation document into training.
 """
 
-import heapq
 import itertools
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,13 +20,7 @@ from preparation.card import Portion, Prepared
 from preparation.journal import Journal, check_output_dir
 from preparation.pipeline import write_headers
 from preparation.sources import Request, printable
-from preparation.token_stream import (
-    CHUNK_NUMBERS,
-    Counts,
-    TokenFileWriter,
-    digest_of,
-    num_training_documents,
-)
+from preparation.token_stream import CHUNK_NUMBERS, Counts, TokenFileWriter, digest_of
 from run_config import SPLITS, token_file_name
 from tokens.token_file import TokenFile
 from tokens.tokenizer import Tokenizer, file_beside, load_tokenizer, short_name
@@ -39,7 +30,6 @@ DATASET = re.compile(
     r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,23})=(?P<path>.+)"
     r":(?P<weight>[0-9]{1,9}(?:\.[0-9]{1,9})?|\.[0-9]{1,9})"
 )
-VALIDATION_FRACTION = 0.01  # of the documents, where their number is limited
 
 
 class Weighted(NamedTuple):
@@ -70,24 +60,18 @@ def parse_mix(texts: Sequence[str]) -> list[Weighted]:
     return list(found.values())
 
 
-def mix_datasets(
-    datasets: Sequence[Weighted], output_dir: Path, max_documents: int | None, *, repeat: bool
-) -> Prepared:
+def mix_datasets(datasets: Sequence[Weighted], output_dir: Path, *, repeat: bool) -> Prepared:
     """Write a dataset of several ones, whose shares of its tokens are as their weights.
 
     After a kill it begins again. Raises: UserError: they are no datasets of one tokenizer.
     """
     output_dir = check_output_dir(output_dir)
     tokenizer, files = _open(datasets)
-    weights = [float(each.weight) for each in datasets]
     label = ", ".join(f"{each.name}={printable(each.path)}:{each.weight}" for each in datasets)
     title = "a mix of " + ", ".join(each.name for each in datasets)
     request = Request(source=label, title=title, tokenizer=tokenizer.name)
     dataset = Prepared(request, dict.fromkeys(SPLITS, Counts()))
-    limits = dict.fromkeys(SPLITS, sys.maxsize)
-    if max_documents is not None:
-        limits["train"] = num_training_documents(max_documents, VALIDATION_FRACTION)
-        limits["validation"] = max_documents - limits["train"]
+    weights = [float(each.weight) for each in datasets]
     journal = Journal(output_dir)
     with writing_to(output_dir), journal.locked():
         journal.begin(request, tokenizer)
@@ -96,16 +80,13 @@ def mix_datasets(
             found = [Counts()] * len(datasets)
             mixed = interleaved(files[split], weights, tokenizer.eot_token, repeat=repeat)
             with closing(TokenFileWriter(journal.dataset_dir / token_file_name(split))) as writer:
-                for number, document in itertools.islice(mixed, limits[split]):
+                for number, document in mixed:
                     writer.add(document)
                     found[number] += Counts(1, document.size)
                     if split == "train":
                         dataset.num_repeated += validation.pop(digest_of(document), 0)
                     elif document.size > 1:
                         validation[digest_of(document)] += 1
-                writer.sync()
-            if next(mixed, None):
-                dataset.limited.add(split)
             dataset.splits[split] = sum(found, Counts())
             dataset.portions[split] = {
                 each.name: Portion(each.weight, counts, counts.num_tokens / file.num_tokens)
@@ -126,26 +107,23 @@ def interleaved(
     share by more than one document. The end is where the first file ends; with `repeat` a file
     starts over, and the end is where each has been used whole.
     """
-
-    def placed(number: int) -> Iterator[tuple[float, int, np.ndarray]]:
-        num_tokens = 0
-        while True:
-            for document in documents_of(files[number], end_of_text):
-                yield num_tokens / weights[number], number, document
-                num_tokens += document.size
-
     ends = [file.num_tokens / weight for file, weight in zip(files, weights, strict=True)]
     end = max(ends) if repeat else min(ends)
-    for place, number, document in heapq.merge(*map(placed, range(len(files))), key=itemgetter(0)):
-        if place >= end:
-            return
+    documents = [documents_of(file, end_of_text) for file in files]
+    num_tokens = [0] * len(files)
+    places = [0.0] * len(files)
+    while min(places) < end:
+        number = places.index(min(places))
+        document = next(documents[number])
         yield number, document
+        num_tokens[number] += document.size
+        places[number] = num_tokens[number] / weights[number]
 
 
 def documents_of(file: TokenFile, end_of_text: int) -> Iterator[np.ndarray]:
-    """Divide the tokens of a file into documents, each with its end-of-text token."""
+    """Yield the documents of a file, each with its end-of-text token, over and over."""
     rest = np.empty(0, dtype=np.uint16)
-    for start in range(0, file.num_tokens, CHUNK_NUMBERS):
+    for start in itertools.cycle(range(0, file.num_tokens, CHUNK_NUMBERS)):
         chunk = file.read(start, min(start + CHUNK_NUMBERS, file.num_tokens))
         tokens = np.concatenate([rest, chunk])
         *documents, rest = np.split(tokens, np.flatnonzero(tokens == end_of_text) + 1)
@@ -163,13 +141,13 @@ def _open(datasets: Sequence[Weighted]) -> tuple[Tokenizer, dict[str, list[Token
     }
     name = files["train"][0].metadata.get("tokenizer", "gpt2")
     tokenizer = load_tokenizer(name, file_beside(Path(datasets[0].path), name))
-    for file in itertools.chain.from_iterable(files.values()):
-        of_file = file.metadata.get("tokenizer", "gpt2")
+    for file in files["train"] + files["validation"]:
         last = file.read(max(file.num_tokens - 1, 0), file.num_tokens)
+        of_file = file.metadata.get("tokenizer", "gpt2")
         if of_file != name or last.tolist() != [tokenizer.eot_token]:
             raise UserError(
                 f"{file.path}: wanted documents in tokens of the first dataset's tokenizer"
                 f" ({short_name(name)}), an end-of-text token last; it has tokens of"
-                f" {short_name(of_file)}, the last {last.tolist()}; prepare its text with that one"
+                f" {short_name(of_file)}; prepare its text with that one"
             )
     return tokenizer, files
