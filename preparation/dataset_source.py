@@ -9,6 +9,7 @@ import glob
 import importlib
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -163,7 +164,7 @@ class DatasetSource(Source):
         for library in (datasets, huggingface_hub):  # they print names as they are
             library.logging.set_verbosity(library.logging.CRITICAL)
         datasets.disable_progress_bars()
-        with self._naming(), _without_torch():
+        with self._naming(), _without_torch_and_scipy():
             rows = self._open()
         if position is None and self._not_read:
             first = ", ".join(f"{name} ({why})" for name, why in list(self._not_read.items())[:3])
@@ -381,16 +382,20 @@ class DatasetSource(Source):
 
 
 @contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """Keep `datasets` from importing torch for each of its objects: seconds and 200 MB."""
+def _without_torch_and_scipy() -> Iterator[None]:
+    """Keep `datasets` from importing them to open a dataset: seconds and 200 MB."""
     import datasets
 
     is_available = datasets.config.TORCH_AVAILABLE
     datasets.config.TORCH_AVAILABLE = False
+    has_scipy = "scipy" in sys.modules
+    sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]  # importing it fails
     try:
         yield
     finally:
         datasets.config.TORCH_AVAILABLE = is_available
+        if not has_scipy:
+            del sys.modules["scipy"]
 
 
 def _limit_lines() -> None:

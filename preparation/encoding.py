@@ -155,6 +155,7 @@ def worker_pool(tokenizer: Tokenizer, num_workers: int) -> Iterator[ProcessPoolE
         yield None
         return
     gc.freeze()  # a garbage collection would write to the shared pages, and so copy them
+    gc.set_threshold(100_000)  # of new objects: importing `datasets` makes many, all of which stay
     pool = ProcessPoolExecutor(
         num_workers,
         initializer=_start_worker,
