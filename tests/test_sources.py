@@ -389,6 +389,14 @@ def test_every_row_is_a_document_and_reading_begins_again_anywhere(
             assert again[:1] == [position], "where a second kill would begin again"
 
 
+def test_short_rows_are_sent_together(tmp_path):
+    write_rows(tmp_path, "jsonl", ["x", "é"] * 1000, "")
+    (chunk,) = find_source(tmp_path).chunks(None, "any")
+    pieces = list(chunk.pieces)
+    assert len(pieces) <= 20, "one for each of some tables, not one for each row"
+    assert [len(part) for piece in pieces for part in piece.parts()] == [1, 2] * 1000
+
+
 @pytest.mark.parametrize(
     ("files", "texts"),
     [
