@@ -27,7 +27,7 @@ class Progress(Record):
 
     request: Request
     position: Any = None  # of the chunk that is read; see `Source.chunks`
-    num_pieces: NonNegativeInt = 0  # of this chunk
+    num_pieces_done: NonNegativeInt = 0  # of this chunk
     num_documents: NonNegativeInt = 0
     sums: list[NonNegativeInt] = [0] * NUM_COLUMNS  # of all pieces, also after the last document
     losses: Losses = Losses()

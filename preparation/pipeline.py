@@ -131,7 +131,7 @@ def _encode_all(
 
 def _tasks(source: Source, progress: Progress, cuts: Cuts) -> Generator[Task, None, None]:
     """Yield what is left to encode; of the chunk at which an earlier launch ended, the rest."""
-    num_skipped = progress.num_pieces
+    num_skipped = progress.num_pieces_done
     for chunk in source.chunks(progress.position, cuts):
         num_pieces = num_skipped
         pieces = itertools.islice(chunk.pieces, num_skipped, None)
@@ -151,7 +151,7 @@ def _after(task: Task, encoded: Encoded, progress: Progress) -> Progress:
         sums += encoded.rows[-1]
     return progress.changed(
         position=task.chunk.position,
-        num_pieces=task.num_pieces,
+        num_pieces_done=task.num_pieces,
         num_documents=progress.num_documents + int(encoded.ends.sum()),
         sums=sums.tolist(),
         losses=progress.losses + encoded.losses,

@@ -499,7 +499,7 @@ def test_after_kills_the_same_command_continues_to_the_same_bytes(
     corpus, prepared, tmp_path, request
 ):
     out = tmp_path / "out"
-    kills = [9]  # journals that are waited for, of 18
+    kills = [4]  # journals that are waited for, of 10
     if request.config.getoption("--thorough"):
         corpus, prepared, kills = tmp_path / "source", tmp_path / "whole", [1] * 30
         build_corpus(corpus, 8 * 10**6, num_files=3)
