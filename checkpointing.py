@@ -38,6 +38,7 @@ from basics.checkpoint_files import (
     step_of,
     write_manifest,
 )
+from basics.device import is_gpu, synchronize
 from basics.errors import UserError, as_os_error, first_line, writing_to
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file, write_atomically
@@ -147,8 +148,7 @@ class SnapshotBuffers:
             for name, parameter in state.model.named_parameters()
             for moment, tensor in state.optimizer.state[parameter].items()
         }
-        if any(tensor.is_cuda for tensor in state.model.parameters()):
-            torch.cuda.synchronize()
+        synchronize(next(state.model.parameters()).device)
         return Snapshot(weights, moments)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
@@ -156,7 +156,9 @@ class SnapshotBuffers:
             size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
             if len(self._free) < size:
                 self._free = torch.empty(
-                    max(size, SNAPSHOT_BLOCK_BYTES), dtype=torch.uint8, pin_memory=tensor.is_cuda
+                    max(size, SNAPSHOT_BLOCK_BYTES),
+                    dtype=torch.uint8,
+                    pin_memory=is_gpu(tensor.device),
                 )
             part, self._free = self._free[: tensor.nbytes], self._free[size:]
             self._buffers[name] = part.view(tensor.dtype).view(tensor.shape)

@@ -25,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from basics.cli import exit_with
+from basics.device import free_cache, is_gpu
 from basics.entry_points import keep_freed_memory
 from basics.errors import DISK_FULL, NON_FINITE, UserError, drop_unwritable_output
 from basics.failpoints import failpoint
@@ -197,7 +198,7 @@ def wrap_in_ddp(loss: nn.Module, process: Process, config: TrainConfig) -> Any:
         return loss  # there is nothing to average, and DDP would cost time
     parallel_loss = DistributedDataParallel(  # the model has no buffers to broadcast
         loss,
-        device_ids=[process.device] if process.device.type == "cuda" else None,
+        device_ids=[process.device] if is_gpu(process.device) else None,
         gradient_as_bucket_view=True,
     )
     if config.all_reduce_dtype == "bf16":
@@ -421,7 +422,7 @@ class Trainer:
         self.state.model, self.state.optimizer = grown.model, grown.optimizer  # observers see them
         gc.unfreeze()  # `after_first_step` has exempted the old model
         gc.collect()
-        torch.cuda.empty_cache()  # the layers need larger blocks; nothing without CUDA
+        free_cache()  # the layers need larger blocks
 
     def validate_before_first_step(self) -> None:
         """Validate if an earlier launch has ended before it, or if the run asks for it."""

@@ -45,12 +45,6 @@ SOURCES = (
     ),
 )
 GIT_SECONDS = 10.0
-DEVICES = Path("/dev")  # has nvidia0 and so on where the kernel's driver is loaded
-OLD_DRIVER = (
-    "run ./setup_lambda.sh, which installs PyTorch for older drivers, or take a machine"
-    " with driver 580 or newer"
-)
-OTHER_CAUSE = "docs/troubleshooting.md names its causes; see what nvidia-smi says"
 
 
 def num_cpu_cores() -> int:
@@ -87,26 +81,6 @@ def boot_id() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
-
-
-def cuda_problem() -> tuple[str, str]:
-    """Return why PyTorch cannot use the GPUs of this machine, and what helps; empty if it can.
-
-    A machine without GPUs has no problem, nor one whose GPUs CUDA_VISIBLE_DEVICES hides.
-    """
-    import torch
-
-    if torch.cuda.is_available() or torch.version.cuda is None:
-        return "", ""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if not torch.cuda.device_count() and (is_hidden or not any(DEVICES.glob("nvidia[0-9]*"))):
-        return "", ""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        text = str(error).strip().partition("\n")[0].rpartition("already set an error? ")[2]
-        return text.partition(". ")[0][:100], OLD_DRIVER if "too old" in text else OTHER_CAUSE
-    return "", ""
 
 
 def code_digest() -> str:

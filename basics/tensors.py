@@ -1,13 +1,10 @@
-"""safetensors files, untrusted ones too; times on a device."""
+"""safetensors files, untrusted ones too."""
 
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -52,25 +49,3 @@ def write_tensors(
     safetensors.torch.save_file(tensors, path, metadata)
     with suppress(OSError):  # a file system without permissions
         path.chmod(mode)
-
-
-class DeviceTime:
-    """The end of all work that a device has been given so far: on a CPU, now."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | Any = None  # on a CPU
-        self._seconds = time.perf_counter()
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True, blocking=True)
-            self._event.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, earlier: "DeviceTime") -> float:
-        """Return the seconds between two times of one device. Waits for this one."""
-        self.wait()
-        if self._event is None:
-            return self._seconds - earlier._seconds
-        return earlier._event.elapsed_time(self._event) / 1000  # milliseconds

@@ -248,6 +248,10 @@ class RunFiles:
     def has_ended(self) -> bool:
         return "global_step" in self.summary
 
+    @property
+    def is_on_gpus(self) -> bool:
+        return self.part("machine").get("device_type") == "cuda"
+
     def part(self, name: str) -> Record:
         """Return an object of the summary; empty if it is missing."""
         found = self.summary.get(name)
@@ -489,7 +493,6 @@ def _with_the_rest(result: Result, files: RunFiles, records: tuple[Record, ...])
     if result.tokens and result.steps and context_length:
         batch = round(result.tokens / result.steps / context_length)
     microbatch = (files.part("batch") or config).get("microbatch_size")
-    is_on_gpus = facts.get("device_type") == "cuda"
     tokenizers = [result.tokenizer, *(words(test.get("tokenizer")) for test in tests)]
     return replace(
         result,
@@ -502,7 +505,7 @@ def _with_the_rest(result: Result, files: RunFiles, records: tuple[Record, ...])
         kind_of_machine=tuple(
             shown(facts.get(key)) for key in ("device", "precision", "processes")
         ),
-        num_gpus=number_of(facts, "processes") if is_on_gpus else None,
+        num_gpus=number_of(facts, "processes") if files.is_on_gpus else None,
         global_batch_size=number(batch),
         microbatch_size=number(microbatch),
         training_pflop=_training_pflop(result, files, records, config, model) if model else None,

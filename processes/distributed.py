@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import platform
-import resource
 import signal
 import socket
 import sys
@@ -20,9 +19,19 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from basics.device import (
+    count_gpus,
+    cuda_problem,
+    device_name,
+    gpu,
+    gpu_uuid,
+    is_gpu,
+    peak_bytes,
+    use,
+)
 from basics.entry_points import may_restart
 from basics.errors import STOP_SIGNALS, UserError, print_error
-from basics.machine import PROJECT_DIR, cuda_problem, num_cpu_cores
+from basics.machine import PROJECT_DIR, num_cpu_cores
 from processes.beside import THREADS, torchrun_limits_threads
 from processes.signals import stop_signals
 from run_config import Precision, TrainConfig
@@ -64,7 +73,7 @@ def num_gpus() -> int:
             f"this machine has GPUs, but PyTorch {torch.__version__} cannot use them:"
             f" {cause}; {remedy}"
         )
-    return torch.cuda.device_count()
+    return count_gpus()
 
 
 def unused_gpus() -> list[str]:
@@ -168,7 +177,7 @@ def this_process() -> Process:
         int(os.environ["RANK"]),
         local_rank,
         int(os.environ["WORLD_SIZE"]),
-        device=torch.device("cuda", local_rank) if found else torch.device("cpu"),
+        device=gpu(local_rank) if found else torch.device("cpu"),
         torchrun_pid=os.getppid(),
     )
 
@@ -199,7 +208,7 @@ def process_group(
     Yields a second group, of gloo, for waits that are longer than the collective timeout.
     """
     seconds = config.collective_timeout_seconds
-    if process.device.type == "cuda":  # NCCL ends the process without a word: the watchdog is first
+    if is_gpu(process.device):  # NCCL ends the process without a word: the watchdog is first
         seconds = max(seconds, config.hang_timeout_seconds) + NCCL_MARGIN_SECONDS
     join_process_group(process, store, timeout=timedelta(seconds=seconds))
     # Of its own: rank 0 may save and validate for longer than any collective should take.
@@ -226,9 +235,8 @@ def join_process_group(process: Process, store: dist.Store, *, timeout: timedelt
     """Join a process group, nccl with GPUs, else gloo, by a store of its own keys. Every rank."""
     if spans_nodes():
         _choose_interface(process, store, timeout)
-    on_gpu = process.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(process.device)
+    on_gpu = is_gpu(process.device)
+    use(process.device)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
@@ -278,13 +286,8 @@ def share_cpu_cores(process: Process) -> None:
 
 def machine_facts(process: Process, precision: Precision | None) -> dict[str, Any]:
     """Return hardware, versions and this process's peak memory: of tensors, resident on a CPU."""
-    peak_gib = (
-        torch.cuda.max_memory_allocated(process.device) / 2**30
-        if process.device.type == "cuda"
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    )
     return {
-        "device": device_name(process),
+        "device": device_name(process.device),
         "device_type": process.device.type,
         "processes": process.world_size,
         "cpu_cores": num_cpu_cores(),
@@ -292,14 +295,8 @@ def machine_facts(process: Process, precision: Precision | None) -> dict[str, An
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "peak_memory_gib": peak_gib,
+        "peak_memory_gib": peak_bytes(process.device) / 2**30,
     }
-
-
-def device_name(process: Process) -> str:
-    if process.device.type == "cuda":
-        return torch.cuda.get_device_name(process.device)
-    return torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
 
 
 def gpu_uuids(process: Process) -> list[str]:
@@ -307,9 +304,7 @@ def gpu_uuids(process: Process) -> list[str]:
 
     Empty without NVIDIA GPUs. CUDA_VISIBLE_DEVICES may hide and reorder them.
     """
-    if process.device.type != "cuda" or torch.version.cuda is None:
+    if not is_gpu(process.device):
         return []
-    return [
-        f"GPU-{torch.cuda.get_device_properties(local_rank).uuid}"
-        for local_rank in range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    ]
+    num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return list(filter(None, map(gpu_uuid, range(num_local_processes))))

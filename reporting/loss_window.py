@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from basics.tensors import DeviceTime
+from basics.device import GPU, DeviceTime
 from reporting.clock import PhaseClock
 
 REPORT_INTERVAL = 10  # global steps between two reports of the losses
-LAG = {"cuda": 1, "cpu": 0}  # closed windows that stay unread, but when `close` is told to wait
+LAG = {GPU: 1, "cpu": 0}  # closed windows that stay unread, but when `close` is told to wait
 
 
 @dataclass

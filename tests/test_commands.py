@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 import lab.__main__
 import prepare_dataset
-from basics import machine
+from basics import device, machine
 from basics.entry_points import CHOSEN_BY_USER, SPIN_COUNT
 from basics.errors import (
     DISK_FULL,
@@ -454,7 +454,7 @@ def devices(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.setattr(device, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 

@@ -188,3 +188,15 @@ def test_the_name_of_a_token_file_has_one_owner():
     name = re.compile(r'(\{split\}|\b(train|validation))\.safetensors["\']')
     found = [name_of(path) for path in PRODUCT if name.search(path.read_text())]
     assert found == ["preparation/card.py"], "its example of code, for a dataset's page"
+
+
+def test_what_differs_between_devices_has_one_owner():
+    """Another device is another branch there, not a search through the code."""
+    asks = re.compile(r"""torch\.cuda\.\w|\.is_cuda\b|["']cuda["']""")
+    found = {
+        name_of(path)
+        for path in PRODUCT
+        if asks.search(re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL))
+    }
+    # The lab reads the type of a device in records, without torch.
+    assert found == {"basics/device.py", "lab/runs.py"}

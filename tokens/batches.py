@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from basics.device import is_gpu
 from basics.errors import UserError, one_line
 from run_config import Run, token_file_name
 from tokens.batch_plan import BatchPlan, plan_batches
@@ -267,7 +268,7 @@ def read_ahead(
 
     def read(index: int) -> tuple[int, Tensor]:
         tokens = microbatches[index]
-        return index, tokens.pin_memory() if device.type == "cuda" else tokens
+        return index, tokens.pin_memory() if is_gpu(device) else tokens
 
     # Exactly one microbatch ahead: reading one takes far less than computing on one.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead") as reader:

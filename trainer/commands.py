@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import torch
 
+from basics.device import first_device
 from basics.errors import FAILED, STOP_SIGNALS, UserError, one_line, print_line, says_out_of_memory
 from basics.files import write_atomically
 from basics.json_files import read_json_object, set_number, to_json
@@ -46,7 +46,7 @@ def launch(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
     if options.find_max_microbatch:
         search(run_to_search(options, num_processes), options, num_processes)
         return 0
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = first_device()
     process = Process(rank=0, local_rank=0, world_size=num_processes, device=device)
     if options.prefetch:
         prefetch_run(options, process)

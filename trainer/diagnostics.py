@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from basics.tensors import DeviceTime
+from basics.device import DeviceTime
 from gpt import GPTModel
 from ops.block_attention import causal_logits
 from reporting.loss_window import Window

@@ -1,8 +1,9 @@
 """Rank 0's machine: readings and the MFU in the records of steps, and facts in the summary."""
 
+from basics.device import device_name
 from basics.machine import machine_up_seconds
 from checkpointing import TrainingState
-from processes.distributed import device_name, gpu_uuids, machine_facts
+from processes.distributed import gpu_uuids, machine_facts
 from reporting.gpus import find_gpu
 from reporting.machine_meter import MachineMeter
 from reporting.run_log import Report, RunLog
@@ -25,7 +26,7 @@ class MachineReadings(Observer):
     ) -> None:
         self._launch, self._state, self._log = launch, state, log
         self._attention_kernel, self._energy_kwh = attention_kernel, energy_kwh
-        self._gpu = find_gpu(device_name(launch.process))
+        self._gpu = find_gpu(device_name(launch.process.device))
         self.meter = MachineMeter(launch.run.run_dir, gpu_uuids(launch.process))
 
     def start(self, opened: OpenedDir) -> None:

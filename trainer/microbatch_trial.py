@@ -21,12 +21,22 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from basics.device import (
+    GPU,
+    DeviceTime,
+    device_name,
+    free_and_total_bytes,
+    is_gpu,
+    limit_bytes,
+    peak_bytes,
+    reserved_bytes,
+    synchronize,
+)
 from basics.entry_points import map_every_tensor
 from basics.errors import FAILED, UserError, describe, is_out_of_memory
-from basics.tensors import DeviceTime
 from checkpointing import TrainingState
 from processes.command_line import Options
-from processes.distributed import Process, device_name, join_process_group, share_cpu_cores
+from processes.distributed import Process, join_process_group, share_cpu_cores
 from processes.startup_agreement import Agreement, leave
 from run_config import ModelConfig, TrainConfig, load_run
 from tokens.batches import Microbatch
@@ -36,7 +46,7 @@ from trainer.precision import check_attention, resolve_for_device
 TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result, prefetches
 # The numbers of warm-up steps and of timed steps. From the second step on, the optimizer state
 # exists and DDP's buckets are final. On a CPU, where steps take seconds, only step 2 is timed.
-STEPS = {"cuda": (2, 5), "cpu": (1, 1)}
+STEPS = {GPU: (2, 5), "cpu": (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a trial with its compiling, and of each collective
 TOO_SLOW = f"took longer than {TRIAL_TIMEOUT.total_seconds() / 60:.0f} minutes"
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
@@ -127,10 +137,7 @@ class MicrobatchTrial:
             self._mapped_before = _mapped_gib("VmSize")
             _limit_address_space(self._mapped_before + self._limit_gib)
         else:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, self._limit_gib * 2**30 / total), device
-            )
+            limit_bytes(device, self._limit_gib * 2**30)
 
     def time_steps(self, take_step: Callable[[], object]) -> None:
         """Measure steps that follow one another, and record the result. Every rank.
@@ -161,26 +168,20 @@ class MicrobatchTrial:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         demand, capacity, speed = worst.tolist()
         if self.process.is_main:
-            self._result_path.write_text(
-                json.dumps(
-                    asdict(
-                        Trial(
-                            self._size, True, demand, -capacity, -speed, device_name(self.process)
-                        )
-                    )
-                )
-            )
+            name = device_name(self.process.device)
+            trial = Trial(self._size, True, demand, -capacity, -speed, name)
+            self._result_path.write_text(json.dumps(asdict(trial)))
 
     def _peak_memory(self) -> tuple[float, float]:
         """Return the peak of the memory that the trial has taken, and how much there is, in GiB."""
         device = self.process.device
         if device.type == "cpu":
             return _mapped_gib("VmPeak") - self._mapped_before, self._limit_gib
-        torch.cuda.synchronize(device)
-        free, _ = torch.cuda.mem_get_info(device)
-        available = (free + torch.cuda.memory_reserved(device)) / 2**30
+        synchronize(device)
+        free, _ = free_and_total_bytes(device)
+        available = (free + reserved_bytes(device)) / 2**30
         # Before it fails, the allocator frees what is only reserved: allocated memory decides.
-        peak = torch.cuda.max_memory_allocated(device) / 2**30
+        peak = peak_bytes(device) / 2**30
         return peak, min(self._limit_gib, available)
 
 
@@ -195,8 +196,8 @@ def random_microbatches(
 
 def check_idle(device: torch.device) -> None:
     """Refuse to take memory that another program may need. Raises: UserError: the GPU is in use."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    if is_gpu(device):
+        free, total = free_and_total_bytes(device)
         if total - free > BUSY_BYTES:
             raise UserError(
                 f"GPU {device.index} is in use, {free / 2**30:.1f} of"

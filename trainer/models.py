@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from basics.checkpoint_files import BEST, MANIFEST, directory_of, named_as_checkpoints
+from basics.device import first_device
 from basics.errors import UserError, first_line, print_error
 from basics.json_files import describe, read_json_object
 from basics.machine import available_ram_gib
@@ -104,7 +105,7 @@ def load_model(
     else:
         place = directory_of(Path(name))
         loaded = _of_directory(name, place if place.is_dir() else None)
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or first_device()
     model = loaded.model.to(device).eval()
     with torch.inference_mode():
         if not model(torch.zeros(1, 1, dtype=torch.int64, device=device)).isfinite().all():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from basics.device import has_bf16, has_tf32, is_gpu, synchronize
 from basics.errors import UserError, first_line, is_out_of_memory
 from gpt import KERNELS, ForwardOptions, GPTModel, attend
 from run_config import ModelConfig, Precision, TrainConfig
@@ -38,7 +39,7 @@ def resolve_for_device(config: TrainConfig, device: torch.device) -> TrainConfig
         torch.use_deterministic_algorithms(True)
         # It finds errors, and is slow.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    on_gpu, precision = device.type == "cuda", config.precision
+    on_gpu, precision = is_gpu(device), config.precision
     if precision is None:  # the fastest one that is safe on the device
         precision = "fp32"
         if config.use_amp and has_precision(device, "bf16"):
@@ -72,8 +73,8 @@ def has_precision(device: torch.device, precision: Precision) -> bool:
         wanted = OF_CPUS.get(precision)
         return wanted is None or any(map(torch.cpu.get_capabilities().get, wanted))
     if precision == "bf16":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return precision != "tf32" or torch.cuda.get_device_capability(device) >= (8, 0)
+        return has_bf16(device)
+    return precision != "tf32" or has_tf32(device)
 
 
 def choose_forward_options(
@@ -81,7 +82,7 @@ def choose_forward_options(
 ) -> ForwardOptions:
     """Return how the forward pass is computed; the config is one of `resolve_for_device`."""
     # Each of these is a form of the same computation that was measured to be faster there.
-    on_gpu, in_16_bits = device.type == "cuda", config.precision in ("bf16", "fp16")
+    on_gpu, in_16_bits = is_gpu(device), config.precision in ("bf16", "fp16")
     is_eager_on_cpu = not on_gpu and not config.compile
     pads_head = in_16_bits if on_gpu else config.compile and model.vocab_size >= LARGE_VOCABULARY
     return ForwardOptions(
@@ -113,8 +114,7 @@ def check_attention(model: ModelConfig, config: TrainConfig, device: torch.devic
         with warnings.catch_warnings(action="ignore"):  # lines on why each kernel cannot run
             q, k, v = _attention_inputs(model, config, device)
             attend(q, k, v, model.drop_rate, config.attention).sum().backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # a kernel's failure is reported later
+            synchronize(device)  # a kernel's failure is reported later
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise

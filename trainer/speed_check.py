@@ -1,6 +1,6 @@
 """Says once how fast a launch trains, and what may explain a low speed."""
 
-from processes.distributed import device_name
+from basics.device import device_name
 from reporting.clock import WAITING
 from reporting.estimate import Pace, step_seconds
 from reporting.machine_meter import MachineMeter
@@ -44,7 +44,7 @@ class SpeedCheck(Observer):
             tokens_per_second=self._num_steps * launch.plan.tokens_per_step / self._seconds,
             num_processes=launch.process.world_size,
             flops_per_token=pace.model.flops_per_token,
-            device_name=device_name(launch.process),
+            device_name=device_name(launch.process.device),
             precision=launch.config.precision,
             attention_kernel=self._attention_kernel,
             is_compiled=launch.config.compile,

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any
 
-import torch
-
 from basics.checkpoint_files import read_identity
+from basics.device import free_cache
 from basics.errors import FAILED, UserError, drop_unwritable_output, one_line, print_line
 from basics.failpoints import failpoint
 from checkpointing import best_of, list_checkpoints
@@ -57,7 +56,7 @@ def run_when_done(
     if reason := _why_not(read_summary(run), stop_signal, has_trained=not was_finished):
         return print_line(f"when-done: not run: {reason}")
     gc.collect()
-    torch.cuda.empty_cache()  # the command may need the GPU
+    free_cache()  # the command may need the GPU
     with suppress(OSError):
         fsync_records(run.run_dir)
     record_when_done(run, None)

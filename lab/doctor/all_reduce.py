@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from basics.device import DeviceTime
 from basics.errors import UserError, describe, print_line
 from basics.json_files import to_json
 from basics.machine import code_digest, within
-from basics.tensors import DeviceTime
 from lab.doctor.checks import WRONG_SUM
 from processes.distributed import Process, join_process_group, share_cpu_cores, this_process
 from processes.signals import end_with_torchrun

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from basics.errors import UserError, describe
 from basics.files import existing
 from basics.gpu_readings import GpuReading
-from basics.machine import PROJECT_DIR, available_ram_gib, cuda_problem, num_cpu_cores, within
+from basics.machine import PROJECT_DIR, available_ram_gib, num_cpu_cores, within
 from basics.text import counted, gb, gib
 from lab.plan import estimate
 from lab.plan.memory import Setting, peak_memory
@@ -133,9 +133,9 @@ def read_torch() -> TorchFacts:
     try:
         import torch
 
-        return TorchFacts(
-            torch.__version__, torch.version.cuda, torch.cuda.device_count(), *cuda_problem()
-        )
+        from basics.device import count_gpus, cuda_problem
+
+        return TorchFacts(torch.__version__, torch.version.cuda, count_gpus(), *cuda_problem())
     except Exception as error:  # such as a library that is missing
         again = "install it again: uv sync --reinstall-package torch"
         return TorchFacts(cause=describe(error), remedy=again)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
 
+from basics.device import has_bf16
 from basics.errors import UserError, one_line, visible, writing_to
 from basics.files import write_atomically
 from basics.json_files import to_json
@@ -26,7 +27,7 @@ from lab.publish.model_card import MARK, public_name, template
 from reporting.sampling import SamplingOptions, stream_text
 from tokens.tokenizer import Tokenizer
 from trainer.models import HUB_NAME, LoadedModel
-from trainer.precision import autocast, has_precision
+from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy ignores
 COMPUTED_ON = {"response": "the response only", "all": "prompt and response"}
@@ -84,7 +85,7 @@ def mean_loss(
 ) -> float:
     """Return the examples' mean loss in nats per token; train on them if there is an optimizer."""
     device = model.token_embedding.weight.device
-    has_bf16 = device.type == "cuda" and has_precision(device, "bf16")
+    in_bf16 = has_bf16(device)
     model.train(optimizer is not None)
     total = torch.zeros((), dtype=torch.float64, device=device)
     num_targets = 0
@@ -97,7 +98,7 @@ def mean_loss(
         )
         with (
             torch.set_grad_enabled(optimizer is not None),
-            autocast("bf16" if has_bf16 else "fp32", device),
+            autocast("bf16" if in_bf16 else "fp32", device),
             sdpa_kernel(FOR_ANY_LENGTH),
         ):
             logits = model(token_ids.to(device)).flatten(0, 1).float()  # (B * T, V)

@@ -99,7 +99,7 @@ def read_own(run_dir: Path) -> Measurement | None:
     """Read the speed of a run's last launch; None if it has none to go by."""
     files = RunFiles.read(run_dir)
     machine = files.part("machine")
-    if files.status not in ("finished", "stopped") or machine.get("device_type") != "cuda":
+    if files.status not in ("finished", "stopped") or not files.is_on_gpus:
         return None
     with suppress(*DAMAGED):
         return Measurement(
