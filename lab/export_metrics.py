@@ -4,6 +4,7 @@ import os
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import click
 
@@ -12,7 +13,7 @@ from basics.errors import FAILED, UserError, describe, print_error, visible
 from basics.text import counted
 from processes.run_lock import lock_run, release_run
 from reporting.tracker import TrackedRun, check_tracker, send_records
-from run_config import load_run
+from run_config import TrainConfig, load_run
 
 
 @click.command("export-metrics")
@@ -20,7 +21,7 @@ from run_config import load_run
 @click.option(
     "--to",
     "tracker",
-    type=click.Choice(("tensorboard", "wandb", "trackio")),
+    type=click.Choice(get_args(TrainConfig.model_fields["tracker"].annotation)[1:]),
     required=True,
     help="Needs the extra of that name: uv run --extra wandb lab ...",
 )
