@@ -46,7 +46,8 @@ from basics.json_files import FrozenConfig
 from basics.tensors import Header, read_tensors, write_tensors
 from gpt import GPTModel
 from processes.run_lock import HEARTBEAT
-from run_config import STEP, ModelConfig, load_config
+from run_config import ModelConfig, load_config
+from settings.optimizer import STEP
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"

@@ -14,7 +14,8 @@ from torch.optim import AdamW, Optimizer
 
 from ops.orthogonalise import orthogonalise
 from processes.distributed import Process
-from run_config import GROUPS, Group, ModelConfig, TrainConfig
+from run_config import ModelConfig, TrainConfig
+from settings.optimizer import GROUPS, Group
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, process: Process) -> AdamW:

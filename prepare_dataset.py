@@ -132,7 +132,7 @@ def dataset_options(output: Path) -> str:
 
 def check_name(output: Path) -> None:
     """Refuse a directory that train.json could not name. Raises: UserError."""
-    from run_config import DATASET_NAME
+    from settings.data import DATASET_NAME
 
     name = Path(os.path.abspath(output)).name
     if name and not re.fullmatch(DATASET_NAME, name):

@@ -6,34 +6,28 @@ import re
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from basics.cli import MAX_USD_PER_HOUR, RUNS
+from basics.cli import RUNS
 from basics.errors import UserError, cannot_be_written, print_error, print_line
-from basics.json_files import (
-    Config,
-    FrozenConfig,
-    describe,
-    found_object,
-    read_json_object,
-    unknown_key,
-)
+from basics.json_files import Config, describe, found_object, read_json_object, unknown_key
 from basics.text import did_you_mean
+from settings.batch import BatchConfig
+from settings.checkpoints import CheckpointConfig
+from settings.data import DataConfig
+from settings.limits import LimitsConfig
+from settings.machine import MachineConfig
+from settings.model import ModelConfig
+from settings.optimizer import MUON_DEFAULTS, WIDTH_DEPENDENT, OptimizerConfig
+from settings.reports import ReportConfig
+from settings.schedule import ScheduleConfig
+from settings.validation import ValidationConfig
+from settings.weights import WeightsConfig
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-Group = Literal["matrix", "embedding", "head", "vector"]  # of parameters
-Schedule = Literal["constant", "cosine", "linear", "wsd"]
-GROUPS: tuple[Group, ...] = get_args(Group)
-STEP = "step"  # in an optimizer's state: the number of steps, of each parameter
-
-MAX_VOCAB_SIZE = 2**16  # token files hold uint16
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SHIPPED_RUNS = Path(__file__).parent / RUNS
-DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
-SET_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}"  # of a validation set
-MAX_SETS = 16
 OLD_NAME = "minibatch_size"  # of microbatch_size, in the original system
 LENGTH = "min_train_tokens is the length of a run, and --max-steps ends one launch earlier"
 NAMES_ELSEWHERE = {  # of settings, in other trainers
@@ -45,360 +39,25 @@ NAMES_ELSEWHERE = {  # of settings, in other trainers
         "microbatch_size is of one forward pass of a process, global_batch_size of a step",
     ),
 }
-MUON_DEFAULTS: dict[str, Any] = {
-    "matrix_learning_rate": 0.02,
-    "learning_rate": 0.02,
-    "embedding_learning_rate": 0.15,
-    "vector_learning_rate": 0.01,
-    "weight_decay": 0.0,
-    "beta1": 0.8,
-    "beta2": 0.95,
-    "schedule": "linear",
-}
-WIDTH_DEPENDENT = {"learning_rate", "embedding_learning_rate", "vector_learning_rate"}
-
-SPLITS = ("train", "validation")  # of a dataset, each in a token file
-TOKENS_SUFFIX = ".safetensors"  # of token files
-Count = Annotated[int, Field(ge=1, le=2**40)]
-GroupRate = Annotated[float | None, Field(gt=0)]  # None stands for `learning_rate`
-# A JSON list becomes a tuple: the config is frozen.
-Prompts = Annotated[
-    tuple[Annotated[str, Field(max_length=2**14)], ...], Field(strict=False, max_length=64)
-]
 
 
-class ModelConfig(FrozenConfig):
-    """`model.json`: the shape of the network."""
+class TrainConfig(
+    LimitsConfig,
+    ReportConfig,
+    MachineConfig,
+    ScheduleConfig,
+    OptimizerConfig,
+    CheckpointConfig,
+    WeightsConfig,
+    ValidationConfig,
+    BatchConfig,
+    DataConfig,
+):
+    """`train.json`: all keys of a run but those of the network.
 
-    vocab_size: int = Field(ge=2, le=MAX_VOCAB_SIZE)
-    context_length: int = Field(ge=1, le=2**20)
-    emb_dim: int = Field(ge=1, le=2**16)
-    n_heads: int = Field(ge=1, le=2**12)
-    n_layers: int = Field(ge=1, le=2**10)
-    drop_rate: float = Field(ge=0, lt=1)
-    qkv_bias: bool
-    tie_weights: bool = False
-    init: Literal["gpt2", "torch", "zero_projections"] = "gpt2"
-
-    @model_validator(mode="after")
-    def _heads_divide_embedding(self) -> Self:
-        if self.emb_dim % self.n_heads:
-            raise ValueError(f"emb_dim {self.emb_dim} is not divisible by n_heads {self.n_heads}")
-        return self
-
-    def with_layers(self, n_layers: int) -> Self:
-        """Return the shape of so many of the layers, with embeddings and head."""
-        return self.model_copy(update={"n_layers": n_layers})
-
-    @property
-    def num_matrix_parameters(self) -> int:
-        """The parameters in the layers' matrices: QKV, attention output, the two of the MLP."""
-        return self.n_layers * (3 + 1 + 4 + 4) * self.emb_dim**2
-
-    @property
-    def num_parameters(self) -> int:
-        """The parameters of a `GPTModel` of this shape."""
-        C = self.emb_dim
-        biases = C + 4 * C + C + (3 * C if self.qkv_bias else 0)  # attention output, MLP, QKV
-        norms = 2 * 2 * C
-        embeddings = (self.vocab_size + self.context_length) * C
-        head = 0 if self.tie_weights else self.vocab_size * C
-        layers = self.num_matrix_parameters + self.n_layers * (biases + norms)
-        return layers + embeddings + 2 * C + head
-
-    @property
-    def flops_per_token(self) -> int:
-        """The training FLOPs per token, forward and backward: 6 N + 12 L T C.
-
-        N counts the parameters in matrix products: embeddings are look-ups and do not count, the
-        vocabulary is unpadded, and attention counts as if it were not causal.
-
-        Source: Chowdhery et al. 2022, "PaLM", appendix B.
-        """
-        matmul_parameters = self.num_matrix_parameters + self.vocab_size * self.emb_dim
-        attention = 12 * self.n_layers * self.context_length * self.emb_dim
-        return 6 * matmul_parameters + attention
-
-
-class StopIfBehind(FrozenConfig):
-    """How far a run may be above its reference: `std` or `loss`, in `reports` reports in a row."""
-
-    std: float | None = Field(default=None, gt=0, le=1e6)  # of the reference's noise
-    loss: float | None = Field(default=None, gt=0, le=1e6)  # nats per token
-    reports: int = Field(default=3, ge=1, le=2**31)
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> Self:
-        if (self.std is None) == (self.loss is None):
-            raise ValueError("stop_if_behind wants either std or loss; set one of them")
-        return self
-
-
-class Grow(FrozenConfig):
-    """The first part of a run trains the first `from_layers` layers alone: a share of its steps."""
-
-    from_layers: int = Field(default=1, ge=1, le=2**10)
-    at: float = Field(gt=0, lt=1)  # the share
-
-
-class TrainConfig(FrozenConfig):
-    """`train.json`: data, batch, optimizer and intervals of a run."""
-
-    dataset: str = Field(pattern=DATASET_NAME)
-    microbatch_size: Count  # sequences in one forward pass of one process
-    gradient_accumulation_steps: Count = 1
-    global_batch_size: int | None = Field(default=None, ge=1, le=2**31)  # sequences
-    min_train_tokens: int = Field(default=-1, le=2**50)  # -1 for all
-    repeat_data: bool = False  # from the start, where min_train_tokens is more than there are
-    start_train_token: int = Field(default=0, ge=0, le=2**50)
-    start_val_token: int = Field(default=0, ge=0, le=2**50)
-    validation_interval: Count | None = None  # global steps
-    validation_batches: Count | None = None  # microbatches
-    validation_sequences: Count | None = None
-    validation: dict[str, str] | None = None  # sets by name: a token file, or a dataset
-    validate_on: Literal["rank0", "all"] = "rank0"
-    validate_at_start: bool = False  # also before the first step
-    checkpoint_interval: Count | None = None  # global steps
-    keep_checkpoints: Count | None = None  # None for all
-    sample_prompts: Prompts | None = None
-    diagnostics_interval: Count | None = None  # global steps
-    grow: Grow | None = None
-    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-    init_from: str | None = Field(default=None, min_length=1, max_length=4096)
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = Field(default=4e-4, gt=0)
-    matrix_learning_rate: GroupRate = None
-    embedding_learning_rate: GroupRate = None
-    head_learning_rate: GroupRate = None
-    vector_learning_rate: GroupRate = None
-    weight_decay: float = Field(default=0.1, ge=0, le=1e3)
-    decay_norms_and_biases: bool = False
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    epsilon: float = Field(default=1e-8, ge=1e-30)
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    clipping_max_norm: float | None = Field(default=None, gt=0)
-    schedule: Schedule | None = None
-    schedule_learning_rate: bool = False
-    warmup_period_percent: float = Field(default=0, ge=0, lt=100)  # of the global steps
-    decay_period_percent: float | None = Field(default=None, gt=0, le=100)  # of the global steps
-    final_learning_rate_fraction: float | None = Field(default=None, ge=0, le=1)
-    use_amp: bool = True
-    precision: Precision | None = None
-    residual_dtype: Literal["fp32", "bf16"] | None = None
-    all_reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # of gradients between the processes
-    compile: bool | None = None
-    attention: Literal["auto", "flash", "cudnn", "math"] = "auto"
-    head_chunks: int | None = Field(default=None, ge=1, le=2**16)
-    activation_checkpointing: bool = False
-    deterministic: bool = False
-    reference: str | None = Field(default=None, min_length=1, max_length=64)
-    stop_if_behind: StopIfBehind | None = None
-    random_seed: int = Field(default=42, ge=0, lt=2**63)
-    usd_per_hour: float | None = Field(default=None, gt=0, le=MAX_USD_PER_HOUR)  # of all machines
-    max_cost_usd: float | None = Field(default=None, gt=0, le=1e9)
-    max_hours: float | None = Field(default=None, gt=0, le=1e6)
-    collective_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
-    hang_timeout_seconds: float = Field(default=600, ge=1, le=10**6)
-
-    @model_validator(mode="after")
-    def _keys_fit_together(self) -> Self:
-        of_validation = self.validation_batches or self.validation_sequences
-        for is_wrong, message in (
-            (
-                self.min_train_tokens != -1 and self.min_train_tokens < 1,
-                f"min_train_tokens is {self.min_train_tokens}; wanted 1 or more or -1",
-            ),
-            (
-                self.repeat_data and self.min_train_tokens == -1,
-                "repeat_data needs min_train_tokens, the tokens to train on: set it",
-            ),
-            (
-                self.global_batch_size and "gradient_accumulation_steps" in self.model_fields_set,
-                "gradient_accumulation_steps follows from global_batch_size: drop it",
-            ),
-            (
-                self.validation_batches and self.validation_sequences,
-                "validation_batches and validation_sequences exclude each other: drop one",
-            ),
-            (
-                self.validates != bool(of_validation),
-                "validation_interval goes together with"
-                " validation_batches or validation_sequences: set both",
-            ),
-            (
-                self.validation is not None and not self.validates,
-                "validation names the sets to validate on: set validation_interval too, or drop it",
-            ),
-            (
-                self.validate_at_start and not self.validates,
-                "validate_at_start needs a validation: set validation_interval too, or drop it",
-            ),
-            (
-                self.validation is not None and not 1 <= len(self.validation) <= MAX_SETS,
-                f"validation has {len(self.validation or ())} sets; wanted 1 to {MAX_SETS}",
-            ),
-            (
-                not self.validates and self.checkpoint_interval is None,
-                "set validation_interval with"
-                " validation_batches, or checkpoint_interval, so that the run is saved",
-            ),
-            (
-                self.schedule_learning_rate and self.schedule not in (None, "cosine"),
-                f'schedule is "{self.schedule}" but schedule_learning_rate is true, which means'
-                " cosine: drop one",
-            ),
-            (
-                self.warmup_period_percent + (self.decay_period_percent or 0) > 100,
-                "warmup_period_percent and decay_period_percent are more than 100 together: lower"
-                " one",
-            ),
-            (
-                not self.use_amp and self.precision in ("bf16", "fp16"),
-                f'use_amp is false but precision is "{self.precision}": drop one',
-            ),
-            (
-                self.grow is not None and self.init_from is not None,
-                "grow trains from initial weights, and init_from has weights of all layers: drop"
-                " one",
-            ),
-            (
-                self.deterministic and self.attention == "cudnn",
-                'attention "cudnn" is not deterministic: drop it, or deterministic',
-            ),
-            (
-                self.sample_prompts and not self.validates,
-                "sample_prompts are continued at each"
-                " validation, but there is none: set validation_interval, or drop them",
-            ),
-        ):
-            if is_wrong:
-                raise ValueError(message)
-        for name, place in (self.validation or {}).items():
-            if not re.fullmatch(SET_NAME, name):
-                raise ValueError(
-                    f"validation has a set called {ascii(name)[:60]}; wanted at most 32 letters,"
-                    " digits, '.', '_' and '-'"
-                )
-            if not _is_token_file(place) and not re.fullmatch(DATASET_NAME, place):
-                raise ValueError(
-                    f"validation set {name} is {ascii(place)[:60]}; wanted a dataset's name, or a"
-                    f" token file, which ends in {TOKENS_SUFFIX}"
-                )
-        return self
-
-    def validation_paths(self, datasets_dir: Path) -> dict[str, Path]:
-        """Return the token file of each set that `validation` names, in their order."""
-        paths = {}
-        for name, place in (self.validation or {}).items():
-            path = datasets_dir / place
-            paths[name] = path if _is_token_file(place) else path / token_file_name("validation")
-        return paths
-
-    @property
-    def validation_datasets(self) -> list[str]:
-        """The datasets whose validation files `validation` names."""
-        return [place for place in (self.validation or {}).values() if not _is_token_file(place)]
-
-    @property
-    def deciding_set(self) -> str:
-        """The name of the validation set that decides `best`, the first; "" if it has no name."""
-        return next(iter(self.validation or {}), "")
-
-    @property
-    def num_validation_sets(self) -> int:
-        """The number of sets in one validation; 0 without validation."""
-        return len(self.validation or (self.dataset,)) if self.validates else 0
-
-    def optimizer_state(self, group: Group) -> tuple[str, ...]:
-        """Return the names of the tensors that the optimizer keeps of each parameter of a group.
-
-        All are float32. `STEP` is a number, (); the others have the parameter's shape.
-        """
-        if self.optimizer == "muon" and group == "matrix":
-            return ("momentum",)
-        return (STEP, "exp_avg", "exp_avg_sq")
-
-    def optimizer_state_bytes(self, model: ModelConfig) -> int:
-        """Return the bytes of a model's optimizer state, without the scalars of `STEP`."""
-        of_matrices, of_others = (
-            len([name for name in self.optimizer_state(group) if name != STEP])
-            for group in ("matrix", "vector")
-        )
-        others = model.num_parameters - model.num_matrix_parameters
-        return 4 * (of_matrices * model.num_matrix_parameters + of_others * others)
-
-    @property
-    def validates(self) -> bool:
-        """Whether the run validates, so that `best` means the lowest validation loss."""
-        return self.validation_interval is not None
-
-    @property
-    def resolved_schedule(self) -> Schedule:
-        """The schedule; `schedule_learning_rate` is the original's name of the cosine."""
-        return self.schedule or ("cosine" if self.schedule_learning_rate else "constant")
-
-    @property
-    def num_validation_sequences(self) -> int:
-        """Sequences of each set in one validation, of all microbatches; 0 without validation."""
-        return self.validation_sequences or (self.validation_batches or 0) * self.microbatch_size
-
-    def growth_step(self, num_steps: int) -> int:
-        """Return the first global step with all layers in a run of so many; 0 without `grow`."""
-        if self.grow is None:
-            return 0
-        # At least one step has few layers, and at least the last one has all.
-        return min(max(1, round(self.grow.at * num_steps)), num_steps - 1)
-
-    def num_validations(self, steps: range, *, num_steps: int) -> int:
-        """Return how many of these steps of a run are followed by a validation, as the last is."""
-        if not self.validates:
-            return 0
-        return _num_due(steps, [self.validation_interval], last=[num_steps - 1])
-
-    def num_saves(self, steps: range, *, num_steps: int) -> int:
-        """Return how many of these steps of a run are followed by a checkpoint.
-
-        These are the steps with a validation, the last one, and the last one before a growth:
-        compiling all layers may fail, or be killed.
-        """
-        return _num_due(
-            steps,
-            [self.validation_interval, self.checkpoint_interval],
-            last=[self.growth_step(num_steps) - 1, num_steps - 1],
-        )
-
-    def is_validation_due(self, global_step: int, *, num_steps: int) -> bool:
-        """Return whether a run of so many steps is validated after this one."""
-        return self.num_validations(range(global_step, global_step + 1), num_steps=num_steps) > 0
-
-    def is_save_due(self, global_step: int, *, num_steps: int) -> bool:
-        """Return whether a run of so many steps saves a checkpoint after this one."""
-        return self.num_saves(range(global_step, global_step + 1), num_steps=num_steps) > 0
-
-
-def token_file_name(split: str) -> str:
-    """Return the name of the token file of a split in the directory of a dataset."""
-    return split + TOKENS_SUFFIX
-
-
-def _is_token_file(place: str) -> bool:
-    """Return whether a value of `validation` is a file; else it is the name of a dataset."""
-    return place.endswith(TOKENS_SUFFIX)
-
-
-def _num_due(steps: range, intervals: list[int | None], *, last: list[int]) -> int:
-    """Return how many of these steps are the last of an interval, of one or two, or in `last`."""
-    used = [interval for interval in intervals if interval is not None]
-
-    def num_multiples(interval: int) -> int:
-        return steps.stop // interval - steps.start // interval
-
-    number = sum(map(num_multiples, used))
-    if len(used) == 2:
-        number -= num_multiples(math.lcm(*used))  # these were counted twice
-    others = {step for step in last if all((step + 1) % interval for interval in used)}
-    return number + len([step for step in others if step in steps])
+    Pydantic lists the keys of the last base first: each record begins with `dataset`. No two
+    bases have a rule or a method of the same name, because one would replace the other.
+    """
 
 
 def _inside(name: str) -> property:

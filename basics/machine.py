@@ -39,6 +39,7 @@ SOURCES = (
             "preparation",
             "processes",
             "reporting",
+            "settings",
             "tokens",
             "trainer",
         )

@@ -31,7 +31,8 @@ from basics.entry_points import keep_freed_memory
 from ddp_train import TrainingStep, microbatch_indices
 from gpt import GPTModel
 from processes.distributed import Process, machine_facts
-from run_config import ModelConfig, Precision, TrainConfig
+from run_config import ModelConfig, TrainConfig
+from settings.machine import Precision
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatches, read_ahead
 from tokens.token_file import TokenFile

@@ -37,7 +37,7 @@ from lab.table import Column, Table
 from preparation.token_stream import TokenFileWriter
 from reporting.gpus import find_gpu
 from reporting.metrics_file import read_metrics
-from run_config import token_file_name
+from settings.data import token_file_name
 
 ORIGINAL, HUGGING_FACE, WHOLE_RUN = "original", "Hugging Face, {}, compiled", "ours, whole run"
 WHOLE_RUN_SYSTEM = "whole run"

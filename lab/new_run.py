@@ -22,9 +22,9 @@ from run_config import (
     check_growth,
     load_config,
     plain_name,
-    token_file_name,
     with_defaults,
 )
+from settings.data import token_file_name
 
 # More passes over the same text than this lower the loss hardly any further. Source: Muennighoff
 # et al. 2023, "Scaling Data-Constrained Language Models".

@@ -47,7 +47,6 @@ from reporting.summary import duration, last_of_sets
 from run_config import (
     RUN_NAME,
     SHIPPED_RUNS,
-    Grow,
     ModelConfig,
     TrainConfig,
     find_run,
@@ -56,6 +55,7 @@ from run_config import (
     run_name,
     with_defaults,
 )
+from settings.weights import Grow
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -15,7 +15,7 @@ from basics.text import counted, escaped
 from preparation.encoding import Losses
 from preparation.sources import Request
 from preparation.token_stream import REPLACED, TEXT_BYTES, Counts
-from run_config import token_file_name
+from settings.data import token_file_name
 from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
 
 LEFT_OVER = 0.01  # of a dataset's tokens in a mix, without a warning

@@ -9,7 +9,8 @@ from filelock import FileLock
 from basics.errors import UserError, writing_to
 from basics.files import sha256_of
 from basics.text import did_you_mean
-from run_config import SPLITS, TrainConfig, token_file_name
+from run_config import TrainConfig
+from settings.data import SPLITS, token_file_name
 
 STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
 SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -19,7 +19,7 @@ from preparation.dataset_source import (
 from preparation.ensure_dataset import STDLIB_DATASET
 from preparation.sources import Request, Source, SourceOptions, printable, python_stdlib
 from preparation.text_files import TextFiles, data_suffix, leads_out, text_files
-from run_config import token_file_name
+from settings.data import token_file_name
 
 
 def find_source(options: SourceOptions) -> Source:

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, constants, errors, get_token, hf_hub_download
 from huggingface_hub.utils import disable_progress_bars, logging
 
 from basics.errors import FAILED, UserError, as_os_error, first_line
-from run_config import token_file_name
+from settings.data import token_file_name
 from tokens.tokenizer import TOKENIZER_FILE
 
 PAUSES = (1, 5, 20)  # seconds before each further attempt, beside those of the client

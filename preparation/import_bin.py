@@ -13,7 +13,7 @@ from preparation.journal import Journal, check_disk_space, check_output_dir
 from preparation.sources import Request
 from preparation.text_files import IS_POINTER, LFS_POINTER, leads_out
 from preparation.token_stream import Counts, TokenFileWriter, num_training_documents
-from run_config import token_file_name
+from settings.data import token_file_name
 from tokens.token_file import check_token_ids
 from tokens.tokenizer import Tokenizer, choose_tokenizer, short_name
 

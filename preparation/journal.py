@@ -16,7 +16,7 @@ from basics.text import gb
 from preparation.encoding import Losses
 from preparation.sources import Record, Request
 from preparation.token_stream import DATA_START, NUM_COLUMNS, ROW_BYTES, TOKENS
-from run_config import token_file_name
+from settings.data import token_file_name
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
 TOKENS_FILE = token_file_name("train")  # all tokens, until the last ones are in the validation file

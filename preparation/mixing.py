@@ -21,7 +21,7 @@ from preparation.journal import Journal, check_output_dir
 from preparation.pipeline import write_headers
 from preparation.sources import Request, printable
 from preparation.token_stream import CHUNK_NUMBERS, Counts, TokenFileWriter, digest_of
-from run_config import SPLITS, token_file_name
+from settings.data import SPLITS, token_file_name
 from tokens.token_file import TokenFile
 from tokens.tokenizer import Tokenizer, file_beside, load_tokenizer, short_name
 

@@ -33,7 +33,7 @@ from preparation.token_stream import (
     num_training_documents,
     read_tokens,
 )
-from run_config import token_file_name
+from settings.data import token_file_name
 from tokens.tokenizer import Tokenizer, choose_tokenizer
 
 TASK_BYTES = 2**20  # of text that a worker gets at once, roughly

@@ -34,7 +34,8 @@ from basics.errors import STOP_SIGNALS, UserError, print_error
 from basics.machine import PROJECT_DIR, num_cpu_cores
 from processes.beside import THREADS, torchrun_limits_threads
 from processes.signals import stop_signals
-from run_config import Precision, TrainConfig
+from run_config import TrainConfig
+from settings.machine import Precision
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from basics.json_files import FrozenConfig
-from run_config import Precision
+from settings.machine import Precision
 
 EXPECTED_SHARE = 0.8  # of the best MFU, on a GPU without a public figure for several
 MAKERS = re.compile(r"^((NVIDIA|AMD|Tesla|Instinct|GeForce) )*", re.IGNORECASE)

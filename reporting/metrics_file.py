@@ -10,7 +10,7 @@ from basics.errors import FAILED, UserError, status_of_place, visible
 from basics.files import MAX_BYTES, fsync, read_regular_file, write_atomically
 from basics.gpu_readings import SLOWDOWNS
 from basics.json_files import parsed_object, to_json
-from run_config import SET_NAME
+from settings.validation import SET_NAME
 
 MAX_RECORDS_BYTES = 2**27  # per file: about four million steps
 MAX_STEP = 2**40

@@ -17,7 +17,8 @@ from basics.errors import UserError, writing_to
 from basics.files import write_atomically
 from basics.json_files import FrozenConfig, describe, found_object, read_json_object, to_json
 from basics.text import did_you_mean
-from run_config import MAX_VOCAB_SIZE, SHIPPED_RUNS, TrainConfig
+from run_config import SHIPPED_RUNS, TrainConfig
+from settings.model import MAX_VOCAB_SIZE
 
 Kind = Literal["train", "validation"]
 PUBLISHED_PATH = SHIPPED_RUNS / "published.json"

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from reporting.gpus import find_gpu
-from run_config import ModelConfig, Precision, TrainConfig
+from run_config import ModelConfig, TrainConfig
+from settings.machine import Precision
 
 SPEED_CHECK_STEPS = 50  # global steps of a launch, after which its speed is reported
 FAR_BELOW = 0.5  # of the expected MFU; below it, likely reasons are listed

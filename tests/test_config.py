@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -14,7 +15,6 @@ from basics.errors import UserError
 from lab.__main__ import cli
 from processes.command_line import check_before_torch
 from run_config import (
-    GROUPS,
     ModelConfig,
     TrainConfig,
     load_run,
@@ -22,6 +22,7 @@ from run_config import (
     setting_warnings,
     with_defaults,
 )
+from settings.optimizer import GROUPS
 from tests.support.lab_cli import run_lab
 from tests.support.runs import run_in_process
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, succeeded
@@ -135,6 +136,21 @@ def test_wrong_values_are_refused_in_one_line(workplace):
     run_dir = workplace.add_run()
     for file, changes, message in WRONG:
         assert message in refused(run_dir, file, **changes), changes
+
+
+def test_no_topic_of_train_json_replaces_a_rule_or_a_method_of_another():
+    """They are bases of one class: of two rules with one name, only one would be checked."""
+    topics = [topic for topic in TrainConfig.__mro__ if topic.__module__.startswith("settings.")]
+    names = [
+        name
+        for topic in topics
+        for name, value in vars(topic).items()
+        if isinstance(value, FunctionType | property) and not name.startswith("__")
+    ]
+    keys = [key for topic in topics for key in topic.__annotations__]
+    assert len(topics) == 10 and sorted(keys) == sorted(TrainConfig.model_fields)
+    assert {"_run_is_saved", "validates", "num_saves"} < set(names)
+    assert len(set(names)) == len(names)
 
 
 def test_numbers_beyond_their_limits_are_refused(workplace):

@@ -27,7 +27,8 @@ from lab.plan.memory import GPT2_SMALL, Setting, peak_memory
 from processes.distributed import Process
 from reporting.clock import PhaseClock
 from reporting.loss_window import REPORT_INTERVAL, LossWindow
-from run_config import ModelConfig, Precision, TrainConfig
+from run_config import ModelConfig, TrainConfig
+from settings.machine import Precision
 from tests.support import models
 from tests.support.models import microbatches, ops_of
 from tests.support.runs import tried

@@ -17,7 +17,8 @@ from basics.failpoints import VARIABLE
 from checkpointing import Checkpoint, list_checkpoints
 from ddp_train import TrainingStep
 from reporting.metrics_file import NUM_LAYERS
-from run_config import Grow, Run, TrainConfig, load_run
+from run_config import Run, TrainConfig, load_run
+from settings.weights import Grow
 from tests.support.lab_cli import publish
 from tests.support.lab_cli import succeeded as verb_succeeded
 from tests.support.models import MODEL, ONE_PROCESS, describe, microbatches

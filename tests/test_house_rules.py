@@ -13,7 +13,8 @@ from tests.support.workplace import PROJECT_DIR
 # Imports go only from left to right.
 ORDER = (
     "ddp_trainer benchmarks > ddp_train prepare_dataset lab > trainer > checkpointing optim"
-    " > reporting > processes > gpt > ops > preparation > tokens > run_config > basics"
+    " > reporting > processes > gpt > ops > preparation > tokens > run_config"
+    " > settings > basics"
 )
 RANK = {name: rank for rank, names in enumerate(ORDER.split(">")) for name in names.split()}
 ROOT_FILES = {"ddp_train", "gpt", "optim", "run_config", "checkpointing", "prepare_dataset"}

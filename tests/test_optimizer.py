@@ -30,7 +30,8 @@ from gpt import ForwardOptions, GPTModel
 from optim import build_optimizer, decay_line, group_of, rates_line
 from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
-from run_config import STEP, ModelConfig, TrainConfig, load_run
+from run_config import ModelConfig, TrainConfig, load_run
+from settings.optimizer import STEP
 from tests.support.models import ONE_PROCESS, microbatches, ops_of, step_of
 from tests.support.runs import metrics_of, refused, summary_of, weights_of
 from tests.support.workplace import TINY_MODEL, TINY_TRAIN, forked, read_lines, succeeded

@@ -30,7 +30,7 @@ from ops.schedule import learning_rate_at
 from processes.command_line import Options
 from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
-from run_config import GROUPS
+from settings.optimizer import GROUPS
 from tests.support.models import ONE_PROCESS
 from tests.support.reference_loop import (
     FLOAT32,

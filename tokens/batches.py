@@ -15,7 +15,8 @@ from torch import Tensor
 
 from basics.device import is_gpu
 from basics.errors import UserError, one_line
-from run_config import Run, token_file_name
+from run_config import Run
+from settings.data import token_file_name
 from tokens.batch_plan import BatchPlan, plan_batches
 from tokens.token_file import TokenFile, check_token_ids
 from tokens.tokenizer import KNOWN_SIZES, FileTokenizer, byte_lengths, file_beside, load_tokenizer

@@ -23,7 +23,8 @@ from reporting.clock import PhaseClock
 from reporting.machine_time import record_search
 from reporting.speed import CARDS_GIB, estimated_startup_seconds, usable_gib
 from reporting.summary import duration, final_status
-from run_config import OLD_NAME, Run, load_run, make_run_dir, token_file_name
+from run_config import OLD_NAME, Run, load_run, make_run_dir
+from settings.data import token_file_name
 from tokens.batch_plan import divided
 from tokens.tokenizer import TOKENIZER_FILE, load_tokenizer
 from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, Trial

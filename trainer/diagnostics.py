@@ -16,7 +16,7 @@ from gpt import GPTModel
 from ops.block_attention import causal_logits
 from reporting.loss_window import Window
 from reporting.run_log import Report
-from run_config import Precision
+from settings.machine import Precision
 from tokens.batch_plan import CACHED_LOGITS
 from trainer.observer import Observer
 from trainer.precision import autocast

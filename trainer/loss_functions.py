@@ -16,7 +16,8 @@ from gpt import Block, GPTModel
 from optim import build_optimizer
 from processes.distributed import Process, share_cpu_cores, waiting_for_all
 from processes.watchdog import Watchdog
-from run_config import ModelConfig, Precision, TrainConfig
+from run_config import ModelConfig, TrainConfig
+from settings.machine import Precision
 from tokens.batches import Microbatches, read_ahead
 from trainer.precision import autocast, choose_forward_options
 

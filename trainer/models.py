@@ -49,7 +49,6 @@ DOWNLOADED = [
     "model.safetensors.index.json",
     TOKENIZER_FILE,
 ]
-FREE_TO_CHANGE = {"drop_rate", "init"}  # keys of model.json that do not change the shape
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def initial_model(run: Run, runs_dir: Path) -> LoadedModel:
         model = loaded.model
         if run.model.qkv_bias and not model.config.qkv_bias:
             model = _with_zero_biases(source, model)
-        for key, wanted in run.model.model_dump(exclude=FREE_TO_CHANGE).items():
+        for key, wanted in run.model.shape().items():
             found = getattr(model.config, key)
             if found != wanted:
                 raise UserError(

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend
 from basics.device import has_bf16, has_tf32, is_gpu, synchronize
 from basics.errors import UserError, first_line, is_out_of_memory
 from gpt import KERNELS, ForwardOptions, GPTModel, attend
-from run_config import ModelConfig, Precision, TrainConfig
+from run_config import ModelConfig, TrainConfig
+from settings.machine import Precision
 from tokens.batch_plan import head_chunk_tokens
 
 DTYPES: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}

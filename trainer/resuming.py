@@ -26,7 +26,6 @@ from reporting.summary import FINISHED, read_summary
 from run_config import RUN_NAME, Run, Stage
 from tokens.batch_plan import BatchPlan
 from tokens.batches import RunData
-from trainer.models import FREE_TO_CHANGE
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
 def check_same_run(checkpoint: Checkpoint, run: Run, data: dict[str, str]) -> None:
     """Refuse to resume with another model, seed or data; data as in `RunData.fingerprints`."""
     meta, model_path = checkpoint.meta, run.run_dir / "model.json"
-    was = meta.model.model_dump(exclude=FREE_TO_CHANGE)
+    was = meta.model.shape()
     grow = run.config.grow
     if meta.model.n_layers <= run.model.n_layers:  # the others may be to come: see `grow`
         was["n_layers"] = meta.run_layers

@@ -12,7 +12,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from run_config import MAX_VOCAB_SIZE, ModelConfig
+from run_config import ModelConfig
+from settings.model import MAX_VOCAB_SIZE
 
 Weights = dict[str, Tensor]
 

@@ -31,7 +31,9 @@ PUBLISHED_FIGURES = (
     *("seconds", "validation_seconds", "ift_score"),
 )
 NEEDED_FOR_PARABOLA, NEEDED_FOR_LINE = 3, 2  # different x
-LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change with the batch
+# Equal on a curve over batch sizes. Other keys change the loss too (see `SameLoss`), but are tuned
+# with the batch (learning rates, betas, momentum) or add noise (seed, first token, number format).
+LOSS_SETTINGS = (
     "dataset",
     "start_val_token",
     "validation",
@@ -49,7 +51,9 @@ LOSS_SETTINGS = (  # change the loss; not the learning rates, which often change
     "decay_period_percent",
     "final_learning_rate_fraction",
 )
-MEMORY_SETTINGS = (  # change the memory of a step
+# Equal on a line over microbatches. Other keys change the speed too (`SPEED_KEYS`), but cost no
+# memory (global batch, format of the all-reduce), or `kind_of_machine` has them (precision).
+MEMORY_SETTINGS = (
     "gradient_accumulation_steps",
     "residual_dtype",
     "compile",

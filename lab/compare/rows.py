@@ -13,30 +13,12 @@ from lab.runs import NUMBERS, PUBLISHED, TEXTS, Result, frame_of, shown, with_ra
 from lab.stats import pooled_deviation, t_95
 from reporting.metrics_file import SET_KEY
 from reporting.summary import FINISHED
+from run_config import TrainConfig
+from settings.keys import SAME_LOSS
 
 SEED = "random_seed"
-WITHOUT_EFFECT = {  # settings that change no loss beyond rounding
-    "validation_interval",
-    "validation_batches",
-    "validation_sequences",
-    "validate_on",
-    "validate_at_start",
-    "checkpoint_interval",
-    "keep_checkpoints",
-    "sample_prompts",
-    "diagnostics_interval",
-    "tracker",
-    "all_reduce_dtype",
-    "compile",
-    "attention",
-    "head_chunks",
-    "activation_checkpointing",
-    "deterministic",
-    "usd_per_hour",
-    "max_cost_usd",
-    "max_hours",
-    "collective_timeout_seconds",
-    "hang_timeout_seconds",
+WITHOUT_EFFECT = {
+    key for key, facts in TrainConfig.model_fields.items() if SAME_LOSS in facts.metadata
 }
 LOSS_NAMES = {
     "test_loss": "test loss",

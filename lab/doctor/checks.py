@@ -28,7 +28,8 @@ from lab.plan.memory import Setting, peak_memory
 from preparation.ensure_dataset import STDLIB_DATASET, is_complete, splits_of
 from reporting.gpus import find_gpu
 from reporting.speed import usable_gib
-from run_config import SPLITS, Run, token_file_name
+from run_config import Run
+from settings.data import SPLITS, token_file_name
 from tokens.batch_plan import BatchPlan, divided, plan_batches
 from tokens.token_file import TokenFile
 from tokens.tokenizer import TOKENIZER_FILE

@@ -13,7 +13,8 @@ from lab.evaluate.tasks import Tasks, score
 from lab.plan.memory import size_name
 from lab.runs import EVALUATIONS, Record, append_evaluation
 from preparation.ensure_dataset import provide_dataset
-from run_config import DATASET_NAME, load_run, token_file_name
+from run_config import load_run
+from settings.data import DATASET_NAME, token_file_name
 from tokens.token_file import TokenFile
 from trainer.models import find_model, load_model
 

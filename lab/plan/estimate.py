@@ -22,7 +22,8 @@ from reporting import speed
 from reporting.estimate import Ahead, Rates, seconds_ahead, validation_steps
 from reporting.gpus import Gpu, Price, find_gpu
 from reporting.summary import duration
-from run_config import Precision, Run, TrainConfig, make_run_dir
+from run_config import Run, TrainConfig, make_run_dir
+from settings.machine import Precision
 from tokens.batch_plan import BatchPlan, divided, plan_batches
 
 TOKEN_BYTES = 2  # in a file

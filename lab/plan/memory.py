@@ -9,7 +9,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from run_config import ModelConfig, Precision, TrainConfig
+from run_config import ModelConfig, TrainConfig
+from settings.machine import Precision
 from tokens.batch_plan import head_chunk_tokens
 
 FLOAT32 = 4

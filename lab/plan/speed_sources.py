@@ -13,7 +13,9 @@ from lab.plan.memory import Setting
 from lab.runs import Record, RunFiles, launched_runs, number
 from reporting.gpus import EXPECTED_SHARE, Gpu, find_gpu
 from reporting.speed import SPEED_CHECK_STEPS
-from run_config import ModelConfig, Precision, Run
+from run_config import ModelConfig, Run
+from settings.batch import BatchConfig
+from settings.machine import MachineConfig, Precision
 
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
 PUBLIC_FLOPS_PER_TOKEN = 854.44e6  # of GPT-2 small, which the public figures are of
@@ -21,21 +23,7 @@ CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
 RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
 OWN, PUBLIC, ASSUMED = "own run", "public", "assumed"  # sources, for a table
 LOW_PRECISIONS = ("bf16", "fp16")  # whose peaks are equal
-SPEED_KEYS = (
-    "microbatch_size",
-    "gradient_accumulation_steps",
-    "global_batch_size",
-    "optimizer",
-    "use_amp",
-    "precision",
-    "residual_dtype",
-    "all_reduce_dtype",
-    "compile",
-    "attention",
-    "head_chunks",
-    "activation_checkpointing",
-    "deterministic",
-)  # of train.json
+SPEED_KEYS = (*BatchConfig.model_fields, *MachineConfig.model_fields, "optimizer")
 MAX_SPEED, MAX_PROCESSES = 2**53, 4096
 DAMAGED = (LookupError, TypeError, ValueError, ArithmeticError)  # what damaged values raise
 

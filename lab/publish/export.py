@@ -24,7 +24,8 @@ from lab.publish import formats
 from lab.publish.model_card import CHARTS, MARK, PublishRequest, changed_card, model_card
 from preparation.ensure_dataset import is_complete
 from preparation.hub import ask_hub
-from run_config import SPLITS, no_such_run, token_file_name
+from run_config import no_such_run
+from settings.data import SPLITS, token_file_name
 from tokens.token_file import TokenFile
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer
 from trainer.models import LoadedModel, find_model, load_model

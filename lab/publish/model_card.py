@@ -16,7 +16,9 @@ from checkpointing import CheckpointMeta
 from lab.runs import RUNNING, Record, RunFiles, number
 from reporting.metrics_file import read_metrics
 from reporting.setting_changes import histories
-from run_config import DATASET_NAME, MUON_DEFAULTS, ModelConfig, TrainConfig
+from run_config import ModelConfig, TrainConfig
+from settings.data import DATASET_NAME
+from settings.optimizer import MUON_DEFAULTS
 from tokens.tokenizer import TOKENIZER_FILE
 from trainer.models import HUB_NAME, LoadedModel
 

@@ -27,7 +27,7 @@ from reporting.metrics_file import (
     valid_records,
     whole_lines,
 )
-from run_config import MAX_SETS
+from settings.validation import MAX_SETS
 
 AXES = {"steps": "global_step", "tokens": "tokens", "time": "seconds", "dollars": "usd"}
 # What can be drawn: of each metric of these kinds a number, or one for each GPU.

@@ -20,6 +20,8 @@ from lab.compare import charts as comparison_charts
 from lab.compare import rows as rows_of_compare
 from lab.compare.compare import csv_of, find_results, table_of
 from lab.compare.published import (
+    LOSS_SETTINGS,
+    MEMORY_SETTINGS,
     loss_points,
     memory_points,
     plot_fit,
@@ -33,6 +35,7 @@ from lab.run_table import table_of as list_of
 from lab.runs import NUMBERS, frame, read_run
 from lab.watch.answers import Watched
 from reporting.metrics_file import METRICS
+from run_config import TrainConfig
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import HOSTILE as HOSTILE_TEXT
 from tests.support.lab_cli import active_parts, error_line, run_lab, succeeded
@@ -287,6 +290,16 @@ def test_differences_are_shown_relative_to_most_runs(runs):
         "wide": "emb_dim=32",
     }
     assert cells_of(runs.compare("base"), "base").get("differences") is None
+
+
+def test_keys_that_change_no_loss_stand_below_the_table(runs):
+    runs.add("a")
+    runs.add("b", train={"head_chunks": 2, "tracker": "tensorboard", "weight_decay": 0.25})
+    comparison = runs.compare()
+    assert "weight_decay=0.25" in cells_of(comparison, "b").values()
+    assert "settings that differ and change no loss: head_chunks, tracker" in comparison.notes
+    assert not rows_of_compare.WITHOUT_EFFECT & {*LOSS_SETTINGS}
+    assert {*LOSS_SETTINGS, *MEMORY_SETTINGS} < {*TrainConfig.model_fields}
 
 
 def test_settings_come_from_the_json_files_if_there_is_no_summary(runs):

@@ -16,7 +16,8 @@ from basics.files import lock_directory
 from lab.compare import charts as comparison_charts
 from lab.sweep import definition, execution, progress, report, shares
 from processes import distributed
-from run_config import Grow, load_run
+from run_config import load_run
+from settings.weights import Grow
 from tests.support import stub_trainer
 from tests.support.json_schemas import checked
 from tests.support.lab_cli import error_line, run_lab, succeeded

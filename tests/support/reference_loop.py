@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from run_config import ModelConfig, Precision, TrainConfig
+from run_config import ModelConfig, TrainConfig
+from settings.machine import Precision
 
 Weights = dict[str, Tensor]
 FLOAT32 = 2.0**-22  # relative rounding of a few operations in float32
