@@ -362,13 +362,18 @@ class Result:
         return sets if isinstance(sets, dict) else {}
 
     @property
+    def deciding_set(self) -> str:
+        """The name of the set of `validation_loss`, as in `TrainConfig`; "" if it has no name."""
+        return next(iter(self.validation_sets), "")
+
+    @property
     def validation_slice(self) -> tuple[str, ...]:
         """The settings that say on which tokens the run validates."""
         keys = ["start_val_token", "validation_sequences", "context_length"]
         if self.config.get("validation_batches") is not None:
             keys += ["validation_batches", "microbatch_size"]
         # The first set may be the dataset's own validation file, with a name.
-        place = next(iter(self.validation_sets.values()), self.config.get("dataset"))
+        place = self.validation_sets.get(self.deciding_set, self.config.get("dataset"))
         return str(place), *(shown(self.config.get(key)) for key in keys)  # not cut: a long path
 
     def value(self, key: str) -> Any:

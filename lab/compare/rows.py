@@ -295,7 +295,7 @@ def _notes_on_measures(rows: list[Row]) -> list[str]:
             "validation loss: on the tokens on which a run validates, so not that of the"
             " test, also where both are of one file"
         )
-    first_sets = {next(iter(row.first.validation_sets), "") for row in validated} - {""}
+    first_sets = {row.first.deciding_set for row in validated} - {""}
     if first_sets:
         notes.append(f"val. loss: of the first validation set, {', '.join(sorted(first_sets))}")
     if len({row.first.validation_slice for row in validated}) > 1:

@@ -220,8 +220,8 @@ def measurements(target: LoadedModel, dataset: str) -> list[EvalResult]:
 
     if target.run.config.validates and checkpoint.loss is not None:
         name = "validation loss during training (nats per token)"
-        sets = target.run.config.validation or {}
-        where = one_line(next(iter(sets.values()), dataset))
+        config = target.run.config
+        where = one_line((config.validation or {}).get(config.deciding_set, dataset))
         add(where, name, "validation", "loss", checkpoint.loss)
     for record in read_metrics(target.run.evaluations_path):
         is_task = "benchmark" in record
