@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from basics import device
+from basics import device as device_module
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
 from basics.json_files import to_json
@@ -240,7 +240,7 @@ def test_losses_are_averaged_over_processes_and_without_skipped_steps(group, mon
 def test_speed_and_slowest_step_are_those_of_the_windows_own_steps(late, monkeypatch):
     """Whenever a window is read, and whatever is done between two windows."""
     now, window = FakeTime(), LossWindow(CPU)
-    monkeypatch.setattr(device.time, "perf_counter", now)
+    monkeypatch.setattr(device_module.time, "perf_counter", now)
     found = []
 
     def train(last_step, *seconds, waits=True):
