@@ -102,13 +102,13 @@ def main() -> None:
 
 def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
     """Run one of the processes that torchrun has started; return its exit status. Every rank."""
-    options = agreement.run("command line", read_command_line)
-    process = agreement.run("process", this_process)
+    options = agreement.do("command line", read_command_line)
+    process = agreement.do("process", this_process)
     if TRIAL_VARIABLE in os.environ:
         measure_microbatch(MicrobatchTrial(options, process, agreement))
         return 0
     if options.find_max_microbatch:  # one process starts the trials
-        run = agreement.run("search", lambda: run_to_search(options, process.world_size))
+        run = agreement.do("search", lambda: run_to_search(options, process.world_size))
         if process.is_main:
             search(run, options, process.world_size)
         return 0
@@ -156,12 +156,12 @@ def train_run(
     process, data, resume = watchdog.process, prepared.data, prepared.resume
     uses = read_uses(prepared.run.run_dir)  # before the first heartbeat replaces the last one
     watchdog.write_heartbeats(prepared.run.heartbeat_path)
-    run, warnings = agreement.run(
+    run, warnings = agreement.do(
         "device", lambda: decide_for_device(prepared.run, data.plan, process.device)
     )
-    state = agreement.run("state", lambda: build_state(run, data, resume, options, process))
+    state = agreement.do("state", lambda: build_state(run, data, resume, options, process))
     watchdog.expect_steps(run.config.hang_timeout_seconds)
-    opened = agreement.run(
+    opened = agreement.do(
         "run directory",
         lambda: (
             open_run_dir(run, data, resume, prepared.reference, options, clock)

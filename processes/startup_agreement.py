@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -18,6 +18,7 @@ STARTUP_TIMEOUT = timedelta(days=2)
 BEGIN_SECONDS = 1800.0  # between the first and the last process that begins: all import torch
 TRAINING_BEGAN = "ddp_train/training-began"
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -57,15 +58,15 @@ class Agreement:
         """
         return dist.PrefixStore(f"{self._name}/{part}", self._open_root())
 
-    def run(self, step: str, work: Callable[[], T]) -> T:
-        """Do this process's part of a step. Every rank.
+    def do(self, step: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do this process's part of a step, and wait for the other processes. Every rank.
 
         Raises: AgreedError: on every rank, the error of the lowest rank that has one.
         """
         result: T | Any = None
         failure = ""  # a status and a reason
         try:
-            result = work()
+            result = work(*args, **kwargs)
         except UserError as error:
             failure = f"{error.status} {error}"
         except BaseException as error:  # whatever it is, the others must not wait for this process
@@ -77,8 +78,14 @@ class Agreement:
             raise AgreedError(reason, int(status))
         return result
 
+    def do_if(
+        self, is_here: bool, step: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """Do a step in some of the processes; the others only wait, and get None. Every rank."""
+        return self.do(step, lambda: work(*args, **kwargs) if is_here else None)
+
     def from_rank_0(self, step: str, work: Callable[[], str]) -> str:
-        text = self.run(step, work if self._rank == 0 else str)
+        text = self.do(step, work if self._rank == 0 else str)
         return self.gather(f"{step}/decision", text)[0]
 
     def require_same(self, step: str, value: object) -> None:

@@ -88,7 +88,7 @@ def test_every_rank_has_its_own_result_and_all_have_rank_0s(store):
     def work(agreement, rank):
         agreement.require_same("equal", "a")
         return (
-            agreement.run("own", lambda: rank),
+            agreement.do("own", lambda: rank),
             agreement.from_rank_0("of rank 0", lambda: f"{rank}"),
             agreement.gather("all", f"rank {rank}"),
         )
@@ -117,7 +117,7 @@ def test_every_rank_has_its_own_result_and_all_have_rank_0s(store):
 def test_the_error_of_the_lowest_rank_is_raised_on_all(store, error, kinds, told, status):
     """Where a rank crashes, the others end too."""
     found = on_each_rank(
-        lambda agreement, rank: agreement.run(
+        lambda agreement, rank: agreement.do(
             "step", lambda: fail_with(error(rank)) if rank else None
         )
     )

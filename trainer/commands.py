@@ -42,7 +42,10 @@ TRIAL_STEPS_SECONDS = 10.0  # an estimate of the steps of a trial
 
 
 def launch(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
-    """Check a run in this process, then train it under torchrun; return its exit status."""
+    """Check a run in this process, then train it under torchrun; return its exit status.
+
+    The workers check it again: `prepare_run` says why.
+    """
     num_processes = options.nproc_per_node or max(1, num_gpus())
     if options.find_max_microbatch:
         search(run_to_search(options, num_processes), options, num_processes)

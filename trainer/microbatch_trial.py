@@ -72,7 +72,7 @@ class MicrobatchTrial:
         self._limit_gib = options.memory_limit_gib or math.inf
         self._task = json.loads(os.environ[TRIAL_VARIABLE])
         self._size, self._result_path = self._task["microbatch_size"], Path(self._task["path"])
-        self._run = agreement.run("configs", lambda: load_run(options.runs_dir, options.run))
+        self._run = agreement.do("configs", load_run, options.runs_dir, options.run)
         # Accumulating more than two microbatches takes no more memory. With a global batch, two are
         # taken even if one would be the whole batch: so all sizes below one that fits also fit.
         config = self._run.config

@@ -81,10 +81,11 @@ def find_resume_point(
     """
     # Rank 0 has read all files on its machine; on each other machine one process does.
     thoroughly = process.is_main_of_node and not process.is_main
-    checkpoint = agreement.run(
-        "resuming",
-        lambda: check_resume_point(run, name, data, thoroughly=thoroughly) if name else None,
-    )
+    checkpoint = None
+    if name is not None:  # it is the same in all processes
+        checkpoint = agreement.do(
+            "resuming", check_resume_point, run, name, data, thoroughly=thoroughly
+        )
     # A kill may come between the last step and the end of a run.
     says_finished = agreement.from_rank_0("status", lambda: str(read_summary(run).get("status")))
     if checkpoint is None:

@@ -70,100 +70,142 @@ def prepare_run(
 ) -> PreparedRun:
     """Check everything that can be checked before the first collective. Every rank.
 
+    Without torchrun in the command it is called twice. First in the launcher, for all processes of
+    the run: an error of the user, or a finished run, ends it there, with one line and without the
+    seconds that torchrun and its processes take to start. Downloads are done then, too. Second in
+    each worker: it needs the configs and data itself, may be on another machine, with other files,
+    and may have been started by torchrun alone, or again after a failure.
+
     Raises: AgreedError: something is wrong with the run, its data, its checkpoints or the machine,
         or the processes read different ones.
     """
-    run = agreement.run(
-        "configs",
-        lambda: divided(
-            load_run(options.runs_dir, options.run)
-            .priced(options.usd_per_hour)
-            .compared_with(options.reference),
-            world_size=process.world_size,
-        ),
-    )
+    run = agreement.do("configs", configured_run, options, process.world_size)
     config = run.config
     failpoint("prepare")
-    agreement.run("tracker", lambda: check_tracker(config.tracker) if process.is_main else None)
+
     # Before the data, which may be downloaded for an hour: all that can be refused without them.
-    curve = agreement.run("reference", lambda: reference_of(run))
-    checkpoint_name, warnings = agree_on_checkpoint(run, options, agreement)
+    agreement.do_if(process.is_main, "tracker", check_tracker, config.tracker)
+    curve = agreement.do("reference", reference_of, run)
+    checkpoint_name, checkpoint_warnings = agree_on_checkpoint(run, options, agreement)
     initial_tokenizer = None
-    if config.init_from and checkpoint_name is None:  # later the other processes find it here too
-        initial_tokenizer = agreement.run(
-            "initial weights",
-            lambda: (
-                initial_model(run, options.runs_dir).tokenizer_name
-                if process.is_main_of_node
-                else None
-            ),
+    if config.init_from and checkpoint_name is None:
+        # One process of a node may download the weights; `build_state` finds them there later.
+        initial_tokenizer = agreement.do_if(
+            process.is_main_of_node, "initial weights", initial_tokenizer_name, run, options
         )
+
     with clock.phase(DOWNLOAD):
-        agreement.run(
-            "dataset",
-            lambda: (
-                provide_datasets(options.datasets_dir, config) if process.is_main_of_node else None
-            ),
+        agreement.do_if(
+            process.is_main_of_node, "dataset", provide_datasets, options.datasets_dir, config
         )
-    data = agreement.run(
+    data = agreement.do(
         "data",
-        lambda: open_run_data(
-            run,
-            options.datasets_dir / config.dataset,
-            world_size=process.world_size,
-            validation_paths=config.validation_paths(options.datasets_dir),
-        ),
+        open_run_data,
+        run,
+        options.datasets_dir / config.dataset,
+        world_size=process.world_size,
+        validation_paths=config.validation_paths(options.datasets_dir),
     )
-    agreement.run(
-        "tokenizers", lambda: check_initial_tokenizer(run, initial_tokenizer, data.tokenizer_name)
-    )
-    reference, reference_warning = agreement.run(
-        "comparison", lambda: made_comparable(curve, run, data)
-    )
-    # After the data: a checkpoint belongs to the run only if it was trained on these files.
+
+    # After the data, since all of these are compared with them.
+    agreement.do("tokenizers", check_initial_tokenizer, run, initial_tokenizer, data.tokenizer_name)
+    reference, reference_warning = agreement.do("comparison", made_comparable, curve, run, data)
     resume, copy_warning = find_resume_point(run, data, checkpoint_name, process, agreement)
-    warnings += [copy_warning, microbatch_warning(run), reference_warning, *setting_warnings(run)]
+
+    # After the checkpoint is known: what is spent and not recorded there is lost.
+    records = [] if options.fresh else agreement.do("records", read_metrics, run.metrics_path)
+    energy_kwh, price_warning = book_earlier_launches(
+        run, resume, records, options, clock, agreement
+    )
+    # After the booking: what earlier launches have spent counts for the budget. Each node may have
+    # a train.json of its own, so every process takes this step.
+    agreement.do_if(not resume.has_no_step_left, "room", check_room, run, clock, process)
+
+    # Nodes may have run directories of their own: all must be about to train the same.
+    checkpoint = resume.checkpoint
+    saved = checkpoint and (checkpoint.name, checkpoint.validation, read_manifest(checkpoint.path))
+    agreement.require_same("run", (run.model, config, data.plan, data.fingerprints, saved))
+    warnings = [
+        *checkpoint_warnings,
+        copy_warning,
+        microbatch_warning(run),
+        reference_warning,
+        *setting_warnings(run),
+        price_warning,
+        learning_rate_warning(run, data.plan, resume, records),
+    ]
+    return PreparedRun(run, data, resume, reference, list(filter(None, warnings)), energy_kwh)
+
+
+def configured_run(options: Options, world_size: int) -> Run:
+    """Return the run with the settings of the command line. Raises: UserError."""
+    run = load_run(options.runs_dir, options.run)
+    run = run.priced(options.usd_per_hour).compared_with(options.reference)
+    return divided(run, world_size=world_size)
+
+
+def initial_tokenizer_name(run: Run, options: Options) -> str | None:
+    """Load the initial weights; return the name of their tokenizer. Raises: UserError."""
+    return initial_model(run, options.runs_dir).tokenizer_name
+
+
+def book_earlier_launches(
+    run: Run,
+    resume: ResumePoint,
+    records: list[dict[str, Any]],
+    options: Options,
+    clock: PhaseClock,
+    agreement: Agreement,
+) -> tuple[float, str]:
+    """Book the time and the dollars of earlier launches; set the price of this one. Every rank.
+
+    Each part is what a later source knows beyond the earlier ones, so their order counts:
+
+    1. The checkpoint has the seconds and dollars of each phase until then. The summary has them
+       until the end of the launch, if one ended in order after the checkpoint's step.
+    2. Records and summary have the totals of a later moment. The difference is lost.
+    3. The price comes after them: without one in this launch, it is that of all hours so far; and
+       where none of these hours has a price, they get that of this launch.
+    4. The heartbeat file of a killed launch has only seconds. They become dollars at that price.
+
+    Returns the kWh that they have used, and a warning about prices or an empty string.
+
+    Raises: AgreedError: the summary cannot be read.
+    """
     checkpoint = resume.checkpoint
     if checkpoint is not None:
         latest = checkpoint.validation or checkpoint.meta  # the later of the two records
-        ended = spent_at_end(run, checkpoint.meta.global_step)
-        clock.resume(*(ended or (latest.seconds, latest.usd)))
-    records: list[dict[str, Any]] = []
-    energy_kwh = 0.0
-    if not options.fresh:
-        records = agreement.run("records", lambda: read_metrics(run.metrics_path))
-        seconds, usd, energy_kwh = agreement.run(
-            "spent", lambda: spent_before(records, run.summary_path)
-        )
-        clock.count_lost(seconds, usd)
-    # The price first: what killed launches lost is booked in dollars too.
-    warnings.append(clock.set_price(config.usd_per_hour))
-    if not options.fresh:
-        clock.count_lost(seconds_before(run.run_dir))  # of launches that were killed
-    if checkpoint is not None:
-        last_step = checkpoint.meta.global_step
-        rates = {
-            record["global_step"]: record.get("learning_rate") or 0.0
-            for record in records
-            if "train_loss" in record
-        }
-        warnings.append(
-            schedule_warning(
-                config,
-                last_step,
-                rates.get(last_step),
-                num_steps=data.plan.num_steps,
-                changed=resume.changes if checkpoint.meta.settings else None,
-            )
-        )
-    # Each node may have a train.json of its own, so every process takes this step.
-    agreement.run(
-        "room", lambda: None if resume.has_no_step_left else check_room(run, clock, process)
+        at_end = spent_at_end(run, checkpoint.meta.global_step)
+        seconds_by_phase, usd_by_phase = at_end or (latest.seconds, latest.usd)
+        clock.resume(seconds_by_phase, usd_by_phase)
+    if options.fresh:
+        return 0.0, clock.set_price(run.config.usd_per_hour)
+    seconds, usd, energy_kwh = agreement.do("spent", spent_before, records, run.summary_path)
+    clock.count_lost(seconds, usd)
+    warning = clock.set_price(run.config.usd_per_hour)
+    clock.count_lost(seconds_before(run.run_dir))
+    return energy_kwh, warning
+
+
+def learning_rate_warning(
+    run: Run, plan: BatchPlan, resume: ResumePoint, records: list[dict[str, Any]]
+) -> str:
+    """Return a warning if the learning rate rises after the checkpoint, or an empty string."""
+    if resume.checkpoint is None:
+        return ""
+    meta = resume.checkpoint.meta
+    rates = {
+        record["global_step"]: record.get("learning_rate") or 0.0
+        for record in records
+        if "train_loss" in record
+    }
+    return schedule_warning(
+        run.config,
+        meta.global_step,
+        rates.get(meta.global_step),
+        num_steps=plan.num_steps,
+        changed=resume.changes if meta.settings else None,
     )
-    # Nodes may have run directories of their own: all must be about to train the same.
-    saved = checkpoint and (checkpoint.name, checkpoint.validation, read_manifest(checkpoint.path))
-    agreement.require_same("run", (run.model, config, data.plan, data.fingerprints, saved))
-    return PreparedRun(run, data, resume, reference, list(filter(None, warnings)), energy_kwh)
 
 
 def reference_of(run: Run) -> ReferenceCurve | None:
