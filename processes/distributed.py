@@ -32,7 +32,7 @@ from basics.device import (
 from basics.entry_points import may_restart
 from basics.errors import STOP_SIGNALS, UserError, print_error
 from basics.machine import PROJECT_DIR, num_cpu_cores
-from processes.beside import THREADS, torchrun_limits_threads
+from processes.background import THREADS, torchrun_limits_threads
 from processes.signals import stop_signals
 from run_config import TrainConfig
 from settings.machine import Precision

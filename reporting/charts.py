@@ -20,7 +20,7 @@ from basics.files import replacing
 from basics.json_files import found_object
 from basics.text import dollars
 from ops.schedule import learning_rate_at
-from processes.beside import serve
+from processes.background import serve
 from reporting.metrics_file import (
     INITIAL_LOSS,
     NUM_LAYERS,

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from basics.errors import UserError, describe, visible
 from basics.failpoints import failpoint
 from basics.files import read_regular_file, write_atomically
-from processes import beside
-from processes.beside import Beside, serve
+from processes import background
+from processes.background import BackgroundProcess, serve
 from reporting.metrics_file import metrics_of, read_metrics, valid_records, whole_lines
 from reporting.summary import final_figures, read_summary
 from run_config import Run, load_run
@@ -72,14 +72,14 @@ def begin_tracking(run: Run, *, starts_over: bool) -> None:
     tracked.save(run.run_dir)
 
 
-def tracker_process(run: Run) -> Beside:
+def tracker_process(run: Run) -> BackgroundProcess:
     """Return the process of a run's tracker, with nothing to run if it has none."""
     kind = run.config.tracker
     launch = None
     if kind != "none":
-        launch = partial(beside.start_module, "reporting.tracker", run.run_dir)
+        launch = partial(background.start_module, "reporting.tracker", run.run_dir)
     advice = f"; `lab export-metrics {run.name} --to {kind}` adds what is missing"
-    return Beside("tracker", launch, advice=advice)
+    return BackgroundProcess("tracker", launch, advice=advice)
 
 
 def check_tracker(kind: str) -> None:

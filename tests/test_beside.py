@@ -19,7 +19,7 @@ from basics.checkpoint_files import Identity, write_identity
 from basics.errors import UserError
 from basics.failpoints import MARKS, VARIABLE
 from basics.files import lock_directory
-from processes.beside import Beside, start_module
+from processes.background import BackgroundProcess, start_module
 from processes.signals import Deadlines
 from reporting.clock import PhaseClock
 from run_config import TrainConfig, load_run
@@ -72,7 +72,7 @@ class Scripts:
 
 
 def drawing(run_dir):
-    return Beside("chart", lambda: start_module("reporting.charts", run_dir))
+    return BackgroundProcess("chart", lambda: start_module("reporting.charts", run_dir))
 
 
 def finish(process):
@@ -86,7 +86,7 @@ def started(process):
 
 def test_one_process_at_a_time_and_another_one_only_if_it_was_asked_for_meanwhile(tmp_path):
     scripts = Scripts(tmp_path, "touch began; read word", "true")
-    process = Beside("chart", scripts)
+    process = BackgroundProcess("chart", scripts)
     process.start()
     wait_for(tmp_path / "began")
     for _ in range(3):
@@ -108,16 +108,16 @@ def test_one_process_at_a_time_and_another_one_only_if_it_was_asked_for_meanwhil
     ],
 )
 def test_what_it_says_and_how_it_failed_is_told_once(tmp_path, code, failure):
-    process = Beside("chart", Scripts(tmp_path, code), advice="; advice")
+    process = BackgroundProcess("chart", Scripts(tmp_path, code), advice="; advice")
     assert started(process) == failure
     assert process.pop_failure() == finish(process) == ""
-    missing = Beside("chart", lambda: subprocess.Popen([tmp_path / "missing"]))
+    missing = BackgroundProcess("chart", lambda: subprocess.Popen([tmp_path / "missing"]))
     assert started(missing).startswith("FileNotFoundError: ")
 
 
 def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     beats, pid = [], tmp_path / "pid"
-    process = Beside(
+    process = BackgroundProcess(
         "chart", Scripts(tmp_path, f"trap '' TERM; {HANGS} & echo $! > pid; wait; {HANGS}")
     )
     process.start()
@@ -165,8 +165,9 @@ def test_it_is_at_the_lowest_priority_without_lock_and_torchrun(monkeypatch, tmp
 def test_it_ends_with_a_process_that_is_killed(tmp_path):
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from processes.beside import Beside, start_module\n"
-        "Beside('chart', lambda: start_module('reporting.charts', Path(sys.argv[1]))).start()\n"
+        "from processes.background import BackgroundProcess, start_module\n"
+        "start = lambda: start_module('reporting.charts', Path(sys.argv[1]))\n"
+        "BackgroundProcess('chart', start).start()\n"
         "time.sleep(3600)"
     )
     marks = tmp_path / "marks"
@@ -326,7 +327,7 @@ def saved(workplace):
 
 
 def after_checkpoint(command, run):
-    return AfterCheckpoint(SimpleNamespace(run=run), MagicMock(), command).beside
+    return AfterCheckpoint(SimpleNamespace(run=run), MagicMock(), command).background
 
 
 def test_after_checkpoint_knows_the_run_and_its_newest_checkpoint(saved, tmp_path):
@@ -433,7 +434,7 @@ def test_the_last_command_has_the_budgets_time_and_after_a_stop_signal_the_grace
     tracking = Tracking(SimpleNamespace(**vars(launch) | {"run": MagicMock(config=train)}), log)
     parts = [MagicMock(**{"finish.return_value": "no time"}) for _ in range(3)]
     for observer, part in zip((command, charts, tracking), parts, strict=True):
-        observer.beside = part
+        observer.background = part
     charts.end(), tracking.end()
     assert "--after-checkpoint no time" in str(command.finish())
     parts[0].start.assert_called_once()

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from basics.json_files import to_json
-from processes import beside
-from processes.beside import Beside, start_module
+from processes import background
+from processes.background import BackgroundProcess, start_module
 from reporting import charts
 from reporting.charts import (
     LINES,
@@ -82,12 +82,12 @@ def test_three_charts_are_drawn_for_any_length(tmp_path, num_steps):
 
 @pytest.mark.processes
 def test_a_process_draws_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(beside, "LOWEST", [])  # beside tests that use all cores it takes long
+    monkeypatch.setattr(background, "LOWEST", [])  # beside tests that use all cores it takes long
     drawn, directly = tmp_path / "drawn" / "tiny", tmp_path / "directly" / "tiny"
     for place in (drawn, directly):
         place.mkdir(parents=True)  # the title is the run's name
     (drawn / "metrics.jsonl").write_text("".join(to_json(r) + "\n" for r in records(300)))
-    process = Beside("chart", lambda: start_module("reporting.charts", drawn))
+    process = BackgroundProcess("chart", lambda: start_module("reporting.charts", drawn))
     process.start()
     assert process.finish(lambda: math.inf) == ""
     draw_charts(directly, records(300))

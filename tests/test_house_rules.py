@@ -28,7 +28,7 @@ WITHOUT_TORCH = [
     "run_config",
     "processes.command_line",
     "prepare_dataset",
-    "processes.beside",
+    "processes.background",
     "reporting.charts",
     "reporting.tracker",
     *(module for verbs in MODULES.values() for module in verbs.values()),  # of `lab --help`

@@ -22,8 +22,8 @@ from torch.distributed.run import parse_args
 
 from basics.errors import BAD_INPUT, BEHIND_REFERENCE, DISK_FULL, NON_FINITE, UserError
 from lab.sweep.sweep import command as sweep_command
-from processes import beside, distributed
-from processes.beside import THREADS
+from processes import background, distributed
+from processes.background import THREADS
 from processes.command_line import command_line
 from processes.distributed import Process, end_torchrun, share_cpu_cores, this_process
 from run_config import TrainConfig, load_run
@@ -72,7 +72,7 @@ def test_cpu_processes_share_the_cores_unless_a_person_has_set_the_threads(
     monkeypatch.setattr("processes.distributed.num_cpu_cores", lambda: 8)
     changed: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", changed.append)
-    kept = THREADS in beside.environment()
+    kept = THREADS in background.environment()
     share_cpu_cores(Process(0, 0, 2, CPU))
     assert changed == ([] if expected is None else [expected])
     assert kept == (expected is None)  # in the commands that a launch starts
@@ -83,7 +83,7 @@ def test_the_environment_that_a_process_began_with_tells_what_torchrun_has_set()
         "import os, subprocess, sys\n"
         "os.environ.setdefault('OMP_NUM_THREADS', '1')\n"  # as torchrun does
         "os.environ['TORCHELASTIC_RUN_ID'] = 'x'\n"
-        "worker = 'from processes.beside import *; print(torchrun_limits_threads())'\n"
+        "worker = 'from processes.background import *; print(torchrun_limits_threads())'\n"
         "subprocess.run([sys.executable, '-c', worker], check=True)"
     )
     for chosen, said in (({}, "True\n"), ({THREADS: "1"}, "False\n")):

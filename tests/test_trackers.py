@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from basics.errors import UserError
-from processes import beside
+from processes import background
 from processes.run_lock import lock_run, release_run
 from processes.signals import DEADLINES
 from reporting import tracker
@@ -89,7 +89,7 @@ class Launches:
 @pytest.fixture(autouse=True)
 def as_fast_as_other_tests(monkeypatch):
     """At the lowest priority, beside tests that use all cores, a tracker may take minutes."""
-    monkeypatch.setattr(beside, "LOWEST", [])
+    monkeypatch.setattr(background, "LOWEST", [])
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import subprocess
 
 from basics.errors import UserError
-from processes.beside import LOWEST, Beside
+from processes.background import LOWEST, BackgroundProcess
 from reporting.run_log import RunLog
+from trainer.background_observer import BackgroundObserver
 from trainer.launch import Launch
-from trainer.side_process import SideProcess
 from trainer.startup import OpenedDir
 from trainer.user_commands import command_failed, run_facts, start_command
 
@@ -15,7 +15,7 @@ LEAST_SECONDS = 60.0  # for the last command where the budget is spent
 LOG = "after-checkpoint.log"  # in the run directory: what the last command printed
 
 
-class AfterCheckpoint(SideProcess):
+class AfterCheckpoint(BackgroundObserver):
     """The process of the command; the last one is waited for, and its failure is the launch's."""
 
     def __init__(self, launch: Launch, log: RunLog, command: str) -> None:
@@ -26,21 +26,23 @@ class AfterCheckpoint(SideProcess):
                 return start_command(command, run_facts(run), output, priority=LOWEST)
 
         advice = f"; {run.run_dir / LOG} has its output"
-        super().__init__(launch, log, Beside("after-checkpoint", start, advice=advice), OPTION)
+        super().__init__(
+            launch, log, BackgroundProcess("after-checkpoint", start, advice=advice), OPTION
+        )
 
     def start(self, opened: OpenedDir) -> None:
         """Copy what was set aside, before there are new checkpoints to copy."""
         if opened.aside_dir is not None:
-            self.beside.start()
+            self.background.start()
 
     def written(self) -> None:
-        self.beside.start()
+        self.background.start()
 
     def finish(self) -> UserError | None:
         """Wait for the command, of which one more is started; after a stop signal it is first."""
         watchdog, deadlines = self.launch.watchdog, self.launch.watchdog.deadlines
         until = self.until(deadlines.after_checkpoint, least=LEAST_SECONDS)
-        self.beside.start()
+        self.background.start()
         failure = self.wait(
             lambda: watchdog.stop_by - deadlines.after_command if watchdog.stop_signal else until()
         )

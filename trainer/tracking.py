@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 from reporting.run_log import RunLog
 from reporting.tracker import begin_tracking, tracker_process
+from trainer.background_observer import BackgroundObserver
 from trainer.launch import Launch
-from trainer.side_process import SideProcess
 from trainer.startup import OpenedDir
 
 
-class Tracking(SideProcess):
+class Tracking(BackgroundObserver):
     """The process of a tracker, which is started again with each checkpoint if it has failed."""
 
     def __init__(self, launch: Launch, log: RunLog) -> None:
@@ -23,12 +23,12 @@ class Tracking(SideProcess):
         """Start it, once the records of steps that are repeated are gone."""
         try:
             begin_tracking(self.launch.run, starts_over=self.launch.options.fresh)
-            self.beside.start()
+            self.background.start()
         except OSError as error:
             self.warn(str(error))
 
     def checkpoint(self) -> None:
-        self.beside.start()
+        self.background.start()
 
     def end(self) -> dict[str, object]:
         """Begin its time; the summary, written next, has the last figures that it sends."""

@@ -16,7 +16,7 @@ from basics.device import free_cache
 from basics.errors import FAILED, UserError, drop_unwritable_output, one_line, print_line
 from basics.failpoints import failpoint
 from checkpointing import best_of, list_checkpoints
-from processes.beside import POLL_SECONDS, end_group, environment
+from processes.background import POLL_SECONDS, end_group, environment
 from processes.command_line import Options
 from processes.distributed import Process
 from processes.signals import Deadlines, stop_signals

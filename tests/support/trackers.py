@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from basics.json_files import to_json
-from processes.beside import Beside
+from processes.background import BackgroundProcess
 from reporting.summary import read_summary
 from reporting.tracker import begin_tracking, tracker_process
 from run_config import Run, load_run
@@ -52,7 +52,7 @@ def add_summary(run: Run, global_step: int) -> None:
     )
 
 
-def started(run: Run, *, starts_over: bool = False) -> Beside:
+def started(run: Run, *, starts_over: bool = False) -> BackgroundProcess:
     """Start the process of a run's tracker, as at the start of a launch."""
     run.summary_path.write_text('{"status": "running"}')
     begin_tracking(run, starts_over=starts_over)
@@ -67,7 +67,7 @@ def track(run: Run, *, starts_over: bool = False) -> str:
     return end(run, started(run, starts_over=starts_over))
 
 
-def end(run: Run, process: Beside) -> str:
+def end(run: Run, process: BackgroundProcess) -> str:
     if read_summary(run)["status"] == "running":
         run.summary_path.unlink()
     until = time.monotonic() + 150

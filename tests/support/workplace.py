@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 
 from basics import failpoints
 from basics.errors import STOP_SIGNALS, drop_unwritable_output
-from processes import beside, run_lock, startup_agreement
+from processes import background, run_lock, startup_agreement
 from processes.signals import PARENT_DEATH_SIGNAL
 from reporting import charts
 from reporting.metrics_file import read_metrics
@@ -347,8 +347,8 @@ def _run_script(script: str, arguments: list[str]) -> None:
     stand_ins.use_odd_files()
     charts.draw_by_hand = draw_bare
     if "draw:" not in os.environ.get(failpoints.VARIABLE, ""):
-        start_module = beside.start_module
-        beside.start_module = lambda module, run_dir: (
+        start_module = background.start_module
+        background.start_module = lambda module, run_dir: (
             DrawnHere(run_dir) if module == "reporting.charts" else start_module(module, run_dir)
         )
     torch.distributed.run.run = lambda options: _run_agent(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from processes.beside import Beside
+from processes.background import BackgroundProcess
 from reporting.clock import nearest_limit
 from reporting.run_log import Report, RunLog
 from trainer.launch import Launch
@@ -12,24 +12,26 @@ from trainer.observer import Observer
 EXIT_SECONDS = 1.0  # between the end of the last wait and the exit, after a stop signal
 
 
-class SideProcess(Observer):
+class BackgroundObserver(Observer):
     """Warns at each report of what has failed in a process that works beside training.
 
     Nothing that fails, hangs or is slow there stops training. `what` begins the warnings.
     """
 
-    def __init__(self, launch: Launch, log: RunLog, beside: Beside, what: str) -> None:
-        self.launch, self.log, self.beside, self._what = launch, log, beside, what
+    def __init__(
+        self, launch: Launch, log: RunLog, background: BackgroundProcess, what: str
+    ) -> None:
+        self.launch, self.log, self.background, self._what = launch, log, background, what
 
     def report(self, report: Report) -> None:
-        self.warn(self.beside.pop_failure())
+        self.warn(self.background.pop_failure())
 
     def warn(self, failure: str) -> None:
         self.log.warn(self._what, failure)
 
     def wait(self, until: Callable[[], float]) -> str:
         """Wait for the process until a time, by `time.monotonic`; return what has failed."""
-        return self.beside.finish(until, heartbeat=self.launch.watchdog.heartbeat)
+        return self.background.finish(until, heartbeat=self.launch.watchdog.heartbeat)
 
     def until(self, seconds: float, *, least: float = 0.0) -> Callable[[], float]:
         """Return when a wait ends that begins now, after a stop signal or within the budget."""

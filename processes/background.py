@@ -40,7 +40,7 @@ FEW_RESOURCES = {
 }
 
 
-class Beside:
+class BackgroundProcess:
     """Runs one process at a time, in a thread: training never waits for its start or its end.
 
     `pop_failure` returns what the process wrote to standard error. If it failed in another way than
