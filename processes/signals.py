@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import psutil
 
@@ -19,11 +20,28 @@ from basics.failpoints import failpoint
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+NEVER = float("inf")
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 ASK_SECONDS = 2.0  # for torchrun's store to answer
 # More for an answer that is there: C++ code that loads a large file may hold up all Python threads.
 MOMENT_SECONDS = 0.5
 DEADLINES = "DDP_TRAIN_TEST_DEADLINES"  # environment variable of tests: '{"stop": 2}'
+
+
+class Period(Enum):
+    """A period of a launch: each has its own limits."""
+
+    STARTUP = auto()  # without heartbeats: data may be downloaded for hours
+    FIRST_STEP = auto()  # without heartbeats too: it compiles
+    TRAINING = auto()
+
+
+class Limits(NamedTuple):
+    """The seconds that are allowed in a period without a sign of life."""
+
+    hang: float  # of this process: after them it hangs
+    store: float  # of this process, while torchrun's store does not answer
+    machine: float  # of a process on another machine: after them it is lost
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,15 @@ class Deadlines:
     def read(cls) -> Self:
         """Return the deadlines, with the changes that the environment variable asks for."""
         return cls(**json.loads(os.environ.get(DEADLINES, "{}")))
+
+    def limits(self, period: Period, hang_timeout_seconds: float) -> Limits:
+        """Return the limits of a period; the hang timeout is not known in the start-up."""
+        hang, lost = {
+            Period.STARTUP: (NEVER, self.lost),
+            Period.FIRST_STEP: (max(self.first_step, hang_timeout_seconds), hang_timeout_seconds),
+            Period.TRAINING: (hang_timeout_seconds, hang_timeout_seconds),
+        }[period]
+        return Limits(hang, store=lost, machine=max(lost, 3 * self.heartbeat))
 
 
 def end_with_parent(parent: int | None = None) -> None:

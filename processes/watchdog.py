@@ -30,10 +30,17 @@ from basics.errors import (
 from basics.failpoints import failpoint
 from processes.distributed import Process, end_torchrun, spans_nodes
 from processes.run_lock import write_heartbeat
-from processes.signals import Deadlines, Peers, is_caused_by_others, is_timeout, stop_signals
+from processes.signals import (
+    NEVER,
+    Deadlines,
+    Peers,
+    Period,
+    is_caused_by_others,
+    is_timeout,
+    stop_signals,
+)
 from processes.startup_agreement import AgreedError
 
-NEVER = float("inf")
 SMALLER = (
     "; set a smaller microbatch_size (global_batch_size keeps the batch), or head_chunks 8"
     " (--find-max-microbatch measures what fits)"
@@ -73,14 +80,18 @@ class Watchdog(AbstractContextManager):
         )
         self._phase, self._seconds = phase, seconds
         self._heartbeat_path: Path | None = None
+        # How far the launch and this process are. Each is set alone: several threads do that.
+        self._period, self._hang_timeout_seconds = Period.STARTUP, NEVER
         self._step: int | None = None  # once it trains
-        self._hang_seconds, self._lost_seconds = NEVER, self.deadlines.lost
         self._num_heartbeats, self._last_heartbeat = 0, time.monotonic()  # in this step
-        self._is_suspended = self._has_hung_up = self._has_dumped = self._has_reported = False
-        # By time.monotonic: of the stop signal, and when this process ends because of it, when it
-        # ends because another one has failed, and when it next exchanges heartbeats.
-        self._stopped_at, self.stop_by = -NEVER, NEVER
-        self._fail_by, self._publish_at = NEVER, 0.0
+        self._waits_for_others = False
+        # What happens, or is done, only once.
+        self._terminal_is_gone = self._has_dumped_stacks = self._has_printed_failure = False
+        # Moments, by `time.monotonic`.
+        self._stopped_at = -NEVER  # the stop signal came
+        self.stop_by = NEVER  # this process ends because of the stop signal
+        self._fail_by = NEVER  # this process ends because another one has failed
+        self._exchange_at = 0.0  # it exchanges heartbeats next
         self._exiting, self._done = threading.Lock(), threading.Event()
 
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
@@ -110,20 +121,19 @@ class Watchdog(AbstractContextManager):
 
     def write_heartbeats(self, path: Path) -> None:
         """Write the heartbeat file from now on, if this is rank 0, until `stop` removes it."""
-        self._heartbeat_path, self._publish_at = path, 0.0
+        self._heartbeat_path, self._exchange_at = path, 0.0
 
     def expect_steps(self, hang_timeout_seconds: float) -> None:
         """Detect hangs from now on; the first step, which compiles, may take an hour or longer."""
         self.heartbeat()
-        # Compiling sends no heartbeats, so the first step has a deadline of its own.
-        self._hang_seconds = max(self.deadlines.first_step, hang_timeout_seconds)
-        self._lost_seconds = hang_timeout_seconds
-        self._publish_at = 0.0
+        self._hang_timeout_seconds = hang_timeout_seconds  # first: the limits of the period need it
+        self._period = Period.FIRST_STEP
+        self._exchange_at = 0.0
 
     def start_hang_detection(self) -> None:
         """Allow the hang timeout between heartbeats from now on: the first step is done."""
         self.heartbeat()
-        self._hang_seconds = self._lost_seconds  # both are the run's `hang_timeout_seconds`
+        self._period = Period.TRAINING
 
     def heartbeat(self, global_step: int | None = None) -> None:
         """Record that this process makes progress, in a new step if one is named."""
@@ -135,10 +145,10 @@ class Watchdog(AbstractContextManager):
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Suspend hang detection inside: this process waits for others, which are watched."""
-        self._is_suspended = True
+        self._waits_for_others = True
         yield
         self.heartbeat()  # first: the watchdog's thread must not take the wait for a hang
-        self._is_suspended = False
+        self._waits_for_others = False
 
     def stop(self) -> None:
         """Stop watching: this process is done. Call it in the main thread."""
@@ -176,7 +186,7 @@ class Watchdog(AbstractContextManager):
             advice = SMALLER if is_out_of_gpu_memory(error) else ""
             self._exit(exit_status(error), f"failed {self._position()}: {describe(error)}{advice}")
         if is_timeout(error):
-            self._is_suspended = True  # a rank that waited for so long is not the one that hangs
+            self._waits_for_others = True  # the rank that hangs is another one
             self._diagnose_hang(f"no answer within the collective timeout: {describe(error)}")
         for _ in range(40):  # for 8 ticks: the rank with the cause records it
             if self._peers.is_up and not self._peers.get("failure"):
@@ -202,7 +212,7 @@ class Watchdog(AbstractContextManager):
         finally:
             # In the start-up the signal may come from a torchrun that starts the processes again,
             # because one on another node has died, which nobody here has seen.
-            if outcome == "stopped" and (self._hang_seconds < NEVER or not spans_nodes()):
+            if outcome == "stopped" and (self._period != Period.STARTUP or not spans_nodes()):
                 end_torchrun(self.process)
             os._exit(status)
 
@@ -210,8 +220,8 @@ class Watchdog(AbstractContextManager):
         """Record and print why the run fails; the first recorded failure wins and is returned."""
         own = f"{status} {self.process.rank} {reason}"
         first = self._peers.set_if_missing("failure", own)  # its own again if the store is down
-        if first == own and not self._has_reported:
-            self._has_reported = True
+        if first == own and not self._has_printed_failure:
+            self._has_printed_failure = True
             print_error(f"Error: {one_line(reason)}")
         first_status, _, first_reason = first.split(" ", 2)
         return int(first_status), first_reason
@@ -231,9 +241,10 @@ class Watchdog(AbstractContextManager):
     def _receive(self, number: int) -> None:
         """Handle a signal: the first stops the run after this step, a second one at once."""
         is_second = bool(self.stop_signal)  # read first: the main thread may set both meanwhile
-        self._has_hung_up |= number == signal.SIGHUP  # the terminal is gone: no second one is meant
+        self._terminal_is_gone |= number == signal.SIGHUP
         is_repeated = time.monotonic() < self._stopped_at + self.deadlines.repeated_signal
-        if number not in STOP_SIGNALS or is_second and (is_repeated or self._has_hung_up):
+        # Where the terminal is gone, no second signal is meant by a person.
+        if number not in STOP_SIGNALS or is_second and (is_repeated or self._terminal_is_gone):
             return
         if is_second:  # the person does not want to wait for a checkpoint
             os._exit(128 + number)
@@ -268,34 +279,43 @@ class Watchdog(AbstractContextManager):
             )
 
     def _check(self) -> None:
+        """Find a reason to end this process, or the run. The watchdog's thread calls it each tick.
+
+        Reasons that come from others are first: they may be the cause of a silence here.
+        """
         self._check_others()
-        if self._peers.get("hang"):
+        if self._peers.get("hang"):  # of a rank that waits for the progress of all
             self._dump_stacks()
-        now = time.monotonic()
-        # The rank that fails records it and ends; the others get some time to end by themselves.
+        now = time.monotonic()  # after the requests, which may take long
+
+        # A rank that fails records it and ends; the others get some time to end by themselves.
         if self._fail_by == NEVER and self._peers.get("failure"):
             self._fail_by = now + self.deadlines.failure_grace
         if now > self._fail_by:
             self._exit(FAILED, "exits because another rank has failed")
         if now > self.stop_by:
             self._exit_for_signal()
-        silence = now - self._last_heartbeat
-        if silence > self._lost_seconds and not self._peers.is_up:  # do the others still work?
-            self._exit(FAILED, f"lost the others {self._position()}: torchrun's store is down")
-        is_silent = silence > self._hang_seconds
-        if is_silent and not self._is_suspended:
-            self._diagnose_hang(f"no heartbeat for {silence:.0f} s")
-        if now >= self._publish_at:
-            self._publish_at = now + self.deadlines.heartbeat
-            self._exchange_heartbeats(now, is_silent)
-            # A suspended rank waits for others. If all ranks are silent, all wait: a deadlock.
-            if is_silent and len(self._peers.having("silent")) == self.process.world_size:
-                self._diagnose_hang(f"every rank has waited for the others for {silence:.0f} s")
 
-    def _exchange_heartbeats(self, now: float, is_silent: bool) -> None:
+        limits = self.deadlines.limits(self._period, self._hang_timeout_seconds)
+        silence = now - self._last_heartbeat
+        if silence > limits.store and not self._peers.is_up:  # do the others still work?
+            self._exit(FAILED, f"lost the others {self._position()}: torchrun's store is down")
+        is_silent = silence > limits.hang
+        if is_silent and not self._waits_for_others:
+            self._diagnose_hang(f"no heartbeat for {silence:.0f} s")
+
+        if now < self._exchange_at:
+            return
+        self._exchange_at = now + self.deadlines.heartbeat
+        self._exchange_heartbeats(now, is_silent, limits.machine)
+        # Only ranks that wait for others come here in silence. If all do, it is a deadlock.
+        if is_silent and len(self._peers.having("silent")) == self.process.world_size:
+            self._diagnose_hang(f"every rank has waited for the others for {silence:.0f} s")
+
+    def _exchange_heartbeats(self, now: float, is_silent: bool, timeout_seconds: float) -> None:
+        """Publish that this process is alive, find lost ones, and write the heartbeat file."""
         self._peers.publish("heartbeat", now)
         self._peers.publish("silent", "yes" if is_silent else "")
-        timeout_seconds = max(self._lost_seconds, 3 * self.deadlines.heartbeat)
         for rank in self._peers.find_lost(now, timeout_seconds):
             self._record_failure(
                 FAILED,
@@ -323,14 +343,15 @@ class Watchdog(AbstractContextManager):
         self._exit(HANG, "hung")
 
     def _dump_stacks(self) -> None:
-        if not self._has_dumped:
-            self._has_dumped = True
-            with suppress(OSError):  # stderr may be a log on a full disk
-                print_stacks(f"rank {self.process.rank} {self._position()}, its stacks:\n")
-            step = -1 if self._step is None else self._step  # before the first step
-            self._peers.publish(
-                "progress", "" if self._is_suspended else (f"{step} {self._num_heartbeats}")
-            )
+        """Print this process's stacks and publish its progress, once."""
+        if self._has_dumped_stacks:
+            return
+        self._has_dumped_stacks = True
+        with suppress(OSError):  # stderr may be a log on a full disk
+            print_stacks(f"rank {self.process.rank} {self._position()}, its stacks:\n")
+        step = -1 if self._step is None else self._step  # before the first step
+        progress = f"{step} {self._num_heartbeats}"
+        self._peers.publish("progress", "" if self._waits_for_others else progress)
 
     def _position(self) -> str:
         step = "" if self._step is None else f" at step {self._step + 1}"
