@@ -1,6 +1,6 @@
 """Train a run: `torchrun --nproc_per_node=8 ddp_train.py RUN`. It can start torchrun itself.
 
-Each process runs `run_worker`; `Trainer.train` is the loop, `TrainingStep.take` one global step.
+Each process runs `worker_main`; `Trainer.train` is the loop, `TrainingStep.take` one global step.
 """
 
 if __name__ == "__main__":  # --help, a mistyped option and a locked run need no torch
@@ -78,7 +78,7 @@ from trainer.startup import (
 )
 from trainer.stopping import Stop
 from trainer.tracking import Tracking
-from trainer.user_commands import run_when_done
+from trainer.user_commands import execute_when_done
 
 MAX_SKIPPED_STEPS = 20  # in a row, whose gradients are not finite; then the run ends
 
@@ -89,7 +89,7 @@ def main() -> None:
         if "RANK" in os.environ:  # torchrun has started this process
             clock.import_from_parent()
             agreement = Agreement(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-            leave(run_worker(agreement, clock))
+            leave(worker_main(agreement, clock))
         else:
             leave(launch_run(read_command_line(), clock, agreement))
     except AgreedError as error:
@@ -100,7 +100,7 @@ def main() -> None:
         drop_unwritable_output()
 
 
-def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
+def worker_main(agreement: Agreement, clock: PhaseClock) -> int:
     """Run one of the processes that torchrun has started; return its exit status. Every rank."""
     options = agreement.do("command line", read_command_line)
     process = agreement.do("process", this_process)
@@ -127,7 +127,7 @@ def run_worker(agreement: Agreement, clock: PhaseClock) -> int:
         print_if_finished(prepared, process)
         if not prepared.resume.is_finished:
             train_run(prepared, options, watchdog, clock, agreement)
-    run_when_done(
+    execute_when_done(
         prepared.run,
         options,
         process,

@@ -37,7 +37,7 @@ from trainer import user_commands
 from trainer.after_checkpoint import AfterCheckpoint
 from trainer.chart_drawing import ChartDrawing
 from trainer.tracking import Tracking
-from trainer.user_commands import run_command, run_facts, run_when_done
+from trainer.user_commands import execute, execute_when_done, facts_of
 
 pytestmark = pytest.mark.processes
 
@@ -213,7 +213,7 @@ def run_after(
     run = load_run(workplace.runs_dir, "tiny")
     run.summary_path.write_text(json.dumps(summary))
     options = SimpleNamespace(when_done=command, after_checkpoint=after_checkpoint)
-    run_when_done(run, options, process, was_finished=not has_trained, stop_signal=stop_signal)
+    execute_when_done(run, options, process, was_finished=not has_trained, stop_signal=stop_signal)
     return run
 
 
@@ -265,7 +265,7 @@ def test_it_is_told_the_facts_of_the_run(workplace):
     best, newest = (save(run_dir / "checkpoints", step, loss) for step, loss in ((4, 1.0), (9, 2)))
     run = load_run(workplace.runs_dir, "tiny")
     run.summary_path.write_text(json.dumps(ENDED))
-    assert run_facts(run) == {
+    assert facts_of(run) == {
         "DDP_TRAIN_RUN": "tiny",
         "DDP_TRAIN_RUN_DIR": str(run_dir),
         "DDP_TRAIN_IDENTITY": "",
@@ -281,7 +281,7 @@ def test_it_is_told_the_facts_of_the_run(workplace):
         "DDP_TRAIN_USD": "0.75",
     }
     run.summary_path.write_text(json.dumps(ENDED | {"validation_loss": None, "usd": None}))
-    unknown = run_facts(run)
+    unknown = facts_of(run)
     assert unknown["DDP_TRAIN_LOSS"] == "2.5" and unknown["DDP_TRAIN_USD"] == ""
 
 
@@ -293,7 +293,7 @@ def test_what_it_leaves_behind_is_not_waited_for_nor_what_takes_too_long(saved):
         ("sleep 60", 0.1),
     ):
         with pytest.raises(UserError, match="ended with status") as caught:
-            run_command("it", command, saved, record=statuses.append, limit_seconds=limit_seconds)
+            execute("it", command, saved, record=statuses.append, limit_seconds=limit_seconds)
         assert caught.value.status == 1
     assert statuses == [7, 137, 128 + signal.SIGTERM]
 
@@ -310,7 +310,7 @@ def test_a_stop_signal_ends_it(workplace, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
     try:
         with pytest.raises(UserError, match="ended with status 3"):
-            run_command("it", "kill -HUP $PPID; exit 3", load_run(workplace.runs_dir, "tiny"))
+            execute("it", "kill -HUP $PPID; exit 3", load_run(workplace.runs_dir, "tiny"))
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from collections import Counter
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,6 +169,12 @@ def test_modules_and_what_is_public_in_them_have_docstrings():
             public = isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
             if public and len(node.body) > 3:
                 assert ast.get_docstring(node), f"{path}: {node.name} has no docstring"
+
+
+def test_a_name_is_of_one_class_only():
+    nodes = [node for path in PRODUCT for node in ast.walk(ast.parse(path.read_text()))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_tests_are_by_topic_listed_once_and_import_no_other_test():

@@ -8,7 +8,7 @@ from reporting.run_log import RunLog
 from trainer.background_observer import BackgroundObserver
 from trainer.launch import Launch
 from trainer.startup import OpenedDir
-from trainer.user_commands import command_failed, run_facts, start_command
+from trainer.user_commands import command_failed, facts_of, start_command
 
 OPTION = "--after-checkpoint"
 LEAST_SECONDS = 60.0  # for the last command where the budget is spent
@@ -23,7 +23,7 @@ class AfterCheckpoint(BackgroundObserver):
 
         def start() -> subprocess.Popen[bytes]:
             with (run.run_dir / LOG).open("w") as output:
-                return start_command(command, run_facts(run), output, priority=LOWEST)
+                return start_command(command, facts_of(run), output, priority=LOWEST)
 
         advice = f"; {run.run_dir / LOG} has its output"
         super().__init__(

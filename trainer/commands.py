@@ -31,7 +31,7 @@ from trainer.microbatch_trial import TOO_SLOW, TRIAL_VARIABLE, Trial
 from trainer.models import DOWNLOADED, model_directory
 from trainer.resuming import stages_left
 from trainer.startup import prepare_run, print_if_finished
-from trainer.user_commands import run_when_done
+from trainer.user_commands import execute_when_done
 
 MAX_TRIALS = 8
 GROWTH = 4  # times the largest that fits: tried without a line, and trusted of its prediction
@@ -58,7 +58,7 @@ def launch(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
     prepared = prepare_run(options, process, clock, agreement)
     if prepared.resume.is_finished:
         print_if_finished(prepared, process)
-        run_when_done(prepared.run, options, process, was_finished=True, stop_signal=0)
+        execute_when_done(prepared.run, options, process, was_finished=True, stop_signal=0)
         return 0
     clock.export_to_children()
     status = start_torchrun(num_processes)

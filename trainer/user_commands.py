@@ -31,10 +31,10 @@ def command_failed(name: str, how: str, status: int = FAILED) -> UserError:
     return UserError(f"the launch is over, and {name} {how}; run the same command again", status)
 
 
-def run_when_done(
+def execute_when_done(
     run: Run, options: Options, process: Process, *, was_finished: bool, stop_signal: int
 ) -> None:
-    """Run the command of --when-done if the run is over. Every rank; rank 0 runs it.
+    """Execute the command of --when-done if the run is over. Every rank; rank 0 does it.
 
     If the run was finished before this launch, --after-checkpoint is repeated first: the last
     one may have failed. All files are on disk, and the process group is gone. The machine may be
@@ -45,7 +45,7 @@ def run_when_done(
     if not process.is_main:
         return
     if was_finished and options.after_checkpoint:
-        run_command(
+        execute(
             "--after-checkpoint",
             options.after_checkpoint,
             run,
@@ -64,7 +64,7 @@ def run_when_done(
     print_line(f"when-done: running {one_line(options.when_done)}")
     drop_unwritable_output()  # else the command fails where it prints
     began = time.monotonic()
-    run_command(
+    execute(
         "--when-done", options.when_done, run, record=lambda status: record_when_done(run, status)
     )
     print_line(f"when-done: ended with status 0 after {duration(time.monotonic() - began)}")
@@ -86,7 +86,7 @@ def _why_not(summary: dict[str, Any], stop_signal: int, *, has_trained: bool) ->
     return f"{reason} ended the launch" if reason else "the run has not ended"
 
 
-def run_facts(run: Run) -> dict[str, str]:
+def facts_of(run: Run) -> dict[str, str]:
     """Return what a command learns of a run, as environment variables; unknown ones are empty."""
     summary, checkpoints = read_summary(run), list_checkpoints(run.checkpoints_dir)
     best, newest = best_of(checkpoints), checkpoints[-1] if checkpoints else None
@@ -138,7 +138,7 @@ def start_command(
     )
 
 
-def run_command(
+def execute(
     name: str,
     command: str,
     run: Run,
@@ -146,7 +146,7 @@ def run_command(
     limit_seconds: float = math.inf,
     record: Callable[[int], None] = lambda status: None,
 ) -> None:
-    """Run a command; a stop signal ends it. What it prints goes where this process prints.
+    """Execute a command; a stop signal ends it. What it prints goes where this process prints.
 
     `record` is called with its exit status, 128 + n if signal n ended it.
 
@@ -158,7 +158,7 @@ def run_command(
         for number in stop_signals()
     }
     try:
-        process = start_command(command, run_facts(run), priority=[])
+        process = start_command(command, facts_of(run), priority=[])
         until = time.monotonic() + limit_seconds
         while process.poll() is None and not received and time.monotonic() < until:
             time.sleep(POLL_SECONDS)

@@ -70,7 +70,7 @@ FINE = Judgement(OK)
 warning, problem = (partial(Judgement, verdict) for verdict in (WARNING, PROBLEM))
 
 
-class Row(NamedTuple):
+class Finding(NamedTuple):
     """A line of the report."""
 
     name: str
@@ -710,7 +710,7 @@ CHECKS = [
 ]
 
 
-def make_checks(subject: Subject, checks: Sequence[Check] = CHECKS) -> list[Row]:
+def make_checks(subject: Subject, checks: Sequence[Check] = CHECKS) -> list[Finding]:
     """Make checks one after the other; one that fails or hangs stops no other.
 
     An error that training would end with, and what never answers, such as a disk, are problems.
@@ -722,13 +722,17 @@ def make_checks(subject: Subject, checks: Sequence[Check] = CHECKS) -> list[Row]
             reading = read() if check.limits_itself else within(subject.time_limit, read)
             if reading is not None:
                 verdict, advice = check.judge(reading)
-                rows.append(Row(check.name, verdict, str(reading), advice))
+                rows.append(Finding(check.name, verdict, str(reading), advice))
         except UserError as error:
             text, _, remedy = str(error).partition("; ")
-            rows.append(Row(check.name, PROBLEM, text, remedy or "see docs/configuration.md"))
+            rows.append(Finding(check.name, PROBLEM, text, remedy or "see docs/configuration.md"))
         except TimeoutError:
             text = f"no answer within {subject.time_limit:g} s"
-            rows.append(Row(check.name, PROBLEM, text, f"if a disk is in trouble, {OTHER_PLACE}"))
+            rows.append(
+                Finding(check.name, PROBLEM, text, f"if a disk is in trouble, {OTHER_PLACE}")
+            )
         except Exception as error:  # whatever it is, the other checks go on
-            rows.append(Row(check.name, WARNING, f"could not be checked: {describe(error)}", ""))
+            rows.append(
+                Finding(check.name, WARNING, f"could not be checked: {describe(error)}", "")
+            )
     return rows

@@ -20,7 +20,7 @@ from lab.doctor.checks import (
     OK,
     PROBLEM,
     WARNING,
-    Row,
+    Finding,
     Subject,
     TorchFacts,
     make_checks,
@@ -120,7 +120,7 @@ def look_at(runs_dir: Path, datasets_dir: Path, run_name: str | None, time_limit
     )
 
 
-def print_rows(rows: list[Row], run_name: str | None) -> None:
+def print_rows(rows: list[Finding], run_name: str | None) -> None:
     """Print what was found and what to do about it, then what follows from all of it."""
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 0)).columns)
     names = max(len(check.name) for check in CHECKS)

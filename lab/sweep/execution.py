@@ -166,7 +166,7 @@ def limit_to(sweep: Sweep, baselines: list[Result]) -> dict[str, Any]:
 
 
 @dataclass
-class Launch:
+class LaunchedRun:
     """A run that is being trained, until `process` has ended and `lock` is closed."""
 
     run: PlannedRun
@@ -194,7 +194,7 @@ class Execution:
     exit_status: int = 0  # of the sweep: 128 + n after signal n, or that of a failed baseline
     stop_reason: str = ""  # why not all runs were trained
     outcomes: dict[Path, Outcome] = field(default_factory=dict)  # by directory, of all runs
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[LaunchedRun] = field(default_factory=list)
     num_elsewhere: int = 0  # runs that other commands train
     _launched: set[Path] = field(default_factory=set)  # their outcomes have an exit status
     _signal: int = 0
@@ -395,6 +395,6 @@ class Execution:
                     output = files.enter_context(path.open("ab"))
             process = start(command, share, output, lock)
         self._launched.add(run.run_dir)
-        self.launches.append(Launch(run, share, process, lock, time.monotonic()))
+        self.launches.append(LaunchedRun(run, share, process, lock, time.monotonic()))
         if self._signal:  # it came before there was a process to pass it on to
             process.send_signal(self._signal)

@@ -40,7 +40,7 @@ VERDICT_COLORS = {"better": "tab:green", "worse": "tab:red"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class VariantResult:
     """One variant, over all its seeds, beside the baseline with the same seeds."""
 
     name: str
@@ -131,9 +131,9 @@ def equal_limit(outcomes: Iterable[Outcome]) -> EqualLimit | None:
     return EqualLimit(key, min(last)) if last else None
 
 
-def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
+def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[VariantResult]:
     """Return the variants with what their runs have come to; the baseline first."""
-    entries: list[Entry] = []
+    entries: list[VariantResult] = []
     limit, compared = equal_limit(outcomes.values()), list(outcomes.values())
     if limit:
         compared = [
@@ -153,7 +153,7 @@ def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
         difference = Difference.of([own.loss - base.loss for own, base in pairs])
         reached = mean_reached((own.result.records, base.loss) for own, base in pairs)
         entries.append(
-            Entry(
+            VariantResult(
                 name,
                 changes,
                 group,
@@ -165,7 +165,7 @@ def entries_of(sweep: Sweep, outcomes: dict[Path, Outcome]) -> list[Entry]:
     return entries
 
 
-def add_stack(sweep: Sweep, entries: list[Entry]) -> str:
+def add_stack(sweep: Sweep, entries: list[VariantResult]) -> str:
     """Add all improvements to the sweep as one variant; return a line that says what was done.
 
     An improvement is better outside the noise; with one seed, lower at all. The largest one comes
@@ -191,7 +191,7 @@ def add_stack(sweep: Sweep, entries: list[Entry]) -> str:
     return f"stack: {label(together)}{doubt}"
 
 
-def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
+def table_of(sweep: Sweep, entries: list[VariantResult]) -> Table:
     """Return the result as a table with its notes."""
 
     rows = []
@@ -218,7 +218,7 @@ def table_of(sweep: Sweep, entries: list[Entry]) -> Table:
     return Table(COLUMNS, rows, notes_of(sweep, entries))
 
 
-def notes_of(sweep: Sweep, entries: list[Entry]) -> list[str]:
+def notes_of(sweep: Sweep, entries: list[VariantResult]) -> list[str]:
     """Explain the table: where losses are compared, the noise, what was pruned, the cost."""
     outcomes = [found for entry in entries for found in entry.outcomes]
     spent = f"all runs: {duration(total(outcomes, 'seconds'))}"
@@ -260,7 +260,7 @@ def _noise_note(differences: list[Difference]) -> str:
     )
 
 
-def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[str, Any]:
+def document_of(sweep: Sweep, entries: list[VariantResult], stop_reason: str) -> dict[str, Any]:
     """Return the result of a sweep as a JSON document; None for what is not known."""
     limit = equal_limit(found for entry in entries for found in entry.outcomes)
     return {
@@ -297,7 +297,7 @@ def document_of(sweep: Sweep, entries: list[Entry], stop_reason: str) -> dict[st
     }
 
 
-def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
+def draw_sweep(sweep: Sweep, entries: list[VariantResult]) -> list[Path]:
     """Draw the charts of a comparison, and those of a sweep, anew. Raises: OSError."""
     for path in sweep.sweep_dir.glob("*.png"):
         path.unlink()
@@ -311,7 +311,7 @@ def draw_sweep(sweep: Sweep, entries: list[Entry]) -> list[Path]:
     return written
 
 
-def _plot_differences(entries: list[Entry], figure: Figure) -> None:
+def _plot_differences(entries: list[VariantResult], figure: Figure) -> None:
     figure.set_size_inches(10, 2 + 0.5 * len(entries))
     axes = figure.subplots()
     axes.axvline(0, color="black", linewidth=1)

@@ -32,11 +32,11 @@ from lab.doctor.checks import (
     Dataset,
     Disk,
     Driver,
+    Finding,
     Gpus,
     HostMemory,
     Judgement,
     Network,
-    Row,
     RunMemory,
     Seen,
     Subject,
@@ -446,8 +446,8 @@ def test_a_check_that_raises_or_hangs_stops_no_other(subject):
 def test_a_report_fits_the_terminal_and_obeys_no_text(monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     rows = [
-        Row("run's memory", WARNING, "a word " * 30, "do " * 40),
-        Row("disk", PROBLEM, "bad \x1b[2J", "mend it"),
+        Finding("run's memory", WARNING, "a word " * 30, "do " * 40),
+        Finding("disk", PROBLEM, "bad \x1b[2J", "mend it"),
     ]
     show = click.Command("show", callback=lambda: doctor.print_rows(rows, "tiny"))
     plain, colored = (CliRunner().invoke(show, color=color).output for color in (False, True))

@@ -469,7 +469,7 @@ def test_the_screen_shows_the_runs_that_are_being_trained_and_the_table(sweeps):
     sweep.update(num_seeds=2)
     outcomes = {run.run_dir: execution.Outcome.read(run) for run in sweep.runs}
     run = sweep.runs[2]
-    launch = execution.Launch(run, shares.Share("GPU 3"), process=None, lock=0, began=0.0)
+    launch = execution.LaunchedRun(run, shares.Share("GPU 3"), process=None, lock=0, began=0.0)
     shown = execution.Execution(Path(), outcomes=outcomes, launches=[launch], num_elsewhere=1)
     record = {"global_step": 1, "tokens": 500, "seconds": 50.0, "train_loss": 4.5}
     (run.run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -631,7 +631,7 @@ def test_the_running_run_is_stopped_at_the_limit(sweeps, monkeypatch):
     def spent(launch):
         return 3600.0 if (launch.run.run_dir / "waits").exists() else 0.0
 
-    monkeypatch.setattr(execution.Launch, "seconds", property(spent))
+    monkeypatch.setattr(execution.LaunchedRun, "seconds", property(spent))
     sweeps.workplace.add_run("waiting", train=SETTINGS | {"weight_decay": 6})
     arguments = sweeps.command("--change", "weight_decay=0")[2:]
     result = succeeded(run_lab("sweep", "waiting", *arguments, "--budget-hours", "0.5"))
