@@ -283,7 +283,9 @@ class TrainingStep:
         self.diagnostics.before_update(model, token_ids, targets)
         del loss, token_ids, targets  # the update can use their memory
         grad_norm = clip_gradients(self._parameters, self.config.clipping_max_norm)
-        # If it is 1, the fused kernels change neither weights nor moments nor their step count.
+        # If it is 1, the fused kernels change neither weights nor moments nor their step count. In
+        # fp16 `scaler.step` replaces it by its own, which `unscale_` has found, and removes that
+        # after the step. Otherwise the scaler is disabled and only calls `optimizer.step`.
         optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
         scaler.step(optimizer)
         scaler.update()

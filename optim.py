@@ -160,8 +160,9 @@ class Muon(AdamW):
             torch._foreach_sub_(  # the product has the weights' dtype: one pass
                 _matrices(parameters), list(updates[: len(scales)] * (scales * rate))
             )
+        # AdamW's step takes all groups in `param_groups` and has no argument for some of them. The
+        # matrices are done, so their group is left out during the call.
         groups = self.param_groups
-        # AdamW's step is for all groups of the optimizer, and the matrices are done.
         self.param_groups = [each for each in groups if each is not group]
         super().step(closure)
         self.param_groups = groups
@@ -169,10 +170,12 @@ class Muon(AdamW):
     def _update_momentum(self, group: dict[str, Any]) -> None:
         """Add the gradients to their moving averages in one pass; a skipped step adds nothing.
 
-        The fused SGD kernel does this: average + (1 - momentum) (gradient - average) is its step on
-        the average in place of the weight, with a weight decay of 1 and `maximize`. No public
-        function of PyTorch leaves its result unchanged where a tensor on the GPU says so
-        (`found_inf`); reading that tensor here would wait for the GPU.
+        The fused kernel of SGD computes this, with the averages in the place of weights:
+        weight + lr (gradient - weight_decay weight), where `maximize` gives the signs. With a
+        weight decay of 1 it is average + (1 - momentum) (gradient - average).
+
+        The function is private. No public one leaves its result unchanged where a tensor on the GPU
+        says so (`found_inf`), and reading that tensor here would wait for the GPU.
         """
         for parameter in group["params"]:
             if not self.state[parameter]:
