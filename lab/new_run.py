@@ -25,6 +25,7 @@ from run_config import (
     with_defaults,
 )
 from settings.data import token_file_name
+from tokens.batch_plan import BatchPlan
 
 # More passes over the same text than this lower the loss hardly any further. Source: Muennighoff
 # et al. 2023, "Scaling Data-Constrained Language Models".
@@ -84,20 +85,13 @@ def command(
     They are those of another run, with the vocabulary, the length and the validation that fit the
     dataset, and with the size that is asked for. What is changed is printed with the reason.
     """
-    from lab.plan.estimate import Machine, default_precision
-    from lab.plan.memory import Setting, peak_memory
-    from lab.size_rules import BASE, affordable_width, apply_rules, nearest_width
+    from lab.size_rules import BASE, affordable_width, apply_rules, machine_of_size, nearest_width
     from preparation.ensure_dataset import provide_dataset
     from tokens.batches import open_run_data
     from tokens.token_file import TokenFile
 
-    if None not in (usd, params):
-        raise UserError("--params and --usd are two sizes; drop one")
-    if usd is not None and machine is None:
-        raise UserError("--usd needs --machine, such as 1xRTX-4090@0.45")
-    if machine is not None and usd is None:
-        raise UserError("--machine needs --usd, the dollars of the run")
-    box = machine and Machine.parse(machine)
+    # Before the dataset, which may be downloaded: all that can be refused without it.
+    box = machine_of_size(params, usd, machine)
     is_sized = params is not None or box is not None
     like = like or (BASE if is_sized else "demo")
     run, like = plain_name(runs_dir, run), plain_name(runs_dir, like)
@@ -112,6 +106,7 @@ def command(
     model, train = read_settings(runs_dir, like)
     dataset_dir = datasets_dir / dataset
     provide_dataset(dataset_dir, dataset)
+
     before: dict[str, Any] = model | train
     reasons: dict[str, str] = {}
     cost = ""
@@ -122,8 +117,9 @@ def command(
         }
         reasons = fit_to_dataset(model, train, dataset, files)
         most_tokens = MAX_PASSES * (files["train"].num_tokens - train.get("start_train_token", 0))
+        # The validation needs one sequence at least, so its file limits the context.
         num_validation = files["validation"].num_tokens - train.get("start_val_token", 0)
-        longest = 2 ** int(math.log2(max(1, num_validation - 1)))  # one sequence is validated
+        longest = 2 ** int(math.log2(max(1, num_validation - 1)))
         if longest < SMALLEST_CONTEXT:
             path = files["validation"].path
             raise UserError(f"{path}: has only {num_validation:,} tokens; prepare more text")
@@ -137,6 +133,7 @@ def command(
             fit_length(*settings, files)
             return made_run(run_dir, like, *settings)
 
+        # The size is set before the length, which follows from its batch and its tokens.
         if is_sized:
             if box:
                 width, train["microbatch_size"], cost = affordable_width(
@@ -146,42 +143,52 @@ def command(
                 width = nearest_width(params, model, longest)
             reasons |= apply_rules(width, model, train, most_tokens, longest)
         reasons |= fit_length(model, train, files)
-    after = model | train
-    changed = [
-        f"  {key} {shown(after[key]) if key in after else 'dropped'}: {reason}"
-        for key, reason in reasons.items()
-        if before.get(key) != after.get(key)
-    ]
+
     made = made_run(run_dir, like, model, train)
     plan = open_run_data(made, dataset_dir, world_size=1).plan  # or an error: nothing is written
     with writing_to(run_dir):
         run_dir.mkdir(parents=True)
         for name, settings in (("model.json", model), ("train.json", train)):
             write_atomically(run_dir / name, to_json(settings, indent=4) + "\n")
-    memory = peak_memory(
-        Setting(made.model, made.config, default_precision(made.config), 1),
-        made.config.microbatch_size,
-    ).total
+    after = model | train
+    changed = [
+        f"  {key} {shown(after[key]) if key in after else 'dropped'}: {reason}"
+        for key, reason in reasons.items()
+        if before.get(key) != after.get(key)
+    ]
     but_for = ", but for" if changed else ""
     lines = [f"{run_dir}: model.json and train.json are those of {like}{but_for}", *changed]
+    lines += _about_plan(made, plan)
+    if cost:
+        lines.append(cost)
+    lines.append(f"train it: uv run ddp_train.py {run}")
+    click.echo(visible("\n".join(lines)))
+
+
+def _about_plan(run: Run, plan: BatchPlan) -> list[str]:
+    """Say how long a run trains, how it grows, and what memory it takes."""
+    from lab.plan.estimate import default_precision
+    from lab.plan.memory import Setting, peak_memory
+
+    lines = []
     if plan.num_steps < FEW_STEPS:
         lines.append(
             f"these are only {plan.num_steps:,} steps: give it more text, or a smaller"
             " global_batch_size"
         )
-    first, *others = made.stages(plan.num_steps)
+    first, *others = run.stages(plan.num_steps)
     if others:
         lines.append(
             f"the first {first.steps.stop:,} steps train {counted(first.model.n_layers, 'layer')},"
-            f" the others {made.model.n_layers} (grow); drop grow to train all from the start"
+            f" the others {run.model.n_layers} (grow); drop grow to train all from the start"
         )
-    lines += [
-        f"plan: {made.model.num_parameters:,} parameters, {plan.num_steps:,} steps of"
-        f" {plan.tokens_per_step:,} tokens, {gib(memory)} of tensors a process",
-        *([cost] if cost else []),
-        f"train it: uv run ddp_train.py {run}",
-    ]
-    click.echo(visible("\n".join(lines)))
+    setting = Setting(run.model, run.config, default_precision(run.config), 1)
+    memory = peak_memory(setting, run.config.microbatch_size).total
+    lines.append(
+        f"plan: {run.model.num_parameters:,} parameters, {plan.num_steps:,} steps of"
+        f" {plan.tokens_per_step:,} tokens, {gib(memory)} of tensors a process"
+    )
+    return lines
 
 
 def made_run(run_dir: Path, like: str, model: dict[str, Any], train: dict[str, Any]) -> Run:

@@ -1,6 +1,7 @@
 """The settings that follow from a size: `lab new RUN --params 124M`, or `--usd 5 --machine ...`.
 
-`apply_rules` is the table of rules; the two other functions find the width that it starts from.
+`apply_rules` is the table of rules; `nearest_width` and `affordable_width` find the width that it
+starts from.
 """
 
 import math
@@ -28,6 +29,20 @@ MUON_POWERS = {
     "vector_learning_rate": 0.5,
 }
 ADAMW_POWERS = MUON_POWERS | {"learning_rate": 1, "matrix_learning_rate": 1}
+
+
+def machine_of_size(params: str | None, usd: float | None, machine: str | None) -> Machine | None:
+    """Return the machine on which a run of so many dollars trains; None without dollars.
+
+    Raises: UserError: the options do not name one size, or there is no such machine.
+    """
+    if None not in (usd, params):
+        raise UserError("--params and --usd are two sizes; drop one")
+    if usd is not None and machine is None:
+        raise UserError("--usd needs --machine, such as 1xRTX-4090@0.45")
+    if machine is not None and usd is None:
+        raise UserError("--machine needs --usd, the dollars of the run")
+    return None if machine is None else Machine.parse(machine)
 
 
 def shape_of(width: int, model: dict[str, Any], longest: int) -> dict[str, Any]:
