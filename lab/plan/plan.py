@@ -147,30 +147,31 @@ def command(
             f" {loaded.config.min_train_tokens}; --tokens goes with -1 (all tokens of"
             f" the dataset): {'add' if tokens is None else 'drop'} it"
         )
+    num_tokens = tokens or loaded.config.min_train_tokens
     measured = read_measured(options["runs_dir"])
     compares = options["compare"] or budget is not None
-    known = [*PRESET_PRICES, *OTHER_PRICES] if compares else PRESET_PRICES
-    wanted = [
-        *map(estimate.Machine.priced, known),
-        *map(estimate.Machine.parse, more),
-    ]
-    machines = [
+    prices = [*PRESET_PRICES, *OTHER_PRICES] if compares else PRESET_PRICES
+    machines = [estimate.Machine.priced(price) for price in prices]
+    machines += [estimate.Machine.parse(text) for text in more]
+    plans = [
         estimate.estimate(loaded, machine, budget, tokens=tokens, measured=measured)
-        for machine in wanted
+        for machine in machines
     ]
-    machines.sort(key=lambda found: found["usd"]["expected"] if "usd" in found else math.inf)
+    plans.sort(key=lambda plan: plan["usd"]["expected"] if "usd" in plan else math.inf)
+
+    precision = default_precision(loaded.config)
     settings = {
-        name: Setting(loaded.model, loaded.config, default_precision(loaded.config), number)
-        for name, number in (("one_gpu", 1), ("several_gpus", 8))
+        name: Setting(loaded.model, loaded.config, precision, num_gpus)
+        for name, num_gpus in (("one_gpu", 1), ("several_gpus", 8))
     }
     size = loaded.config.microbatch_size
     peaks = {name: peak_memory(setting, size) for name, setting in settings.items()}
-    largest = [
-        {"card_gib": card}
-        | {name: largest_microbatch(one, usable_gib(reported)) for name, one in settings.items()}
-        for card, reported in CARDS_GIB.items()
-    ]
-    num_tokens = tokens or loaded.config.min_train_tokens
+    largest = []
+    for card_gib, reported_gib in CARDS_GIB.items():
+        usable = usable_gib(reported_gib)
+        sizes = {name: largest_microbatch(one, usable) for name, one in settings.items()}
+        largest.append({"card_gib": card_gib} | sizes)
+
     if options["as_json"]:
         print_json(
             {
@@ -186,25 +187,23 @@ def command(
                     name: asdict(peak) | {"total": peak.total} for name, peak in peaks.items()
                 },
                 "largest_microbatch": largest,
-                "machines": machines,
+                "machines": plans,
             }
         )
         return
-    here = []
+
+    paragraphs = []
     with suppress(UserError):  # nothing was measured here
-        here = ["\n".join(wrapped([estimate.speed_here(loaded, tokens)], terminal_width()))]
+        speed = estimate.speed_here(loaded, tokens)
+        paragraphs.append("\n".join(wrapped([speed], terminal_width())))
     if compares:
-        texts = [*here, _price_table(machines, budget).terminal()]
-        click.echo(visible("\n\n".join(texts)))
-        return
-    tables = [
-        _memory_table(loaded.config, [*peaks.values()]),
-        _microbatch_table(largest),
-        _machine_table(loaded, machines),
-    ]
-    about = "\n".join(wrapped(_about(loaded, num_tokens), terminal_width()))
-    texts = [*here, about, *(table.terminal() for table in tables)]
-    click.echo(visible("\n\n".join(texts)))
+        paragraphs.append(_price_table(plans, budget).terminal())
+    else:
+        paragraphs.append("\n".join(wrapped(_about(loaded, num_tokens), terminal_width())))
+        paragraphs.append(_memory_table(loaded.config, [*peaks.values()]).terminal())
+        paragraphs.append(_microbatch_table(largest).terminal())
+        paragraphs.append(_machine_table(loaded, plans).terminal())
+    click.echo(visible("\n\n".join(paragraphs)))
 
 
 def check_options(options: dict[str, Any]) -> None:
