@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CURVES: dict[str, dict[str, float]] = {
+CURVES: dict[str, dict[str, Any]] = {
     "train_loss": {"linewidth": 1, "alpha": 0.5},
     "validation_loss": {"linewidth": 2.5, "markersize": 4},
 }
@@ -107,54 +106,36 @@ def _plot_curves(
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    results = [result for row in rows for result in row.results]
-    records = [record for result in results for record in result.records]
-    longest = max(number_of(record, "seconds") or 0.0 for record in records)
-    is_short = longest < MINUTES_BELOW_SECONDS
-    every_axis = [
-        ("global step", "global_step", 1),
-        ("tokens", "tokens", 1),
-        ("minutes", "seconds", 60) if is_short else ("hours", "seconds", 3600),
-        ("US$", "usd", 1),
-    ]  # label, key in a record, and how many of its units are one
-    recorded = [
-        axis
-        for axis in every_axis
-        if any(number_of(record, axis[1]) is not None for record in records)
-    ]
-    num_rows = 1 if len(recorded) < 4 else 2
-    num_columns = -(-len(recorded) // num_rows)
+    axes_of_x = _recorded_axes(rows)
+    num_rows = 1 if len(axes_of_x) < 4 else 2
+    num_columns = math.ceil(len(axes_of_x) / num_rows)
     figure.set_size_inches(6 * num_columns, 4.5 * num_rows)
     panels = figure.subplots(num_rows, num_columns, sharey=True, squeeze=False).flatten()
-    for unused in panels[len(recorded) :]:
+    for unused in panels[len(axes_of_x) :]:
         unused.remove()
-    for axes, (label, x_key, unit) in zip(panels[: len(recorded)], recorded, strict=True):
-        axes.set(xlabel=label, ylabel=f"loss ({unit_of(in_bits)})")
-        axes.tick_params(labelleft=True)  # on every panel, though they share the axis
+
+    compared = next((row.first for row in rows if row.first.name in references), None)
+    for panel, (x_key, (label, unit)) in zip(panels, axes_of_x.items(), strict=False):
+        panel.set(xlabel=label, ylabel=f"loss ({unit_of(in_bits)})")
+        panel.tick_params(labelleft=True)  # on every panel, though they share the axis
         for place, row in enumerate(rows):
-            for result, key in itertools.product(row.results, CURVES):
-                x, y = _points_of(result, key, x_key)
-                if not len(x):
-                    continue
-                if in_bits:
-                    y = y / math.log(2) / bytes_per_token(result.records)
-                is_marked = key == "validation_loss" and len(y) <= FEW_VALIDATIONS
-                marker = "o" if is_marked else None
-                axes.plot(x / unit, y, color=f"C{place}", marker=marker, **CURVES[key])
-        compared = next((row.first for row in rows if row.first.name in references), None)
+            for result in row.results:
+                _plot_result(panel, result, x_key, unit, f"C{place}", in_bits=in_bits)
         if x_key == "tokens" and compared:
             per_token = math.log(2) * bytes_per_token(compared.records) if in_bits else 1.0
-            _plot_reference(axes, references[compared.name], per_token)
+            _plot_reference(panel, references[compared.name], per_token)
         if x_key == "global_step":
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if axes.get_xlim()[1] >= 1000:  # smaller x would have an m, read as M
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if panel.get_xlim()[1] >= 1000:  # smaller x would have an m, read as M
+            panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+    # The panels share the axis of losses. Its limits leave out the high start of each curve.
     losses = [line.get_ydata() for line in panels[0].lines]
-    after_start = [y[int(len(y) * HIGH_START) :] for y in losses]
     low = min(y.min() for y in losses)
-    high = max(y.max() for y in after_start)
+    high = max(y[int(len(y) * HIGH_START) :].max() for y in losses)
     margin = MARGIN * (high - low) or 0.5
     panels[0].set_ylim(low - margin, high + margin)
+
     figure.suptitle("training (thin, smoothed) and validation (bold)")
     for place, row in enumerate(rows[:MAX_NAMES]):
         name = without_formulas(row.short_name)
@@ -164,6 +145,38 @@ def _plot_curves(
     figure.legend(
         loc="outside lower center", ncols=min(4, len(rows)), frameon=False, fontsize="small"
     )
+
+
+def _recorded_axes(rows: list[Row]) -> dict[str, tuple[str, int]]:
+    """Return the keys of records that can be x; of each the label, and how many are one unit."""
+    records = [record for row in rows for result in row.results for record in result.records]
+    longest = max(number_of(record, "seconds") or 0.0 for record in records)
+    is_short = longest < MINUTES_BELOW_SECONDS
+    axes = {
+        "global_step": ("global step", 1),
+        "tokens": ("tokens", 1),
+        "seconds": ("minutes", 60) if is_short else ("hours", 3600),
+        "usd": ("US$", 1),
+    }
+    return {
+        key: axis
+        for key, axis in axes.items()
+        if any(number_of(record, key) is not None for record in records)
+    }
+
+
+def _plot_result(
+    panel: Axes, result: Result, x_key: str, unit: int, color: str, *, in_bits: bool
+) -> None:
+    """Plot the training and the validation losses of one run."""
+    for key, style in CURVES.items():
+        x, y = _points_of(result, key, x_key)
+        if not len(x):
+            continue
+        if in_bits:
+            y = y / math.log(2) / bytes_per_token(result.records)
+        is_marked = key == "validation_loss" and len(y) <= FEW_VALIDATIONS
+        panel.plot(x / unit, y, color=color, marker="o" if is_marked else None, **style)
 
 
 def _plot_reference(axes: Axes, curve: ReferenceCurve, per_token: float) -> None:
