@@ -221,28 +221,38 @@ def _texts(comparison: ComparedRuns, row: Row, figures: list[RunFigure]) -> dict
         "settings": " ".join(settings) or row.first.notes,
         "model": values["model"] or "",
         "machine": values["machine"] or "",
+        "tokens_to_loss": "",
+        "reference_difference": "",
     }
     for one in figures:
-        texts[one.key] = "" if values[one.key] is None else one.text(values[one.key])
+        value = values[one.key]
+        texts[one.key] = "" if value is None else one.text(value)
     if row.is_published:  # no more digits than were published
         texts |= {key: texts[key].removesuffix("0") for key in LOSS_NAMES}
-    if len(row.results) == 1 and None not in (values["ift_low"], values["ift_high"]):
-        texts["ift_score"] += " ({ift_low:.2f} to {ift_high:.2f})".format_map(values)
-    kind, spread = comparison.sorted_by, values.get(f"{comparison.sorted_by}_spread")
+
+    low, high = values["ift_low"], values["ift_high"]
+    if len(row.results) == 1 and None not in (low, high):
+        texts["ift_score"] += f" ({low:.2f} to {high:.2f})"
+
+    # The column that the rows are sorted by has the marks of the comparison.
+    kind = comparison.sorted_by
+    spread = values.get(f"{kind}_spread")
     if spread is not None:
         texts[kind] += f" ± {spread:.4f} (n={values['num_seeds']})"
-    texts[kind] += " ≈" * values["is_within_spread"]
-    texts["test_loss"] += " †" * row.is_of_other_text
-    texts["tokens_to_loss"] = ""
-    if values["tokens_to_loss"] is not None:
-        share = values["tokens_to_loss"] / comparison.target.values["tokens"]
-        texts["tokens_to_loss"] = f"{short_count(values['tokens_to_loss'])}, {share:.0%}"
-        if values["usd_to_loss"] is not None:
-            texts["tokens_to_loss"] += f", ${dollars(values['usd_to_loss'])}"
-    texts["reference_difference"] = ""
-    if values["reference_difference"] is not None:
-        compared = Compared(values["reference_difference"], values["reference_tokens_ahead"])
-        texts["reference_difference"] = str(compared)
+    if values["is_within_spread"]:
+        texts[kind] += " ≈"
+    if row.is_of_other_text:
+        texts["test_loss"] += " †"
+
+    tokens, usd = values["tokens_to_loss"], values["usd_to_loss"]
+    if tokens is not None:
+        share = tokens / comparison.target.values["tokens"]
+        texts["tokens_to_loss"] = f"{short_count(tokens)}, {share:.0%}"
+        if usd is not None:
+            texts["tokens_to_loss"] += f", ${dollars(usd)}"
+    difference = values["reference_difference"]
+    if difference is not None:
+        texts["reference_difference"] = str(Compared(difference, values["reference_tokens_ahead"]))
     return texts
 
 
