@@ -82,6 +82,8 @@ def command(
     comparisons = _comparisons(by_name, judge_model=model, seed=seed)
     path = output or files[0].parent / "judgements.jsonl"
     known = read_judgements(path)
+
+    # A question that occurs twice, with the same answers, has one key and is judged once.
     missing = {each.key: each for each in comparisons if each.key not in known}
     first_failure = ""
     if missing:
@@ -91,34 +93,34 @@ def command(
         judge = Judge(base_url, model)
         waiting = list(missing.values())
         first_failure = judge_all(judge, waiting, path, known, concurrency=concurrency)
+
     judged = [known[each.key] for each in comparisons if each.key in known]
+    num_judged, num_questions = len(judged), len(comparisons)
     if not judged:
         raise UserError(
-            f"none of {counted(len(comparisons), 'question')} was judged; the first"
+            f"none of {counted(num_questions, 'question')} was judged; the first"
             f" failure: {first_failure}"
         )
     scores = {name: summarise([one[name] for one in judged], seed=seed) for name in by_name}
-    click.echo(visible(_table(scores).terminal()))
-    num_failed = len(comparisons) - len(judged)
-    click.echo(
-        visible(
-            f"\n{len(judged)} of {len(comparisons)} questions judged by {model},"
-            f" {num_failed} failed; judgements in {path}"
-        )
+    counts = (
+        f"{num_judged} of {num_questions} questions judged by {model},"
+        f" {num_questions - num_judged} failed; judgements in {path}"
     )
+    click.echo(visible(f"{_table(scores).terminal()}\n\n{counts}"))
     if first_failure:
         click.echo(f"first failure: {one_line(first_failure)}; run the same command to repeat it")
+
     for name, (answers_path, file) in by_name.items():
-        score, interval = scores[name]
         evaluations = _evaluations_of(answers_path, file, runs_dir)
         is_of_run = evaluations != runs_dir / EVALUATIONS
+        score, interval = scores[name]
         record: Record = {
             "target": file.model if is_of_run else name,
             "checkpoint": file.checkpoint,
             "judge": model,
             "score": score,
             "score_interval": interval,
-            "questions": len(judged),
+            "questions": num_judged,
         }
         if step := CHECKPOINT_NAME.fullmatch(file.checkpoint or ""):
             record["global_step"] = int(step[1])  # a launch drops records of later steps
