@@ -237,35 +237,36 @@ def points_of(columns: Arrays, within: Range | None = None) -> Answer:
     """
     x = {axis: columns[key] for axis, key in AXES.items()}
     x["steps"] = x["steps"] + 1  # people count from 1
-    first = 0
-    end = len(x["steps"])
+    first, end = 0, len(x["steps"])
     if within is not None:
         axis, smallest, largest = within
-        before = np.flatnonzero(x[axis] < smallest)
-        if len(before):
-            first = before[-1]
-        after = np.flatnonzero(x[axis] > largest)
-        if len(after):
-            end = after[0] + 1
-    size = 1  # rows of a point: a power of two, so that only the last one moves when rows are added
-    while end - first > size * MAX_POINTS:
-        size *= 2
-    starts = np.arange(0, end - first, size)
-    last = np.minimum(first + starts + size, end) - 1
+        rows_before = np.flatnonzero(x[axis] < smallest)
+        rows_after = np.flatnonzero(x[axis] > largest)
+        if len(rows_before):
+            first = rows_before[-1]
+        if len(rows_after):
+            end = rows_after[0] + 1
+
+    rows_of_point = 1  # a power of two, so that only the last point moves when rows are added
+    while end - first > rows_of_point * MAX_POINTS:
+        rows_of_point *= 2
     rows = slice(first, end)
+    starts = np.arange(0, end - first, rows_of_point)  # of the points, among these rows
+    last_rows = np.minimum(first + starts + rows_of_point, end) - 1
+
     lines = {
         key: _line(key, columns, rows, starts)
         for key in (*LINES, *sorted(set_keys(columns)))
         if not np.isnan(columns[key][rows]).all()
     }
-    shown = {axis: _short(values[last], 10) for axis, values in x.items()}
     grown = first + np.flatnonzero(columns[NUM_LAYERS][rows] > 0)
     growths = [
         {"n_layers": int(columns[NUM_LAYERS][row])}
         | {axis: _short(values[[row]], 10)[0] for axis, values in x.items()}
         for row in grown
     ]
-    return {"x": shown, "lines": lines, "is_long": size > 1, "growths": growths}
+    shown = {axis: _short(values[last_rows], 10) for axis, values in x.items()}
+    return {"x": shown, "lines": lines, "is_long": rows_of_point > 1, "growths": growths}
 
 
 def _line(key: str, columns: Arrays, rows: slice, starts: np.ndarray) -> Answer:
