@@ -22,7 +22,10 @@ from basics.failpoints import VARIABLE
 from basics.json_files import to_json
 from gpt import GPTModel
 from processes import distributed
+from processes.command_line import Options
 from processes.distributed import Process, gpu_uuids
+from processes.run_lock import write_heartbeat
+from processes.startup_agreement import Agreement
 from reporting import loss_window, machine_meter, metrics_file
 from reporting.clock import PhaseClock
 from reporting.estimate import Pace
@@ -55,7 +58,9 @@ from tests.support.workplace import (
     succeeded,
 )
 from tokens.batch_plan import BatchPlan
+from trainer.resuming import ResumePoint
 from trainer.samples import Samples
+from trainer.startup import book_earlier_launches
 
 CPU = torch.device("cpu")
 
@@ -324,6 +329,20 @@ def test_time_that_only_a_heartbeat_tells_is_lost_and_has_the_present_price(now)
     now.seconds += 10
     assert clock.read()["lost"] == 1800 and clock.usd()["lost"] == 20
     assert clock.total_seconds() == 5410 == sum(clock.read().values())
+
+
+@pytest.mark.parametrize(("price", "usd"), [(40.0, 30.0), (None, 15.0)])
+def test_earlier_launches_are_booked_in_the_order_that_gives_all_a_price(
+    workplace, run_dir, now, price, usd
+):
+    """Records of an hour for US$10, and a heartbeat half an hour later, which has no dollars."""
+    run = load_run(workplace.runs_dir, "tiny").priced(price)
+    write_heartbeat(run.heartbeat_path, phase="training", step=3, seconds=5400.0, parent=0)
+    clock, agreement = PhaseClock(), Agreement.in_one_process()
+    records = [{"seconds": 3600.0, "usd": 10.0}]
+    book_earlier_launches(run, ResumePoint(), records, Options("tiny"), clock, agreement)
+    assert clock.total_seconds() == clock.read()["lost"] == 5400
+    assert clock.usd()["lost"] == pytest.approx(usd)
 
 
 def test_the_seconds_and_dollars_of_a_record_are_of_one_moment(workplace, run_dir, group):
