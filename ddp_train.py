@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from basics.cli import exit_with
-from basics.device import free_cache, is_gpu
+from basics.device import free_cache, is_cpu, is_gpu
 from basics.entry_points import keep_freed_memory
 from basics.errors import DISK_FULL, NON_FINITE, UserError, drop_unwritable_output
 from basics.failpoints import failpoint
@@ -41,13 +41,13 @@ from processes.startup_agreement import AgreedError, Agreement, leave
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.estimate import Pace
-from reporting.loss_window import LossWindow, Window
+from reporting.loss_window import LossWindow
 from reporting.machine_time import begin_launch, read_uses, record_launch
 from reporting.metrics_file import CHANGED
 from reporting.run_log import Report, RunLog, SetResult, batch_arithmetic
 from reporting.setting_changes import change_lines, settings_of
 from reporting.summary import RunEnd, final_status
-from run_config import TrainConfig
+from run_config import Stage, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, RunData, dropout_seed, read_ahead
 from trainer.after_checkpoint import AfterCheckpoint
@@ -56,7 +56,7 @@ from trainer.budget import Budget
 from trainer.chart_drawing import ChartDrawing
 from trainer.commands import launch as launch_run
 from trainer.commands import run_to_search, search
-from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics, Measured
+from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
 from trainer.growth import grown_state
 from trainer.launch import Launch
 from trainer.loss_functions import LossFunctions, validate
@@ -112,7 +112,7 @@ def worker_main(agreement: Agreement, clock: PhaseClock) -> int:
         if process.is_main:
             search(run, options, process.world_size)
         return 0
-    if process.device.type == "cpu":
+    if is_cpu(process.device):
         keep_freed_memory()
     # If training had begun before torchrun restarted the processes, they resume, even with --fresh.
     options = options.after_restart(agreement.step_before_restart())
@@ -331,7 +331,7 @@ class Trainer:
         self.observers: list[Observer] = []
         if process.is_main:
             self.diagnostics = Diagnostics(
-                launch.config.diagnostics_interval, launch.config.precision, self.record_diagnostics
+                launch.config.diagnostics_interval, launch.config.precision, self.log
             )
             self.observers = self.features(energy_kwh)
         self.stop = Stop(launch, self.observers)
@@ -347,10 +347,10 @@ class Trainer:
             launch, self.state, log, attention_kernel=kernel, energy_kwh=energy_kwh
         )
         found: list[Observer] = [self.diagnostics]
+        if launch.reference:  # before the budget: of two reasons to end the first counts
+            found.append(ReferenceCheck(launch))
         if config.max_hours or config.max_cost_usd:
             found.append(Budget(launch, self.pace))
-        if launch.reference:
-            found.append(ReferenceCheck(launch))
         if command:  # before the others: at the end they share what is left after a stop signal
             found.append(AfterCheckpoint(launch, log, command))
         found += [
@@ -371,22 +371,20 @@ class Trainer:
         """Train to the end of the run, or of this launch; return the last step. Every rank."""
         self.begin(agreement, opened, warnings)
         launch, stages = self.launch, self.launch.stages
-        checkpoint = launch.resume.checkpoint
-        before = checkpoint.meta.model if checkpoint else stages[0].model
+        launch.clock.enter(COMPILE)  # until the end of the first step
+        self.step = TrainingStep(self.state, launch.config, launch.process, self.diagnostics)
+        self.pace.begin(stages)
+        self.validate_before_first_step()
+        global_step = launch.resume.first_step - 1  # returned if the launch has no step to take
         for place, stage in enumerate(stages):
-            if place:
-                self.add_layers()
-            launch.clock.enter(COMPILE)  # until the end of the first step
-            self.pace.begin(stages[place:])
-            self.step = TrainingStep(self.state, launch.config, launch.process, self.diagnostics)
-            if stage.steps and before.n_layers < stage.model.n_layers:
-                self.log.report_layers(stage.steps.start, before, stage.model)
-            before = stage.model
-            if place == 0:
-                self.validate_before_first_step()
-            global_step = self.train_steps(stage.steps)
-            if self.stop.has_ended or launch.last_step < stage.steps.stop:
+            if self.stop.has_ended or launch.last_step < stage.steps.start:
                 break
+            # A checkpoint may be loaded with fewer layers than its next step trains.
+            if self.state.model.config.n_layers < stage.model.n_layers:
+                self.add_layers(stage)
+                self.pace.begin(stages[place:])
+            global_step = self.train_steps(stage.steps)
+        del self.step.parallel_loss  # its threads must be gone before its process group
         return global_step
 
     def begin(
@@ -411,20 +409,26 @@ class Trainer:
         # From here on a restart by torchrun resumes, also with --fresh.
         agreement.record_training_began(first_step)
 
-    def add_layers(self) -> None:
-        """Go on with all layers, as from the checkpoint that was just saved. Every rank."""
+    def add_layers(self, stage: Stage) -> None:
+        """Go on with the layers that a stage trains, as from the last checkpoint. Every rank."""
         if self.launch.process.is_main:
             with self.launch.clock.phase(CHECKPOINT):
                 self.saver.wait()  # a failure while they compile then loses no step
         self.wait_for_all()
         self.launch.clock.enter(COMPILE)
         self.launch.watchdog.expect_steps(self.launch.config.hang_timeout_seconds)
+        before = self.state.model.config
         del self.step  # before there are two models in memory
         grown = grown_state(self.state, self.launch.run, self.launch.process)
         self.state.model, self.state.optimizer = grown.model, grown.optimizer  # observers see them
+        del grown
         gc.unfreeze()  # `after_first_step` has exempted the old model
         gc.collect()
         free_cache()  # the layers need larger blocks
+        self.step = TrainingStep(
+            self.state, self.launch.config, self.launch.process, self.diagnostics
+        )
+        self.log.report_layers(stage.steps.start, before, stage.model)
 
     def validate_before_first_step(self) -> None:
         """Validate if an earlier launch has ended before it, or if the run asks for it."""
@@ -442,7 +446,6 @@ class Trainer:
         """Take these steps, or those until the launch ends; return the last one. Every rank."""
         launch, config, plan = self.launch, self.launch.config, self.launch.plan
         microbatches = read_microbatches(launch.data, steps.start, launch.watchdog, launch.clock)
-        global_step = steps.start - 1  # returned if the launch has no step to take
         for global_step in range(steps.start, min(steps.stop, launch.last_step + 1)):
             launch.watchdog.heartbeat(global_step)
             learning_rate = learning_rate_at(config, global_step, num_steps=plan.num_steps)
@@ -471,7 +474,6 @@ class Trainer:
             if ends:
                 break
         microbatches.close()
-        del self.step.parallel_loss  # its threads must be gone before its process group
         return global_step
 
     def say_settings(self, warnings: list[str]) -> None:
@@ -537,11 +539,6 @@ class Trainer:
                 self.fail_skipping(window.global_step)
         gc.collect()  # it is not automatic; activation checkpointing leaves cycles, as saving does
         self.warn_of_failed_write()
-
-    def record_diagnostics(self, measured: Measured, window: Window) -> None:
-        """Record what `Diagnostics` has measured of a step, and book its seconds. Rank 0."""
-        self.log.record(measured.global_step, measured.numbers, window)
-        self.launch.clock.count_diagnostics(measured.seconds)
 
     def fail_skipping(self, global_step: int) -> NoReturn:
         """End a run whose gradients stay non-finite. Raises: AgreedError: on every rank."""
@@ -629,12 +626,13 @@ class Trainer:
         if results is None:
             return
         tokens = (global_step + 1) * self.launch.plan.tokens_per_step
+        # The first set decides `best`.
         report = Report(global_step, tokens, results[0].loss, {})
         for observer in self.observers:
             observer.validation(report)
         # After the samples: the time left counts them too, with each validation to come.
         self.log.report_validation(report, results, phase.seconds)
-        loss = finite_or_none(results[0].loss)  # of the set that decides `best`
+        loss = finite_or_none(report.loss)
         seconds, usd = clock.spent()
         self.saver.add_validation(Validation(loss=loss, seconds=seconds, usd=usd))
 
@@ -703,6 +701,8 @@ class Trainer:
                 f"{end.failure}; resume from an earlier checkpoint with a lower learning_rate",
                 NON_FINITE,
             )
+        for observer in self.observers:
+            observer.close()
         for failure in filter(None, failures):
             raise failure
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 GPU = "cuda"  # the type of a GPU's device, also in records
+CPU = torch.device("cpu")
 DEVICES = Path("/dev")  # has nvidia0 and so on where the kernel's driver is loaded
 OLD_DRIVER = (
     "run ./setup_lambda.sh, which installs PyTorch for older drivers, or take a machine"
@@ -22,13 +23,17 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == GPU
 
 
+def is_cpu(device: torch.device) -> bool:
+    return device.type == CPU.type
+
+
 def gpu(index: int) -> torch.device:
     return torch.device(GPU, index)
 
 
 def first_device() -> torch.device:
     """Return the first GPU that PyTorch can use, or the CPU."""
-    return torch.device(GPU if torch.cuda.is_available() else "cpu")
+    return torch.device(GPU) if torch.cuda.is_available() else CPU
 
 
 def count_gpus() -> int:

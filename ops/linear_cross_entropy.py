@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from basics.device import is_cpu
+
 
 def linear_cross_entropy(
     x: Tensor,
@@ -61,7 +63,7 @@ def token_sum(grad: Tensor, x: Tensor) -> Tensor:
     """
     if x.dtype != torch.float16:
         return grad.T @ x
-    if x.device.type == "cpu":  # CPUs have no matrix product with another dtype
+    if is_cpu(x.device):  # CPUs have no matrix product with another dtype
         return grad.T.float() @ x.float()
     return torch.mm(grad.T, x, out_dtype=torch.float32)
 

@@ -55,7 +55,8 @@ class BackgroundProcess:
     def __init__(
         self, name: str, launch: Callable[[], subprocess.Popen[Any]] | None, *, advice: str = ""
     ) -> None:
-        self._name, self._launch, self._advice = name, launch, advice
+        self._name, self._advice = name, advice
+        self._launch: Callable[[], subprocess.Popen[Any]] | None = launch  # until it is given up
         self._requests: Queue[None] = Queue(maxsize=1)  # one while another one is worked on
         self._process: subprocess.Popen[Any] | None = None
         self._said: deque[str] = deque()  # by and of the last process
@@ -65,14 +66,13 @@ class BackgroundProcess:
 
     def start(self) -> None:
         """Start the process; if one runs, another one when it has ended. Any thread."""
-        if self._launch is not None:
-            try:
-                failpoint(self._name)
-                self._requests.put_nowait(None)
-            except Full:
-                pass  # the one that waits is enough
-            except Exception as error:  # it must not end training
-                self._said.append(describe(error))
+        try:
+            failpoint(self._name)
+            self._requests.put_nowait(None)
+        except Full:
+            pass  # the one that waits is enough
+        except Exception as error:  # it must not end training
+            self._said.append(describe(error))
 
     def pop_failure(self) -> str:
         """Return what was said and failed since the last call; empty if all is well."""

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 
 from basics.device import (
+    CPU,
     count_gpus,
     cuda_problem,
     device_name,
     gpu,
     gpu_uuid,
+    is_cpu,
     is_gpu,
     peak_bytes,
     use,
@@ -178,7 +180,7 @@ def this_process() -> Process:
         int(os.environ["RANK"]),
         local_rank,
         int(os.environ["WORLD_SIZE"]),
-        device=gpu(local_rank) if found else torch.device("cpu"),
+        device=gpu(local_rank) if found else CPU,
         torchrun_pid=os.getppid(),
     )
 
@@ -280,7 +282,7 @@ def share_cpu_cores(process: Process) -> None:
     A number that a person has set stays.
     """
     is_set = THREADS in os.environ and not torchrun_limits_threads()
-    if process.device.type == "cpu" and not is_set:
+    if is_cpu(process.device) and not is_set:
         num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, num_cpu_cores() // num_local_processes))
 

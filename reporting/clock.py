@@ -130,6 +130,10 @@ class PhaseClock:
         stay.seconds = self._spent[name] - booked
         self.longest[name] = max(self.longest[name], stay.seconds)
 
+    def forget_longest(self, phase: str) -> None:
+        """Measure the longest stay in a phase anew: those to come differ from those before."""
+        self.longest[phase] = 0.0
+
     def total_seconds(self) -> float:
         """Return the seconds of all launches until now. Any thread."""
         return sum(self._earlier_seconds.values()) + self._now() - self._began

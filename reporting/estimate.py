@@ -1,5 +1,6 @@
 """Seconds of a run that are to come: counted here alone, from what its parts take."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,21 +94,19 @@ def _part(steps: range, first: int, stop: int) -> range:
 def validation_steps(config: TrainConfig, plan: BatchPlan) -> float:
     """Estimate how many global steps take as long as one validation, of all sets.
 
-    It is forward passes alone, on the process that the others wait for.
+    It is forward passes alone, of whole microbatches: a small one is hardly faster on a GPU.
     """
-    sequences = config.num_validation_sequences
-    num_microbatches = -(-sequences // plan.microbatch_size)
-    share = 1.0
-    if config.validate_on == "all":  # rank 0's: all ranks take whole microbatches
-        share = -(-num_microbatches // plan.world_size) / max(1, num_microbatches)
-    per_process = plan.microbatch_size * plan.gradient_accumulation_steps
-    return FORWARD_SHARE * config.num_validation_sets * share * sequences / per_process
+    num_microbatches = math.ceil(config.num_validation_sequences / plan.microbatch_size)
+    if config.validate_on == "all":  # those of the process that the others wait for
+        num_microbatches = math.ceil(num_microbatches / plan.world_size)
+    num_forward = config.num_validation_sets * num_microbatches
+    return FORWARD_SHARE * num_forward / plan.gradient_accumulation_steps
 
 
 class Pace:
     """Measures what this launch's steps, validations and checkpoints take; estimates the rest.
 
-    Rank 0. What a launch has not measured yet is estimated from what it has: a validation as its
+    What a launch has not measured yet is estimated from what it has: a validation as its
     forward passes, compiling more layers as what was compiled so far, a checkpoint by its bytes.
 
     Args:
@@ -137,7 +136,7 @@ class Pace:
             size = checkpoint_bytes(self.model, self._run.config)
             self._save_per_byte = self._clock.longest[CHECKPOINT] / size
             self._write_per_byte = self._longest_write() / size
-        self._clock.longest[VALIDATION] = 0.0
+        self._clock.forget_longest(VALIDATION)
         self._stages, self._spent_before = stages, self._clock.read_this_launch()
         self._num_validations = 0
         spent = self._clock.read()

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from basics.device import GPU, DeviceTime
+from basics.device import CPU, GPU, DeviceTime
 from reporting.clock import PhaseClock
 
 REPORT_INTERVAL = 10  # global steps between two reports of the losses
-LAG = {GPU: 1, "cpu": 0}  # closed windows that stay unread, but when `close` is told to wait
+LAG = {GPU: 1, CPU.type: 0}  # closed windows that stay unread, but when `close` is told to wait
 
 
 @dataclass
@@ -30,6 +30,10 @@ class Window:
     numbers: dict[str, Any] = field(default_factory=dict)
     num_timed: int = 0  # steps: the first one of a launch, which compiles, is not
     timed_seconds: float = 0.0
+
+    @property
+    def spent(self) -> tuple[dict[str, float], dict[str, float]]:
+        return self.seconds, self.usd
 
     @property
     def steps_per_second(self) -> float | None:

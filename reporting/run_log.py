@@ -148,7 +148,7 @@ class RunLog:
         spent, usd = window.seconds, sum(window.usd.values())
         seconds_left = self._pace.seconds_after_report(global_step, spent)
         left = self._left(seconds_left, usd)
-        self.record(global_step, report.values | left, window)
+        self.record(global_step, report.values | left, window.spent)
         said = (
             f"loss {report.loss:.4f}{self._compared(report)}"
             f" | grad norm {window.numbers['grad_norm']:.2f}"
@@ -180,14 +180,15 @@ class RunLog:
             record["validation_perplexity"] = first.perplexity
         if first.bits_per_byte is not None:
             record["validation_bits_per_byte"] = first.bits_per_byte
+        spent = self.clock.spent()
         seconds_left = self._pace.seconds_after_validation(global_step)
-        record |= report.values | self._left(seconds_left, sum(self.clock.usd().values()))
+        record |= report.values | self._left(seconds_left, sum(spent[1].values()))
         for result in others:
             record[set_key("validation_loss", result.name)] = result.loss
             record[set_key("validation_perplexity", result.name)] = result.perplexity
             if result.bits_per_byte is not None:
                 record[set_key("validation_bits_per_byte", result.name)] = result.bits_per_byte
-        self.record(global_step, record)
+        self.record(global_step, record, spent)
         self._terminal.shown.samples = read_samples(self.run.samples_path)
         said = f"validation loss {first.loss:.4f}"
         if first.name:
@@ -224,17 +225,24 @@ class RunLog:
         return f" ({report.compared})" if report.compared else ""
 
     def record(
-        self, global_step: int, values: dict[str, Any], window: Window | None = None
+        self,
+        global_step: int,
+        values: dict[str, Any],
+        spent: tuple[dict[str, float], dict[str, float]] | None = None,
     ) -> None:
-        """Add a record to `metrics.jsonl`, with what was spent at the end of a window, or now."""
+        """Add a record to `metrics.jsonl`.
+
+        Args:
+            spent: seconds and dollars of all launches by phase; None: those of now.
+        """
         if not self.is_active:
             return
-        spent, usd = self.clock.spent() if window is None else (window.seconds, window.usd)
+        seconds, usd = spent or self.clock.spent()
         was_behind = bool(self._unwritten)
         record = {
             "global_step": global_step,
             "tokens": (global_step + 1) * self.plan.tokens_per_step,
-            "seconds": round(sum(spent.values()), 3),
+            "seconds": round(sum(seconds.values()), 3),
             **values,
         }
         if usd:

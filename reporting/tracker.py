@@ -73,12 +73,9 @@ def begin_tracking(run: Run, *, starts_over: bool) -> None:
 
 
 def tracker_process(run: Run) -> BackgroundProcess:
-    """Return the process of a run's tracker, with nothing to run if it has none."""
-    kind = run.config.tracker
-    launch = None
-    if kind != "none":
-        launch = partial(background.start_module, "reporting.tracker", run.run_dir)
-    advice = f"; `lab export-metrics {run.name} --to {kind}` adds what is missing"
+    """Return the process of a run's tracker, which it has."""
+    launch = partial(background.start_module, "reporting.tracker", run.run_dir)
+    advice = f"; `lab export-metrics {run.name} --to {run.config.tracker}` adds what is missing"
     return BackgroundProcess("tracker", launch, advice=advice)
 
 

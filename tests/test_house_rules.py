@@ -200,7 +200,7 @@ def test_the_name_of_a_token_file_has_one_owner():
 
 def test_what_differs_between_devices_has_one_owner():
     """Another device is another branch there, not a search through the code."""
-    asks = re.compile(r"""torch\.cuda\.\w|\.is_cuda\b|["']cuda["']""")
+    asks = re.compile(r"""torch\.cuda\.\w|\.is_cuda\b|["']cuda["']|device\.type ==""")
     found = {
         name_of(path)
         for path in PRODUCT

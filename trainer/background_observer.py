@@ -26,6 +26,9 @@ class BackgroundObserver(Observer):
     def report(self, report: Report) -> None:
         self.warn(self.background.pop_failure())
 
+    def checkpoint(self) -> None:
+        self.warn(self.background.pop_failure())  # before another start forgets it
+
     def warn(self, failure: str) -> None:
         self.log.warn(self._what, failure)
 

@@ -22,9 +22,9 @@ class ChartDrawing(BackgroundObserver):
         super().__init__(launch, log, process, "charts are not up to date")
 
     def checkpoint(self) -> None:
+        super().checkpoint()
         with self.launch.clock.phase(CHART):
             self.background.start()
-        self.warn(self.background.pop_failure())
 
     def end(self) -> dict[str, object]:
         if not self.launch.watchdog.stop_signal:

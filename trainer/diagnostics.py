@@ -3,8 +3,9 @@
 Shapes as in `gpt.py`. Each statistic is () float32, or (n_layers,) if its name says "layer".
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,7 @@ from torch.nn.utils import get_total_norm
 from basics.device import DeviceTime
 from gpt import GPTModel
 from ops.block_attention import causal_logits
-from reporting.loss_window import Window
-from reporting.run_log import Report
+from reporting.run_log import Report, RunLog
 from settings.machine import Precision
 from tokens.batch_plan import CACHED_LOGITS
 from trainer.observer import Observer
@@ -69,9 +69,9 @@ class Diagnostics(Observer):
         self,
         interval: int | None = None,
         precision: Precision | None = None,
-        record: Callable[[Measured, Window], None] = lambda measured, window: None,
+        log: RunLog | Any = None,  # that `report` writes to
     ) -> None:
-        self._interval, self._precision, self._record = interval, precision, record
+        self._interval, self._precision, self._log = interval, precision, log
         self._is_due = False
         self._measured: list[Measured] = []
 
@@ -81,10 +81,11 @@ class Diagnostics(Observer):
             self._measured.append(Measured(global_step))
 
     def report(self, report: Report) -> None:
-        """Record what was measured in the steps of the report."""
+        """Record what was measured in the steps of the report, and book its seconds."""
         assert report.window is not None
         for measured in self.pop_measured(up_to=report.global_step):
-            self._record(measured, report.window)
+            self._log.record(measured.global_step, measured.numbers, report.window.spent)
+            self._log.clock.count_diagnostics(measured.seconds)
 
     def before_update(self, model: GPTModel, token_ids: Tensor, targets: Tensor) -> None:
         """Measure the weights on a microbatch, and the averaged gradients before clipping."""

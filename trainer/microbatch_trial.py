@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 
 from basics.device import (
+    CPU,
     GPU,
     DeviceTime,
     device_name,
     free_and_total_bytes,
+    is_cpu,
     is_gpu,
     limit_bytes,
     peak_bytes,
@@ -46,7 +48,7 @@ from trainer.precision import check_attention, resolve_for_device
 TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result, prefetches
 # The numbers of warm-up steps and of timed steps. From the second step on, the optimizer state
 # exists and DDP's buckets are final. On a CPU, where steps take seconds, only step 2 is timed.
-STEPS = {GPU: (2, 5), "cpu": (1, 1)}
+STEPS = {GPU: (2, 5), CPU.type: (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a trial with its compiling, and of each collective
 TOO_SLOW = f"took longer than {TRIAL_TIMEOUT.total_seconds() / 60:.0f} minutes"
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process
@@ -96,11 +98,11 @@ class MicrobatchTrial:
         timer = threading.Timer(TRIAL_TIMEOUT.total_seconds(), self._fail, [TOO_SLOW])
         timer.daemon = True
         try:
-            if device.type == "cpu":
+            if is_cpu(device):
                 map_every_tensor()  # before any other thread has allocated a heap
             if not self._task["prefetches"]:
                 timer.start()
-            if device.type == "cpu":
+            if is_cpu(device):
                 share_cpu_cores(self.process)  # starts threads: memory must not be limited yet
             join_process_group(
                 self.process, self._agreement.connect("trial"), timeout=TRIAL_TIMEOUT
@@ -132,7 +134,7 @@ class MicrobatchTrial:
     def _limit_memory(self) -> None:
         """Limit the memory that the trial may take; on a CPU, what it adds to the address space."""
         device = self.process.device
-        if device.type == "cpu":
+        if is_cpu(device):
             torch.ones(512, 512).mm(torch.ones(512, 512))  # start threads, whose stacks count
             self._mapped_before = _mapped_gib("VmSize")
             _limit_address_space(self._mapped_before + self._limit_gib)
@@ -175,7 +177,7 @@ class MicrobatchTrial:
     def _peak_memory(self) -> tuple[float, float]:
         """Return the peak of the memory that the trial has taken, and how much there is, in GiB."""
         device = self.process.device
-        if device.type == "cpu":
+        if is_cpu(device):
             return _mapped_gib("VmPeak") - self._mapped_before, self._limit_gib
         synchronize(device)
         free, _ = free_and_total_bytes(device)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from basics.checkpoint_files import BEST, MANIFEST, directory_of, named_as_checkpoints
-from basics.device import first_device
+from basics.device import CPU, first_device
 from basics.errors import UserError, first_line, print_error
 from basics.json_files import describe, read_json_object
 from basics.machine import available_ram_gib
@@ -126,7 +126,7 @@ def initial_model(run: Run, runs_dir: Path) -> LoadedModel:
         named = find_model(source, runs_dir)
         if named and named.name == run.name:
             raise UserError("is this run itself; name another one")
-        loaded = load_model(source, runs_dir=runs_dir, device=torch.device("cpu"))
+        loaded = load_model(source, runs_dir=runs_dir, device=CPU)
         model = loaded.model
         if run.model.qkv_bias and not model.config.qkv_bias:
             model = _with_zero_biases(source, model)

@@ -40,3 +40,6 @@ class Observer:
     def finish(self) -> UserError | None:
         """Wait for what is left; return the error that the launch ends with, if any."""
         return None
+
+    def close(self) -> None:
+        """The launch is over: nothing has diverged, and all files are on disk."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from basics.device import has_bf16, has_tf32, is_gpu, synchronize
+from basics.device import has_bf16, has_tf32, is_cpu, is_gpu, synchronize
 from basics.errors import UserError, first_line, is_out_of_memory
 from gpt import KERNELS, ForwardOptions, GPTModel, attend
 from run_config import ModelConfig, TrainConfig
@@ -70,7 +70,7 @@ def resolve_for_device(config: TrainConfig, device: torch.device) -> TrainConfig
 
 def has_precision(device: torch.device, precision: Precision) -> bool:
     """Return whether a device computes in a precision, not only by conversions."""
-    if device.type == "cpu":
+    if is_cpu(device):
         wanted = OF_CPUS.get(precision)
         return wanted is None or any(map(torch.cpu.get_capabilities().get, wanted))
     if precision == "bf16":

@@ -31,5 +31,5 @@ class ReferenceCheck(Observer):
         if comparison.failure and not self._has_warned:
             report.warnings.append(comparison.failure)
         self._has_warned = bool(comparison.failure)
-        if comparison.failure and comparison.stops and self.stop_reason is None:
-            self.stop_reason = StopReason(BEHIND, comparison.failure)
+        is_over = comparison.stops and bool(comparison.failure)
+        self.stop_reason = StopReason(BEHIND, comparison.failure) if is_over else None

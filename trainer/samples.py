@@ -40,7 +40,7 @@ class Samples(Observer):
             finally:
                 self._state.model.train()
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Print a sample, of the first prompt."""
         prompts = self._launch.config.sample_prompts
         # The notice of a preemption may be 30 s long.

@@ -1,7 +1,7 @@
 """Says once how fast a launch trains, and what may explain a low speed."""
 
 from basics.device import device_name
-from reporting.clock import WAITING
+from reporting.clock import DIAGNOSTICS, WAITING
 from reporting.estimate import Pace, step_seconds
 from reporting.machine_meter import MachineMeter
 from reporting.run_log import Report, RunLog
@@ -40,8 +40,9 @@ class SpeedCheck(Observer):
             return
         self._has_said = True
         spent = pace.measured()
+        seconds = self._seconds - spent[DIAGNOSTICS]  # the device has worked for both
         speed = Speed(
-            tokens_per_second=self._num_steps * launch.plan.tokens_per_step / self._seconds,
+            tokens_per_second=self._num_steps * launch.plan.tokens_per_step / seconds,
             num_processes=launch.process.world_size,
             flops_per_token=pace.model.flops_per_token,
             device_name=device_name(launch.process.device),

@@ -9,6 +9,7 @@ import torch
 
 import checkpointing
 from basics.checkpoint_files import Identity, read_identity, read_manifest, write_identity
+from basics.device import is_cpu
 from basics.errors import UserError, print_line
 from basics.failpoints import failpoint
 from basics.files import existing, write_atomically
@@ -261,7 +262,7 @@ def decide_for_device(run: Run, plan: BatchPlan, device: torch.device) -> tuple[
             " one is taken"
         )
     warnings += unused_gpus()
-    if device.type == "cpu" and config.global_batch_size and plan.world_size == 1:
+    if is_cpu(device) and config.global_batch_size and plan.world_size == 1:
         num_processes = largest_divisor(plan.gradient_accumulation_steps, num_cpu_cores())
         if num_processes > 1:  # 1.4 times as fast, on two cores
             warnings.append(

@@ -28,6 +28,7 @@ class Tracking(BackgroundObserver):
             self.warn(str(error))
 
     def checkpoint(self) -> None:
+        super().checkpoint()
         self.background.start()
 
     def end(self) -> dict[str, object]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from basics.device import DeviceTime
+from basics.device import DeviceTime, is_cpu
 from basics.errors import UserError, describe, print_line
 from basics.json_files import to_json
 from basics.machine import code_digest, within
@@ -56,7 +56,7 @@ def measure(process: Process, store: dist.Store, limit: timedelta) -> dict[str, 
     join_process_group(process, store, timeout=limit)
     size = NUM_BYTES
     number = NUM_REDUCTIONS
-    if process.device.type == "cpu":
+    if is_cpu(process.device):
         size = NUM_BYTES_ON_CPU
         number = NUM_REDUCTIONS_ON_CPU
     tensor = torch.full((size // 4,), process.rank + 1.0, device=process.device)

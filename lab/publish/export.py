@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import click
 import psutil
-import torch
 from huggingface_hub import HfApi, get_token
 from safetensors import SafetensorError
 
+from basics.device import CPU
 from basics.errors import UserError, as_os_error, cannot_be_written, print_error, visible
 from basics.failpoints import failpoint
 from basics.files import fsync, read_regular_file
@@ -204,7 +204,7 @@ def export_model(request: PublishRequest) -> Upload:
         request.source if named else str(source),
         runs_dir=request.runs_dir,
         checkpoint_name=request.checkpoint,
-        device=torch.device("cpu"),
+        device=CPU,
     )
     if named:
         card = model_card(target, request)
