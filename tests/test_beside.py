@@ -19,6 +19,7 @@ from basics.checkpoint_files import Identity, write_identity
 from basics.errors import UserError
 from basics.failpoints import MARKS, VARIABLE
 from basics.files import lock_directory
+from ddp_train import Trainer
 from processes.background import BackgroundProcess, start_module
 from processes.signals import Deadlines
 from reporting.clock import PhaseClock
@@ -35,7 +36,11 @@ from tests.support.runs import (
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, succeeded
 from trainer import user_commands
 from trainer.after_checkpoint import AfterCheckpoint
+from trainer.budget import Budget
 from trainer.chart_drawing import ChartDrawing
+from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
+from trainer.reference_check import ReferenceCheck
+from trainer.samples import Samples
 from trainer.tracking import Tracking
 from trainer.user_commands import execute, execute_when_done, facts_of
 
@@ -448,3 +453,20 @@ def test_the_last_command_has_the_budgets_time_and_after_a_stop_signal_the_grace
     log.warn.assert_any_call("--after-checkpoint", "no time")
     for part in parts:
         assert part.finish.call_args.args[0]() < watchdog.stop_by
+
+
+def test_observers_are_called_in_an_order_that_serves_the_end(tmp_path):
+    """After a stop signal the command is first; a run that is behind is so before it is spent."""
+    train = TrainConfig(**TINY_TRAIN, max_hours=1.0, tracker="tensorboard")
+    launch = MagicMock(
+        config=train, process=ONE_PROCESS, options=MagicMock(after_checkpoint="true")
+    )
+    launch.run.run_dir, launch.run.config, launch.run.name = tmp_path, train, "tiny"
+    trainer = MagicMock(launch=launch, diagnostics=NO_DIAGNOSTICS, attention_kernel="math")
+    found = [type(each) for each in Trainer.features(trainer, 0.0)]
+    order = [Diagnostics, ReferenceCheck, Budget, AfterCheckpoint, ChartDrawing, Tracking, Samples]
+    assert [each for each in found if each in order] == order
+    launch.config, launch.reference = TrainConfig(**TINY_TRAIN), None
+    launch.options.after_checkpoint = None
+    found = [type(each) for each in Trainer.features(trainer, 0.0)]
+    assert [each for each in found if each in order] == [Diagnostics, ChartDrawing, Samples]

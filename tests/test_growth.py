@@ -1,16 +1,12 @@
 """Growth in depth: first the lowest layers alone, then all of them; the same however it is run."""
 
 import json
-import weakref
 from dataclasses import replace
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import ddp_train
 from basics.checkpoint_files import directory_of
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
@@ -23,7 +19,7 @@ from tests.support.lab_cli import publish
 from tests.support.lab_cli import succeeded as verb_succeeded
 from tests.support.models import MODEL, ONE_PROCESS, describe, microbatches
 from tests.support.runs import metrics_of, validations_of, weights_of
-from tests.support.workplace import TINY_TRAIN, Workplace, read_lines, succeeded
+from tests.support.workplace import TINY_TRAIN, Workplace, forked, read_lines, succeeded
 from trainer.growth import grown_state, shallow_state
 from trainer.loss_functions import build_training_state
 from trainer.models import load_model
@@ -258,26 +254,30 @@ def test_a_checkpoint_is_saved_before_the_growth(grown):
     assert steps == [4, 5, 9, 11]
 
 
-def test_a_run_that_has_grown_has_one_model_in_memory(tmp_path):
-    """The observers have the state, and see the grown model in it."""
-    run = growing_run(tmp_path)
-    state = shallow_state(run, 1, ONE_PROCESS)
-    take_steps(state, run, 1)
-    old, tokens = weakref.ref(state.model), state.model.token_embedding.weight.clone()
-    trainer = SimpleNamespace(
-        state=state,
-        step=TrainingStep(state, run.config, ONE_PROCESS),
-        launch=MagicMock(run=run, config=run.config, process=ONE_PROCESS),
-        saver=MagicMock(),
-        wait_for_all=lambda: None,
-    )
-    ddp_train.Trainer.add_layers(trainer)
-    assert old() is None and not hasattr(trainer, "step")
-    assert len(state.model.blocks) == 4
-    assert torch.equal(state.model.token_embedding.weight, tokens)
-    names = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
-    assert names == {id(parameter) for parameter in state.model.parameters()}
-    trainer.saver.wait.assert_called_once()
+def test_a_run_that_has_grown_has_one_model_in_memory(grown):
+    """Neither an observer nor a frame of the loop keeps the first one."""
+    workplace = grown[0]
+    workplace.add_run("counted", model=DEEP, train=SHARED)
+    arguments = ["count-models", str(workplace.root), *workplace.arguments("counted")]
+    worker = "tests/support/torchrun_workers.py"
+    said = succeeded(forked(worker, arguments, num_processes=1)).stdout
+    assert "models after the growth: 1\n" in said and "models at the end: 1\n" in said
+
+
+def test_a_validation_that_is_missing_before_the_growth_is_of_the_first_layers(grown):
+    workplace = grown[0]
+    train = SHARED | {"validation_interval": 3}
+    run_dir = workplace.add_run("validated", model=DEEP, train=train)
+    succeeded(workplace.torchrun(1, "validated", "--max-steps", "6"))
+    (run_dir / "checkpoints/latest/validation.json").unlink()
+    said = succeeded(workplace.torchrun(1, "validated")).stdout
+    assert said.index("step 6/12 | validation loss") < said.index("step 7/12 | from here on 4")
+    steps = [r["global_step"] for r in read_lines(run_dir / "metrics.jsonl") if NUM_LAYERS in r]
+    records = read_lines(run_dir / "metrics.jsonl")
+    assert steps == [6] and records == sorted(records, key=lambda record: record["global_step"])
+    workplace.add_run("at-once", model=DEEP, train=train)
+    succeeded(workplace.torchrun(1, "at-once"))
+    assert validations_of(run_dir) == validations_of(workplace.runs_dir / "at-once")
 
 
 def test_a_run_whose_growth_is_dropped_grows_at_once(grown):

@@ -42,7 +42,7 @@ class Launch:
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages that are left to train, the first of them with the state's layers."""
+        """The stages that are left to train; the first may want more layers than are loaded."""
         return stages_left(self.run, self.plan, self.resume)
 
     @property

@@ -46,8 +46,7 @@ class ResumePoint:
 def stages_left(run: Run, plan: BatchPlan, resume: ResumePoint) -> list[Stage]:
     """Return the stages of a run from where a launch resumes on.
 
-    A checkpoint with fewer layers than its next step trains gets the others when it is loaded; one
-    with more keeps them.
+    A checkpoint that has all layers keeps them. One with few may be at the growth, or after it.
     """
     first_step, checkpoint = resume.first_step, resume.checkpoint
     if checkpoint is not None and resume.has_no_step_left:

@@ -32,7 +32,7 @@ from reporting.tracker import check_tracker
 from run_config import Run, load_run, setting_warnings
 from tokens.batch_plan import BatchPlan, divided, largest_divisor, microbatch_warning
 from tokens.batches import RunData, open_run_data
-from trainer.growth import grown_state, shallow_state
+from trainer.growth import shallow_state
 from trainer.loss_functions import build_training_state
 from trainer.models import check_initial_tokenizer, initial_model
 from trainer.precision import check_attention, has_precision, resolve_for_device
@@ -42,7 +42,6 @@ from trainer.resuming import (
     copied_from,
     find_resume_point,
     identity_of_launch,
-    stages_left,
 )
 
 
@@ -354,12 +353,12 @@ def build_state(
     run: Run, data: RunData, resume: ResumePoint, options: Options, process: Process
 ) -> TrainingState:
     """Build the model and its optimizer; load what the run resumes from, or starts from."""
-    first = stages_left(run, data.plan, resume)[0].model
     if resume.checkpoint is not None:
         model = run.model.with_layers(resume.checkpoint.meta.model.n_layers)
         state = build_training_state(model, run.config, process)
         checkpointing.load_checkpoint(resume.checkpoint, state)
-        return grown_state(state, run, process) if first.n_layers > model.n_layers else state
+        return state
+    first = run.stages(data.plan.num_steps)[0].model
     if first.n_layers < run.model.n_layers:
         return shallow_state(run, first.n_layers, process)
     state = build_training_state(run.model, run.config, process)

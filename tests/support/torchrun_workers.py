@@ -1,5 +1,6 @@
 """Workers that tests start under torchrun to look inside several processes; memory of a step."""
 
+import gc
 import itertools
 import json
 import sys
@@ -17,14 +18,14 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 import ddp_train
-from gpt import ForwardOptions
+from gpt import ForwardOptions, GPTModel
 from processes.distributed import Process, process_group, this_process
 from processes.startup_agreement import open_torchrun_store
 from processes.watchdog import Watchdog
 from reporting import clock, loss_window
 from reporting.clock import PhaseClock
 from reporting.gpus import find_gpu
-from run_config import ModelConfig, TrainConfig, load_run
+from run_config import ModelConfig, Stage, TrainConfig, load_run
 from tests.support.stand_ins import H100, FakeNvml
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN
 from trainer import background_saver, budget, loss_functions, machine_readings
@@ -114,6 +115,7 @@ def main() -> None:
         "train-with-lag": train_with_lag,
         "train-with-gpus": train_with_gpus,
         "count-compilations": count_compilations,
+        "count-models": count_models,
         "files-of-a-step": name_files_of_a_step,
     }[name]()
     ddp_train.main()
@@ -170,6 +172,26 @@ def count_compilations() -> None:
         trainer.log.say(f"graphs in the end: {counters['stats']['unique_graphs']}")
 
     ChartDrawing.checkpoint, ddp_train.Trainer.end = checkpoint_and_counts, end_and_counts
+
+
+def count_models() -> None:
+    """Be ddp_train.py; rank 0 prints how many models exist after a growth, and at the end."""
+    add_layers, end = ddp_train.Trainer.add_layers, ddp_train.Trainer.end
+
+    def say(trainer: ddp_train.Trainer, when: str) -> None:
+        gc.unfreeze()  # else the frozen ones are not listed
+        models = [each for each in gc.get_objects() if isinstance(each, GPTModel)]
+        trainer.log.say(f"models {when}: {len(models)}")
+
+    def add_and_count(trainer: ddp_train.Trainer, stage: Stage) -> None:
+        add_layers(trainer, stage)
+        say(trainer, "after the growth")
+
+    def count_and_end(trainer: ddp_train.Trainer, global_step: int) -> None:
+        say(trainer, "at the end")
+        end(trainer, global_step)
+
+    ddp_train.Trainer.add_layers, ddp_train.Trainer.end = add_and_count, count_and_end
 
 
 def name_files_of_a_step() -> None:
