@@ -54,8 +54,7 @@ from trainer.after_checkpoint import AfterCheckpoint
 from trainer.background_saver import BackgroundSaver
 from trainer.budget import Budget
 from trainer.chart_drawing import ChartDrawing
-from trainer.commands import launch as launch_run
-from trainer.commands import run_to_search, search
+from trainer.commands import launch_run, run_to_search, search
 from trainer.diagnostics import NO_DIAGNOSTICS, Diagnostics
 from trainer.growth import grown_state
 from trainer.launch import Launch

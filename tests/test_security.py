@@ -131,7 +131,7 @@ def test_wrong_command_lines_are_one_inert_line(monkeypatch, capsys, script):
 def test_the_traceback_of_a_command_is_inert(tmp_path, monkeypatch, capsys):
     fail = Mock(side_effect=RuntimeError(HOSTILE))
     monkeypatch.setattr("preparation.find_source.find_source", fail)
-    monkeypatch.setattr(ddp_train, "launch", fail)
+    monkeypatch.setattr(ddp_train, "launch_run", fail)
     monkeypatch.setattr(lab_main.cli, "invoke", fail)
     monkeypatch.setattr("sys.argv", ["a command", "tiny"])
     for command in (

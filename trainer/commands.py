@@ -41,7 +41,7 @@ ROUNDING = 1e-6  # of the prediction
 TRIAL_STEPS_SECONDS = 10.0  # an estimate of the steps of a trial
 
 
-def launch(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
+def launch_run(options: Options, clock: PhaseClock, agreement: Agreement) -> int:
     """Check a run in this process, then train it under torchrun; return its exit status.
 
     The workers check it again: `prepare_run` says why.
