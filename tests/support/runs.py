@@ -118,7 +118,7 @@ def wait_for(path: Path) -> None:
 
 def wait_until_gone(pids: Iterable[int]) -> None:
     """Wait until processes have ended; what is their parent need not have noticed."""
-    wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids))
+    wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids), seconds=120)
 
 
 def struck_by(marks: Path) -> int:
