@@ -347,7 +347,7 @@ class Trainer:
         )
         found: list[Observer] = [self.diagnostics]
         if launch.reference:  # before the budget: of two reasons to end the first counts
-            found.append(ReferenceCheck(launch))
+            found.append(ReferenceCheck(launch, launch.reference))
         if config.max_hours or config.max_cost_usd:
             found.append(Budget(launch, self.pace))
         if command:  # before the others: at the end they share what is left after a stop signal

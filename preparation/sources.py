@@ -6,6 +6,7 @@ import hashlib
 import io
 import resource
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,7 +145,7 @@ class Chunk:
     left_out: dict[str, str] = field(default_factory=dict)  # files and reasons
 
 
-class Source:
+class Source(ABC):
     """Documents in a fixed order."""
 
     is_text = False  # files of text: --encoding and --document-separator are for them
@@ -154,12 +155,12 @@ class Source:
         self.request = request  # as far as it says which documents these are
         self.left_out = left_out or {}  # files that are not read, and reasons
 
+    @abstractmethod
     def chunks(self, position: Any, cuts: Cuts) -> Iterator[Chunk]:
         """Yield all documents from a position on, None for the first. Raises: UserError.
 
         The same source yields the same pieces, whichever position it begins at.
         """
-        raise NotImplementedError
 
 
 class Texts(Source):

@@ -308,7 +308,7 @@ class ReferenceComparison:
     been above the reference by more than the limit, and empty again after one that is not.
     """
 
-    def __init__(self, curve: ReferenceCurve | None, config: TrainConfig) -> None:
+    def __init__(self, curve: ReferenceCurve, config: TrainConfig) -> None:
         self._curve, limit = curve, config.stop_if_behind
         self.stops = limit is not None
         self._max_std = limit.std if limit else WARNING_STD
@@ -334,13 +334,11 @@ class ReferenceComparison:
         Returns the numbers for its record, and the text for its line; both empty outside the
         reference's tokens.
         """
-        if self._curve is None:
-            return {}, ""
         expected = self._curve.loss_at(kind, tokens)
         if expected is None:
             return {}, ""
         if counts:
-            self._count(self._curve, kind, loss - expected)
+            self._count(kind, loss - expected)
         numbers = {f"{kind}_reference_loss": expected}
         same_loss_tokens = self._curve.tokens_at(kind, loss)
         if same_loss_tokens is not None:
@@ -348,9 +346,9 @@ class ReferenceComparison:
         compared = self._curve.compared(kind, tokens, loss)
         return numbers, f"{compared} against {self._curve.name}"
 
-    def _count(self, curve: ReferenceCurve, kind: Kind, behind: float) -> None:
+    def _count(self, kind: Kind, behind: float) -> None:
         """Count a report that is behind by more than the limit; others end the count."""
-        std = curve.std(kind)
+        std = self._curve.std(kind)
         if self._max_std is not None and std is not None:
             limit = self._max_std * std
             limit_text = f"{self._max_std:g} standard deviations"
@@ -367,6 +365,7 @@ class ReferenceComparison:
         if self._num_behind[kind] >= self._num_reports:
             name = "training" if kind == "train" else kind
             self._failures[kind] = (
-                f"the {name} loss has been above that of {curve.name} by more than {limit_text} for"
-                f" {self._num_behind[kind]} reports in a row, by {behind:.4f} in the last one"
+                f"the {name} loss has been above that of {self._curve.name} by more than"
+                f" {limit_text} for {self._num_behind[kind]} reports in a row, by {behind:.4f} in"
+                " the last one"
             )

@@ -1,7 +1,7 @@
 """Compares a run's losses with its reference, and ends one that is behind (`stop_if_behind`)."""
 
 from reporting.loss_window import REPORT_INTERVAL
-from reporting.reference import Kind, ReferenceComparison
+from reporting.reference import Kind, ReferenceComparison, ReferenceCurve
 from reporting.run_log import Report
 from reporting.summary import BEHIND, StopReason
 from trainer.launch import Launch
@@ -11,8 +11,8 @@ from trainer.observer import Observer
 class ReferenceCheck(Observer):
     """Adds the comparison to each report; warns once each time that the run falls behind."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._comparison = ReferenceComparison(launch.reference, launch.config)
+    def __init__(self, launch: Launch, reference: ReferenceCurve) -> None:
+        self._comparison = ReferenceComparison(reference, launch.config)
         self._has_warned = False
 
     def report(self, report: Report) -> None:
