@@ -38,6 +38,7 @@ from optim import clip_gradients, decay_line, rates_line, set_rates
 from processes.command_line import Options, read_command_line
 from processes.distributed import Process, end_torchrun, process_group, spans_nodes, this_process
 from processes.startup_agreement import AgreedError, Agreement, leave
+from processes.startup_progress import StartupProgress
 from processes.watchdog import Watchdog
 from reporting.clock import CHECKPOINT, COMPILE, TRAINING, VALIDATION, WAITING, PhaseClock
 from reporting.estimate import Pace
@@ -115,17 +116,23 @@ def worker_main(agreement: Agreement, clock: PhaseClock) -> int:
         keep_freed_memory()
     # If training had begun before torchrun restarted the processes, they resume, even with --fresh.
     options = options.after_restart(agreement.step_before_restart())
+    progress = StartupProgress(
+        options.run,
+        lambda: "compiling" if clock.current == COMPILE else f"checking ({agreement.step})",
+        is_active=process.is_main,
+    )
     watchdog = Watchdog(
         process,
         agreement.connect("watchdog"),
         phase=lambda: clock.current,
         seconds=clock.total_seconds,
     )
-    with watchdog.start():  # a node may be lost while another one downloads
+    # A node may be lost while another one downloads.
+    with closing(progress), watchdog.start():
         prepared = prepare_run(options, process, clock, agreement)
         print_if_finished(prepared, process)
         if not prepared.resume.is_finished:
-            train_run(prepared, options, watchdog, clock, agreement)
+            train_run(prepared, options, watchdog, clock, agreement, progress)
     execute_when_done(
         prepared.run,
         options,
@@ -150,6 +157,7 @@ def train_run(
     watchdog: Watchdog,
     clock: PhaseClock,
     agreement: Agreement,
+    progress: StartupProgress,
 ) -> None:
     """Train a run; all of its memory is free afterwards. Every rank."""
     process, data, resume = watchdog.process, prepared.data, prepared.resume
@@ -171,7 +179,9 @@ def train_run(
     if process.is_main:
         begin_launch(run, clock, uses)
     with process_group(process, agreement.connect("group"), run.config) as group:
-        launch = Launch(run, data, resume, prepared.reference, options, watchdog, clock, group)
+        launch = Launch(
+            run, data, resume, prepared.reference, options, watchdog, clock, progress, group
+        )
         trainer = Trainer(launch, state, energy_kwh=prepared.energy_kwh)
         global_step = trainer.train(agreement, opened, prepared.warnings + warnings)
     if process.is_main:
@@ -397,6 +407,7 @@ class Trainer:
         if opened is not None:
             self.identity = opened.identity
             self.log.start(first_step)
+            self.launch.progress.say = self.log.say
             if opened.aside_dir is not None:
                 moved = ""
                 if any((opened.aside_dir / "checkpoints").iterdir()):
@@ -501,6 +512,7 @@ class Trainer:
             )
         lines.append(f"learning rates: {rates_line(run.model, run.config)}")
         lines.append(decay_line(model, run.config))
+        lines.append(f"checkpoints and charts: {run.run_dir}; to watch: lab watch {run.name}")
         for line in lines:
             self.log.say(line)
 
@@ -512,20 +524,21 @@ class Trainer:
         self.launch.clock.enter(TRAINING)
         self.loss_window.restart_timing()
         self.launch.watchdog.start_hang_detection()
+        self.launch.progress.close()
 
     def report(self, global_step: int, learning_rate: float, *, waits: bool) -> None:
         """Record the steps since the last report. A collective: every rank.
 
         With `waits` also those that the device may not have finished yet.
         """
-        tokens_per_step = self.launch.plan.tokens_per_step
+        plan = self.launch.plan
         for window in self.loss_window.close(
             global_step, learning_rate, self.launch.clock, waits=waits
         ):
-            speed = window.steps_per_second and window.steps_per_second * tokens_per_step
+            speed = window.steps_per_second and window.steps_per_second * plan.tokens_per_step
             report = Report(
                 window.global_step,
-                (window.global_step + 1) * tokens_per_step,
+                plan.tokens_of(window.global_step + 1),
                 window.numbers["train_loss"],
                 window.numbers | {"tokens_per_second": speed},
                 window,
@@ -584,7 +597,7 @@ class Trainer:
                 CheckpointMeta(
                     identity=self.identity.name,
                     global_step=global_step,
-                    tokens=(global_step + 1) * launch.plan.tokens_per_step,
+                    tokens=launch.plan.tokens_of(global_step + 1),
                     loss=train_loss if decides_best else None,
                     train_loss=train_loss,
                     seconds=seconds,
@@ -624,7 +637,7 @@ class Trainer:
             results = self.measure_validation_losses(global_step)
         if results is None:
             return
-        tokens = (global_step + 1) * self.launch.plan.tokens_per_step
+        tokens = self.launch.plan.tokens_of(global_step + 1)
         # The first set decides `best`.
         report = Report(global_step, tokens, results[0].loss, {})
         for observer in self.observers:

@@ -63,17 +63,17 @@ def is_decayed(group: Group, config: TrainConfig) -> bool:
 
 
 def decay_line(model: nn.Module, config: TrainConfig) -> str:
-    """Say how many tensors and parameters have weight decay, be it 0, and how many have none."""
-    decayed: list[int] = []
-    others: list[int] = []
-    for name, parameter in model.named_parameters():
-        group = group_of(name, parameter)
-        (decayed if is_decayed(group, config) else others).append(parameter.numel())
-    return (
-        f"weight decay {config.weight_decay:g} on {len(decayed)} tensors"
-        f" ({sum(decayed):,} parameters), none on {len(others)} tensors"
-        f" ({sum(others):,} parameters)"
-    )
+    """Say which groups have weight decay, be it 0, and which have none, with their sizes."""
+    grouped = [(group_of(*found), found[1].numel()) for found in model.named_parameters()]
+
+    def size_of(groups: list[Group]) -> str:
+        sizes = [size for group, size in grouped if group in groups]
+        return f"{len(sizes)} tensors ({', '.join([*groups, f'{sum(sizes):,} parameters'])})"
+
+    present = [group for group in GROUPS if group in dict(grouped)]
+    decayed = [group for group in present if is_decayed(group, config)]
+    others = [group for group in present if group not in decayed]
+    return f"weight decay {config.weight_decay:g} on {size_of(decayed)}, none on {size_of(others)}"
 
 
 def peak_learning_rate(group: Group, config: TrainConfig) -> float:

@@ -49,7 +49,11 @@ def learning_rate_at(config: TrainConfig, global_step: int, *, num_steps: int) -
     floor = peak * fraction
     if schedule == "cosine":
         return floor + (peak - floor) * (1 + math.cos(math.pi * progress)) / 2
-    return floor + (peak - floor) * (1 - (progress if schedule == "linear" else progress**0.5))
+    if schedule == "linear":
+        return floor + (peak - floor) * (1 - progress)
+    if schedule == "wsd":
+        return floor + (peak - floor) * (1 - progress**0.5)
+    raise ValueError(f"no schedule {schedule}")
 
 
 def schedule_warning(

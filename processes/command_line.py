@@ -11,7 +11,7 @@ import click
 
 from basics.checkpoint_files import BEST, CHECKPOINT_NAME, LATEST
 from basics.cli import ABOVE_0, RUNS, USD_PER_HOUR, exit_with, run_command
-from basics.errors import UserError
+from basics.errors import UserError, print_line
 from processes.run_lock import LockedError, lock_run
 from processes.signals import end_with_torchrun
 from run_config import find_run, load_run, make_run_dir
@@ -241,6 +241,8 @@ def check_before_torch() -> None:
                 divided(run, world_size=int(num_processes))  # or an error: nothing is written
             make_run_dir(run)
             lock_run(run.run_dir)
+        if rank is None:
+            print_line(f"{run.name}: loading PyTorch")
     except Exception as error:
         if rank is None or isinstance(error, LockedError):
             exit_with(error)

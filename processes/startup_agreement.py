@@ -37,6 +37,7 @@ class Agreement:
     ) -> None:
         self._rank, self._world_size = rank, world_size
         self._open_root = open_root or open_torchrun_store
+        self.step = ""  # that is being done, for people
         try:
             self._root = self._open_root()
             self._name = _agree_on_name(self._root, rank, world_size)
@@ -63,6 +64,7 @@ class Agreement:
 
         Raises: AgreedError: on every rank, the error of the lowest rank that has one.
         """
+        self.step = step
         result: T | Any = None
         failure = ""  # a status and a reason
         try:

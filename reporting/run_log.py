@@ -241,7 +241,7 @@ class RunLog:
         was_behind = bool(self._unwritten)
         record = {
             "global_step": global_step,
-            "tokens": (global_step + 1) * self.plan.tokens_per_step,
+            "tokens": self.plan.tokens_of(global_step + 1),
             "seconds": round(sum(seconds.values()), 3),
             **values,
         }

@@ -47,7 +47,7 @@ def summarise(
     run: Run, plan: BatchPlan, clock: PhaseClock, end: RunEnd, records: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the contents of `summary.json` at the end of a launch, from all the run's records."""
-    tokens = (end.global_step + 1) * plan.tokens_per_step
+    tokens = plan.tokens_of(end.global_step + 1)
     is_finished = plan.has_no_step_after(end.global_step) and not end.lacks_validation
     reason = None if is_finished else end.stop_reason
     seconds = clock.read()
@@ -234,15 +234,18 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         lines.append(f"energy: {summary['energy_kwh']:,.3f} kWh, of the GPUs of rank 0's machine")
     if summary["skipped_steps"]:
         lines.append(f"steps skipped because of a non-finite gradient: {summary['skipped_steps']}")
-    return [
-        *lines,
+    lines += [
         f"{summary['tokens']:,} tokens: {summary['tokens_per_second']:,.0f} per second while"
         f" training, {summary['tokens_per_second_overall']:,.0f} over all the time",
         f"checkpoints: {saved['saved']} in this launch; they stalled training for"
         f" {saved['stalled_seconds']:.2f} s; the longest write in the background took"
         f" {saved['longest_write_seconds']:.2f} s",
         _best_line(best, run),
+        f"charts: {run.run_dir}/*-chart.png",
     ]
+    if best is not None:
+        lines.append(f"next: lab generate {run.name}, lab evaluate {run.name}")
+    return lines
 
 
 def _best_line(best: dict[str, Any] | None, run: Run) -> str:

@@ -4,6 +4,7 @@ import io
 import math
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -174,8 +175,8 @@ def label_of(key: str) -> str:
 class Terminal:
     """Standard output of a run that trains: a panel below the lines, or in a file lines alone.
 
-    The panel is drawn over the last one, when the run goes on and by no thread. After a stop signal
-    nothing is drawn over: other processes print too.
+    The panel is drawn over the last one, when the run goes on or a line is said, which another
+    thread may do. After a stop signal nothing is drawn over: other processes print too.
     """
 
     def __init__(self, shown: Shown) -> None:
@@ -184,6 +185,7 @@ class Terminal:
         self._height = 0  # lines of the panel that the next one is drawn over
         self._drawn = -math.inf
         self._records: deque[dict[str, Any]] = deque(maxlen=WARNED_RECORDS)
+        self._lock = threading.Lock()
 
     @property
     def has_panel(self) -> bool:
@@ -202,8 +204,10 @@ class Terminal:
 
     def say(self, line: str) -> None:
         """Print a line, above the panel."""
-        panel = self._panel() if self._height else ""
-        self._write(self._erased() + visible(line) + "\n" + panel)
+        with self._lock:
+            erased = self._erased()  # before the panel is drawn, which may have another height
+            panel = self._panel() if self._height else ""
+            self._write(erased + visible(line) + "\n" + panel)
 
     def add(self, record: dict[str, Any]) -> None:
         """Show the numbers of a record of `metrics.jsonl`, and what it warns of."""
@@ -222,7 +226,8 @@ class Terminal:
             return
         self._drawn = now
         self.shown.status = status
-        self._write(self._erased() + self._panel())
+        with self._lock:
+            self._write(self._erased() + self._panel())
 
     def leave(self) -> None:
         """Draw over nothing that is there; the panel is drawn once more, by `close`."""

@@ -91,6 +91,7 @@ def launch_of(run, plan, clock, *, first_step=0, is_main=True, **options):
         options=Options("simulated", **options),
         watchdog=watchdog,
         clock=clock,
+        progress=None,
         group=None,
     )
 

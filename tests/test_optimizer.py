@@ -61,11 +61,15 @@ def test_the_rates_of_all_groups_are_named():
 def test_tensors_with_and_without_decay_are_counted_also_where_it_is_0(weight_decay):
     network = GPTModel(ModelConfig(**TINY_MODEL))
     assert decay_line(network, config(weight_decay=weight_decay)) == (
-        f"weight decay {weight_decay} on 11 tensors (14,624 parameters), none on 16 tensors (352"
+        f"weight decay {weight_decay} on 11 tensors (matrix, embedding, head, 14,624"
+        " parameters), none on 16 tensors (vector, 352"
         " parameters)"
     )
     line = decay_line(network, config(weight_decay=weight_decay, decay_norms_and_biases=True))
-    assert line.endswith("on 27 tensors (14,976 parameters), none on 0 tensors (0 parameters)")
+    assert line.endswith(
+        "on 27 tensors (matrix, embedding, head, vector, 14,976 parameters), none on 0"
+        " tensors (0 parameters)"
+    )
 
 
 def test_each_process_orthogonalises_its_share(monkeypatch):

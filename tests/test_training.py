@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,13 +17,22 @@ import ddp_train
 from basics.errors import UserError
 from basics.machine import code_version
 from gpt import GPTModel
+from processes import startup_progress
 from processes.command_line import Options, command_line, read_command_line
 from processes.distributed import Process
 from processes.startup_agreement import Agreement
+from processes.startup_progress import StartupProgress
 from reporting.clock import PhaseClock
 from reporting.metrics_file import INITIAL_LOSS
 from run_config import TrainConfig, load_run
-from tests.support.runs import files_of, follow_links, summary_of, validations_of, with_deadlines
+from tests.support.runs import (
+    files_of,
+    follow_links,
+    summary_of,
+    validations_of,
+    wait_until,
+    with_deadlines,
+)
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_TRAIN,
@@ -102,9 +112,19 @@ def test_a_finished_run_leaves_its_files(finished):
 def test_a_launch_says_how_many_tensors_and_parameters_decay(finished):
     """Matrices, embeddings and head; norms and biases do not."""
     assert (
-        "\nweight decay 0.1 on 11 tensors (14,624 parameters), none on 16 tensors (352"
+        "\nweight decay 0.1 on 11 tensors (matrix, embedding, head, 14,624"
+        " parameters), none on 16 tensors (vector, 352"
         " parameters)\n"
     ) in finished[1]
+
+
+def test_a_launch_says_what_it_is_doing_until_it_is_closed(monkeypatch, capsys):
+    monkeypatch.setattr(startup_progress, "INTERVAL_SECONDS", 0.01)
+    doing = Mock(return_value="checking (data)")
+    progress = StartupProgress("tiny", doing, is_active=True)
+    wait_until(lambda: doing.call_count > 1)
+    progress.close()
+    assert re.match(r"tiny: checking \(data\), \d+ s\n", capsys.readouterr().out)
 
 
 def test_metrics_have_one_line_per_report_and_one_per_validation(finished):

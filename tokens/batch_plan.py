@@ -33,7 +33,11 @@ class BatchPlan:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_steps * self.tokens_per_step
+        return self.tokens_of(self.num_steps)
+
+    def tokens_of(self, num_steps: int) -> int:
+        """Return the tokens of the first `num_steps` global steps of the run."""
+        return num_steps * self.tokens_per_step
 
     def has_no_step_after(self, global_step: int) -> bool:
         """Return whether no step is left after this one, which was beyond a run made shorter."""

@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from preparation.ensure_dataset import splits_of, verify_digests
 from processes.command_line import Options
 from processes.distributed import Process, num_gpus, spans_nodes, start_torchrun
 from processes.startup_agreement import Agreement
+from processes.startup_progress import StartupProgress
 from reporting.clock import PhaseClock
 from reporting.machine_time import record_search
 from reporting.speed import CARDS_GIB, estimated_startup_seconds, usable_gib
-from reporting.summary import duration, final_status
+from reporting.summary import duration, final_status, read_summary
 from run_config import OLD_NAME, Run, load_run, make_run_dir
 from settings.data import token_file_name
 from tokens.batch_plan import divided
@@ -55,13 +57,19 @@ def launch_run(options: Options, clock: PhaseClock, agreement: Agreement) -> int
     if options.prefetch:
         prefetch_run(options, process)
         return 0
-    prepared = prepare_run(options, process, clock, agreement)
+    progress = StartupProgress(options.run, lambda: f"checking ({agreement.step})", is_active=True)
+    with closing(progress):
+        prepared = prepare_run(options, process, clock, agreement)
     if prepared.resume.is_finished:
         print_if_finished(prepared, process)
         execute_when_done(prepared.run, options, process, was_finished=True, stop_signal=0)
         return 0
+    print_line(f"{options.run}: starting {counted(num_processes, 'process', 'processes')}")
     clock.export_to_children()
+    before = read_summary(prepared.run)
     status = start_torchrun(num_processes)
+    if status - 128 in STOP_SIGNALS and read_summary(prepared.run) == before:
+        print_line(f"{options.run}: stopped before its first step; the same command starts it")
     return final_status(prepared.run, status)
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from processes.command_line import Options
 from processes.distributed import Process
+from processes.startup_progress import StartupProgress
 from processes.watchdog import Watchdog
 from reporting.clock import PhaseClock
 from reporting.reference import ReferenceCurve
@@ -26,6 +27,7 @@ class Launch:
     options: Options
     watchdog: Watchdog
     clock: PhaseClock
+    progress: StartupProgress
     group: dist.ProcessGroup
 
     @property

@@ -191,7 +191,7 @@ def check_resume_point(run: Run, name: str, data: RunData, *, thoroughly: bool) 
     # Positions in the data are counted in global batches: with another size some would be read
     # twice, or skipped.
     plan, num_steps = data.plan, checkpoint.meta.global_step + 1
-    if checkpoint.meta.tokens != num_steps * plan.tokens_per_step:
+    if checkpoint.meta.tokens != plan.tokens_of(num_steps):
         before = checkpoint.meta.tokens // num_steps
         raise UserError(
             f"{checkpoint.path}: was trained with {before} tokens per step, this launch"

@@ -236,7 +236,7 @@ def made_comparable(
             f"{run.train_path}: stop_if_behind has std, but the noise of reference {curve.name} is"
             " not known; set loss instead"
         )
-    tokens = data.plan.num_steps * data.plan.tokens_per_step
+    tokens = data.plan.num_tokens
     first = min(point[0] for point in (*curve.train, *curve.validation))
     if first <= tokens:
         return curve, ""
@@ -281,7 +281,7 @@ def print_if_finished(prepared: PreparedRun, process: Process) -> None:
     copy = f" in {original}, of which this is a copy" if original else ""
     print_line(
         f"{run.name} is complete: {num_steps:,} steps{wanted},"
-        f" {num_steps * plan.tokens_per_step:,} tokens{copy}; --fresh starts it over"
+        f" {plan.tokens_of(num_steps):,} tokens{copy}; --fresh starts it over"
     )
 
 
