@@ -15,12 +15,11 @@ from gpt import GPTModel
 from lab.compare.published import fit_log_quadratic, loss_points, memory_points, read_published
 from lab.compare.rows import compare
 from lab.plan import speed_sources
-from lab.plan.estimate import Machine, default_precision, flops_of, num_checkpoints, verdict
+from lab.plan.estimate import Machine, default_precision, num_checkpoints, verdict
 from lab.plan.estimate import estimate as estimate_from
 from lab.plan.memory import Setting, largest_microbatch, peak_memory
 from lab.plan.speed_sources import expected_speed, read_measured, read_own
 from optim import decay_line
-from processes.command_line import command_line
 from processes.distributed import Process
 from processes.run_lock import release_run
 from reporting.clock import PhaseClock
@@ -41,7 +40,6 @@ from tests.support.torchrun_workers import (
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, TINY_TRAIN, forked
 from tests.support.workplace import succeeded as process_succeeded
 from tokens.batch_plan import BatchPlan, plan_batches
-from trainer.commands import run_to_search
 
 BIG = {
     "vocab_size": 50257,
@@ -67,10 +65,24 @@ def plan(*arguments, runs_dir=NO_RUNS):
     return succeeded(run_lab("plan", *arguments, "--runs-dir", str(runs_dir), COLUMNS="200")).output
 
 
+def planned(*arguments, runs_dir=NO_RUNS):
+    return checked(plan(*arguments, "--json", runs_dir=runs_dir))
+
+
+def by_name(document):
+    return {machine.name: machine for machine in document.machines}
+
+
 def rows_of(output):
     """Return the cells of the table of machines, below its heads."""
     text = output.split("\nmachine ")[1].split("\n\n")[0]
     return [re.split(r"  +", row.strip()) for row in text.splitlines()[2:]]
+
+
+def configs_of(name):
+    """Read the model and the settings of a run of the project."""
+    run_dir = PROJECT_DIR / "runs" / name
+    return (json.loads((run_dir / file).read_text()) for file in ("model.json", "train.json"))
 
 
 def estimated(workplace, machine, **train):
@@ -87,89 +99,72 @@ def estimated(workplace, machine, **train):
 
 
 def test_original_run_has_its_published_figures():
-    output = plan("8xa100m40")
-    assert "GPT-2 small, untied (163M), 163,009,536 parameters; 3,260,190,720 tokens\n" in output
-    assert "\n20.0 tokens per parameter" in output
-    for part in (
-        "854.4 MFLOP per token",
-        "disk: 1.96 GB a checkpoint",
-        "6.52 GB or more for the",
-        "rank 0 pins about 2.00 GiB",
-        "652 MB of gradients a step",
-    ):
-        assert part in output
-    row = next(row for row in rows_of(output) if row[0] == "8x A100-40")
-    assert row[4:7] == ["104", "30,614", "50 (97.8 GB)"]  # global batch, steps, checkpoints
-
-
-def test_a_run_of_the_project_is_planned_without_a_runs_directory(tmp_path):
-    assert plan("demo", runs_dir=tmp_path / "runs").startswith("demo: ")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_card_holds_as_many_sequences_in_both_tables():
-    output = plan("original", "--machine", "one=1xRTX-4090@0.5", "--machine", "two=2xRTX-4090@1")
-    (by_card,) = re.findall(r"^24 GiB +(\d+) +(\d+)$", output, re.MULTILINE)
-    largest = {row[0]: row[3] for row in rows_of(output)}
-    assert by_card == (largest["one"], largest["two"])
+    """The machines are sorted by their expected cost; what was paid is in the estimate's range."""
+    document = planned("8xa100m40", "--machine", "mine=4xH200@9.5")
+    assert (document.parameters, document.tokens) == (163_009_536, 3_260_190_720)
+    assert (document.checkpoint_bytes, document.flops_per_token) == (1_956_114_432, 854_438_400)
+    assert document.pinned_bytes == 2 * 2**30
+    for parts in document.memory_bytes.values():
+        assert sum(parts.values()) == 2 * parts["total"]
+    usd = [found.usd.expected for found in document.machines]
+    assert usd == sorted(usd)
+    assert {found.name: found.usd_per_hour for found in document.machines} == {
+        "8x A100-40": 10.32,
+        "8x A100-80": 14.32,
+        "8x H100": 23.92,
+        "8x B200": 39.92,
+        "2x H100": 6.38,
+        "mine": 9.5,
+    }
+    machine = by_name(document)["8x A100-40"]
+    assert (machine.global_batch_size, machine.steps, machine.checkpoints) == (104, 30_614, 50)
+    assert machine.usd.low < 35.56 < machine.usd.high
 
 
 def test_the_figures_of_the_notes_are_those_of_their_page(workplace):
-    train = json.loads((PROJECT_DIR / "runs/original/train.json").read_text())
-    model = json.loads((PROJECT_DIR / "runs/original/model.json").read_text())
-    plain = {"attention": "math", "compile": False}
-    run_dir = workplace.add_run()
-    (run_dir / "model.json").write_text(json.dumps(model))
-    (run_dir / "train.json").write_text(json.dumps(train | plain))
-    output = plan("tiny", runs_dir=workplace.runs_dir)
-    of_8 = json.loads((PROJECT_DIR / "runs/8xa100m40/train.json").read_text())
-    eight = workplace.add_run("eight")
-    (eight / "model.json").write_text(json.dumps(model))
-    (eight / "train.json").write_text(json.dumps(of_8 | plain))
-    (a100,) = (
-        row for row in rows_of(plan("eight", runs_dir=workplace.runs_dir)) if row[0] == "8x A100-40"
-    )
-    assert a100[-1] == "public"
-    by_card = dict(re.findall(r"^(\d+ GiB) +\d+ +(\d+)$", output, re.MULTILINE))
+    model, _ = configs_of("original")
+    plans = {}
+    for name in ("original", "8xa100m40"):
+        _, train = configs_of(name)
+        train |= {"attention": "math", "compile": False}
+        (workplace.add_run(name, model=model) / "train.json").write_text(json.dumps(train))
+        plans[name] = planned(name, runs_dir=workplace.runs_dir)
+    by_card = {row.card_gib: row.several_gpus for row in plans["original"].largest_microbatch}
     rows = compare(read_published()).rows
     (losses,) = loss_points(rows, "test_loss").values()
     (memory,) = memory_points(rows).values()
     slope, fixed = np.polyfit(*zip(*memory, strict=True), 1)
     _, (batch, _) = fit_log_quadratic(*zip(*losses, strict=True))
-    cost = next(
-        row.values["usd_without_validation"]
-        for row in rows
-        if row.results[0].name == "8x A100 40 GiB"
-    )
+    (paid,) = (row.values for row in rows if row.results[0].name == "8x A100 40 GiB")
     with torch.device("meta"):
-        network = GPTModel(ModelConfig(**model))
         openais = GPTModel(ModelConfig(**model | {"qkv_bias": True, "tie_weights": True}))
-    decayed = TrainConfig(**train | {"decay_norms_and_biases": False})
-    counted, plain = (
-        re.findall(r"on (\d+) tensors", decay_line(each, decayed)) for each in (openais, network)
-    )
+    original = load_run(workplace.runs_dir, "original")
+    decayed = original.config.model_copy(update={"decay_norms_and_biases": False})
+    counted = re.findall(r"on (\d+) tensors", decay_line(openais, decayed))
     text = (PROJECT_DIR / "docs/lab-notes.md").read_text()
-    page = dict(re.findall(r"^\| (.+) \| .+ \| (.+) \|$", text, re.MULTILINE))
-    assert page == {
+    assert dict(re.findall(r"^\| (.+) \| .+ \| (.+) \|$", text, re.MULTILINE)) == {
         "figure": "here",
-        "parameters of the model": f"{network.config.num_parameters:,}",
-        "tokens for 20 a parameter": f"{20 * network.config.num_parameters:,}",
-        **{
-            f"largest microbatch in {card}": by_card[card]
-            for card in ("24 GiB", "40 GiB", "80 GiB", "192 GiB")
-        },
-        "hours of the train on 8x A100 40 GiB, with validation": a100[7],
-        "largest microbatch in 160 GiB (8x B200)": next(
-            row[3] for row in rows_of(output) if row[0] == "8x B200"
+        "parameters of the model": f"{original.model.num_parameters:,}",
+        "tokens for 20 a parameter": f"{20 * original.model.num_parameters:,}",
+        "largest microbatch in 24 GiB": str(by_card[24]),
+        "largest microbatch in 40 GiB": str(by_card[40]),
+        "largest microbatch in 80 GiB": str(by_card[80]),
+        "largest microbatch in 160 GiB (8x B200)": str(
+            by_name(plans["original"])["8x B200"].largest_microbatch
+        ),
+        "largest microbatch in 192 GiB": str(by_card[192]),
+        "hours of the train on 8x A100 40 GiB, with validation": (
+            f"{by_name(plans['8xa100m40'])['8x A100-40'].hours.expected:.2f}"
         ),
         "memory of a microbatch, fixed part (GiB)": f"{fixed:.2f}",
         "memory of a microbatch, per sequence (GiB)": f"{slope:.3f}",
         "global batch at the minimum of the loss": f"{batch:.2f}",
-        "US$ of the train on 8x A100 40 GiB, without validation": f"{cost:.2f}",
+        "US$ of the train on 8x A100 40 GiB, without validation": (
+            f"{paid['usd_without_validation']:.2f}"
+        ),
         "tensors with weight decay, GPT-2 small as OpenAI has it": counted[0],
         "tensors without weight decay, the same model": counted[1],
     }
-    assert f"neither: {' and '.join(plain)}." in text
 
 
 def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace):
@@ -213,29 +208,18 @@ def test_all_gpus_wait_for_a_validation(workplace, where, interval, waiting):
 
 
 def test_the_share_of_validation_is_that_of_the_hours_without_it(workplace):
-    long = {"min_train_tokens": 10**8, "checkpoint_interval": None}
-    train = long | {"validation_interval": 50, "validation_batches": 300}
+    train = {"validation_interval": 50, "validation_batches": 300}
     found = estimated(workplace, "x=8xH100@10", **train)
-    without = estimated(workplace, "x=8xH100@10", **long | WITHOUT_VALIDATION)
-    part = found["validation"]
-    assert (part["number"], part["interval"]) == (-(-found["steps"] // 50), 50)
+    part, number = found["validation"], -(-found["steps"] // 50)
+    assert (part["number"], part["interval"]) == (number, 50)
     hours = found["hours"]["expected"] - found["startup_hours"]
-    # Ten times as long.
-    without_hours = (without["hours"]["expected"] - without["startup_hours"]) / 10
-    assert hours - part["hours"] == pytest.approx(without_hours, rel=1e-3)
     assert part["share"] == pytest.approx(part["hours"] / hours)
     assert part["usd"] == pytest.approx(10 * part["hours"])
-    assert without["validation"]["number"] == without["validation"]["share"] == 0
-    one_more = estimated(workplace, "x=8xH100@10", **train | {"validate_at_start": True})
-    assert one_more["validation"]["number"] == part["number"] + 1
-    assert one_more["validation"]["hours"] == pytest.approx(
-        part["hours"] * (1 + 1 / part["number"])
-    )
-
-
-def test_the_plan_shows_validation():
-    (row,) = (row for row in rows_of(plan("8xa100m40")) if row[0] == "8x A100-40")
-    assert row[13] == "50: 0.10 h, $1.02, 14.0%"
+    one_more = estimated(workplace, "x=8xH100@10", **train, validate_at_start=True)["validation"]
+    assert one_more["number"] == number + 1
+    assert one_more["hours"] == pytest.approx(part["hours"] * (1 + 1 / number))
+    without = estimated(workplace, "x=8xH100@10", **WITHOUT_VALIDATION)["validation"]
+    assert without["number"] == without["share"] == 0
 
 
 @pytest.mark.parametrize(
@@ -248,9 +232,9 @@ def test_a_budget_is_compared_with_high_expected_and_low(budget, judged):
 
 def test_global_batch_is_the_same_on_every_machine(workplace):
     workplace.add_run(model=BIG, train=BY_BATCH | {"global_batch_size": 512, "compile": False})
-    rows = rows_of(plan("tiny", runs_dir=workplace.runs_dir))
-    assert {row[4] for row in rows} == {"512"}
-    assert {row[2] for row in rows if row[0] == "8x A100-40"} == {"32 x 2"}  # not the run's own 2
+    machines = by_name(planned("tiny", runs_dir=workplace.runs_dir))
+    assert {machine.global_batch_size for machine in machines.values()} == {512}
+    assert machines["8x A100-40"].microbatch_size == 32  # not the run's own 2
 
 
 def test_higher_precision_takes_longer(workplace):
@@ -267,27 +251,21 @@ def test_a_gpu_without_bf16_trains_in_fp16(workplace, gpu):
     for train in ({}, {"precision": "bf16"}, {"residual_dtype": "bf16"}, {"precision": "fp16"}):
         found = estimated(workplace, f"x=1x{gpu}@1", **{"precision": None} | train)
         assert found["reason"] == ("this GPU has no bf16" if "bf16" in train.values() else None)
-    run = load_run(workplace.runs_dir, "run-0")
-    assert default_precision(run.config, find_gpu(gpu)) == "fp16"
-    assert default_precision(run.config) == "bf16"
+    config = load_run(workplace.runs_dir, "run-0").config
+    assert default_precision(config, find_gpu(gpu)) == "fp16"
+    assert default_precision(config) == "bf16"
 
 
 @pytest.mark.parametrize(
-    ("train", "reason"),
+    ("train", "machine", "reason"),
     [
-        ({"microbatch_size": 60}, "does not fit in memory"),
-        ({"gradient_accumulation_steps": None, "global_batch_size": 9}, "batch not divisible"),
+        ({"microbatch_size": 60}, "8x A100-40", "does not fit in memory"),
+        (BY_BATCH | {"global_batch_size": 9}, "8x H100", "batch not divisible"),
     ],
 )
-def test_machine_that_cannot_train_the_run_shows_the_reason(workplace, train, reason):
-    workplace.add_run("large", model=BIG, train={"min_train_tokens": 10**9} | train)
-    output = plan("large", runs_dir=workplace.runs_dir)
-    assert rows_of(output)[-1][-1] == reason
-    is_none = reason != "does not fit in memory"
-    assert output.endswith("\nno machine in the table can train this run\n") == is_none
-    assert is_none or ["8x A100-40", "-", reason] in [
-        [row[0], row[7], row[-1]] for row in rows_of(output)
-    ]
+def test_machine_that_cannot_train_the_run_shows_the_reason(workplace, train, machine, reason):
+    workplace.add_run(model=BIG, train=BILLION | train | {"precision": "fp32"})
+    assert by_name(planned("tiny", runs_dir=workplace.runs_dir))[machine].reason == reason
 
 
 def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace):
@@ -300,18 +278,18 @@ def test_tokens_are_required_only_if_min_train_tokens_is_minus_1(workplace):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("nonsense", "wanted \\[name=\\]COUNTxGPU@USD_PER_HOUR"),
-        ("a=0xH100@3", "wanted \\[name=\\]COUNTxGPU@USD_PER_HOUR"),
-        ("a=2xH100@-3", "wanted \\[name=\\]COUNTxGPU@USD_PER_HOUR"),
-        ("2xFoo@3", "--machine '2xFoo@3': .* with a GPU that lab plan --help lists"),
-        ("seventeen letters=2xH100@3", "16 characters at most"),
-        ("a=2xH100@0", "wanted \\[name=\\]COUNTxGPU@USD_PER_HOUR"),
+        "nonsense",
+        "a=0xH100@3",
+        "a=2xH100@-3",
+        "a=2xH100@0",
+        "2xFoo@3",
+        "seventeen letters=2xH100@3",
     ],
 )
-def test_malformed_machine_is_a_user_error(text, message):
-    with pytest.raises(UserError, match=message) as caught:
+def test_malformed_machine_is_a_user_error(text):
+    with pytest.raises(UserError) as caught:
         Machine.parse(text)
     assert repr(text) in str(caught.value)  # as it was typed
     assert len(f"Error: {caught.value}") <= MAX_LINE_LENGTH  # nothing is cut out of it
@@ -333,67 +311,22 @@ def test_num_checkpoints_counts_each_saved_step_once(workplace, train, count):
     assert num_checkpoints(run, plan_batches(run, world_size=2, file_tokens=4000)) == count
 
 
-@pytest.mark.parametrize(
-    ("keep", "most"), [(None, "21 (41.1 GB)"), (3, "5 (9.78 GB)"), (30, "21 (41.1 GB)")]
-)
-def test_checkpoints_on_disk_are_those_that_are_kept(workplace, keep, most):
-    workplace.add_run(
-        model=BIG,
-        train=WITHOUT_VALIDATION
-        | {
-            "min_train_tokens": 21 * 96 * 1024,
-            "global_batch_size": 96,
-            "keep_checkpoints": keep,
-            "gradient_accumulation_steps": None,
-            "checkpoint_interval": 1,
-        },
-    )
-    output = plan("tiny", runs_dir=workplace.runs_dir)
-    assert all(row[5:7] == ["21", most] for row in rows_of(output))
-
-
-def test_the_plan_is_a_json_document_with_the_figures_of_the_tables():
-    """The machines are sorted by their expected cost; what was paid is in the estimate's range."""
-    arguments = ("8xa100m40", "--machine", "mine=4xH200@9.5")
-    document = checked(plan(*arguments, "--json"))
-    costs = rows_of(plan(*arguments))
-    assert [[row[0], row[9]] for row in costs] == [
-        [found.name, f"{found.usd.expected:.2f}"] for found in document.machines
-    ]
-    usd = [found.usd.expected for found in document.machines]
-    assert usd == sorted(usd)
-    assert document.parameters == 163_009_536 and document.checkpoint_bytes == 1_956_114_432
-    for parts in document.memory_bytes.values():
-        assert sum(size for part, size in parts.items() if part != "total") == parts["total"]
-    assert {found.name: found.usd_per_hour for found in document.machines} == {
-        "8x A100-40": 10.32,
-        "8x A100-80": 14.32,
-        "8x H100": 23.92,
-        "8x B200": 39.92,
-        "2x H100": 6.38,
-        "mine": 9.5,
-    }  # the prices of the original's runs
-    machine = next(found for found in document.machines if found.name == "8x A100-40")
-    assert (
-        machine.microbatch_size,
-        machine.global_batch_size,
-        machine.steps,
-        machine.checkpoints,
-    ) == (13, 104, 30_614, 50)
-    assert machine.usd.low < 35.56 < machine.usd.high
+@pytest.mark.parametrize(("keep", "kept"), [(None, 21), (3, 5), (30, 21)])
+def test_checkpoints_on_disk_are_those_that_are_kept(workplace, keep, kept):
+    """Beside those that a limit keeps are the best one and the one that is being written."""
+    train = {"min_train_tokens": 21 * 96 * 1024, "global_batch_size": 96, "checkpoint_interval": 1}
+    keys = WITHOUT_VALIDATION | BY_BATCH | train | {"keep_checkpoints": keep}
+    workplace.add_run(model=BIG, train=keys)
+    for machine in planned("tiny", runs_dir=workplace.runs_dir).machines:
+        assert (machine.checkpoints, machine.checkpoints_kept) == (21, kept)
 
 
 def test_a_budget_considers_each_known_price_also_of_single_cards():
-    arguments = ("gpt2-small-one-dollar", "--machine", "mine=4xH200@9.5", "--budget", "8")
-    document = checked(plan(*arguments, "--json"))
-    rows = price_rows(plan(*arguments))
-    assert len(rows) == len(PRESET_PRICES) + len(OTHER_PRICES) + 1
-    assert [[row[0].removesuffix(" *"), row[6], row[-1]] for row in rows] == [
-        [found.name, f"{found.usd.expected:.2f}", found.budget] for found in document.machines
-    ]
-    assert any(found.num_gpus == 1 and found.budget == "fits" for found in document.machines)
-    narrow = succeeded(run_lab("plan", *arguments, COLUMNS="80")).output.split("\n\n")[0]
-    assert max(map(len, narrow.splitlines())) <= 80
+    machines = planned("gpt2-small-one-dollar", "--machine", "m=4xH200@9.5", "--budget", "8")
+    assert len(machines.machines) == len(PRESET_PRICES) + len(OTHER_PRICES) + 1
+    for found in machines.machines:
+        assert found.budget == verdict(found.usd.model_dump(), 8)
+    assert any(found.num_gpus == 1 and found.budget == "fits" for found in machines.machines)
 
 
 # Prices, and what a US dollar buys
@@ -417,21 +350,13 @@ def price_rows(output):
     return [re.split(r"  +", row) for row in table.splitlines()[3:]]
 
 
-def str_of(price):
-    return json.dumps(price, sort_keys=True)
-
-
-def test_every_shipped_price_has_a_known_gpu_a_month_a_kind_and_a_source():
+def test_every_shipped_price_is_of_a_known_gpu_once_and_plausible():
     prices = [*PRESET_PRICES, *OTHER_PRICES]
-    assert {price.gpu for price in prices} <= {gpu.name for gpu in GPUS}
-    assert len({(each.gpu, each.num_gpus, each.usd_per_hour, each.kind) for each in prices}) == len(
-        prices
-    )
+    offers = {(each.gpu, each.num_gpus, each.usd_per_hour, each.kind) for each in prices}
+    assert len(offers) == len(prices)
     for price in prices:
         assert 0.05 < price.usd_per_hour / price.num_gpus < 20, price
-        assert price.provider and price.source and "://" not in price.source, price
-    for gpu in ("RTX-4090", "A100-40", "A100-80", "H100", "H200", "B200", "L40S", "RTX-3090"):
-        assert {price.kind for price in prices if price.gpu == gpu} == {"on demand", "spot"}
+        assert find_gpu(price.gpu) in GPUS and "://" not in price.source, price
 
 
 @pytest.mark.parametrize(
@@ -455,67 +380,41 @@ def test_a_price_without_its_month_kind_or_source_is_refused(change):
 
 
 def test_a_comparison_shows_each_known_price_and_the_tokens_of_a_dollar():
-    document = checked(plan(*ONE_DOLLAR, "--json"))
+    document = planned(*ONE_DOLLAR)
     shipped = [each.model_dump() for each in (*PRESET_PRICES, *OTHER_PRICES)]
-    shown = [found.price.model_dump() for found in document.machines]
-    assert sorted(shown, key=str_of) == sorted(shipped, key=str_of)
-    for found in document.machines:
+    assert len(document.machines) == len(shipped)
+    assert all(found.price.model_dump() in shipped for found in document.machines)
+    rows = price_rows(plan(*ONE_DOLLAR))
+    for row, found in zip(rows, document.machines, strict=True):
         peak = find_gpu(found.gpu).peak("bf16")
         speed = found.num_gpus * found.mfu * peak / document.flops_per_token
         assert found.tokens_per_second == pytest.approx(speed)
         assert found.tokens_per_usd == pytest.approx(speed * 3600 / found.price.usd_per_hour)
         assert found.source in ("public", "assumed")  # no speed of this trainer is known
-    usd = [found.usd.expected for found in document.machines]
-    assert usd == sorted(usd)
-    rows = price_rows(plan(*ONE_DOLLAR))
-    assert [[row[0].removesuffix(" *"), *row[1:]] for row in rows] == [
-        [
-            found.name,
-            f"{found.usd_per_hour:.2f}",
-            found.price.kind,
-            found.price.month,
-            f"{found.price.source_kind}: {found.price.provider}",
-            f"{found.hours.expected:.2f}",
-            f"{found.usd.expected:.2f}",
-            f"{found.tokens_per_second:,.0f}",
-            f"{found.tokens_per_usd / 1e6:,.0f}",
-            found.source,
-        ]
-        for found in document.machines
-    ]
+        about_price = [f"{found.usd_per_hour:.2f}", found.price.kind, found.price.month]
+        assert [row[0].removesuffix(" *"), *row[1:4]] == [found.name, *about_price]
+        assert row[6] == f"{found.usd.expected:.2f}"
 
 
-def test_a_comparison_marks_other_prices_own_speeds_and_what_does_not_fit(workplace):
-    workplace.add_run(model=BIG, train=BILLION | {"microbatch_size": 60, "precision": "bf16"})
+def test_a_comparison_has_own_speeds_and_what_does_not_fit(workplace):
+    workplace.add_run(model=BIG, train=BILLION | {"microbatch_size": 60})
     add_summary(workplace.runs_dir, "mine")
-    machines = ("--machine", "today=1xH100@2", "--machine", "small=1xRTX-4090@0.4")
-    output = plan("tiny", "--compare", *machines, "--budget", "30", runs_dir=workplace.runs_dir)
-    rows = {row[0]: row for row in price_rows(output)}
-    speed = "375,000"  # of one of eight cards
-    assert rows["today"][1:5] == ["2.00", "-", "-", "--machine"]
-    assert rows["today"][7:] == [speed, "675", "own run", "fits"]
-    assert rows["small"][5:] == ["-", "-", "-", "-", "does not fit in memory"]
-    assert rows["1x H100"][7] == speed and rows["1x A100-80"][9] == "public"
-    assert " (run mine)\n" in output and "public runs on several GPUs, none of this" in output
+    options = ("--compare", "--machine", "today=1xH100@2", "--machine", "small=1xRTX-4090@0.4")
+    machines = by_name(planned("tiny", *options, runs_dir=workplace.runs_dir))
+    for name in ("today", "1x H100"):
+        assert machines[name].source == "own run"
+        assert machines[name].tokens_per_second == pytest.approx(375_000, rel=1e-3)  # of one card
+    assert machines["today"].price is None and machines["1x A100-80"].source == "public"
+    assert machines["small"].reason == "does not fit in memory"
 
 
-def test_each_plan_says_of_when_and_of_which_kind_its_prices_are():
-    output = plan("gpt2-small-one-dollar", "--machine", "mine=1xRTX-4090@0.45")
-    assert (
-        "\nprices: on demand in 2025-12, published by users (the original's runs), or of --machine;"
-        " other prices, on demand and\n    spot: --compare\n"
-    ) in output
-    millions = {row[0]: row[11] for row in rows_of(output)}
-    assert (millions["mine"], millions["8x H100"]) == ("881", "544")
-
-
-def test_the_row_to_take_is_the_cheapest_machine_that_is_not_spot():
-    for machine, marked in (("mine=1xRTX-4090@0.01", "mine *"), ("mine=1xT4@9", "1x RTX-4090 *")):
-        output = plan(*ONE_DOLLAR, "--machine", machine)
-        rows = price_rows(output)
-        (place,) = (place for place, row in enumerate(rows) if row[0].endswith(" *"))
-        assert rows[place][0] == marked and all(row[2] == "spot" for row in rows[:place])
-        assert "\n*: the fewest US$ expected of the machines that are not spot\n" in output
+@pytest.mark.parametrize(
+    ("machine", "marked"), [("mine=1xRTX-4090@0.01", "mine *"), ("mine=1xT4@9", "1x RTX-4090 *")]
+)
+def test_the_row_to_take_is_the_cheapest_machine_that_is_not_spot(machine, marked):
+    rows = price_rows(plan(*ONE_DOLLAR, "--machine", machine))
+    (place,) = (place for place, row in enumerate(rows) if row[0].endswith(" *"))
+    assert rows[place][0] == marked and all(row[2] == "spot" for row in rows[:place])
 
 
 @pytest.mark.parametrize(
@@ -526,33 +425,25 @@ def test_no_speed_is_estimated_for_a_model_that_is_too_small_for_the_formula(
 ):
     """From a tenth of GPT-2 small's FLOPs per token on there is a figure, or with an own run."""
     small = {"emb_dim": width, "n_layers": layers, "n_heads": 4, "vocab_size": 4096}
-    run_dir = workplace.add_run(model=BIG | small, train=BILLION)
-    assert (load_run(workplace.runs_dir, "tiny").model.flops_per_token > 85.4e6) == is_known
-    output = plan("tiny", runs_dir=workplace.runs_dir)
-    assert ("too small for the formula: it knows models" in output) != is_known
-    assert all((row[-1] == "too small for the formula") != is_known for row in rows_of(output))
-    model = json.loads((run_dir / "model.json").read_text())
-    flops = load_run(workplace.runs_dir, "tiny").model.flops_per_token
-    of_half_the_peak = LAUNCH | {"seconds": LAUNCH["tokens"] * flops / 8 / 989e12 / 0.5}
-    add_summary(workplace.runs_dir, "mine", model=model, this_launch=of_half_the_peak)
-    found = checked(plan("tiny", "--json", runs_dir=workplace.runs_dir)).machines
-    (of_own,) = (one for one in found if one.name == "8x H100")
+    workplace.add_run(model=BIG | small, train=BILLION)
+    model = load_run(workplace.runs_dir, "tiny").model
+    for found in planned("tiny", runs_dir=workplace.runs_dir).machines:
+        assert found.reason == (None if is_known else "too small for the formula")
+    of_half_the_peak = LAUNCH["tokens"] * model.flops_per_token / 8 / 989e12 / 0.5
+    launch = LAUNCH | {"seconds": of_half_the_peak}
+    add_summary(workplace.runs_dir, "mine", model=model.model_dump(), this_launch=launch)
+    of_own = by_name(planned("tiny", runs_dir=workplace.runs_dir))["8x H100"]
     assert of_own.source == "own run" and of_own.hours.expected > 0
 
 
 @pytest.mark.parametrize("options", [(), ("--compare",)])
 def test_the_plan_of_a_run_that_has_trained_here_says_first_how_long_it_takes(workplace, options):
-    run_dir = add_measured(
-        workplace, file="summary.json", train=WITHOUT_VALIDATION | {"min_train_tokens": 7200 * STEP}
-    )
-    begin = "here about 0:12:00, without start-up and checkpoints: 7,200 steps at 1,280 tokens/s on"
-    path = run_dir / "summary.json"
+    train = WITHOUT_VALIDATION | {"min_train_tokens": 7200 * STEP}
     launch = {"steps": 50, "tokens": 50 * STEP, "seconds": 5.0}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"this_launch": launch}))
-    output = plan("tiny", *options, runs_dir=workplace.runs_dir)
-    assert " ".join(output.split()).startswith(f"{begin} 2x A100 (summary.json)")
-    path.unlink()
-    assert "here about" not in plan("tiny", *options, runs_dir=workplace.runs_dir)
+    run_dir = add_measured(workplace, file="summary.json", train=train, this_launch=launch)
+    assert plan("tiny", *options, runs_dir=run_dir.parent).startswith("here about 0:12:00, ")
+    (run_dir / "summary.json").unlink()
+    assert "here about" not in plan("tiny", *options, runs_dir=run_dir.parent)
 
 
 def test_the_comparison_of_the_page_is_that_of_the_command():
@@ -584,6 +475,8 @@ CASES = [
     for i, change in enumerate(CHANGES)
     for j, precision in enumerate(("fp32", "bf16"))
 ]
+CHANGES["residual stream in bf16"] = ONE_STEP | {"residual_dtype": "bf16"}
+CASES.append(("many tokens", "bf16", "residual stream in bf16"))
 CPU = Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
@@ -599,15 +492,19 @@ def configs(shape, **changes):
 @pytest.mark.parametrize("has", [False, True])
 def test_num_parameters_equals_that_of_the_built_model(has):
     model = ModelConfig(**TINY_MODEL | {"tie_weights": has, "qkv_bias": has})
-    counted = sum(parameter.numel() for parameter in GPTModel(model).parameters())
-    assert model.num_parameters == counted
+    assert model.num_parameters == sum(each.numel() for each in GPTModel(model).parameters())
 
 
 @pytest.mark.parametrize(
     ("shape", "precision", "change"),
     # Training in bf16 is slow on CPUs without instructions for it.
     thorough_but(
-        [case for case in CASES if case[1] == "fp32" or case[2] in ("microbatch 1", "muon")], CASES
+        [
+            case
+            for case in CASES
+            if case[1] == "fp32" or case[2] in ("microbatch 1", "muon", "residual stream in bf16")
+        ],
+        CASES,
     ),
 )
 def test_prediction_is_within_10_percent_of_the_measured_peak(shape, precision, change):
@@ -617,54 +514,32 @@ def test_prediction_is_within_10_percent_of_the_measured_peak(shape, precision, 
     assert peak_memory(setting, train.microbatch_size).total == pytest.approx(measured, rel=0.1)
 
 
-def test_a_residual_stream_in_bf16_needs_less():
-    model, train = configs(MANY_TOKENS, precision="bf16", residual_dtype="bf16", **ONE_STEP)
-    measured = peak_of_training(model, train, CPU)
-    found = peak_memory(Setting(model, train, "bf16", num_processes=1, on_gpu=False), 6)
-    assert found.total == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("shape", "optimizer", "tolerance"),
-    [
-        (MANY_WORDS, {}, 0.04),  # buckets are 5%
-        pytest.param(WIDE, {"optimizer": "muon"}, 0.1, marks=pytest.mark.thorough),
-    ],
-)
-def test_ddp_buckets_replace_gradients_with_several_processes(
-    shape, optimizer, tolerance, workplace
-):
-    model, train = configs(
-        shape, precision="bf16", microbatch_size=6, gradient_accumulation_steps=2, **optimizer
-    )
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.thorough)])
+def test_ddp_buckets_replace_gradients_with_several_processes(optimizer, workplace):
+    model, train = configs(WIDE, **ONE_STEP, precision="fp32", optimizer=optimizer)
     workplace.add_run(model=model.model_dump(), train=train.model_dump(exclude_none=True))
-    result = process_succeeded(
-        forked(
-            "tests/support/torchrun_workers.py",
-            ["peak-memory", str(workplace.root)],
-            num_processes=2,
-        )
-    )
-    measured = int(result.stdout.split()[-1])
-    setting = Setting(model, train, "bf16", num_processes=2, on_gpu=False)
+    worker = ["peak-memory", str(workplace.root)]
+    result = forked("tests/support/torchrun_workers.py", worker, num_processes=2)
+    measured = int(process_succeeded(result).stdout.split()[-1])
+    setting = Setting(model, train, "fp32", num_processes=2, on_gpu=False)
     predicted = peak_memory(setting, 6)
     assert (predicted.buckets, predicted.gradients) == (4 * model.num_parameters, 0)
-    assert predicted.total == pytest.approx(measured, rel=tolerance)
+    assert predicted.buckets > 0.1 * measured
+    assert predicted.total == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("num_processes", [1, 8])
 @pytest.mark.parametrize("global_batch_size", [None, 12, 40])
 def test_largest_microbatch_fits_and_the_next_one_does_not(global_batch_size, num_processes):
-    model, train = configs(GPT2_SMALL, gradient_accumulation_steps=1)
+    model, train = configs(GPT2_SMALL, **ONE_STEP)
     train = train.model_copy(update={"global_batch_size": global_batch_size})
     setting = Setting(model, train, "bf16", num_processes)
-    for memory_gib in (2, 11.6, 39, 180):
-        largest = largest_microbatch(setting, memory_gib)
-        assert all(
-            peak_memory(setting, size).total <= memory_gib * 2**30 for size in range(1, largest + 1)
-        )
+    for gib in (2, 11.6, 39, 180):
+        largest = largest_microbatch(setting, gib)
+        sizes = range(1, largest + 1)
+        assert all(peak_memory(setting, size).total <= gib * 2**30 for size in sizes)
         if global_batch_size is None:
-            assert peak_memory(setting, largest + 1).total > memory_gib * 2**30
+            assert peak_memory(setting, largest + 1).total > gib * 2**30
 
 
 # Expected speeds: own runs, shipped measurements, estimates
@@ -685,8 +560,7 @@ TRAIN = load_run(PROJECT_DIR / "runs", "gpt2-small-1gpu").config
 WANTED = Setting(MODEL, TRAIN, "bf16", num_processes=1)
 
 
-def changed(model, train, precision="bf16"):
-    return Setting(MODEL.model_copy(update=model), TRAIN.model_copy(update=train), precision, 1)
+CHECKPOINTED = {"attention": "math", "activation_checkpointing": True}
 
 
 def add_summary(runs_dir, name, *, age=0, **changes):
@@ -767,53 +641,33 @@ def test_the_nearest_in_size_and_then_the_newest_run_is_used(tmp_path):
     assert expected(tmp_path).detail.endswith("(run new)")
 
 
-def test_an_estimate_without_a_public_figure_is_assumed(tmp_path):
-    speed = expected(tmp_path)
-    assert (speed.mfu, speed.source) == (0.39, "public") and "none of this" in speed.detail
-    speed = expected(tmp_path, "AMD Instinct MI300X")
-    assert speed.mfu == pytest.approx(0.32) and speed.source == "assumed"
-    assert "no public figure for several MI300X; assumed 32%" in speed.detail
-
-
 @pytest.mark.parametrize(
-    ("model", "train", "precision"),
+    ("device", "model", "train", "precision", "mfu", "source"),
     [
-        ({}, {}, "fp32"),
-        ({}, {}, "tf32"),
-        ({"drop_rate": 0.1}, {}, "bf16"),
-        ({"n_layers": 36}, {}, "bf16"),
-        ({"vocab_size": 99, "n_layers": 1, "emb_dim": 96}, {}, "bf16"),
-        ({}, {"compile": False}, "fp32"),
-        ({}, {"activation_checkpointing": True}, "bf16"),
+        (H100, {}, {}, "bf16", 0.39, "public"),
+        ("AMD Instinct MI300X", {}, {}, "bf16", 0.32, "assumed"),
+        # A public figure counts only for a run like GPT-2 small, compiled, in 16 bits.
+        (H100, {}, {}, "fp32", 0.39, "assumed"),
+        (H100, {}, {}, "tf32", 0.39, "assumed"),
+        (H100, {"drop_rate": 0.1}, {}, "bf16", 0.39, "assumed"),
+        (H100, {"n_layers": 36}, {}, "bf16", 0.39, "assumed"),
+        (H100, {"vocab_size": 99, "n_layers": 1, "emb_dim": 96}, {}, "bf16", 0.39, "assumed"),
+        (H100, {}, {"compile": False}, "fp32", 0.39, "assumed"),
+        (H100, {}, {"activation_checkpointing": True}, "bf16", 0.75 * 0.39, "assumed"),
+        # The speed of the original system is that of a run in its form.
+        (H100, {}, {"compile": False}, "bf16", 0.053, "public"),
+        (H100, {"drop_rate": 0.1}, {"attention": "math"}, "bf16", 0.053, "public"),
+        (H100, {}, CHECKPOINTED, "bf16", 0.75 * 0.053, "assumed"),
+        (H100, {"n_layers": 36}, {"compile": False}, "bf16", 0.053, "assumed"),
+        ("NVIDIA L4", {}, {"compile": False}, "bf16", 0.05, "assumed"),
     ],
 )
-def test_a_public_figure_counts_only_for_such_a_run(tmp_path, model, train, precision):
-    found = expected(tmp_path, wanted=changed(model, train, precision))
-    assert found.source == "assumed" and "a guess, as public runs are of GPT-2 sm" in found.detail
-    assert found.mfu == 0.39 * (0.75 if "activation_checkpointing" in train else 1)
-
-
-@pytest.mark.parametrize(
-    ("device", "model", "train", "mfu", "source"),
-    [
-        (H100, {}, {"compile": False}, 0.053, "public"),
-        (H100, {"drop_rate": 0.1}, {"attention": "math"}, 0.053, "public"),
-        (
-            H100,
-            {},
-            {"attention": "math", "activation_checkpointing": True},
-            0.75 * 0.053,
-            "assumed",
-        ),
-        (H100, {"n_layers": 36}, {"compile": False}, 0.053, "assumed"),
-        ("NVIDIA L4", {}, {"compile": False}, 0.05, "assumed"),
-    ],
-)
-def test_the_speed_of_the_original_is_that_of_its_form(tmp_path, device, model, train, mfu, source):
-    found = expected(tmp_path, device, changed(model, train))
+def test_a_speed_without_an_own_run_is_public_for_such_a_run_else_assumed(
+    tmp_path, device, model, train, precision, mfu, source
+):
+    model, train = MODEL.model_copy(update=model), TRAIN.model_copy(update=train)
+    found = expected(tmp_path, device, Setting(model, train, precision, 1))
     assert (found.mfu, found.source) == (pytest.approx(mfu), source)
-    assert ("the original system reached" in found.detail) == (device == H100)
-    assert ("5.0% (assumed), for a run with GPT-2 small" in found.detail) == (device != H100)
 
 
 @pytest.mark.parametrize(("seconds", "is_slow"), [(750.0, False), (15_000.0, True)])
@@ -821,14 +675,8 @@ def test_the_plan_of_a_run_uses_an_own_run_and_says_which(workplace, seconds, is
     """One that is faster or slower than all public figures is the lowest or highest estimate."""
     workplace.add_run(model=MODEL.model_dump(), train=WITHOUT_VALIDATION)
     add_summary(workplace.runs_dir, "mine", this_launch=LAUNCH | {"seconds": seconds})
-    arguments = ("plan", "tiny", "--runs-dir", str(workplace.runs_dir))
-    assert "(run mine)\n" in succeeded(run_lab(*arguments)).output
-    found = next(
-        found
-        for found in checked(run_lab(*arguments, "--json").stdout).machines
-        if found.name == "8x H100"
-    )
-    assert found.source == "own run"
+    found = by_name(planned("tiny", runs_dir=workplace.runs_dir))["8x H100"]
+    assert found.source == "own run" and "(run mine)" in found.detail
     # Of the last launch alone, after its first step.
     assert found.mfu == pytest.approx(3e9 / seconds * 854.44e6 / 8 / 989e12, rel=1e-4)
     hours, training = found.hours, 10**9 / (3e9 / seconds) / 3600
@@ -845,24 +693,19 @@ def test_the_summary_of_a_resumed_run_tells_the_speed_of_its_last_launch(workpla
     pace.begin(run.stages(2000, first_step=900))
     clock._spent |= {"training": 8.0, "waiting": 2.0}
 
-    def summary():
-        end = RunEnd(
-            global_step=999,
-            stop_reason=None,
-            lacks_validation=False,
-            this_launch=pace.this_launch(999),
-            facts={"machine": MACHINE},
-        )
+    def speed():
+        launch, facts = pace.this_launch(999), {"machine": MACHINE}
+        end = RunEnd(999, None, lacks_validation=False, this_launch=launch, facts=facts)
         run.summary_path.write_text(json.dumps(summarise(run, plan, clock, end, [])))
-        return read_own(run.run_dir)
+        own = read_own(run.run_dir)
+        return own.tokens_per_second, own.model
 
-    assert summary().tokens_per_second == pytest.approx(99 * 65536 / 10)
+    assert speed() == (pytest.approx(99 * 65536 / 10), MODEL)
     # The model has grown 50 steps ago, or it has one layer yet.
-    for num_layers in (MODEL.n_layers, 1):
-        pace.begin([Stage(MODEL.with_layers(num_layers), range(949, 2000))])
+    for model in (MODEL, MODEL.with_layers(1)):
+        pace.begin([Stage(model, range(949, 2000))])
         clock._spent["training"] += 20.0
-        assert summary().tokens_per_second == pytest.approx(50 * 65536 / 20)
-        assert summary().model == MODEL.with_layers(num_layers)
+        assert speed() == (pytest.approx(50 * 65536 / 20), model)
 
 
 # The length that a budget buys, at a measured speed
@@ -897,94 +740,60 @@ def save(workplace, *arguments):
 
 
 @pytest.mark.parametrize(
-    "speed", [{}, {"file": "summary.json", "tokens_per_second": 1.0, "this_launch": SHORT}]
+    ("speed", "growth_at"),
+    [
+        ({}, 0),
+        ({"file": "summary.json", "tokens_per_second": 1.0, "this_launch": SHORT}, 0),
+        ({"train": {"grow": {"at": 0.5}}}, 0.5),
+    ],
 )
-def test_the_length_is_what_the_budget_buys_at_the_measured_speed(workplace, speed):
-    """Each 5 steps a validation of 6 sequences takes a third of the work of 6 on one process."""
+def test_the_length_is_what_the_budget_buys_at_the_measured_speed(workplace, speed, growth_at):
+    """It was measured with all layers; before a growth a step and a validation cost less."""
     run_dir = add_measured(workplace, **speed)
     result = succeeded(save(workplace, "--budget", "10", "--usd-per-hour", "3600"))  # 10 seconds
     tokens = json.loads((run_dir / "train.json").read_text())["min_train_tokens"]
     steps, rest = divmod(tokens, STEP)
     assert rest == 0
     model = load_run(workplace.runs_dir, "tiny").model
-    work = 10 * STEP / 2 * model.flops_per_token  # FLOPs of a process in a second
+    small, whole = (model.with_layers(n).flops_per_token for n in (1, 2))
 
     def seconds(steps):
-        return steps / 10 + -(-steps // 5) * 6 * 16 * model.flops_per_token / 3 / work
-
-    assert seconds(steps) <= 10 < seconds(steps + 1)
-    file = speed.get("file", "microbatch-search.json")
-    assert result.output == (
-        f"saved in {run_dir / 'train.json'}: min_train_tokens {tokens} ({steps} steps)\n"
-        f"<0.01 hours, US${seconds(steps):.2f} at 3600 an hour: training and validation, without"
-        f" start-up and checkpoints\nmeasured: 1,280 tokens/s on 2x A100 ({file})\n"
-    )
-
-
-def test_the_length_of_a_run_that_grows_is_bought_at_the_price_of_both_parts(workplace):
-    add_measured(workplace, train={"grow": {"at": 0.5}})
-    path = workplace.runs_dir / "tiny/train.json"
-    succeeded(save(workplace, "--budget", "10", "--usd-per-hour", "3600"))  # 10 seconds
-    steps = json.loads(path.read_text())["min_train_tokens"] // STEP
-    run = load_run(workplace.runs_dir, "tiny")
-    small, whole = (run.model.with_layers(n).flops_per_token for n in (1, 2))
-    work = 10 * STEP * whole  # measured with all layers, FLOPs a second
-
-    def seconds(steps):
-        growth = round(0.5 * steps)
+        growth = round(growth_at * steps)
         flops = STEP * (growth * small + (steps - growth) * whole)
-        due = [step for step in range(1, steps + 1) if step % 5 == 0 or step == steps]
-        # On one of two processes, while the other one waits.
-        return (flops + sum(2 * 96 / 3 * (small if s <= growth else whole) for s in due)) / work
+        for step in range(1, steps + 1):
+            if step % 5 == 0 or step == steps:
+                # A validation of 6 sequences on one of two processes, while the other one waits.
+                flops += 2 * 6 * 16 / 3 * (small if step <= growth else whole)
+        return flops / (10 * STEP * whole)
 
     assert seconds(steps) <= 10 < seconds(steps + 1)
+    saved = f"{run_dir / 'train.json'}: min_train_tokens {tokens} ({steps} steps)\n"
+    assert saved in result.output and f"US${seconds(steps):.2f} at 3600" in result.output
 
 
-def test_a_plan_has_hours_dollars_and_memory_of_both_parts_of_a_growth(workplace):
+def test_a_plan_has_hours_and_dollars_of_both_parts_of_a_growth(workplace):
     whole = estimated(workplace, "box=8xH100@20")
     grown = estimated(workplace, "box=8xH100@20", grow={"from_layers": 1, "at": 0.5})
     # Matrices of 12 L C^2, the head, and attention, without validation: MFLOP per token.
     small, large = 6 * (12 * 768**2 + 50257 * 768) + 12 * 1024 * 768, 854.438400e6
     share = (small + large) / 2 / large
-    assert large == pytest.approx(load_run(workplace.runs_dir, "run-0").model.flops_per_token)
-    training, shortened = (
-        {
-            key: found[key]["expected"] - found["startup_hours"] * price
-            for key, price in (("hours", 1), ("usd", 20))
-        }
-        for found in (whole, grown)
-    )
-    assert shortened["hours"] == pytest.approx(share * training["hours"], rel=1e-3)
-    more = grown["startup_hours"] - whole["startup_hours"]  # it compiles once more
-    assert more == pytest.approx(60 / 3600, rel=1e-3)
-    assert grown["tokens_per_second"] == pytest.approx(whole["tokens_per_second"] / share, rel=1e-3)
     first, second = grown["parts"]
     assert (first["n_layers"], second["n_layers"]) == (1, 12)
     assert first["steps"] + second["steps"] == grown["steps"]
-    for key in ("hours", "usd"):
-        assert first[key] + second[key] == pytest.approx(shortened[key])
+    for key, price in (("hours", 1), ("usd", 20)):
+        (training, shortened) = (
+            found[key]["expected"] - found["startup_hours"] * price for found in (whole, grown)
+        )
+        assert shortened == pytest.approx(share * training, rel=1e-3)
+        assert first[key] + second[key] == pytest.approx(shortened)
         assert first[key] / second[key] == pytest.approx(small / large, rel=1e-3)
+    more = grown["startup_hours"] - whole["startup_hours"]  # it compiles once more
+    assert more == pytest.approx(60 / 3600, rel=1e-3)
+    assert grown["tokens_per_second"] == pytest.approx(whole["tokens_per_second"] / share, rel=1e-3)
     assert second["tokens_per_second"] == pytest.approx(whole["tokens_per_second"])
-    assert [part["steps"] for part in whole["parts"]] == [whole["steps"]]
-    output = plan("run-1", runs_dir=workplace.runs_dir)
-    assert "\ngrows: 1 layer for 50% of the steps (283.5 MFLOP per token, " in output
-    words = " ".join(output.split())
-    assert "then 12 (854.4 MFLOP per token, memory: below)" in words
-    assert f"{(small + large) / 2e6:,.1f} MFLOP per token, forward and backward" in output
-    both = r"\n +8x H100: 1 layer [\d.]+ h, \$[\d.]+, [\d,]+ tokens/s, then 12 layers [\d.]+ h"
-    assert re.search(both, output)
-    document = checked(plan("run-1", "--json", runs_dir=workplace.runs_dir))
+    assert "\ngrows: 1 layer for 50% of the steps" in plan("run-1", runs_dir=workplace.runs_dir)
+    document = planned("run-1", runs_dir=workplace.runs_dir)
     assert document.flops_per_token == pytest.approx((small + large) / 2)
-
-
-def test_validations_before_a_growth_cost_less(workplace):
-    train = {"validation_interval": 1000, "validation_sequences": 3200, "grow": {"at": 0.5}}
-    run_dir = workplace.add_run(model=BIG, train=BILLION | train | {"validation_batches": None})
-    run, batches = load_run(workplace.runs_dir, run_dir.name), BatchPlan(8, 1, 8, 1024, 4000)
-    small, whole = (run.model.with_layers(n).flops_per_token for n in (1, 12))
-    training = batches.num_tokens / 8 * (small + whole) / 2
-    validations = 2 * 3200 * 1024 / 3 * (small + whole)  # two of four
-    assert flops_of(run, batches) == pytest.approx(training + validations)
 
 
 def test_all_other_text_of_the_file_stays(workplace):
@@ -1016,7 +825,6 @@ NOT_MEASURED = (
     "changes",
     [
         {"file": "elsewhere.json"},
-        {"train": None},
         {"model": {}},
         {"machine": "A100"},
         {"tokens_per_second": None},
@@ -1025,25 +833,18 @@ NOT_MEASURED = (
         {"machine": {"processes": 2}},
         {"file": "summary.json", "this_launch": SHORT | {"steps": 48}},
         {"file": "summary.json", "this_launch": SHORT | {"seconds": 0}},
-        *(
-            {"train": TINY_TRAIN | change}
-            for change in (
-                {"microbatch_size": 4},
-                {"optimizer": "muon"},
-                {"compile": True},
-                {"precision": None},
-            )
-        ),
+        {"train": None},
+        {"train": TINY_TRAIN | {"microbatch_size": 4}},
+        {"train": TINY_TRAIN | {"optimizer": "muon"}},
+        {"train": TINY_TRAIN | {"compile": True}},
     ],
     ids=str,
 )
 def test_without_a_speed_of_such_a_run_nothing_is_written(workplace, changes):
-    recorded = changes.pop("train", TINY_TRAIN)
-    run_dir = add_measured(workplace, **changes)
+    of_file = {"file": changes.pop("file")} if "file" in changes else {}
+    run_dir = add_measured(workplace, **of_file)
     for path in run_dir.glob("*[hy].json"):
-        values = json.loads(path.read_text())
-        trained = recorded and values["train"] | recorded
-        path.write_text(json.dumps(values | {"train": trained}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     before = workplace.files()
     assert NOT_MEASURED in error_line(save(workplace, "--budget", "10", "--usd-per-hour", "3600"))
     assert workplace.files() == before
@@ -1098,16 +899,3 @@ def test_what_cannot_be_saved_is_one_line(workplace, arguments, message):
     before = workplace.files()
     assert message in error_line(save(workplace, *arguments))
     assert workplace.files() == before
-
-
-def test_the_advice_to_measure_the_speed_can_be_typed_without_a_gpu(workplace):
-    """--find-max-microbatch alone would be refused there."""
-    workplace.add_run(train={"usd_per_hour": 1.0})
-    advice = error_line(
-        run_lab("plan", "tiny", "--runs-dir", str(workplace.runs_dir), "--save", "--budget", "1")
-    )
-    command = re.search(r"run ddp_train\.py (.*), without a GPU with (--\S+) ", advice)
-    words = [*command[1].split(), command[2], "1", "--runs-dir", str(workplace.runs_dir)]
-    options = command_line.main(words, standalone_mode=False)
-    options.check()
-    assert options.save and run_to_search(options, 1).name == "tiny"
