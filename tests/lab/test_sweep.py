@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,11 @@ from tests.support.workplace import PROJECT_DIR, draw_bare, read_lines, start_fo
 
 STUB = Path(stub_trainer.__file__)
 SETTINGS = {"min_train_tokens": 1000, "gradient_accumulation_steps": None, "learning_rate": 0.02}
+
+
+def changing(*changes):
+    """Return the options of these changes."""
+    return [part for change in changes for part in ("--change", change)]
 
 
 class Sweeps:
@@ -82,41 +88,27 @@ def sweeps(workplace, monkeypatch):
 
 def test_each_variant_is_trained_with_each_seed_and_compared(sweeps, capfd):
     """With --json, standard output has the document and nothing else."""
-    result = succeeded(
-        sweeps.run(
-            "--change",
-            "drop_rate=0,learning_rate=0.01",
-            "--change",
-            "drop_rate=0.5",
-            "--seeds",
-            "2",
-            "--json",
-        )
-    )
+    changes = changing("drop_rate=0,learning_rate=0.01", "drop_rate=0.5")
+    result = succeeded(sweeps.run(*changes, "--seeds", "2", "--json"))
     assert not capfd.readouterr().out and "[1/6] baseline, seed 42" in result.stderr
     assert sweeps.launches() == [
         f"{name}-seed-{seed}"
         for seed in (42, 43)
         for name in ("baseline", "drop_rate-0_learning_rate-0.01", "drop_rate-0.5")
     ]
-    cells = sweeps.table()
-    seeds, loss, difference, interval, verdict, tokens, seconds, usd = cells[
-        "drop_rate=0,learning_rate=0.01"
-    ]
-    assert (seeds, verdict, seconds, usd) == ("2/2", "better", "100", "-")
-    low, high = map(float, interval.split(" to "))
-    assert float(loss) == pytest.approx(float(cells["baseline"][1]) + float(difference), abs=2e-4)
-    assert low < float(difference) < high < 0 and int(tokens) < 1000
-    assert cells["drop_rate=0.5"][4:6] == ["worse", "not reached"]
-    assert cells["baseline"][2:6] == ["-", "-", "-", "1.00k"]
-    assert not list(sweeps.tiny.glob("*.png"))
     document = checked(result.stdout)
     baseline, changed, worse = document.variants
     assert (baseline.difference, worse.against_noise) == (None, "worse")
     assert worse.changes == {"drop_rate": 0.5} and len(worse.runs) == 2
-    assert changed.difference == pytest.approx(float(difference), abs=1e-4)
-    assert changed.interval == pytest.approx([low, high], abs=1e-4)
-    assert document.stop_reason is None
+    assert changed.difference == pytest.approx(changed.loss - baseline.loss)
+    low, high = changed.interval
+    assert low < changed.difference < high < 0
+    seeds, loss, *_, verdict, tokens, seconds, usd = sweeps.table()[
+        "drop_rate=0,learning_rate=0.01"
+    ]
+    assert (seeds, verdict, seconds, usd) == ("2/2", "better", "100", "-")
+    assert float(loss) == pytest.approx(changed.loss, abs=1e-4) and int(tokens) < 1000
+    assert sweeps.table()["drop_rate=0.5"][4:6] == ["worse", "not reached"]
 
 
 def test_intervals_and_verdicts_take_the_noise_of_the_variants_own_seeds():
@@ -216,36 +208,19 @@ def test_runs_may_start_from_the_best_weights_of_a_run(sweeps):
     best = sweeps.workplace.runs_dir / "tiny/checkpoints/best"
     best.mkdir(parents=True)
     sweeps.workplace.add_run("tuned", train=SETTINGS | {"init_from": "tiny"})
-    command = [
-        "sweep",
-        "tuned",
-        *sweeps.command("--change", "drop_rate=0", "--change", "init_from=tiny")[2:],
-    ]
+    arguments = sweeps.command(*changing("drop_rate=0", "init_from=tiny"))[2:]
     for _ in range(2):  # the second time the files that are there fit
-        assert "init_from=tiny: is the baseline" in succeeded(run_lab(*command)).stdout
+        result = succeeded(run_lab("sweep", "tuned", *arguments))
+        assert "init_from=tiny: is the baseline" in result.stdout
     for run in ("baseline-seed-42", "drop_rate-0-seed-42"):
         train = json.loads((sweeps.dir / "tuned" / run / "train.json").read_text())
         assert train["init_from"] == str(best)
 
 
-def test_a_sweep_whose_runs_had_the_prompts_of_their_base_goes_on(sweeps):
-    succeeded(sweeps.run("--change", "drop_rate=0"))
-    path = sweeps.tiny / "drop_rate-0-seed-42/train.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sample_prompts": ["a"]}))
-    trained = sweeps.launches()
-    succeeded(sweeps.run("--change", "drop_rate=0"))
-    assert sweeps.launches() == trained  # none again, and no word of an edited file
-
-
 def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps):
-    succeeded(
-        sweeps.run(
-            "--change",
-            'sample_prompts=["a,b","c"],init=torch,clipping_max_norm=null',
-            "--change",
-            "precision=null,global_batch_size=4,validate_on=all",
-        )
-    )
+    first = 'sample_prompts=["a,b","c"],init=torch,clipping_max_norm=null'
+    second = "precision=null,global_batch_size=4,validate_on=all"
+    succeeded(sweeps.run(*changing(first, second)))
     _, first, second = sweeps.launches()
     train = sweeps.train_json(first)
     assert train["sample_prompts"] == ["a,b", "c"] and "clipping_max_norm" not in train
@@ -257,16 +232,15 @@ def test_values_are_json_or_text_and_null_takes_a_key_out(sweeps):
 
 def test_a_part_of_an_object_can_be_changed(sweeps):
     grow, both = 'grow={"from_layers":1,"at":0.5}', "learning_rate=0.02,grow.at=0.7"
-    succeeded(sweeps.run("--change", grow, "--change", both, "--prune"))
-    _, first, second = sweeps.launches()
-    assert sweeps.train_json(first)["grow"] == {"from_layers": 1, "at": 0.5}
-    assert sweeps.train_json(second)["grow"] == {"at": 0.7}  # the base has none
-    assert sweeps.train_json(second)["learning_rate"] == 0.02
-    assert "stop_if_behind" not in sweeps.train_json(first)  # few layers are behind at first
-    path = sweeps.workplace.runs_dir / "tiny/train.json"
-    settings = json.loads(path.read_text()) | {"grow": {"from_layers": 1, "at": 0.5}}
-    path.write_text(json.dumps(settings))
-    base = load_run(sweeps.workplace.runs_dir, "tiny")
+    succeeded(sweeps.run(*changing(grow, both), "--prune"))
+    _, first, second = map(sweeps.train_json, sweeps.launches())
+    assert first["grow"] == {"from_layers": 1, "at": 0.5}
+    assert second["grow"] == {"at": 0.7}  # the base has none
+    assert second["learning_rate"] == 0.02
+    assert "stop_if_behind" not in first  # few layers are behind at first
+    grows = SETTINGS | {"grow": {"from_layers": 1, "at": 0.5}}
+    sweeps.workplace.add_run("grows", train=grows)
+    base = load_run(sweeps.workplace.runs_dir, "grows")
     _, config = definition.changed(base, {"grow.at": 0.25})
     assert config.grow == Grow(from_layers=1, at=0.25)
     assert definition.changed(base, {"grow": None})[1].grow is None
@@ -288,31 +262,31 @@ def test_a_range_is_a_variant_for_each_value_and_charts_are_drawn_when_asked_for
 
 
 @pytest.mark.parametrize(
-    ("limit", "options"),
-    [("max_hours", []), ("max_cost_usd", ["--usd-per-hour", "36"])],
+    ("limit", "value", "options", "at"),
+    [
+        ("max_hours", 80 / 3600, [], {"seconds": 60}),
+        ("max_cost_usd", 0.8, ["--usd-per-hour", "36"], {"usd": 0.6}),
+    ],
 )
-def test_runs_that_end_at_a_limit_are_compared_at_equal_hours_or_dollars(sweeps, limit, options):
+def test_runs_that_end_at_a_limit_are_compared_at_equal_hours_or_dollars(
+    sweeps, limit, value, options, at
+):
     """Steps take 25 s, or 30 s without `compile`; the limit is 80 s, or US$0.80."""
-    value = {"max_hours": 80 / 3600, "max_cost_usd": 0.8}[limit]
     sweeps.workplace.add_run("limited", train=SETTINGS | {limit: value})
-    arguments = sweeps.command("--change", "compile=false", "--change", f"{limit}=2", *options)
-    arguments = ["sweep", "limited", *arguments[2:], "--json"]
-    result = succeeded(run_lab(*arguments))
+    arguments = sweeps.command(*changing("compile=false", f"{limit}=2"), *options, "--json")
+    result = succeeded(run_lab("sweep", "limited", *arguments[2:]))
     document = checked(result.stdout)
     states = [variant.runs[0].state for variant in document.variants]
     assert states == ["at its limit", "at its limit", "finished"]
-    at = {"seconds": 60} if limit == "max_hours" else {"usd": 0.6}
     assert document.compared_at == pytest.approx(at)
     baseline, slow, longer = document.variants
     assert slow.difference == pytest.approx(0.6 - 2 / 4)  # of the loss, which falls with the steps
     assert longer.loss == pytest.approx(baseline.loss) == pytest.approx(slow.loss - 0.1)
     assert slow.against_noise == "not lower, noise unknown"
-    place = "0:01:00" if limit == "max_hours" else r"US\$0\.6000"
-    assert re.search(f"validation loss after {place} of each run, linear", document.notes[0])
     folder = sweeps.dir / "limited"
     assert json.loads((folder / "table.json").read_text()) == json.loads(result.stdout)
     trained = (folder / "launches").read_text()
-    succeeded(run_lab(*arguments))
+    succeeded(run_lab("sweep", "limited", *arguments[2:]))
     assert (folder / "launches").read_text() == trained  # a larger limit would be another sweep
 
 
@@ -334,39 +308,48 @@ def test_the_same_command_trains_nothing_again_and_other_changes_are_added(sweep
 
 
 def test_a_base_that_leaves_keys_to_muons_defaults_is_changed_and_continued(sweeps):
-    path = sweeps.workplace.runs_dir / "tiny/train.json"
-    train = {
-        key: value for key, value in json.loads(path.read_text()).items() if key != "learning_rate"
-    }
-    path.write_text(json.dumps(train | {"optimizer": "muon"}))
+    shutil.rmtree(sweeps.workplace.runs_dir / "tiny")
+    sweeps.workplace.add_run(train=SETTINGS | {"optimizer": "muon", "learning_rate": None})
     changes = ("weight_decay=0.1", "init=gpt2", "beta2=0.999")  # AdamW's defaults, not Muon's
-    first = sweeps.cells(*(part for change in changes for part in ("--change", change)))
+    first = sweeps.cells(*changing(*changes))
     assert list(first) == ["baseline", *changes]
     assert sweeps.cells() == sweeps.cells("--change", "beta2=0.95") == first
     changed = sweeps.train_json("weight_decay-0.1-seed-42")
     assert changed["weight_decay"] == 0.1 and "beta2" not in changed
 
 
-def test_a_changed_base_and_edited_or_damaged_files_are_refused(sweeps):
-    succeeded(sweeps.run("--change", "drop_rate=0"))
-    path = sweeps.workplace.runs_dir / "tiny/train.json"
-    before = path.read_text()
-    path.write_text(json.dumps(json.loads(before) | {"learning_rate": 0.5}))
-    line = error_line(sweeps.run("--change", "drop_rate=0"))
-    assert "baseline-seed-42: learning_rate is 0.02, but would be 0.5 now" in line
-    path.write_text(before)
-    edited = sweeps.tiny / "drop_rate-0-seed-42/train.json"
-    edited.write_text(json.dumps(json.loads(edited.read_text()) | {"weight_decay": 0.5}))
-    assert "weight_decay is 0.5, but would be 0.1 now: " in error_line(sweeps.run())
-    edited.unlink()  # the other file counts too
-    model = edited.with_name("model.json")
-    model.write_text(json.dumps(json.loads(model.read_text()) | {"drop_rate": 0.5}))
-    assert "drop_rate is 0.5, but would be 0.0 now: " in error_line(sweeps.run())
+@pytest.mark.parametrize(
+    ("path", "key", "message"),
+    [
+        ("runs/tiny/train.json", "learning_rate", "learning_rate is 0.02, but would be 0.5 now"),
+        (
+            "sweeps/tiny/drop_rate-0-seed-42/train.json",
+            "weight_decay",
+            "weight_decay is 0.5, but would be 0.1 now",
+        ),
+        (
+            "sweeps/tiny/drop_rate-0-seed-42/model.json",
+            "drop_rate",
+            "drop_rate is 0.5, but would be 0.0 now",
+        ),
+        ("sweeps/tiny/sweep.json", "base", "sweep.json: "),
+    ],
+)
+def test_a_changed_base_and_edited_or_damaged_files_are_refused(sweeps, path, key, message):
+    changes = changing("drop_rate=0")
+    succeeded(sweeps.run(*changes))
+    file = sweeps.workplace.root / path
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: 0.5}))
+    before = contents(sweeps.workplace.root)
+    assert message in error_line(sweeps.run(*changes))
+    assert contents(sweeps.workplace.root) == before
+
+
+def test_a_sweep_of_another_run_is_refused(sweeps):
+    succeeded(sweeps.run(*changing("drop_rate=0")))
     sweeps.workplace.add_run("other", train=SETTINGS)
     result = run_lab("sweep", "other", "--name", "tiny", *sweeps.command()[2:])
     assert "is a sweep of tiny, not of other" in error_line(result)
-    (sweeps.tiny / "sweep.json").write_text('{"base": 1}')
-    assert "sweep.json: " in error_line(sweeps.run())
 
 
 def test_a_locked_plan_is_waited_for_and_then_refused(sweeps, monkeypatch):
@@ -425,27 +408,16 @@ def given(run_dir):
 
 def test_runs_at_once_have_cores_and_threads_of_their_own_and_so_they_stay(sweeps, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5})
-    pinned = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: None)
-    start = execution.start
-
-    def watched(command, share, output, lock):
-        pinned.append(share)
-        return start(command, share, output, lock)
-
-    monkeypatch.setattr(execution, "start", watched)
     monkeypatch.setattr(distributed, "num_gpus", lambda: 0)
-    result = succeeded(sweeps.run("--change", "weight_decay=0", "--parallel", "2"))
-    assert {share.cores for share in pinned} == {frozenset({0, 1, 2}), frozenset({3, 4, 5})}
+    result = succeeded(sweeps.run(*changing("weight_decay=0"), "--parallel", "2"))
     assert "[1/2] baseline, seed 42 (cores 0 to 2)\n" in result.stdout
-    assert re.search(r"^baseline, seed 42: finished, validation loss 4\.", result.stdout, re.M)
+    assert "seed 42 (cores 3 to 5)\n" in result.stdout
     for run in ("baseline-seed-42", "weight_decay-0-seed-42"):
         seen = given(sweeps.tiny / run)
         assert seen["OMP_NUM_THREADS"] == "3" and seen["options"]["--nproc-per-node"] == "1"
     succeeded(sweeps.run("--change", "drop_rate=0"))  # one after the other, with as many threads
     assert given(sweeps.tiny / "drop_rate-0-seed-42")["OMP_NUM_THREADS"] == "3"
-    result = succeeded(sweeps.run("--change", "weight_decay=8", "--parallel", "6"))
-    assert "weight_decay=8, seed 42: failed (status 2): it is refused\n" in result.stdout
     line = error_line(sweeps.run("--parallel", "auto", "--nproc-per-node", "2"))
     assert "each run of this sweep has 1 process, since losses are compared" in line
 
@@ -473,16 +445,10 @@ def test_the_screen_shows_the_runs_that_are_being_trained_and_the_table(sweeps):
     shown = execution.Execution(Path(), outcomes=outcomes, launches=[launch], num_elsewhere=1)
     record = {"global_step": 1, "tokens": 500, "seconds": 50.0, "train_loss": 4.5}
     (run.run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    for name, facts in (
-        ("summary", {"status": "running", "num_steps": 4}),
-        ("heartbeat", {"pid": 1, "host": "here", "time": "now", "phase": "training"}),
-    ):
-        (run.run_dir / f"{name}.json").write_text(json.dumps(facts))
-    lines = progress.screen(sweep, shown, 160).splitlines()
-    assert lines[0] == "GPU 3: baseline, seed 43: step 2 of 4, training loss 4.5000"
-    assert lines[1] == "trained by other commands: 1"
-    row = next(line for line in lines if line.startswith("baseline "))
-    assert "1/2" in row and "1 of 2 running" in row
+    (run.run_dir / "summary.json").write_text('{"status": "running", "num_steps": 4}')
+    first, *lines = progress.screen(sweep, shown, 160).splitlines()
+    assert first == "GPU 3: baseline, seed 43: step 2 of 4, training loss 4.5000"
+    assert any(line.startswith("baseline ") and "1/2" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -500,9 +466,9 @@ def test_cores_are_shared_out(parallel, processes, threads, wanted):
 
 
 def test_a_run_that_is_behind_is_pruned_and_stays_so(sweeps):
-    arguments = ["--change", "drop_rate=0.5", "--change", "learning_rate=0.01", "--seeds", "2"]
-    arguments += ["--prune", "--parallel", "2"]
-    arguments += ["--change", "min_train_tokens=3000,drop_rate=0.6"]  # its curve is another
+    another_curve = "min_train_tokens=3000,drop_rate=0.6"
+    arguments = changing("drop_rate=0.5", "learning_rate=0.01", another_curve)
+    arguments += ["--seeds", "2", "--prune", "--parallel", "2"]
     result = succeeded(sweeps.run(*arguments, "--json"))
     assert set(sweeps.launches()[:2]) == {"baseline-seed-42", "baseline-seed-43"}
     document = checked(result.stdout)
@@ -510,13 +476,7 @@ def test_a_run_that_is_behind_is_pruned_and_stays_so(sweeps):
     assert states == [["finished"] * 2, ["pruned"] * 2, ["finished"] * 2, ["finished"] * 2]
     row = sweeps.table()["drop_rate=0.5"]
     assert row[:3] == ["0/2", "-", "-"] and row[4] == "2 of 2 pruned"
-    assert any(
-        note.startswith(
-            "drop_rate=0.5, seed 42: pruned: the validation loss has been above that of baseline by"
-            " more than 5 standard deviations for 2 reports in a row"
-        )
-        for note in document.notes
-    )
+    assert any(note.startswith("drop_rate=0.5, seed 42: pruned: ") for note in document.notes)
     assert "reference" not in sweeps.train_json("baseline-seed-42")
     trained = sweeps.launches()
     succeeded(sweeps.run(*arguments))
@@ -541,12 +501,9 @@ def test_without_a_loss_of_the_baseline_nothing_is_pruned(sweeps):
 
 
 def test_a_run_that_fails_is_a_line_of_the_table(sweeps):
-    arguments = [text for value in (9, 8, 7) for text in ("--change", f"weight_decay={value}")]
-    result = succeeded(sweeps.run(*arguments, "--change", "drop_rate=0"))
-    assert "weight_decay=8, seed 42: failed (status 2)" in result.stdout
-    cells = sweeps.table()
-    verdicts = {change: row[4] for change, row in cells.items()}
-    assert verdicts == {
+    failing = ("weight_decay=9", "weight_decay=8", "weight_decay=7")
+    cells = sweeps.cells(*changing(*failing, "drop_rate=0"))
+    assert {change: row[4] for change, row in cells.items()} == {
         "baseline": "-",
         "weight_decay=9": "diverged",
         "weight_decay=8": "failed (status 2)",
@@ -567,17 +524,8 @@ def test_without_a_baseline_nothing_is_compared(sweeps):
 
 
 def test_improvements_are_stacked(sweeps):
-    arguments = [
-        "--change",
-        "drop_rate=0",
-        "--range",
-        "learning_rate=0.01,0.012",
-        "--change",
-        "clipping_max_norm=0.5",
-        "--seeds",
-        "2",
-        "--stack",
-    ]
+    arguments = changing("drop_rate=0", "clipping_max_norm=0.5")
+    arguments += ["--range", "learning_rate=0.01,0.012", "--seeds", "2", "--stack"]
     result = succeeded(sweeps.run(*arguments))
     assert "stack: drop_rate=0,learning_rate=0.01\n" in result.stdout
     assert sweeps.table()["clipping_max_norm=0.5"][4] == "worse"
@@ -592,24 +540,14 @@ def test_improvements_are_stacked(sweeps):
     ("changes", "words", "num_variants"),
     [
         (["drop_rate=0", "drop_rate=0.5"], "stack: nothing new to train: no two changes", 3),
-        (
-            ["drop_rate=0", "learning_rate=0.01"],
-            "stack: drop_rate=0,learning_rate=0.01; with one seed the noise is not known",
-            4,
-        ),
-        (
-            ["use_amp=false,drop_rate=0", "precision=bf16,learning_rate=0.01"],
-            'cannot be trained: .*use_amp is false but precision is "bf16"',
-            3,
-        ),
+        (["drop_rate=0", "learning_rate=0.01"], "stack: drop_rate=0,learning_rate=0.01; with", 4),
+        (["use_amp=false,drop_rate=0", "precision=bf16,learning_rate=0.01"], "be trained: ", 3),
     ],
 )
 def test_what_is_stacked_with_one_seed(sweeps, changes, words, num_variants):
-    result = succeeded(
-        sweeps.run(*(part for change in changes for part in ("--change", change)), "--stack")
-    )
-    assert re.search(words, result.stdout) and len(sweeps.table()) == num_variants
-    assert "noise: not known with one finished seed of each variant; measure" in result.stdout
+    result = succeeded(sweeps.run(*changing(*changes), "--stack"))
+    assert words in result.stdout and len(sweeps.table()) == num_variants
+    assert "noise: not known with one finished seed" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -701,11 +639,6 @@ def test_a_signal_stops_the_run_and_the_sweep_and_the_command_continues_both(swe
         "drop_rate-0-seed-42",
     ]
     assert cells["weight_decay=6"][0] == cells["drop_rate=0"][0] == "1/1"
-
-
-def test_losses_on_other_validation_tokens_are_not_compared(sweeps):
-    cells = sweeps.cells("--change", "start_val_token=5")
-    assert cells["start_val_token=5"][2:6] == ["-", "-", "other validation tokens", "-"]
 
 
 class ForkedLaunch:
