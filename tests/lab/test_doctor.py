@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import threading
 from collections import namedtuple
 from dataclasses import replace
@@ -196,32 +197,23 @@ def test_hidden_gpus_are_those_that_cuda_hides(variable, found):
     assert visible_gpus(GPUS, variable) == [GPUS[number] for number in found]
 
 
-def test_readings_of_gpus_come_from_driver_and_pytorch(subject):
-    about = subject(**WITH_GPUS)
-    readings = {name: row_of(name, about).text for name in ("driver", "GPUs", "PyTorch")}
-    assert readings["driver"].startswith("580.1") and "4 x " in readings["GPUs"]
-    assert readings["PyTorch"] == "sees 4 of 4 GPUs"
-    without = make_checks(subject(), [check for check in CHECKS if check.name in readings])
-    assert [row.name for row in without] == ["driver"]
-
-
-def test_an_all_reduce_that_hangs_or_fails_is_one_line(monkeypatch, capsys):
-    def leave(status):
-        raise SystemExit(status)
-
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(os, "_exit", leave)
-    for name in ("end_with_torchrun", "open_torchrun_store", "share_cpu_cores", "this_process"):
-        monkeypatch.setattr(all_reduce, name, lambda *_: None)
-    for work, limit, failure in (
+@pytest.mark.parametrize(
+    ("work", "limit", "failure"),
+    [
         (lambda *_: threading.Event().wait(30), "0.1", "has not ended within 0.1 s"),
         (lambda *_: 1 / 0, "60", "rank 0: ZeroDivisionError: division by zero"),
-    ):
-        monkeypatch.setattr("sys.argv", ["all_reduce", limit])
-        monkeypatch.setattr(all_reduce, "measure", work)
-        with pytest.raises(SystemExit, match="1"):
-            all_reduce.main()
-        assert json.loads(capsys.readouterr().out) == {"failure": failure}
+    ],
+)
+def test_an_all_reduce_that_hangs_or_fails_is_one_line(monkeypatch, capsys, work, limit, failure):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for name in ("end_with_torchrun", "open_torchrun_store", "share_cpu_cores", "this_process"):
+        monkeypatch.setattr(all_reduce, name, lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["all_reduce", limit])
+    monkeypatch.setattr(all_reduce, "measure", work)
+    with pytest.raises(SystemExit, match="1"):
+        all_reduce.main()
+    assert json.loads(capsys.readouterr().out) == {"failure": failure}
 
 
 def test_a_torchrun_that_hangs_is_one_line_and_ends(subject, monkeypatch):
@@ -269,10 +261,10 @@ def test_a_wrong_sum_and_other_code_are_seen(monkeypatch):
 
 def test_the_disk_is_measured_and_nothing_is_left_on_it(place, subject, monkeypatch):
     about, before = subject(), place.files()
-    text = row_of("disk", about).text
-    assert "MB/s" in text or "GB/s" in text
     size = checks.estimate.bytes_of_checkpoint(about.run)
-    assert checks.read_disk(about).needed_bytes == 5 * size  # after steps 5, 10, 15, 20, 24
+    found = checks.read_disk(about)
+    assert found.bytes_per_second > 0
+    assert found.needed_bytes == 5 * size  # after steps 5, 10, 15, 20, 24
     (about.run.checkpoints_dir / "one").mkdir(parents=True)
     assert checks.read_disk(about).needed_bytes == 4 * size
     shutil.rmtree(about.run.checkpoints_dir)
@@ -288,8 +280,7 @@ def test_the_disk_is_measured_and_nothing_is_left_on_it(place, subject, monkeypa
     assert row.verdict == PROBLEM and "Input/output error" in row.text and row.advice
 
 
-def test_memory_is_compared_with_what_processes_and_snapshot_need(subject, monkeypatch):
-    monkeypatch.setattr(checks, "available_ram_gib", lambda: 100.0)
+def test_memory_is_compared_with_what_processes_and_snapshot_need(subject):
     assert checks.read_host_memory(subject()).needed_gib < 1
     assert checks.read_host_memory(subject(**WITH_GPUS)).needed_gib == 12.5  # 4 x 3, and a block
     full = (*GPUS[:3], replace(GPU, memory_used_gib=38.0))
@@ -298,29 +289,28 @@ def test_memory_is_compared_with_what_processes_and_snapshot_need(subject, monke
     assert found.plan.world_size == 4 and found.usable_gib == pytest.approx(38.2)
     assert found.free_gib == 2.0
     assert checks.read_run_memory(replace(about, trained_by=7)).free_gib is None
-    assert checks.read_run_memory(replace(about, run=None)) is None
     wrong = subject({"global_batch_size": 7, "gradient_accumulation_steps": None}, **WITH_GPUS)
     assert "is not divisible" in row_of("run's memory", wrong).text
 
 
-DATASETS = {  # train.json: the verdict, and a part of the text
-    "here": ({}, OK, "has 4,000 training tokens"),
-    "made": ({"dataset": "python-stdlib"}, OK, "is made from Python's own"),
-    "absent": ({"dataset": "other"}, PROBLEM, "no dataset there"),
-    "on the hub": ({"dataset": "someone/tokens"}, OK, "someone/tokens is on the hub"),
-    "not on the hub": ({"dataset": "someone/else"}, PROBLEM, "no such repository"),
-}
-
-
-@pytest.mark.parametrize("case", DATASETS)
-def test_a_dataset_is_here_or_made_or_on_the_hub(place, subject, tokens_hub, tmp_path, case):
-    train, verdict, text = DATASETS[case]
+@pytest.mark.parametrize(
+    ("name", "verdict", "text", "asks"),
+    [
+        ("tiny", OK, "has 4,000 training tokens", False),
+        ("python-stdlib", OK, "is made from Python's own", False),
+        ("other", PROBLEM, "no dataset there", False),
+        ("someone/tokens", OK, "someone/tokens is on the hub", True),
+        ("someone/else", PROBLEM, "no such repository", True),
+    ],
+)
+def test_a_dataset_is_here_or_made_or_on_the_hub(
+    place, subject, tokens_hub, tmp_path, name, verdict, text, asks
+):
     place.add_dataset()
     with used_in_this_process(tokens_hub, tmp_path / "home"):
-        row = row_of("dataset", subject(train, time_limit=200.0))
+        row = row_of("dataset", subject({"dataset": name}, time_limit=200.0))
     assert row.verdict == verdict and text in row.text and bool(row.advice) == (verdict != OK)
-    assert bool(tokens_hub.requests) == ("hub" in case)
-    assert not tokens_hub.downloads("train.safetensors")
+    assert bool(tokens_hub.requests) == asks and not tokens_hub.downloads("train.safetensors")
 
 
 def test_a_hub_is_measured_and_one_that_does_not_answer_is_no_hang(subject, tmp_path, monkeypatch):
@@ -413,36 +403,31 @@ def test_a_driver_or_a_disk_that_never_answers_is_no_hang(
     assert status == 1 and found[name].verdict == PROBLEM and text in found[name].text
 
 
-def test_a_check_that_raises_or_hangs_stops_no_other(subject):
+@pytest.mark.parametrize(
+    ("error", "verdict", "text", "advice"),
+    [
+        (ZeroDivisionError("by zero"), WARNING, "could not be checked: ZeroDivisionError", ""),
+        (UserError("no; yes"), PROBLEM, "no", "yes"),
+        (None, PROBLEM, "no answer within 0.2 s", ""),
+    ],
+)
+def test_a_check_that_raises_or_hangs_stops_no_other(subject, error, verdict, text, advice):
     forever = threading.Event()
 
-    def failing(error):
-        def read(_):
+    def read(_):
+        if error is not None:
             raise error
+        forever.wait()
 
-        return read
-
-    rows = make_checks(
-        subject(time_limit=1.0),
-        [
-            Check("raises", failing(ZeroDivisionError("by zero")), str),
-            Check("refuses", failing(UserError("no; yes")), str),
-            Check("hangs", lambda _: forever.wait() and None, str),
-            Check("nothing", lambda _: None, str),
-            Check("works", lambda _: "well", lambda _: Judgement(OK)),
-        ],
-    )
+    works = Check("works", lambda _: "well", lambda _: Judgement(OK))
+    about = subject(time_limit=0.2)
+    row, other = make_checks(about, [Check("odd", read, str), works])
     forever.set()
-    assert [row[:3] for row in rows] == [
-        ("raises", WARNING, "could not be checked: ZeroDivisionError: by zero"),
-        ("refuses", PROBLEM, "no"),
-        ("hangs", PROBLEM, "no answer within 1 s"),
-        ("works", OK, "well"),
-    ]
-    assert rows[1].advice == "yes"
+    assert row.verdict == verdict and row.text.startswith(text) and advice in row.advice
+    assert other[:3] == ("works", OK, "well")
 
 
-@pytest.mark.parametrize("width", [60, 80, 160])
+@pytest.mark.parametrize("width", [60, 160])
 def test_a_report_fits_the_terminal_and_obeys_no_text(monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     rows = [
@@ -451,7 +436,5 @@ def test_a_report_fits_the_terminal_and_obeys_no_text(monkeypatch, width):
     ]
     show = click.Command("show", callback=lambda: doctor.print_rows(rows, "tiny"))
     plain, colored = (CliRunner().invoke(show, color=color).output for color in (False, True))
-    assert max(map(len, plain.splitlines())) <= min(width, 100) and "-> mend it" in plain
-    assert plain.endswith("not fit to train tiny: 1 problem, 1 warning\n")
+    assert max(map(len, plain.splitlines())) <= min(width, 100)
     assert r"bad \x1b[2J" in plain and "\x1b[2J" not in colored
-    assert "\x1b[31m" in colored and click.unstyle(colored) == plain

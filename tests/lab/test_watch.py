@@ -3,10 +3,10 @@
 import gzip
 import json
 import math
-import os
 import re
 import shutil
 import socket
+import statistics
 
 import pytest
 
@@ -46,20 +46,21 @@ def steps_of(columns):
 
 def test_only_appended_whole_lines_are_parsed(runs_dir, monkeypatch):
     run_dir = add_run(runs_dir, "live", steps=30)
-    path, columns = run_dir / "metrics.jsonl", Columns(run_dir)
-    line, parsed = lines(report(40, mfu="x")), []
+    columns, line, parsed = Columns(run_dir), lines(report(40, mfu="x")), []
     assert steps_of(columns) == [10, 20, 30]
-    monkeypatch.setattr(
-        "lab.watch.answers.valid_records",
-        lambda text: [parsed.append(text), *map(json.loads, text.split("\n")[:-1])][1:],
-    )
+
+    def parse(text):
+        parsed.append(text)
+        return [*map(json.loads, text.splitlines())]
+
+    monkeypatch.setattr("lab.watch.answers.valid_records", parse)
     for part, steps in (
         (line[:40], [10, 20, 30]),
         (line[40:-1], [10, 20, 30]),
         ("\n", [10, 20, 30, 40]),
         ("", [10, 20, 30, 40]),
     ):
-        with path.open("a") as file:
+        with (run_dir / "metrics.jsonl").open("a") as file:
             file.write(part)
         assert steps_of(columns) == steps
     assert parsed == [line]
@@ -83,16 +84,53 @@ def points(runs_dir, name, **options):
     return found["x"], found["lines"]
 
 
+def hand_thinned(records, keys):
+    """Compute the points of records one by one; return them with the rows of each."""
+    size = 1
+    while len(records) > size * MAX_POINTS:
+        size *= 2
+    parts = [records[begin : begin + size] for begin in range(0, len(records), size)]
+    lines_of = {}
+    for key in keys:
+        lines_of[key] = [[row[key] for row in part if key in row] for part in parts]
+    return [part[-1]["global_step"] + 1 for part in parts], lines_of
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_POINTS, MAX_POINTS + 1, 3000])
+def test_points_are_bounded_and_keep_means_spikes_sums_and_validations(runs_dir, count):
+    records = []
+    for number in range(1, count + 1):
+        loss = 1 + number * 7 % 13
+        losses = {"train_loss": loss, "train_loss_min": loss, "train_loss_max": loss}
+        records.append(report(10 * number, **losses, usd=float(number)))
+        if number % 100 == 0:
+            records.append(validation(10 * number, 2.0 + number % 3) | {"usd": float(number)})
+    append(add_run(runs_dir, "long", steps=0), *records)
+    for within, chosen in (
+        (None, records),
+        # A range has one row before it and one after it.
+        (("steps", 505.0, 1000.0), records[49:102] or records[-1:]),
+    ):
+        x, found = points(runs_dir, "long", within=within)
+        steps, wanted = hand_thinned(chosen, ("train_loss", "validation_loss", "usd"))
+        assert x["steps"] == steps and len(steps) <= MAX_POINTS
+        for key, values in wanted.items():
+            if not any(values):
+                assert key not in found
+                continue
+            statistic = max if key == "usd" else statistics.fmean
+            y = [statistic(numbers) if numbers else None for numbers in values]
+            assert found[key]["y"] == pytest.approx(y)
+            if "high" in found[key]:
+                for extreme, of in (("low", min), ("high", max)):
+                    extremes = [of(numbers) if numbers else None for numbers in values]
+                    assert found[key][extreme] == pytest.approx(extremes)
+
+
 def test_numbers_of_gpus_become_a_mean_and_the_extremes(runs_dir):
-    append(
-        add_run(runs_dir, "gpus", steps=10),
-        report(
-            20,
-            gpu_power_w=[100, 300],
-            gpu_memory_gib=[1.0, None, 3.0],
-            gpu_throttling=["sw power cap", "hw slowdown"],
-        ),
-    )
+    gpus = {"gpu_power_w": [100, 300], "gpu_memory_gib": [1.0, None, 3.0]}
+    throttling = ["sw power cap", "hw slowdown"]
+    append(add_run(runs_dir, "gpus", steps=10), report(20, **gpus, gpu_throttling=throttling))
     _, found = points(runs_dir, "gpus")
     assert {key: line for key, line in found.items() if key.startswith("gpu")} == {
         "gpu_power_w": {"y": [None, 200], "low": [None, 100], "high": [None, 300]},
@@ -127,36 +165,6 @@ def test_an_odd_line_among_many_changes_no_other(runs_dir, odd):
 # Points
 
 
-def test_points_are_bounded_and_keep_means_spikes_sums_and_validations(runs_dir):
-    run_dir, spike, size = add_run(runs_dir, "long", steps=0), 1_777, 4
-    append(
-        run_dir,
-        *(
-            report(
-                10 * n,
-                train_loss=9.0 if n == spike else 1.0,
-                train_loss_min=0.5,
-                train_loss_max=9.5 if n == spike else 1.5,
-                usd=float(n),
-            )
-            for n in range(1, 3001)
-        ),
-        validation(30_000, 2.0),
-    )
-    x, found = points(runs_dir, "long")
-    assert len(x["steps"]) == -(-3001 // size) <= MAX_POINTS < 3001 / (size / 2)
-    assert all(
-        len(values) == len(x["steps"]) for line in found.values() for values in line.values()
-    )
-    loss = found["train_loss"]
-    at = loss["high"].index(9.5)
-    assert 0 <= x["steps"][at] - 10 * spike < 10 * size
-    assert loss["y"][at] == 1 + 8 / size and loss["high"].count(1.5) == 3000 // size - 1
-    assert set(loss["low"][:-1]) == {0.5} and set(found["usd"]) == {"y"}
-    assert found["usd"]["y"][:-1] == [step / 10 for step in x["steps"][:-1]]
-    assert [y for y in found["validation_loss"]["y"] if y] == [2]
-
-
 def with_sets(step, **losses):
     """Return the record of a validation with other sets than the first one."""
     record = validation(step, 2.0) | {"validation_perplexity": 7.4}
@@ -166,33 +174,16 @@ def with_sets(step, **losses):
 def test_validation_sets_have_lines_also_where_they_come_later(runs_dir):
     run_dir = add_run(runs_dir, "run", steps=50)
     columns = Columns(run_dir)
-
-    def losses(name):
-        line = points_of(columns.read())["lines"][f"validation_loss/{name}"]
-        assert "high" not in line
-        return [y for y in line["y"] if y is not None]
-
     assert not any("/" in key for key in points_of(columns.read())["lines"])
     append(run_dir, with_sets(60, code=3.25, code_max=9.0))
-    append(run_dir, report(70), with_sets(80, code=3.0))
-    append(run_dir, with_sets(90, **{"../x": 1.0}))  # no name of a set
-    assert losses("code") == [3.25, 3.0] and losses("code_max") == [9.0]
-    assert points_of(columns.read()) == points_of(Columns(run_dir).read())  # read at once
+    columns.read()
+    append(run_dir, report(70), with_sets(90, **{"../x": 1.0}))  # no name of a set
+    append(run_dir, with_sets(100, code="x"), with_sets(110, code=2.5))  # an odd line
+    found = points_of(columns.read())
+    assert found == points_of(Columns(run_dir).read())  # read at once
     assert not any(".." in key for key in columns.read())
-    append(run_dir, with_sets(100, code="x"))  # an odd line changes no other
-    append(run_dir, with_sets(110, code=2.5))
-    assert losses("code") == [3.25, 3.0, 2.5]
-
-
-def test_a_range_is_thinned_by_itself(runs_dir):
-    append(
-        add_run(runs_dir, "long", steps=0), *(report(10 * n, usd=float(n)) for n in range(1, 5001))
-    )
-    assert points(runs_dir, "long", within=("steps", 20_005.0, 21_005.0))[0]["steps"] == [
-        *range(20_000, 21_011, 10)
-    ]
-    assert points(runs_dir, "long", within=("dollars", 7.2, 7.4))[0]["dollars"] == [7, 8]
-    assert points(runs_dir, "long", within=("steps", 9e9, 1e10))[1]["usd"]["y"] == [5000]
+    for name, losses in (("code", [3.25, 2.5]), ("code_max", [9.0])):
+        assert [y for y in found["lines"][f"validation_loss/{name}"]["y"] if y] == losses
 
 
 def test_a_growth_is_where_the_steps_with_all_layers_begin(runs_dir):
@@ -238,8 +229,6 @@ def test_the_page_and_its_questions_are_answered(runs_dir):
         for path, name in FILES.items():
             response, body = ask(server, path, token=None)  # a browser has none to send
             assert response.status == 200 and body == (STATIC / name).read_bytes()
-        (run,) = json_of(server, "/runs")["runs"]
-        assert (run["name"], run["status"]) == ("a", "finished")
         assert json_of(server, "/run?run=a&x=steps&from=41&to=59")["x"]["steps"] == [40, 50, 50, 60]
         found = json_of(server, "/run?run=a")
         assert found["x"]["tokens"][-1] == 2000 * 2048
@@ -425,12 +414,12 @@ def test_errors_of_the_command_are_one_line(runs_dir, tmp_path):
     add_run(runs_dir, "a")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        line = error_line(watch(runs_dir, "--port", port))
-        assert f"port {port}" in line and "--port" in line
-    assert "no run 'b'; trained runs: a" in error_line(watch(runs_dir, "b"))
-    assert "cannot be written" in error_line(
-        watch(runs_dir, "--export", str(tmp_path / "none/page.html"))
-    )
+        for arguments, message in (
+            (("--port", port), f"port {port}"),
+            (("b",), "no run 'b'; trained runs: a"),
+            (("--export", str(tmp_path / "none/page.html")), "cannot be written"),
+        ):
+            assert message in error_line(watch(runs_dir, *arguments))
 
 
 def test_the_exported_page_holds_everything_once_and_allows_nothing_else(runs_dir, tmp_path):
@@ -571,38 +560,6 @@ def test_losses_of_different_tokenizers_are_in_bits_per_byte(page, runs_dir):
         expect(drawn(page, "Learning rate")).to_have_count(3)
 
 
-def test_before_any_validation_bits_per_byte_are_known_by_the_dataset_and_ticks_have_one_form(
-    page, runs_dir
-):
-    for name, length in (("long", 4.0), ("short", 2.0)):
-        run_dir = add_run(runs_dir, name, steps=0, tokenizer=name, bytes_per_token=length)
-        append(run_dir, report(10, train_loss=3.0), report(20, train_loss=2.0))
-    with served(runs_dir) as server:
-        open_page(page, server)
-        expect(page.locator("#loss-unit")).to_have_text(
-            "bits per byte, since the tokenizers differ"
-        )
-        expect(drawn(page, "Loss").nth(0)).to_contain_text(f"{2.0 / math.log(2) / 4:.4f}")
-        expect(drawn(page, "Loss").nth(1)).to_contain_text(f"{2.0 / math.log(2) / 2:.4f}")
-        assert page.evaluate("ticksOf([0, 500, 1000, null])") == ["0", "0.5k", "1k", None]
-        assert page.evaluate("ticksOf([0, 500, 800])") == ["0", "500", "800"]
-
-
-def test_validation_sets_are_drawn_by_name_and_have_charts_of_their_own(page, runs_dir):
-    add_run(runs_dir, "plain", steps=90)
-    bits = {"validation_bits_per_byte": 2.9, "validation_bits_per_byte/code": 0.75}
-    append(add_run(runs_dir, "sets", steps=90), with_sets(100, code=3.125) | bits)
-    with served(runs_dir) as server:
-        open_page(page, server, "hide=sets")
-        expect(drawn(page, "Loss")).to_have_count(2)
-        expect(page.get_by_role("heading", name="Perplexity")).to_be_hidden()
-        page.get_by_role("checkbox", name="All runs").check()
-        expect(drawn(page, "Loss")).to_have_count(5)
-        expect(drawn(page, "Loss").nth(4)).to_have_text(re.compile(r"sets code\s*3.1250"))
-        expect(drawn(page, "Perplexity")).to_have_count(1)
-        expect(drawn(page, "Bits per byte").nth(1)).to_have_text(re.compile(r"sets code\s*0.7500"))
-
-
 def test_a_growth_is_a_line_with_the_number_of_layers(page, runs_dir):
     page.add_init_script("""
         window.written = new Map();
@@ -628,21 +585,6 @@ def test_a_growth_is_a_line_with_the_number_of_layers(page, runs_dir):
         assert becomes(page, f"written.get({LOSS}.plot.ctx.canvas)[1]", "right")
         line = f"{LOSS}.plot.valToPos(200, 'x', true)"
         assert becomes(page, f"Math.round({place} - {line})", -4)
-
-
-def test_the_ten_runs_that_changed_last_are_drawn_at_first(page, two_runs):
-    for path in two_runs.rglob("*"):  # a file system's clock may stand still for milliseconds
-        os.utime(path, (1000, 1000))
-    for number in range(10):
-        add_run(two_runs, f"run-{number}", steps=10)
-    with served(two_runs) as server:
-        open_page(page, server)
-        expect(drawn(page, "Learning rate")).to_have_count(10)
-        expect(page.get_by_label("first")).not_to_be_checked()
-        colors = page.locator(".swatch").evaluate_all(
-            "all => all.map((each) => getComputedStyle(each).backgroundColor)"
-        )
-    assert len(set(colors)) == 11  # of ten runs, and of the two that are not drawn
 
 
 def test_runs_and_axis_are_chosen_and_kept(page, two_runs):
