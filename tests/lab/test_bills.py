@@ -1,13 +1,13 @@
 """Bills: what rented machines have cost: the time that they were up, times the price."""
 
 import json
+import shutil
 import time
 
 import psutil
 import pytest
 
-from basics.errors import UserError
-from lab.bills import prices_of, read_bills
+from lab.bills import read_bills
 from reporting import machine_time
 from reporting.clock import PhaseClock
 from reporting.machine_time import begin_launch, read_uses, record_launch, record_search
@@ -80,19 +80,13 @@ def test_a_bill_is_the_time_that_machines_were_up(runs_dir, uses, bills, of_all)
 
 
 def test_a_use_counts_once_where_a_run_was_copied(runs_dir, tmp_path):
-    use(add_run(runs_dir, "a"), 0, 1)
-    add_run(runs_dir, "copy")
-    (runs_dir / "copy/machine-time.jsonl").write_text(
-        (runs_dir / "a/machine-time.jsonl").read_text()
-    )
-    use(runs_dir / "copy", 1, 3)
-    assert {
-        name: round(bill.machine_usd) for name, bill in read_bills(runs_dir, {})[0].items()
-    } == {
-        "a": 2,
-        "copy": 6,
-    }
-    (runs_dir / "a").rename(tmp_path / "elsewhere")  # then the copy is all that is left of it
+    original, copy = add_run(runs_dir, "a"), add_run(runs_dir, "copy")
+    use(original, 0, 1)
+    shutil.copy(original / "machine-time.jsonl", copy)
+    use(copy, 1, 3)
+    bills, _ = read_bills(runs_dir, {})
+    assert (round(bills["a"].machine_usd), round(bills["copy"].machine_usd)) == (2, 6)
+    original.rename(tmp_path / "elsewhere")  # then the copy is all that is left of it
     assert read_bills(runs_dir, {})[1].machine_usd == pytest.approx(6, abs=0.01)
 
 
@@ -222,9 +216,6 @@ def documents(runs_dir, *options):
 
 def test_lists_and_comparisons_show_the_bill_apart_from_training(two):
     printed = succeeded(run_lab("list", "--runs-dir", str(two), COLUMNS="200")).stdout
-    texts = {line.split()[0]: " ".join(line.split()[-5:]) for line in printed.splitlines() if line}
-    assert texts["b"] == "1:30:00 3.00 0:06:40 4:30:00 9.00"
-    assert texts["old"] == "1:30:00 - 0:06:40 - -"
     total = "machines: 4:30:00, US$9.00; the bills of 1 run are not known"
     assert printed.splitlines()[-1] == total
     states, rows = documents(two)
@@ -235,33 +226,27 @@ def test_lists_and_comparisons_show_the_bill_apart_from_training(two):
             assert getattr(row, key) == value
     assert rows["old"].machine_seconds is states["old"].bill is None
     table = succeeded(run_lab("compare", "--markdown", "--runs-dir", str(two))).stdout
-    assert "| download | machine up | US$ of machine |" in table
     assert "| 0:06:40 | 4:30:00 | 9.00 |" in table
 
 
-def test_a_price_afterwards_is_also_that_of_a_run_that_was_only_searched(runs_dir):
+@pytest.mark.parametrize("price", ["2", "searched=2"])
+def test_a_price_afterwards_is_also_that_of_a_run_that_was_only_searched(runs_dir, price):
     searched = runs_dir / "searched"
     searched.mkdir()
     (searched / "train.json").write_text("{}")
     use(searched, 0.5, 2, kind="search", usd_per_hour=None)
-    for price in ("2", "searched=2"):
-        listed = run_lab(
-            "list", "searched", "--json", "--usd-per-hour", price, "--runs-dir", str(runs_dir)
-        )
-        (state,) = checked(succeeded(listed).stdout).runs
-        assert state.status == "not launched"
-        assert state.bill.machine_usd == pytest.approx(4, abs=0.01)
+    options = ("--json", "--usd-per-hour", price, "--runs-dir", str(runs_dir))
+    (state,) = checked(succeeded(run_lab("list", "searched", *options)).stdout).runs
+    assert state.status == "not launched"
+    assert state.bill.machine_usd == pytest.approx(4, abs=0.01)
 
 
 def test_prices_afterwards_are_those_of_one_run_or_of_all(two):
     states, rows = documents(two, "--usd-per-hour", "10", "--usd-per-hour", "a=1")
     for name, usd in (("a", 2), ("b", 45)):
-        assert (
-            states[name].bill.machine_usd == rows[name].machine_usd == pytest.approx(usd, abs=0.01)
-        )
+        assert states[name].bill.machine_usd == rows[name].machine_usd
+        assert rows[name].machine_usd == pytest.approx(usd, abs=0.01)
     assert states["old"].usd == rows["old"].usd == pytest.approx(15)
     for command in ("list", "compare"):
         line = error_line(run_lab(command, "--usd-per-hour", "nobody=1", "--runs-dir", str(two)))
         assert "--usd-per-hour 'nobody=1': wanted RUN=PRICE" in line
-    with pytest.raises(UserError, match="wanted RUN=PRICE"):
-        prices_of(["=1"], ["a"], two)

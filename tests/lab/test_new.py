@@ -243,36 +243,33 @@ def test_the_largest_size_that_dollars_and_dataset_allow(machine, usd, most_toke
         assert f"US${dollars(cost_of(found))}; " in line
 
 
-def test_a_run_of_a_size_is_said_line_by_line_and_can_be_planned(workplace):
+def test_a_run_of_a_size_is_planned_and_no_longer_than_its_dataset_is_worth(workplace):
     workplace.add_dataset(num_tokens=1_000_000)
     workplace.add_run(train={"microbatch_size": 8})
     arguments = ("mine", "--dataset", "tiny", "--like", "tiny", "--usd", "5", "--machine", CARD)
     output = succeeded(new(workplace, *arguments)).output
-    model, train = settings_of(workplace.runs_dir / "mine")
-    assert f"\n  emb_dim {model['emb_dim']:,}: " in output
-    assert f"\n  learning_rate {train['learning_rate']}: 0.01 x " in output
-    assert (
-        "\nexpected on 1x RTX-4090: less than " in output and "limit of the size: the d" in output
-    )
+    _, train = settings_of(workplace.runs_dir / "mine")
+    assert "\nexpected on 1x RTX-4090: " in output
     assert train["min_train_tokens"] <= 4 * 1_000_000 and train["repeat_data"]
 
 
-def test_a_short_validation_file_gives_fewer_or_shorter_sequences(workplace):
+@pytest.mark.parametrize(
+    ("num_tokens", "context_length", "sequences"), [(50, 16, 3), (12, 8, 1), (5, None, None)]
+)
+def test_a_short_validation_file_gives_fewer_or_shorter_sequences(
+    workplace, num_tokens, context_length, sequences
+):
     workplace.add_dataset()
     workplace.add_run(train={"dataset": "other", "validation_batches": 3})
     validation = workplace.datasets_dir / "tiny/validation.safetensors"
-    write_tokens(validation, np.arange(50, dtype=np.uint16))
-    succeeded(new(workplace, "fewer", "--dataset", "tiny", "--like", "tiny"))
-    model, train = settings_of(workplace.runs_dir / "fewer")
-    assert (model["context_length"], train["validation_sequences"]) == (16, 3)
-    write_tokens(validation, np.arange(12, dtype=np.uint16))
-    succeeded(new(workplace, "shorter", "--dataset", "tiny", "--like", "tiny"))
-    model, train = settings_of(workplace.runs_dir / "shorter")
-    assert (model["context_length"], train["validation_sequences"]) == (8, 1)
-    write_tokens(validation, np.arange(5, dtype=np.uint16))
-    line = error_line(new(workplace, "none", "--dataset", "tiny", "--like", "tiny"))
-    assert "has only 5 tokens; prepare more text" in line
-    assert not (workplace.runs_dir / "none").exists()
+    write_tokens(validation, np.arange(num_tokens, dtype=np.uint16))
+    result = new(workplace, "mine", "--dataset", "tiny", "--like", "tiny")
+    if sequences is None:
+        assert "has only 5 tokens; prepare more text" in error_line(result)
+        assert not (workplace.runs_dir / "mine").exists()
+        return
+    model, train = settings_of(workplace.runs_dir / "mine")
+    assert (model["context_length"], train["validation_sequences"]) == (context_length, sequences)
 
 
 def test_a_dataset_that_names_no_tokenizer_has_the_vocabulary_of_its_ids(workplace):
