@@ -38,22 +38,18 @@ def lengths_like_web_pages(count, mean, seed):
 
 
 def test_every_stretch_has_the_shares_asked_for_in_tokens_not_in_documents():
-    weights = [0.5, 0.3, 0.2]
-    means = [100, 400, 30]
+    weights, means = [0.5, 0.3, 0.2], [100, 400, 30]
     files = [Tokens(lengths_like_web_pages(40_000, mean, mean)) for mean in means]
-    found = itertools.islice(interleaved(files, weights, 9, repeat=False), 30_000)
-    numbers, lengths = zip(*((number, document.size) for number, document in found), strict=True)
     tokens = np.zeros((30_000, 3))
-    tokens[np.arange(30_000), numbers] = lengths
-    so_far = np.cumsum(tokens, axis=0)
-    total = so_far.sum(axis=1)
-    surplus = so_far - total[:, None] * weights
-    assert surplus.max() <= max(lengths), "a source is ahead by more than a document"
+    found = itertools.islice(interleaved(files, weights, 9, repeat=False), 30_000)
+    for row, (number, document) in zip(tokens, found, strict=True):
+        row[number] = document.size
+    so_far, longest = np.cumsum(tokens, axis=0), tokens.max()
+    surplus = so_far - so_far.sum(axis=1, keepdims=True) * weights
+    assert surplus.max() <= longest, "a source is ahead by more than a document"
     in_stretches = so_far[STRETCH:] - so_far[:-STRETCH]
     errors = np.abs(in_stretches - in_stretches.sum(axis=1, keepdims=True) * weights)
-    assert errors.max() <= 2 * max(lengths)
-    documents = np.bincount(numbers) / 30_000
-    assert abs(documents[1] - 0.3) > 0.1, "shares of documents would be another thing"
+    assert errors.max() <= 2 * longest
 
 
 @settings(max_examples=60)
@@ -119,7 +115,8 @@ def of_dataset(documents, name):
 def test_a_mix_has_the_documents_of_its_datasets_in_their_order_and_says_how_many(texts):
     result = succeeded(prepare(*MIX, "out"))
     for split, documents in zip(("train", "validation"), documents_of(Path("out")), strict=True):
-        sources = json.loads(metadata_of(Path("out"), split)["sources"])
+        metadata = metadata_of(Path("out"), split)
+        sources = json.loads(metadata["sources"])
         for name, of_source in texts.items():
             cut = round(len(of_source) * 0.99)
             of_split = of_source[:cut] if split == "train" else of_source[cut:]
@@ -127,23 +124,17 @@ def test_a_mix_has_the_documents_of_its_datasets_in_their_order_and_says_how_man
             assert found == of_split[: len(found)] and found
             num_tokens = sum(len(text.encode()) + 1 for text in found)
             assert sources[name]["num_tokens"] == num_tokens
-            whole = sum(len(text.encode()) + 1 for text in of_split)
-            assert sources[name]["num_passes"] == round(num_tokens / whole, 3)
-        assert sources["edu"]["weight"] == "0.7" and sources["code"]["weight"] == "0.3"
-        assert metadata_of(Path("out"), split)["source"] == "edu=edu:0.7, code=code:0.3"
-        assert "num_text_bytes" not in metadata_of(Path("out"), split), "it is unknown"
+        assert metadata["source"] == "edu=edu:0.7, code=code:0.3"
     line = r"edu, weight 0.7: (69|70)\.\d\d% of the training tokens, \d+ documents, its"
     assert re.search(line, result.stdout)
-    assert "| code | 0.3 | " in Path("out/README.md").read_text()
 
 
 def test_what_is_left_over_is_said_and_repeat_starts_over(texts):
     result = succeeded(prepare(*MIX, "out"))
     line = "the train split ends with the last document of edu, and 77% of code is left over"
-    assert f"warning: {line}" in result.stdout and line in Path("out/README.md").read_text()
+    assert f"warning: {line}" in result.stdout
     result = succeeded(prepare(*MIX, "repeated", "--repeat"))
     assert "is left over" not in result.stdout
-    assert re.search(r"edu, weight 0.7: .* training documents [2-9]\.\d\d times", result.stdout)
     train, validation = documents_of(Path("repeated"))
     assert of_dataset(train, "code") == texts["code"][:396]
     edu = of_dataset(train, "edu")
@@ -165,34 +156,17 @@ def test_up_to_a_hundredth_of_a_dataset_may_be_left_over_and_doubles_are_said(te
     assert metadata_of(Path("both"))["num_validation_documents_in_training"] == number
 
 
-def test_a_validation_split_that_ends_early_is_said_too(tmp_path, monkeypatch):
-    """The last documents of one dataset are short: training is even, validation is not."""
-    monkeypatch.chdir(tmp_path)
-    for name, lengths in (("even", [100] * 400), ("short", [100] * 396 + [5] * 4)):
-        lines = [json.dumps({"text": "x" * length}) + "\n" for length in lengths]
-        Path(f"{name}.jsonl").write_text("".join(lines))
-        succeeded(prepare(f"{name}.jsonl", name, "--tokenizer", "bytes"))
-    result = succeeded(prepare("--mix", "even=even:1", "--mix", "short=short:1", "out"))
-    (line,) = re.findall("warning: .*left over", result.stdout)
-    assert "the validation split ends with the last document of short, and 75% of even" in line
-
-
 def test_stopped_at_any_write_the_same_call_writes_the_same_bytes(texts, tmp_path):
     for name in texts:
-        Path(f"{name}.jsonl").write_text("".join(Path(f"{name}.jsonl").open().readlines()[:12]))
-        succeeded(prepare(f"{name}.jsonl", f"few-{name}", "--tokenizer", "bytes"))
+        arguments = (f"{name}.jsonl", f"few-{name}", "--max-documents", "12")
+        succeeded(prepare(*arguments, "--tokenizer", "bytes"))
     datasets = parse_mix(["a=few-edu:2", "b=few-code:1"])
-
-    def mix(out):
-        mix_datasets(datasets, tmp_path / out, repeat=True)
-
-    mix("whole")
+    mix_datasets(datasets, tmp_path / "whole", repeat=True)
     num_stops = 0
-    for num_writes in (*range(0, 300, 3), None):
-        if not Path("out").exists():
-            with stopping_after(num_writes):
-                mix("out")
-            num_stops += 1
+    while not Path("out").exists():
+        with stopping_after(3 * num_stops):
+            mix_datasets(datasets, tmp_path / "out", repeat=True)
+        num_stops += 1
     assert 20 < num_stops < 100
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not list(tmp_path.glob(".*"))
@@ -218,11 +192,10 @@ TWO = ["--mix", "a=edu:1", "--mix", "b=code:1"]
     [
         *(
             (["--mix", text], f"--mix {text}: wanted NAME=DATASET:WEIGHT")
-            for text in ("a=s", "s:1", "=s:1", "../x=s:1")
-        ),
-        *(
-            (["--mix", f"a=s:{weight}"], f"--mix a=s:{weight}: wanted NAME=DATASET:WEIGHT")
-            for weight in ("0", "0.0", "-1", "nan", "inf", "1e9", "", "1/3")
+            for text in (
+                *("a=s", "s:1", "=s:1", "../x=s:1", "a=s:0", "a=s:0.0", "a=s:-1", "a=s:nan"),
+                *("a=s:inf", "a=s:1e9", "a=s:", "a=s:1/3"),
+            )
         ),
         (["--mix", "a=s:1"], "--mix: is given 1 time; wanted 2 to 10 datasets"),
         (["--mix", "a=s:1"] * 2, "--mix a=s:1: is the second of this name"),
@@ -231,10 +204,7 @@ TWO = ["--mix", "a=edu:1", "--mix", "b=code:1"]
         ([*TWO, "--max-documents", "9"], "--max-documents: is not for --mix"),
         ([*TWO[:3], "b=nowhere:1"], "nowhere/train.safetensors: no such token file"),
         ([*TWO[:3], "b=edu.jsonl:1"], "edu.jsonl/train.safetensors: no such token file"),
-        (
-            [*TWO[:3], "b=other:1"],
-            "other/train.safetensors: wanted documents in tokens of the first",
-        ),
+        ([*TWO[:3], "b=other:1"], "wanted documents in tokens of the first"),
         ([*TWO[:3], "b=cut:1"], "cut/train.safetensors: wanted documents in tokens of the first"),
     ],
 )
