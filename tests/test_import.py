@@ -4,13 +4,10 @@ import hashlib
 import io
 import os
 import resource
-import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
-from huggingface_hub import DatasetCard
 
 from basics.errors import UserError
 from preparation import import_bin
@@ -56,57 +53,49 @@ def test_a_run_can_read_imported_files_of_nanogpt(workplace, tmp_path):
     left.write_text("of another tokenizer")
     result = succeeded(prepare("--import", str(source), str(out), "--tokenizer", "bytes"))
     assert result.stdout.splitlines()[0] == "5 documents, 1,200 tokens"  # 4 and 1 end-of-text
-    assert tokens_in(out)["train"].tolist() == TOKENS.tolist()
-    assert tokens_in(out)["validation"].tolist() == TOKENS[:200].tolist()
-    assert metadata_of(out) == {
-        "tokenizer": "bytes",
-        "source": "train.bin",
-        "num_documents": "4",
-        "num_tokens": "1000",
-        "max_token_id": "256",
-    }
-    card = DatasetCard.load(out / "README.md")
-    assert card.data.task_categories == ["text-generation"] and "bytes of text" not in card.text
+    assert imported(out) == (TOKENS.tolist(), TOKENS[:200].tolist())
+    metadata = metadata_of(out)
+    assert (metadata["num_documents"], metadata["num_tokens"]) == ("4", "1000")
+    assert (metadata["tokenizer"], metadata["max_token_id"]) == ("bytes", "256")
     assert not list(out.parent.glob(".*")) and not (out / "tokenizer.json").exists()
     workplace.add_run(train={"dataset": "mine", "min_train_tokens": 64})
     open_run_data(load_run(workplace.runs_dir, "tiny"), out, world_size=1)
+
+
+def imported(out):
+    """Return the tokens of both splits."""
+    return tuple(tokens_in(out)[split].tolist() for split in ("train", "validation"))
 
 
 @settings(max_examples=15)
 @given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5), chunk=st.integers(1, 50))
 def test_shards_of_llm_c_are_joined_in_the_order_of_their_names(tmp_path_factory, sizes, chunk):
     folder = tmp_path_factory.mktemp("llm_c")
-    parts = np.split(TOKENS[: sum(sizes)], np.cumsum(sizes)[:-1])
+    tokens = TOKENS[: sum(sizes)]
+    parts = np.split(tokens, np.cumsum(sizes)[:-1])
     files = {f"fineweb_train_{i:06}.bin": llm_c(part) for i, part in enumerate(parts)}
     source = write(folder / "source", files | {"fineweb_val_000000.bin": llm_c(TOKENS[:9])})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_bin, "CHUNK_TOKENS", chunk)
         import_tokens(source, folder / "out", "gpt2")
-    tokens = tokens_in(folder / "out")
-    assert tokens["train"].tolist() == TOKENS[: sum(sizes)].tolist()
-    assert tokens["validation"].tolist() == TOKENS[:9].tolist()
+    assert imported(folder / "out") == (tokens.tolist(), TOKENS[:9].tolist())
 
 
 def test_a_single_file_is_divided_by_its_tokens(tmp_path):
     source = write(tmp_path / "source", {"all.bin": llm_c(TOKENS), "one.bin": b"ab"})
     import_tokens(source / "all.bin", tmp_path / "out", "bytes")
-    tokens = tokens_in(tmp_path / "out")
-    assert tokens["train"].tolist() == TOKENS[:990].tolist()
-    assert tokens["validation"].tolist() == TOKENS[990:].tolist()
+    assert imported(tmp_path / "out") == (TOKENS[:990].tolist(), TOKENS[990:].tolist())
     with pytest.raises(UserError, match="one.bin: has one token; wanted two or more"):
         import_tokens(source / "one.bin", tmp_path / "other", "bytes")
 
 
 def test_more_files_than_may_be_open_are_imported(tmp_path):
-    source = write(
-        tmp_path / "source",
-        BOTH | {f"x_train_{i:06}.bin": TOKENS[i : i + 1].tobytes() for i in range(200)},
-    )
+    shards = {f"x_train_{i:06}.bin": TOKENS[i : i + 1].tobytes() for i in range(200)}
+    source = write(tmp_path / "source", BOTH | shards)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
     try:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 100, limits[1])
-        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 100, limits[1]))
         import_tokens(source, tmp_path / "out", "bytes")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -129,107 +118,80 @@ def wide_llm_c(tokens):
 )
 def test_tokens_are_as_wide_as_the_header_of_their_file_says(tmp_path, files):
     import_tokens(write(tmp_path / "source", files), tmp_path / "out", "bytes")
-    assert tokens_in(tmp_path / "out")["train"].tolist() == TOKENS.tolist()
-    assert tokens_in(tmp_path / "out")["validation"].tolist() == TOKENS[:200].tolist()
+    assert imported(tmp_path / "out") == (TOKENS.tolist(), TOKENS[:200].tolist())
 
 
 @pytest.mark.parametrize(
-    ("tokens", "said"),
-    [
-        (TOKENS.astype("<u4"), "32-bit tokens (every second 16-bit number is small)"),
-        (TOKENS.astype("<u4") + 70_000, "32-bit tokens (every second 16-bit number is small)"),
-        (TOKENS.astype("<i8"), "64-bit tokens (every second 16-bit number is small)"),
-    ],
+    ("tokens", "num_bits"),
+    [(TOKENS.astype("<u4"), 32), (TOKENS.astype("<u4") + 70_000, 32), (TOKENS.astype("<i8"), 64)],
 )
 def test_wider_tokens_without_a_header_are_refused_and_can_be_converted(
-    tmp_path, monkeypatch, tokens, said
+    tmp_path, monkeypatch, tokens, num_bits
 ):
-    source = write(
-        tmp_path / "source", {"train.bin": tokens.tobytes()} | {"val.bin": TOKENS[:200].tobytes()}
-    )
-    with pytest.raises(UserError) as caught:
+    source = write(tmp_path / "source", BOTH | {"train.bin": tokens.tobytes()})
+    with pytest.raises(UserError, match=f"train.bin: looks like {num_bits}-bit tokens") as caught:
         import_tokens(source, tmp_path / "out", "bytes")
-    assert f"train.bin: looks like {said}" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     monkeypatch.chdir(source)
     exec(str(caught.value).split("convert it: ")[1], {"np": np})
-    (source / "train.bin").unlink()
-    (source / "val.bin").rename(tmp_path / "val.bin")
     np.save("val.npy", TOKENS[:200])
+    for name in BOTH:
+        (source / name).unlink()
     if tokens.max() > 2**16:
         with pytest.raises(UserError, match="train.npy: token 0 has id 70000, outside the voc"):
             import_tokens(source, tmp_path / "out", "bytes")
     else:
         import_tokens(source, tmp_path / "out", "bytes")
-        assert tokens_in(tmp_path / "out")["train"].tolist() == TOKENS.tolist()
+        assert imported(tmp_path / "out") == (TOKENS.tolist(), TOKENS[:200].tolist())
 
 
 @pytest.mark.parametrize(
     "tokens",
     [
         [0, 1, 2, 3, 4] * 200,
-        [*range(17)] * 60,
         [0] * 1000,  # few letters
-        [300, 2] * 30,
-        [300, 16] + [300, 2] * 400,
+        [300, 2] * 30,  # too few tokens to tell
+        [300, 16] + [300, 2] * 400,  # a large second one
     ],
-)  # too few tokens to tell, and a large second one
+)
 def test_small_ids_are_not_taken_for_halves_of_wide_ones(tmp_path, tokens):
-    source = write(
-        tmp_path / "source", BOTH | {"train.bin": np.array(tokens, dtype="<u2").tobytes()}
-    )
+    content = np.array(tokens, dtype="<u2").tobytes()
+    source = write(tmp_path / "source", BOTH | {"train.bin": content})
     import_tokens(source, tmp_path / "out", "gpt2")
     assert tokens_in(tmp_path / "out")["train"].tolist() == tokens
+
+
+NO_BIN = {"train.bin": None}
+NOT_WHOLE = "train.npy: not a whole .npy file: "
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid 0\n"
+OTHER_FORMATS = ((20240520, 2), (20240801, 1), (20240326, 3), (20240328, 1))
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            {"train.bin": llm_c(TOKENS, count=999)},
-            "train.bin: 3024 bytes; wanted 3022 for 999 tokens",
-        ),
+        ({"train.bin": llm_c(TOKENS, count=999)}, "train.bin: 3024 bytes; wanted 3022 for 999"),
         ({"train.bin": llm_c(TOKENS)[:-1]}, "train.bin: 3023 bytes; wanted 3024"),
         *(
             (
                 {"train.bin": llm_c(TOKENS, magic=magic, version=version)},
                 f"train.bin: is of llm.c's format {magic} version {version}; wanted tokens",
             )
-            for magic, version in ((20240520, 2), (20240801, 1), (20240326, 3), (20240328, 1))
+            for magic, version in OTHER_FORMATS
         ),
-        (
-            {"train.bin": wide_llm_c([5, 65535, 65536])},
-            "token 1 has id 65535, outside the vocabulary of 257; name another tokenizer",
-        ),
+        ({"train.bin": wide_llm_c([5, 65535, 65536])}, "token 1 has id 65535, outside the voc"),
         ({"train.bin": wide_llm_c([5, 6])[:-2]}, "train.bin: 1030 bytes; wanted 1032 for 2 tokens"),
-        (
-            {"train.bin": None, "train.npy": npy(np.array([5, -1]))},
-            "token 1 has id 18446744073709551615, outside",
-        ),
-        ({"train.bin": None, "train.npy": npy(TOKENS)[:-9]}, "train.npy: not a whole .npy file: "),
-        (
-            {"train.bin": None, "train.npy": npy(np.array([{}]))},
-            "train.npy: not a whole .npy file: ",
-        ),
-        (
-            {"train.bin": None, "train.npy": npy(np.zeros(9))},
-            "holds float64 of shape .9,.; wanted a v",
-        ),
+        (NO_BIN | {"train.npy": npy(np.array([5, -1]))}, "token 1 has id 18446744073709551615, "),
+        (NO_BIN | {"train.npy": npy(TOKENS)[:-9]}, NOT_WHOLE),
+        (NO_BIN | {"train.npy": npy(np.array([{}]))}, NOT_WHOLE),  # a pickle
+        (NO_BIN | {"train.npy": TOKENS.tobytes()}, NOT_WHOLE),
+        (NO_BIN | {"train.npy": npy(np.zeros(9))}, "holds float64 of shape .9,.; wanted a v"),
+        (NO_BIN | {"train.npy": POINTER}, "LFS"),
+        ({"train.bin": POINTER}, "LFS"),
         ({"train.npy": npy(TOKENS)}, "source: has .bin and .npy files of train; move some away"),
         ({"train.bin": TOKENS.tobytes()[:-1]}, "train.bin: 1999 bytes; wanted 1998"),
         ({"train.bin": b""}, "train.bin: 0 bytes"),
-        ({"train.bin": None, "train.npy": TOKENS.tobytes()}, "train.npy: not a whole .npy file: "),
-        *(
-            (
-                {"train.bin": None, name: b"version https://git-lfs.github.com/spec/v1\noid 0\n"},
-                "LFS",
-            )
-            for name in ("train.bin", "train.npy")
-        ),
-        (
-            {"train.bin": np.array([5, 257, 6], dtype=np.uint16).tobytes()},
-            "train.bin: token 1 has id 257, outside the vocabulary of 257; name another tokenizer",
-        ),
+        ({"train.bin": b"\5\0\1\1"}, "train.bin: token 1 has id 257, outside the vocabulary of"),
         ({"meta.pkl": b"x"}, "meta.pkl defines another vocabulary"),
         ({"val.bin": None}, r"no val.bin or \*_val_\*.bin; wanted"),
     ],
@@ -253,57 +215,50 @@ def write_with_datatrove(folder, own, num_documents, **options):
         step.run(documents if rank != 1 else [], rank=rank, world_size=3)
 
 
-def documents_in(tokens, end_of_text):
-    """Divide tokens into documents, which end with an end-of-text token."""
-    *documents, rest = np.split(tokens, np.flatnonzero(tokens == end_of_text) + 1)
-    assert not rest.size
-    return [document.tolist() for document in documents]
-
-
 @pytest.mark.parametrize(("width", "is_shuffled"), [(2, False), (4, False), (2, True)])
 def test_files_of_datatrove_are_imported_by_their_documents(tmp_path, width, is_shuffled):
     own, source = write_tokenizer(tmp_path / "own"), tmp_path / "source"
     options = {} if is_shuffled else {"shuffle_documents": False}  # it shuffles by default
     write_with_datatrove(source, own, 150, eos_token="<|endoftext|>", **options)
-    assert not (source / "00001_unshuffled.ds").stat().st_size
     if width == 4:  # as it does with more than 65,535 entries
         for path in source.glob("*.ds"):
             path.write_bytes(np.fromfile(path, "<u2").astype("<u4").tobytes())
+    import_tokens(source, tmp_path / "out", str(own))
     tokenizer = choose_tokenizer(str(own))
     texts = [f"the cat {rank} {i}" for rank in (0, 2) for i in range(150)]
-    ids = [[*tokenizer.encode_ordinary(text), tokenizer.eot_token] for text in texts]
-    arguments = ("--import", str(source), "--tokenizer", str(own))
-    succeeded(prepare(*arguments, str(tmp_path / "out")))
-    tokens = tokens_in(tmp_path / "out")
-    found = {split: documents_in(tokens[split], tokenizer.eot_token) for split in tokens}
-    if is_shuffled:  # within each file
-        assert len(found["train"]) == 297 and found["train"] != ids[:297]
-        assert sorted(found["train"] + found["validation"]) == sorted(ids)
-    else:
-        assert found == {"train": ids[:297], "validation": ids[297:]}
+    found = []
+    for split, num_documents in (("train", 297), ("validation", 3)):
+        tokens = tokens_in(tmp_path / "out")[split]
+        *documents, rest = np.split(tokens, np.flatnonzero(tokens == tokenizer.eot_token) + 1)
+        assert len(documents) == num_documents and not rest.size
+        found += [tokenizer.decode(document[:-1].tolist()) for document in documents]
     assert metadata_of(tmp_path / "out", "validation")["num_documents"] == "3"
-    refused = prepare("--import", str(source), str(tmp_path / "x"))
-    assert ", not of gpt2; name its tokenizer with --tokenizer" in refused.stderr
+    # Shuffled within each file.
+    assert (found == texts) != is_shuffled and sorted(found) == sorted(texts)
+
+
+def test_files_of_datatrove_that_cannot_be_imported(tmp_path):
+    own, source = write_tokenizer(tmp_path / "own"), tmp_path / "source"
+    write_with_datatrove(source, own, 9, eos_token="<|endoftext|>")
+    with pytest.raises(UserError, match=", not of gpt2; name its tokenizer with --tokenizer"):
+        import_tokens(source, tmp_path / "out", "gpt2")
     (index,) = source.glob("00002*.index")
     index.unlink()
-    assert f"{index.name}: no such file" in prepare(*arguments, str(tmp_path / "x")).stderr
-    shutil.rmtree(source)
-    write_with_datatrove(source, own, 3)
-    assert "give DocumentTokenizer an eos_token" in prepare(*arguments, str(tmp_path / "x")).stderr
+    with pytest.raises(UserError, match=f"{index.name}: no such file"):
+        import_tokens(source, tmp_path / "out", str(own))
+    write_with_datatrove(tmp_path / "without", own, 3)
+    with pytest.raises(UserError, match="give DocumentTokenizer an eos_token"):
+        import_tokens(tmp_path / "without", tmp_path / "out", str(own))
 
 
 def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path):
-    own, source = write_tokenizer(tmp_path / "own"), tmp_path / "source"
-    write(source, {"train.bin": np.array([5, 299], dtype="<u2").tobytes(), "val.bin": b"ab"[:0]})
-    np.array([5, 6, 0, 299], dtype="<u2").tofile(source / "val.bin")
-    arguments = ("--import", str(source), "--tokenizer", str(own))
-    succeeded(prepare(*arguments, str(tmp_path / "out")))
+    own = str(write_tokenizer(tmp_path / "own"))
+    source = write(tmp_path / "source", {"train.bin": b"\5\0\6\0", "val.bin": b"\5\0"})
+    import_tokens(source, tmp_path / "out", own)
     assert (tmp_path / "out/tokenizer.json").exists()
     np.array([300], dtype="<u2").tofile(source / "val.bin")
-    assert (
-        "id 300, outside the vocabulary of 300; name another"
-        in prepare(*arguments, str(tmp_path / "other")).stderr
-    )
+    with pytest.raises(UserError, match="id 300, outside the vocabulary of 300; name another"):
+        import_tokens(source, tmp_path / "other", own)
 
 
 # --- the dataset of a run, and digests of downloads
@@ -345,13 +300,12 @@ def test_an_unusable_record_is_none(tmp_path, record):
 
 
 def test_in_the_clients_cache_the_name_is_the_digest(tmp_path):
-    (tmp_path / "blobs").mkdir()
-    for name in (DIGEST, "0123456789012345678901234567890123456789"):
-        (tmp_path / "blobs" / name).write_bytes(CONTENT)
-    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
-    weights.symlink_to(tmp_path / "blobs" / DIGEST)
-    config.symlink_to(tmp_path / "blobs/0123456789012345678901234567890123456789")
-    assert verify_digests([weights, config]) == 1
-    (tmp_path / "blobs" / DIGEST).write_bytes(b"x")
+    (tmp_path / DIGEST).write_bytes(CONTENT)
+    (tmp_path / "0123456789012345678901234567890123456789").write_bytes(CONTENT)  # of git
+    files = [tmp_path / "model.safetensors", tmp_path / "config.json"]
+    files[0].symlink_to(tmp_path / DIGEST)
+    files[1].symlink_to(tmp_path / "0123456789012345678901234567890123456789")
+    assert verify_digests(files) == 1
+    (tmp_path / DIGEST).write_bytes(b"x")
     with pytest.raises(UserError, match="model.safetensors: is damaged"):
-        verify_digests([weights])
+        verify_digests(files)
