@@ -34,7 +34,7 @@ from prepare_dataset import MAX_DEFAULT_WORKERS
 from tests.support.hub_server import Hub, serving, used_in_this_process
 from tests.support.lab_cli import HOSTILE, active_parts
 from tests.support.models import WITH_A_SPACE, write_tokenizer, write_tokenizer_with_a_space
-from tests.support.optional import given, settings, st
+from tests.support.optional import example, given, settings, st
 from tests.support.preparation import (
     BYTES,
     DOCUMENTS,
@@ -90,14 +90,19 @@ def write_texts(kind, texts, folder):
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\ufeff"))
 
 
+LARGE = "a large text " * 40  # is read in pieces
+
+
 @settings(max_examples=40)
+@example([LARGE] * 3, "parquet", 0.5, None, 100, [9])  # in the middle of a document
+@example([LARGE] * 3, "jsonl", 0.5, None, 50, [9])
 @given(
-    texts=st.lists(st.sampled_from(["", "the same"]) | TEXT, min_size=1, max_size=30).filter(any),
-    kind=st.sampled_from(["parquet", "jsonl", "text"]),
-    fraction=st.sampled_from([0.01, 0.1, 0.5, 0.99]),
-    max_documents=st.one_of(st.none(), st.integers(2, 30)),
-    step=st.integers(1, 200),
-    stops=st.lists(st.integers(0, 60), max_size=6),
+    st.lists(st.sampled_from(["", "the same", LARGE]) | TEXT, min_size=1, max_size=30).filter(any),
+    st.sampled_from(["parquet", "jsonl", "text"]),
+    st.sampled_from([0.01, 0.1, 0.5, 0.99]),
+    st.one_of(st.none(), st.integers(2, 30)),
+    st.integers(1, 200),
+    st.lists(st.integers(0, 60), max_size=6),
 )
 def test_a_dataset_has_the_documents_of_its_source_wherever_it_was_stopped(
     tmp_path_factory, texts, kind, fraction, max_documents, step, stops
