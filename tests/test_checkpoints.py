@@ -6,6 +6,9 @@ import shutil
 import signal
 import threading
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import safetensors.torch
@@ -29,7 +32,6 @@ from checkpointing import (
     SnapshotBuffers,
     Validation,
     add_validation,
-    best_of,
     clean_up,
     find_checkpoint,
     list_checkpoints,
@@ -48,15 +50,16 @@ from processes.startup_agreement import Agreement
 from reporting.clock import PhaseClock
 from run_config import load_run
 from tests.support.models import MODEL, damage, describe, save, state
+from tests.support.optional import given, settings, st
 from tests.support.stand_ins import odd_file_system
-from tests.support.workplace import small_disk
+from tests.support.workplace import Workplace, small_disk
 from tokens.batches import open_run_data
 from trainer.background_saver import BackgroundSaver
 from trainer.resuming import ResumePoint, check_same_run, choose_checkpoint, identity_of_launch
 from trainer.startup import prepare_run
 
 NORM = "final_norm.bias"
-A, B = Identity(name="aa"), Identity(name="bb")
+A = Identity(name="aa")
 FULL = "could not be written (No space left on device; make room)"
 DATA = {"train": "100 tokens, abc", "start_train_token": "0", "validation_sequences": "6"}
 
@@ -73,21 +76,6 @@ def test_a_checkpoint_restores_the_loss_scaler_and_no_option_of_the_optimizer(tm
     load_checkpoint(save(tmp_path, 7), loaded)
     assert loaded.optimizer.param_groups[0]["weight_decay"] == 0.7
     assert loaded.loss_scale() == LossScale(scale=2.0**7, growth_tracker=3)
-
-
-def test_snapshots_take_few_blocks_of_memory_and_use_them_again(monkeypatch):
-    monkeypatch.setattr(checkpointing, "SNAPSHOT_BLOCK_BYTES", 2**15)
-    buffers = SnapshotBuffers()
-    snapshot = buffers.take(state(1))
-    tensors = [*snapshot.weights.values(), *snapshot.moments.values()]
-    blocks = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in tensors
-    }
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
-    assert set(blocks.values()) == {2**15}
-    assert num_bytes < sum(blocks.values()) < 1.2 * num_bytes + 2**15
-    again = buffers.take(state(2))
-    assert again.weights[NORM].data_ptr() == snapshot.weights[NORM].data_ptr()
 
 
 def test_latest_is_the_highest_step_and_best_the_lowest_loss(tmp_path, monkeypatch):
@@ -340,22 +328,8 @@ LONGER = "because the run has another length: the schedule ({}) now has 80 steps
 @pytest.mark.parametrize(
     ("train", "was", "num_steps", "changed", "raised"),
     [
-        (
-            {"schedule": "linear"},
-            0.0,
-            80,
-            ["min_train_tokens"],
-            f"the learning rate rises from 0 to 0.0049, {LONGER.format('linear')}",
-        ),
-        ({"schedule_learning_rate": True}, 0.001, 80, [], LONGER.format("cosine")),
-        (
-            {"learning_rate": 0.02},
-            0.01,
-            80,
-            ["learning_rate", "beta1"],
-            "rises from 0.01 to 0.02, because learning_rate changed",
-        ),
-        ({"schedule": "constant"}, 0.001, 80, ["schedule"], "because schedule changed"),
+        ({"schedule": "linear"}, 0.0, 80, ["min_train_tokens"], LONGER.format("linear")),
+        ({"learning_rate": 0.02}, 0.01, 80, ["learning_rate"], "because learning_rate changed"),
         ({"learning_rate": 0.02}, 0.01, 80, None, "the learning rate rises from 0.01 to 0.02"),
         ({"schedule": "wsd"}, 0.01, 80, [], ""),  # before its decay
         ({"schedule": "linear"}, 0.0, 40, [], ""),  # it is finished
@@ -367,10 +341,9 @@ def test_a_rate_that_rises_is_one_warning_with_its_cause(
     workplace, train, was, num_steps, changed, raised
 ):
     workplace.add_run(train=train)
-    run = load_run(workplace.runs_dir, "tiny")
-    found = schedule_warning(run.config, 39, was, num_steps=num_steps, changed=changed)
+    config = load_run(workplace.runs_dir, "tiny").config
+    found = schedule_warning(config, 39, was, num_steps=num_steps, changed=changed)
     assert raised in found and bool(raised) == bool(found)
-    assert changed is not None or "because" not in found
 
 
 def test_before_its_decay_wsd_has_the_rates_of_a_run_of_any_length(workplace):
@@ -405,10 +378,15 @@ def test_a_plain_file_that_names_no_checkpoint_is_replaced(tmp_path):
     assert save(tmp_path, 1).path == link.resolve()
 
 
-def save_as(run, identity, *steps, loss=1.0):
+@cache
+def snapshot():
+    return SnapshotBuffers().take(state(0))
+
+
+def save_as(run, identity, *steps):
     for step in steps:
-        meta = describe(step, loss).model_copy(update={"identity": identity.name})
-        save_checkpoint(run.checkpoints_dir, SnapshotBuffers().take(state(step)), meta)
+        meta = describe(step).model_copy(update={"identity": identity.name})
+        save_checkpoint(run.checkpoints_dir, snapshot(), meta)
 
 
 def launch(run, *, checkpoint=None, fresh=False):
@@ -441,71 +419,53 @@ def bring_back(run):
             shutil.copytree(path, run.checkpoints_dir / path.name)
 
 
-def test_a_run_goes_on_as_what_it_is(run):
-    assert launch(run) == (-1, [])
-    identity = read_identity(run.run_dir)
-    assert launch(run) == (-1, []) and read_identity(run.run_dir) == identity  # nothing saved yet
-    save_as(run, identity, 9, 19)
-    for named in (None, "latest"):
-        assert launch(run, checkpoint=named) == (19, [])
-        assert read_identity(run.run_dir) == identity
-    assert launch(run, checkpoint="best") == (19, [])  # later ones may be elsewhere
-    assert read_identity(run.run_dir).earlier == {identity.name: 19}
+OPERATIONS = st.sampled_from(["save", "go on", "fresh", "bring back"]) | st.integers(0, 9)
 
 
-def test_a_run_that_starts_over_leaves_its_checkpoints_wherever_they_come_from(run):
-    write_identity(run.run_dir, A)
-    save_as(run, A, 9, 19, 39, loss=0.1)
-    assert launch(run, fresh=True) == (-1, []) and steps(run) == []
-    identity = read_identity(run.run_dir)
-    assert identity.name != A.name
-    save_as(run, identity, 4)
-    bring_back(run)
-    assert best_of(list_checkpoints(run.checkpoints_dir)).meta.global_step == 4
-    assert find_checkpoint(run.checkpoints_dir, "latest").meta.global_step == 4
-    assert launch(run) == (4, [])
-    assert steps(run) == [4] and len(list(run.checkpoints_dir.glob("*-iteration-*"))) == 1
+@settings(max_examples=15, deadline=None)
+@given(st.lists(OPERATIONS, max_size=8))
+def test_a_run_goes_on_with_its_own_checkpoints_alone(operations):
+    """Also after steps back (numbers), whatever was set aside and comes back."""
+    with TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)  # which takes most of the time
+        Workplace(Path(place)).add_run()
+        run, line, newest = load_run(Path(place, "runs"), "tiny"), [], 0
+        launch(run)
+        for operation in ("save", "save", *operations, "bring back", "go on"):
+            identity = read_identity(run.run_dir)
+            if operation == "save":
+                newest += 1
+                line.append(newest)
+                save_as(run, identity, newest)
+            elif operation == "bring back":
+                bring_back(run)
+            elif isinstance(operation, int) and line:
+                line = line[: operation % len(line) + 1]
+                named = name_at(run, line[-1])
+                assert launch(run, checkpoint=named) == (line[-1], [])
+                assert read_identity(run.run_dir).name != identity.name
+            elif operation == "fresh":
+                line = []
+                assert launch(run, fresh=True) == (-1, [])
+                assert read_identity(run.run_dir).name != identity.name
+            else:
+                assert launch(run) == (line[-1] if line else -1, [])
+                assert read_identity(run.run_dir) == identity
+            assert steps(run) == line
 
 
-def test_a_step_back_keeps_what_was_before_and_leaves_what_came_after(run):
-    write_identity(run.run_dir, A)
-    save_as(run, A, 9, 19, 29)
-    assert launch(run, checkpoint=name_at(run, 19)) == (19, []) and steps(run) == [9, 19]
-    identity = read_identity(run.run_dir)
-    assert identity.name != A.name and identity.earlier == {A.name: 19}
-    bring_back(run)
-    save_as(run, A, 39)  # the rest comes later
-    assert launch(run)[0] == 19 and read_identity(run.run_dir) == identity
-    save_as(run, identity, 24, 29)
-    assert launch(run) == (29, []) and steps(run) == [9, 19, 24, 29]
-    assert launch(run, checkpoint=name_at(run, 9)) == (9, [])
-    assert read_identity(run.run_dir).earlier == {A.name: 9}
-
-
-def test_two_steps_back_keep_the_whole_line():
-    line = A.after_step_back(A.name, 19)
-    again = line.after_step_back(line.name, 39)
-    assert again.earlier == {A.name: 19, line.name: 39}
-    assert again.includes(A.name, 19) and not again.includes(A.name, 29)
-    assert again.includes(line.name, 39) and not again.includes(line.name, 40)
-    assert again.includes(again.name, 10**6) and not again.includes("another", 0)
-    assert B.after_step_back(A.name, 5).earlier == {A.name: 5}  # from another run's
-    # From a checkpoint that the first step back has left: what came of the other branch goes.
-    aside = again.after_step_back(A.name, 25)
-    assert aside.earlier == {A.name: 25} and not aside.includes(line.name, 21)
-
-
-def test_a_damaged_or_partial_newest_checkpoint_is_no_step_back(run):
+def test_a_damaged_partial_or_linked_newest_checkpoint_is_no_step_back(run, tmp_path):
     write_identity(run.run_dir, A)
     save_as(run, A, 9, 19, 29)
     damaged, partial = (run.checkpoints_dir / name_at(run, step) for step in (19, 29))
-    weights = damaged / "model.safetensors"
-    weights.write_bytes(bytes(len(weights.read_bytes())))
+    damage(damaged / "model.safetensors", "a bit")
     (partial / "manifest.json").unlink()
+    moved = save(tmp_path / "elsewhere", 39)
+    (run.checkpoints_dir / moved.name).symlink_to(moved.path)
     step, warnings = launch(run, checkpoint="latest")
     assert step == 9 and read_identity(run.run_dir) == A and not partial.exists()
-    assert any("is used instead" in warning for warning in warnings)
-    assert any(warning.startswith(f"{partial}: has no manifest, ") for warning in warnings)
+    for wanted in ("is used instead", f"{partial}: has no manifest, ", f"{moved.name}: is a link"):
+        assert any(wanted in warning for warning in warnings), wanted
 
 
 def test_checkpoints_without_an_identity_are_the_runs(run):
@@ -603,13 +563,20 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate):
     assert [found.meta.global_step for found in list_checkpoints(tmp_path)] == [0, 1]
 
 
-def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part", ["checkpoint", "validation loss"])
+def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(tmp_path, monkeypatch, part):
     saver = BackgroundSaver(tmp_path)
     save_and_wait(saver, 0)
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    save_and_wait(saver, 1)
+    if part == "checkpoint":
+        monkeypatch.setattr(safetensors.torch, "save_file", full)
+        save_and_wait(saver, 1)
+    else:
+        save_and_wait(saver, 1)
+        monkeypatch.setattr(checkpointing, "add_validation", full)
+        saver.add_validation(Validation(loss=None))
+        saver.wait()
     assert saver.is_behind
-    assert saver.pop_failure() == f"the checkpoint of step 2 {FULL}" and not saver.pop_failure()
+    assert saver.pop_failure() == f"the {part} of step 2 {FULL}" and not saver.pop_failure()
     load_checkpoint(find_checkpoint(tmp_path, "latest"), state(0))
     assert not named_as_checkpoints(tmp_path, partial=True)
     saver.retry()
@@ -617,7 +584,9 @@ def test_a_write_error_is_reported_and_earlier_checkpoints_stay_whole(tmp_path, 
     monkeypatch.undo()
     saver.retry()
     assert not saver.is_behind and not saver.pop_failure()
-    assert find_checkpoint(tmp_path, "latest").meta.global_step == 1 == saver.num_checkpoints - 1
+    first, second = list_checkpoints(tmp_path)
+    assert second.meta.global_step == 1 == saver.num_checkpoints - 1
+    assert first.validation is None and bool(second.validation) == (part != "checkpoint")
 
 
 def test_a_validation_is_added_once_its_checkpoint_is_whole(tmp_path, gate):
@@ -636,29 +605,3 @@ def test_a_validation_is_added_once_its_checkpoint_is_whole(tmp_path, gate):
     assert not saver.is_behind and not saver.pop_failure()
     (kept,) = list_checkpoints(tmp_path)  # the earlier one is neither the newest nor the best
     assert (kept.meta.global_step, kept.loss) == (1, 0.25)
-
-
-def test_a_validation_that_cannot_be_written_is_tried_again(tmp_path, monkeypatch):
-    saver = BackgroundSaver(tmp_path)
-    save_and_wait(saver, 0)
-    monkeypatch.setattr(checkpointing, "add_validation", full)
-    saver.add_validation(Validation(loss=None))
-    saver.wait()
-    assert saver.is_behind and saver.pop_failure() == f"the validation loss of step 1 {FULL}"
-    monkeypatch.undo()
-    save_and_wait(saver, 1)
-    first, second = list_checkpoints(tmp_path)
-    assert first.validation is not None and first.loss is None and second.validation is None
-
-
-def test_a_checkpoint_that_is_a_link_is_said_to_be_ignored(workplace, tmp_path):
-    run_dir = workplace.add_run()
-    kept = save(run_dir / "checkpoints", 1)
-    moved = save(tmp_path / "elsewhere", 2)
-    (run_dir / "checkpoints" / moved.name).symlink_to(moved.path)
-    name, warnings = choose_checkpoint(load_run(workplace.runs_dir, "tiny"), Options("tiny"))
-    assert name == kept.name
-    assert [line for line in warnings if moved.name in line] == [
-        f"{run_dir / 'checkpoints' / moved.name}: is a link, and a checkpoint is a directory:"
-        " ignored; copy there what it points to"
-    ]
