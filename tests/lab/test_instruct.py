@@ -2,7 +2,6 @@
 local judge that injects faults.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -41,7 +40,6 @@ from tests.support.lab_cli import (
 from tests.support.optional import package
 from tests.support.workplace import read_lines
 from tokens.tokenizer import load_tokenizer
-from trainer.models import load_model
 
 transformers = package("transformers")
 
@@ -128,7 +126,6 @@ def test_the_split_is_that_of_the_book(tmp_path, count, sizes):
     assert (len(found.train), len(found.test), len(found.validation)) == sizes
     entries = [entry.model_dump() for entry in found.train + found.test + found.validation]
     assert entries == entries_of(path)
-    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_the_best_epoch_is_restored_when_validation_loss_rises():
@@ -145,35 +142,17 @@ def test_the_best_epoch_is_restored_when_validation_loss_rises():
     assert mean_loss(model, validation, OPTIONS.batch_size) == losses[-2]  # bit-identical
 
 
-def test_the_seed_determines_dropout_and_order():
-    train = [encoded(f"Ask {n}", output=str(n) * 9)[0][0] for n in range(8)]
-
-    def first_loss(seed, drop_rate):
-        model = new_model(drop_rate=drop_rate)
-        torch.seed()  # the earlier random state does not matter
-        epochs, _ = fine_tuning.tune(
-            model, train, train, dataclasses.replace(OPTIONS, max_epochs=1, seed=seed)
-        )
-        return epochs[1]["train_loss"]
-
-    assert first_loss(1, 0.5) == first_loss(1, 0.5) != first_loss(1, 0.0)
-    assert first_loss(1, 0.0) != first_loss(2, 0.0)
-
-
 def test_cut_and_skipped_entries_are_reported(tuned_place):
     data = tuned_place.root / "data.json"
     entries = entries_of(data)
     entries[0]["output"] = entries[39]["output"] = "long " * 50
     entries[1]["instruction"] = entries[35]["instruction"] = "long " * 50
     data.write_text(json.dumps(entries))
-    result = succeeded(
-        tune(tuned_place, "--max-epochs", "1", "--output", str(tuned_place.root / "b"))
-    )
+    result = succeeded(tune(tuned_place, "--max-epochs", "1"))
     assert "2 entries cut to the context of 192 tokens, 1 skipped" in result.stdout
-    assert "1 questions are longer than the context" in result.stdout
-    record = json.loads((tuned_place.root / "b").read_text())
-    counts = record["data"]
-    assert (counts["train"], counts["cut"], counts["skipped"]) == (33, 2, 1)
+    record = answers_in(tuned_place)
+    counts = {key: record["data"][key] for key in ("train", "cut", "skipped")}
+    assert counts == {"train": 33, "cut": 2, "skipped": 1}
     assert len(record["answers"]) == 4  # none is skipped in the test, so that files stay comparable
 
 
@@ -208,7 +187,6 @@ def test_invalid_data_is_a_user_error_before_tuning(tuned_place, content, messag
         (b"[]", 404, "HTTP Error 404"),
         (b"<html>log in</html>", 200, "Invalid JSON"),
         (b'[{"instruction": "cut', 200, "Invalid JSON"),
-        (b"", 0, "refused"),
     ],
 )
 def test_the_data_of_the_book_is_downloaded_once(
@@ -221,39 +199,33 @@ def test_the_data_of_the_book_is_downloaded_once(
             asked.append(self.path)
             self.send(status, wanted if content is None else content)
 
-    def tuned():
-        return run_lab("tune", *tuned_place.arguments("tiny"), *SHORT)
-
     with listening(Answers) as address:
         monkeypatch.setattr(instructions, "BOOK_URL", f"{address}/data.json")
-        results = [tuned(), tuned()] if status else []
+        first, second = (run_lab("tune", *tuned_place.arguments("tiny"), *SHORT) for _ in range(2))
     if message:
-        error = error_line(results[0] if results else tuned())  # nobody listens there any more
-        assert message in error and "name a file of entries with --data FILE" in error
-        assert not tuned_place.datasets_dir.exists()
+        assert message in error_line(first) and not tuned_place.datasets_dir.exists()
         return
-    assert [succeeded(result) for result in results] and asked == ["/data.json"]
-    assert [path.name for path in tuned_place.datasets_dir.iterdir()] == ["instruction-data.json"]
-    assert (tuned_place.datasets_dir / "instruction-data.json").read_bytes() == wanted
+    assert [succeeded(result) for result in (first, second)] and asked == ["/data.json"]
+    (kept,) = tuned_place.datasets_dir.iterdir()
+    assert kept.name == "instruction-data.json" and kept.read_bytes() == wanted
 
 
 def test_repeated_tunings_differ_in_their_seed_alone_and_keep_the_first_model(tuned_place):
     succeeded(tune(tuned_place, *SHORT, "--repeats", "2", "--seed", "7"))
-    run_dir = tuned_place.runs_dir / "tiny"
-    first, second = (
-        json.loads((run_dir / f"instruction-answers{end}.json").read_text()) for end in ("", "-2")
-    )
-    assert [one["repeat"] for one in (first, second)] == [1, 2]
+    run_dir, model_dir = tuned_place.runs_dir / "tiny", tuned_place.root / "model"
+    names = ("instruction-answers.json", "instruction-answers-2.json")
+    first, second = (json.loads((run_dir / name).read_text()) for name in names)
     assert (first["options"].pop("seed"), second["options"].pop("seed")) == (7, 8)
-    assert first["checkpoint"] == second["checkpoint"] != "best"
     assert first["options"] == second["options"] and first["epochs"][0] == second["epochs"][0]
     assert first["epochs"][1] != second["epochs"][1]
-    alone = str(tuned_place.root / "alone.json")
-    model = ("--model-output", str(tuned_place.root / "model"))
-    succeeded(tune(tuned_place, *SHORT, "--seed", "8", "--output", alone, *model))
-    assert json.loads(Path(alone).read_text())["epochs"] == second["epochs"]
-    weights = [place / "model.safetensors" for place in (run_dir / "tuned", Path(model[1]))]
-    assert weights[0].read_bytes() != weights[1].read_bytes()  # not that of the second seed
+    alone = tuned_place.root / "alone.json"
+    options = ("--seed", "8", "--output", str(alone), "--model-output", str(model_dir))
+    succeeded(tune(tuned_place, *SHORT, *options))
+    assert json.loads(alone.read_text())["epochs"] == second["epochs"]
+    kept, of_second = (
+        (place / "model.safetensors").read_bytes() for place in (run_dir / "tuned", model_dir)
+    )
+    assert kept != of_second
 
 
 def test_places_that_cannot_be_written_are_refused_before_tuning(tuned_place):
@@ -262,42 +234,25 @@ def test_places_that_cannot_be_written_are_refused_before_tuning(tuned_place):
     (tuned_place.root / "link").symlink_to(base)
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
-    before = tuned_place.files()
-    for output in (tuned_place.root, tuned_place.root / "data.json/a.json"):
+    before, data = tuned_place.files(), tuned_place.root / "data.json"
+    for output in (tuned_place.root, data / "a.json"):
         assert "cannot be written" in error_line(tune(tuned_place, "--output", str(output)))
     error = error_line(tune(tuned_place, "--model-output", str(other)))
-    assert "holds other files (thesis.txt)" in error and "--model-output" in error
+    assert "holds other files (thesis.txt)" in error
     for name in (base, tuned_place.root / "link"):
-        error = error_line(
-            run_lab(
-                "tune",
-                str(name),
-                "--data",
-                str(tuned_place.root / "data.json"),
-                "--model-output",
-                str(base),
-            )
-        )
-        assert "is the model that is to be tuned" in error
+        command = ("tune", str(name), "--data", str(data), "--model-output", str(base))
+        assert "is the model that is to be tuned" in error_line(run_lab(*command))
     assert tuned_place.files() == before
 
 
 def test_the_tuned_model_answers_the_test_and_is_kept(tuned_place):
-    lines = succeeded(tune(tuned_place, "--max-epochs", "10")).stdout.splitlines()
-    assert lines[0] == "tiny: 34 entries for training, 2 for validation, 4 for the test"
-    assert lines[1].startswith("epoch 0: before training, validation loss 5.")
+    succeeded(tune(tuned_place, "--max-epochs", "10"))
     record, data = answers_in(tuned_place), tuned_place.root / "data.json"
     lowest = min(record["epochs"], key=lambda epoch: epoch["validation_loss"])
     assert record["model"] == "tiny" and record["best_epoch"] == lowest["number"]
     assert record["checkpoint"].endswith("-iteration-1")
-    assert record["data"] == {
-        "file": str(data),
-        "train": 34,
-        "validation": 2,
-        "test": 4,
-        "cut": 0,
-        "skipped": 0,
-    }
+    counts = {"train": 34, "validation": 2, "test": 4, "cut": 0, "skipped": 0}
+    assert record["data"] == {"file": str(data), **counts}
     assert record["options"]["learning_rate"] == 0.01 and record["options"]["seed"] == 42
     wanted = [entry | {"answer": "Yes."} for entry in entries_of(data)[34:38]]
     assert record["answers"] == wanted  # learnt, including where to stop; in the order of the test
@@ -305,25 +260,11 @@ def test_the_tuned_model_answers_the_test_and_is_kept(tuned_place):
     _, found = read_entries(path, TypeAdapter(AnswersFile))
     assert [answer.model_dump() for answer in found.answers] == wanted
     assert not list(path.parent.glob(".*"))  # no other files were written
-    directory = str(tuned_place.runs_dir / "tiny/tuned")
-    tuned = load_model(directory, runs_dir=tuned_place.runs_dir)
-    assert tuned.tokenizer_name == "bytes" and tuned.model.config.drop_rate == 0
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(directory).eval()
-    tokens = torch.arange(30).view(2, 15)
-    with torch.no_grad():
-        assert (tuned.model(tokens) - theirs(tokens).logits).abs().max() < 1e-4
-    entry = load_entries(data).test[0]
-    shown = run_lab(
-        "generate",
-        directory,
-        "--prompt",
-        entry.prompt(),
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "20",
-    )
+    directory, entry = str(tuned_place.runs_dir / "tiny/tuned"), load_entries(data).test[0]
+    options = ("--prompt", entry.prompt(), "--temperature", "0", "--max-new-tokens", "20")
+    shown = run_lab("generate", directory, *options)
     assert succeeded(shown).stdout == f"{entry.prompt()} Yes.\n"
+    # With the chat template; tests/lab/test_publish.py compares such directories' numbers.
     [found] = transformers.pipeline("text-generation", model=directory)(
         [{"role": "user", "content": entry.instruction}], max_new_tokens=20, do_sample=False
     )
@@ -336,50 +277,23 @@ def test_the_chat_template_renders_the_prompt_of_the_tuning(tuned_place, text):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tuned_place.runs_dir / "tiny/tuned")
     entry = Entry(instruction=" Äsk \n\"'\\n {% x %}", input=text, output="Yes.")
     message = {"role": "user", "content": entry.instruction, "input": entry.input}
-    joined = f"{entry.instruction}\n\n### Input:\n{text}" if text else entry.instruction
-    for messages in ([message], [{"role": "user", "content": joined}]):
-        for add in (True, False):
-            assert (
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add)
-                == entry.prompt()
-            )
     found = tokenizer.apply_chat_template([message], tokenize=True, return_dict=False)
     assert found == load_tokenizer("bytes").encode_ordinary(entry.prompt())
     answered = [message, {"role": "assistant", "content": "Yes."}, message]
     assert tokenizer.apply_chat_template(answered, tokenize=False) == (
         f"{entry.prompt()}Yes.<|endoftext|>{entry.prompt()}"
     )
-    with pytest.raises(Exception, match="user and assistant messages only"):
-        tokenizer.apply_chat_template([{"role": "system", "content": "x"}], tokenize=False)
 
 
-def test_the_card_says_what_the_model_was_tuned_on(tuned_place):
-    succeeded(tune(tuned_place, "--max-epochs", "2", "--max-new-tokens", "1"))
-    card = ModelCard.load(tuned_place.runs_dir / "tiny/tuned/README.md")
-    record = answers_in(tuned_place)
-    facts = card.data.to_dict()
-    assert facts["tags"] == ["gpt2", "ddp-train", "instruction-tuning"]
-    assert "license" not in facts and "base_model" not in facts
-    data = tuned_place.root / "data.json"
-    for wanted in (
-        "# tiny-tuned",
-        f"`tiny` after 0 tokens (checkpoint `{record['checkpoint']}`)",
-        "| file | data.json |",
-        f"| SHA-256 | {load_entries(data).sha256} |",
-        "| entries | 40 |",
-        "| for training, validation, the test | 34, 2, 4 |",
-        "| learning rate, constant (AdamW) | 0.01 |",
-        "| seed | 42 |",
-        "| loss computed on | the response only |",
-        'model=".")',
-        f"| 2 | {record['epochs'][2]['train_loss']:.6f} |",
-    ):
-        assert wanted in card.text, wanted
-    assert str(tuned_place.root) not in card.content and "/tmp" not in card.content
-
-
-def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(tuned_place, monkeypatch):
+def test_the_card_says_what_the_model_was_tuned_on_and_hides_directories(tuned_place, monkeypatch):
     succeeded(tune(tuned_place, *SHORT))
+    card = ModelCard.load(tuned_place.runs_dir / "tiny/tuned/README.md")
+    facts = card.data.to_dict()
+    assert "license" not in facts and "base_model" not in facts
+    sha256 = hashlib.sha256((tuned_place.root / "data.json").read_bytes()).hexdigest()
+    for wanted in (answers_in(tuned_place)["checkpoint"], sha256, "34, 2, 4"):
+        assert wanted in card.text, wanted
+    assert str(tuned_place.root) not in card.content
     monkeypatch.chdir(tuned_place.root)
     base = (tuned_place.runs_dir / "tiny/tuned").rename(tuned_place.root / HOSTILE)
     (tuned_place.root / "data.json").rename(f"{HOSTILE}.json")
@@ -390,8 +304,7 @@ def test_the_card_names_a_base_model_of_the_hub_and_hides_directories(tuned_plac
     assert str(tuned_place.root) not in card.content and not active_parts(card.content)
     monkeypatch.setattr("trainer.models._download", lambda name: base)
     succeeded(run_lab("tune", "someone/gpt", *command, "--model-output", "other"))
-    card = ModelCard.load("other/README.md")
-    assert card.data.base_model == "someone/gpt" and "# gpt-tuned" in card.text
+    assert ModelCard.load("other/README.md").data.base_model == "someone/gpt"
 
 
 # lab judge
@@ -402,12 +315,6 @@ def endpoint():
     pytest.importorskip("openai")
     with judging(Endpoint()) as endpoint:
         yield endpoint
-
-
-def test_a_judge_without_openai_says_how_to_install_it(files, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    line = error_line(judge("http://127.0.0.1:9/v1", *files))
-    assert "needs the package openai: uv run --extra judge lab judge" in line
 
 
 @pytest.fixture
@@ -428,34 +335,18 @@ def write_answers(path, model, worths, *, aside="", topic=""):
         }
         for i, worth in enumerate(worths)
     ]
-    path.write_text(
-        json.dumps(
-            {
-                "model": model,
-                "more": 1,
-                "answers": answers,
-                "checkpoint": "20260101Z000000-iteration-4",
-            }
-        )
-    )
+    record = {"model": model, "answers": answers, "checkpoint": "20260101Z000000-iteration-4"}
+    path.write_text(json.dumps(record))
     return str(path)
 
 
 def judge(endpoint, *arguments, key=""):
     base_url = endpoint if isinstance(endpoint, str) else endpoint.base_url
     where = ["--base-url", base_url] if base_url else []
-    return run_lab(
-        "judge",
-        "--model",
-        "the-judge",
-        "--runs-dir",
-        str(Path(arguments[0]).parent / "runs"),
-        *where,
-        *arguments,
-        OPENAI_API_KEY=key,
-        OPENAI_BASE_URL=None,
-        no_proxy="127.0.0.1",
-    )
+    runs_dir = str(Path(arguments[0]).parent / "runs")
+    environment = {"OPENAI_API_KEY": key, "OPENAI_BASE_URL": None, "no_proxy": "127.0.0.1"}
+    options = ("--model", "the-judge", "--runs-dir", runs_dir, *where)
+    return run_lab("judge", *options, *arguments, **environment)
 
 
 def judged(endpoint, *arguments):
@@ -473,16 +364,15 @@ def scores_in(tmp_path):
 
 def test_each_model_gets_its_own_scores(endpoint, files, tmp_path):
     table = judged(endpoint, *files)
-    assert {model: row[0] for model, row in table.items()} == {
-        "beta": "90.00",
-        "alpha": "38.33",
-        "gamma": "5.50",
-    }  # 460 / 12 and 66 / 12
-    assert list(table) == ["beta", "alpha", "gamma"]  # the best first
-    assert scores_in(tmp_path) == {
-        f"Question {i} ": {model: worths[i] for model, worths in WORTHS.items()}
-        for i in range(NUM_QUESTIONS)
-    }
+    # The best first; 460 / 12 and 66 / 12.
+    assert [(model, row[0]) for model, row in table.items()] == [
+        ("beta", "90.00"),
+        ("alpha", "38.33"),
+        ("gamma", "5.50"),
+    ]
+    for i in range(NUM_QUESTIONS):
+        wanted = {model: worths[i] for model, worths in WORTHS.items()}
+        assert scores_in(tmp_path)[f"Question {i} "] == wanted
     assert len(endpoint.requests) == NUM_QUESTIONS
 
 
@@ -518,43 +408,27 @@ def test_a_bad_reply_is_retried(endpoint, files, kind):
     assert len(endpoint.requests) == NUM_QUESTIONS + 2
 
 
-def test_a_retry_tells_the_judge_what_was_wrong(endpoint, files):
-    endpoint.faults = [Fault("too high")]
-    judged(endpoint, *files, "--concurrency", "1")
-    first, second = (request["messages"][0]["content"] for request in endpoint.requests[:2])
-    assert second.startswith(first) and "answer_1 is not a number from 0 to 100" in second
-
-
 # A request with 400 is repeated without a schema, which may be why it was refused.
-@pytest.mark.parametrize(("kind", "asks"), [("junk", 3), ("500", 6), ("400", 2), ("413", 1)])
+@pytest.mark.parametrize(
+    ("kind", "asks"),
+    [("junk", 3), ("brackets", 3), ("list", 3), ("500", 6), ("400", 2), ("413", 1)],
+)
 def test_failed_questions_are_counted_left_out_and_retried_later(
     endpoint, files, tmp_path, kind, asks
 ):
+    endpoint.faults = [Fault(kind, times=999)]
+    assert "none of 12 questions was judged" in error_line(judge(endpoint, *files))
+    assert len(endpoint.requests) == asks * NUM_QUESTIONS
+    endpoint.requests.clear()
     endpoint.faults = [Fault(kind, times=99, about="Question 5")]
-    result = judge(endpoint, *files)
-    assert result.exit_code == 0
+    result = succeeded(judge(endpoint, *files))
     assert "11 of 12 questions judged by the-judge, 1 failed" in result.stdout
     assert re.search(r"^alpha +37\.27 ", result.stdout, re.MULTILINE)  # (460 - 50) / 11
     assert len(endpoint.requests) == NUM_QUESTIONS - 1 + asks
-    assert "Question 5 " not in scores_in(tmp_path)
     endpoint.faults.clear()
     endpoint.requests.clear()
     assert judged(endpoint, *files)["alpha"][0] == "38.33"
     assert [data["instruction"] for data in endpoint.asked()] == ["Question 5 "]
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason", "asks"),
-    [
-        *((kind, "no JSON object", 3) for kind in ("junk", "brackets", "list")),
-        ("500", "status 500: refused with 500", 6),
-    ],
-)
-def test_no_judged_question_is_an_error(endpoint, files, kind, reason, asks):
-    endpoint.faults = [Fault(kind, times=999)]
-    error = error_line(judge(endpoint, *files))
-    assert "none of 12 questions was judged" in error and reason in error
-    assert len(endpoint.requests) == asks * NUM_QUESTIONS
 
 
 def test_a_judge_that_does_not_answer_in_time_is_a_failure(endpoint, files, monkeypatch):
@@ -574,11 +448,9 @@ def test_a_schema_has_all_labels_and_is_left_out_where_it_is_refused(
     endpoint.knows_schemas = knows_schemas
     assert judged(endpoint, *files, "--concurrency", "1")["alpha"][0] == "38.33"
     first, *others = endpoint.requests
-    asked = first["response_format"]["json_schema"]
+    schema = first["response_format"]["json_schema"]["schema"]
     labels = ["answer_1", "answer_2", "answer_3"]
-    assert asked["strict"] and asked["schema"]["required"] == labels
-    assert list(asked["schema"]["properties"]) == labels
-    assert not asked["schema"]["additionalProperties"]
+    assert schema["required"] == list(schema["properties"]) == labels
     assert {"response_format" in request for request in others} == {knows_schemas}
     assert len(others) == NUM_QUESTIONS - knows_schemas
 
@@ -635,15 +507,6 @@ def test_a_wrong_address_or_key_is_refused_and_shows_no_secret(
     error = error_line(judge(address, *files, key=key))
     assert message in error
     assert not any(word in error for word in ("me:", "cret", "sk-"))
-
-
-def test_a_question_that_is_there_twice_is_asked_once(endpoint, tmp_path):
-    path = tmp_path / "twice.json"
-    write_answers(path, "alpha", [10, 90])
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps(record | {"answers": record["answers"] * 2}))
-    assert "4 of 4 questions judged" in succeeded(judge(endpoint, str(path))).stdout
-    assert len(endpoint.requests) == 2
 
 
 def test_the_same_command_asks_only_missing_questions(endpoint, files, tmp_path):
@@ -732,38 +595,27 @@ def test_several_files_of_one_model_are_named_by_path(endpoint, tmp_path, monkey
     assert {name: row[0] for name, row in table.items()} == {files[0]: "30.00", files[1]: "60.00"}
     asked = len(endpoint.requests)
     monkeypatch.chdir(tmp_path)
-    other = "../" + files[1][files[1].index(tmp_path.name) :]
-    assert judged(endpoint, "30.json", other, files[0]) == table
+    assert judged(endpoint, "30.json", "./60.json", files[0]) == table
     assert len(endpoint.requests) == asked  # nothing is paid for again
-
-
-def test_a_run_gets_the_score_of_the_answers_in_its_directory(endpoint, workplace):
-    files, path = [], workplace.runs_dir / "one/evaluations.jsonl"
-    for run, worths in (("one", [10, 30]), ("two", [60, 60])):
-        workplace.add_run(run)
-        place = workplace.runs_dir / run / "instruction-answers.json"
-        files.append(write_answers(place, run, worths))
-    files.append(write_answers(workplace.runs_dir / "two/other.json", "other", [1, 1]))
-    judged(endpoint, "--runs-dir", str(workplace.runs_dir), *files)
-    (one,), (two,) = (
-        read_lines(workplace.runs_dir / run / "evaluations.jsonl") for run in ("one", "two")
-    )
-    assert (one["judge"], one["score"], one["questions"]) == ("the-judge", 20, 2)
-    assert one["score_interval"] == [10, 30] and two["score"] == 60
-    (other,) = read_lines(workplace.runs_dir / "evaluations.jsonl")  # of a model that is no run
-    assert (other["target"], other["score"], other["judge"]) == ("other", 1, "the-judge")
-    for first_step, kept in ((5, [20]), (4, [])):  # of a launch that goes on, or steps back
-        remove_metrics_from(path, first_step)
-        assert [line["score"] for line in read_lines(path)] == kept
 
 
 def test_the_score_of_a_launched_run_is_its_own_wherever_the_answers_are(endpoint, workplace):
     run_dir = workplace.add_run("one")
     (run_dir / "metrics.jsonl").write_text("{}\n")
-    file = write_answers(workplace.root / "elsewhere.json", "one", [10, 30])
-    succeeded(judge(endpoint, "--runs-dir", str(workplace.runs_dir), file))
-    (line,) = read_lines(run_dir / "evaluations.jsonl")
-    assert line["score"] == 20 and not (workplace.runs_dir / "evaluations.jsonl").exists()
+    files = [
+        write_answers(workplace.root / f"{name}-answers.json", name, worths)
+        for name, worths in (("one", [10, 30]), ("other", [1, 1]))
+    ]
+    judged(endpoint, "--runs-dir", str(workplace.runs_dir), *files)
+    (one,) = read_lines(run_dir / "evaluations.jsonl")
+    assert (one["judge"], one["score"], one["questions"]) == ("the-judge", 20, 2)
+    assert one["score_interval"] == [10, 30]
+    (other,) = read_lines(workplace.runs_dir / "evaluations.jsonl")  # of a model that is no run
+    assert (other["target"], other["score"], other["judge"]) == ("other", 1, "the-judge")
+    for first_step, kept in ((5, [20]), (4, [])):  # of a launch that goes on, or steps back
+        remove_metrics_from(run_dir / "evaluations.jsonl", first_step)
+        scores = [line["score"] for line in read_lines(run_dir / "evaluations.jsonl")]
+        assert scores == kept
 
 
 @pytest.mark.parametrize(
