@@ -26,11 +26,9 @@ from processes import background, distributed
 from processes.background import THREADS
 from processes.command_line import command_line
 from processes.distributed import Process, end_torchrun, share_cpu_cores, this_process
-from run_config import TrainConfig, load_run
+from run_config import TrainConfig
 from tests.support.runs import summary_of, wait_for
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, Workplace, hold_port
-from tokens.batches import open_run_data
-from trainer import startup
 
 CPU = torch.device("cpu")
 LAUNCH_DIR = PROJECT_DIR / "launch"
@@ -95,18 +93,19 @@ def test_the_environment_that_a_process_began_with_tells_what_torchrun_has_set()
         assert found.stdout == said, found.stderr
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for key, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3"}.items():
+@pytest.mark.parametrize(
+    ("environment", "num_gpus", "message"),
+    [
+        ({"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3"}, 2, "local rank 2 has no GPU"),
+        ({"GLOO_SOCKET_IFNAME": "lo,nosuch0"}, 0, "no network interface nosuch0"),
+    ],
+)
+def test_a_place_that_the_machine_lacks_is_refused(monkeypatch, environment, num_gpus, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match="local rank 2 has no GPU of its own; this machine has 2"):
-        this_process()
-
-
-def test_an_interface_that_is_absent_is_refused_before_gloo_looks_for_it(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
-    with pytest.raises(UserError, match="no network interface nosuch0; unset it, or name one of"):
+    with pytest.raises(UserError, match=message):
         this_process()
 
 
@@ -296,34 +295,26 @@ def launch_options(command):
     return torchrun, options
 
 
-def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it():
-    job = yaml.safe_load((LAUNCH_DIR / "skypilot.yaml").read_text())
+@pytest.mark.parametrize("name", ["skypilot", "skypilot-sweep"])
+def test_a_skypilot_job_is_recovered_for_statuses_that_are_worth_it(name):
+    job = yaml.safe_load((LAUNCH_DIR / f"{name}.yaml").read_text())
     recovery = job["resources"]["job_recovery"]
     assert set(recovery["recover_on_exit_codes"]) == WORTH_A_RETRY
     assert job["resources"]["use_spot"] and recovery["max_restarts_on_errors"] == 1
-    ((place, mount),) = job["file_mounts"].items()
-    assert mount["mode"] == "MOUNT_CACHED"
-    command = next(line for line in job["run"].splitlines() if "ddp_train.py" in line)
-    *_, after_checkpoint = shlex.split(command)
-    assert "--after-checkpoint" in command and f" {place}/{{run}}/ " in after_checkpoint
     prefetch = next(line for line in job["setup"].splitlines() if "ddp_train.py" in line)
     assert launch_options(prefetch.partition(".venv/bin/python ")[2])[1].prefetch
-
-
-def test_a_skypilot_sweep_shares_its_runs_on_a_volume():
-    job = yaml.safe_load((LAUNCH_DIR / "skypilot-sweep.yaml").read_text())
-    recovery = job["resources"]["job_recovery"]
-    assert set(recovery["recover_on_exit_codes"]) == WORTH_A_RETRY
-    assert job["resources"]["use_spot"] and recovery["max_restarts_on_errors"] == 1
-    prefetch = next(line for line in job["setup"].splitlines() if "ddp_train.py" in line)
-    _, options = launch_options(prefetch.partition(".venv/bin/python ")[2])
-    assert options.prefetch and str(options.datasets_dir).startswith(*job["volumes"])
+    if name == "skypilot":
+        ((place, mount),) = job["file_mounts"].items()
+        assert mount["mode"] == "MOUNT_CACHED"
+        command = next(line for line in job["run"].splitlines() if "ddp_train.py" in line)
+        assert "--after-checkpoint" in command and f" {place}/{{run}}/ " in command
+        return
     line = next(line for line in job["run"].splitlines() if " -m lab sweep " in line)
     words = line.replace("$CHANGES", job["envs"]["CHANGES"]).partition(" -m lab sweep ")[2]
-    context = sweep_command.make_context("sweep", shlex.split(words))
-    assert context.params["parallel"] == "auto" and context.params["prune"]
+    options = sweep_command.make_context("sweep", shlex.split(words)).params
+    assert options["parallel"] == "auto" and options["prune"]
     for place in ("sweeps_dir", "datasets_dir"):
-        assert str(context.params[place]).startswith(*job["volumes"])
+        assert str(options[place]).startswith(*job["volumes"])
 
 
 def test_a_dstack_task_is_repeated_if_it_was_interrupted_and_keeps_its_runs():
@@ -397,6 +388,19 @@ def test_two_hosts_meet_at_the_first_one():
     assert torchrun.nnodes == "2" and torchrun.rdzv_backend == "c10d"
 
 
+def test_what_starts_a_run_again_does_not_where_a_person_has_to_act():
+    """The service, and the table of the documentation."""
+    text = (LAUNCH_DIR / "ddp-train@.service").read_text()
+    statuses = (BAD_INPUT, NON_FINITE, DISK_FULL, BEHIND_REFERENCE)
+    assert f"RestartPreventExitStatus={' '.join(map(str, statuses))}\n" in text
+    assert "Restart=on-failure\n" in text
+    text = (PROJECT_DIR / "docs" / "rented-machines.md").read_text()
+    rows = dict(re.findall(r"^\| ([0-9, +n]+) \|.*\| (yes|no)[^|]*\|$", text, re.MULTILINE))
+    worth = {"1", "5", "129", "134, 135, 139", "138", "143"}
+    assert {status for status, answer in rows.items() if answer == "yes"} == worth
+    assert {"0", "2", "3", "4", "6", "130", "131", "137"} <= rows.keys()
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_accepts_the_service(tmp_path):
     text = (LAUNCH_DIR / "ddp-train@.service").read_text()
@@ -408,45 +412,3 @@ def test_systemd_accepts_the_service(tmp_path):
     )
     result = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
     assert result.returncode == 0 and not result.stderr, result.stderr
-
-
-def test_the_service_is_not_restarted_where_a_person_has_to_act():
-    text = (LAUNCH_DIR / "ddp-train@.service").read_text()
-    statuses = (BAD_INPUT, NON_FINITE, DISK_FULL, BEHIND_REFERENCE)
-    assert f"RestartPreventExitStatus={' '.join(map(str, statuses))}\n" in text
-    assert "Restart=on-failure\n" in text
-
-
-def test_every_exit_status_says_whether_to_start_again():
-    """The table of the documentation, and what the files do."""
-    text = (PROJECT_DIR / "docs" / "rented-machines.md").read_text()
-    rows = dict(re.findall(r"^\| ([0-9, +n]+) \|.*\| (yes|no)[^|]*\|$", text, re.MULTILINE))
-    assert {status for status, answer in rows.items() if answer == "yes"} == {
-        "1",
-        "5",
-        "129",
-        "134, 135, 139",
-        "138",
-        "143",
-    }
-    assert {"0", "2", "3", "4", "6", "130", "131", "137"} <= rows.keys()
-
-
-@pytest.mark.parametrize(
-    ("train", "processes", "says"),
-    [
-        ({"global_batch_size": 8}, 1, True),
-        ({"global_batch_size": 8}, 2, False),
-        ({"global_batch_size": 2}, 1, False),  # one microbatch
-        ({"gradient_accumulation_steps": 4}, 1, False),
-    ],
-)  # the batch would be another one
-def test_a_run_that_leaves_cores_idle_is_told_of_more_processes(
-    workplace, monkeypatch, train, processes, says
-):
-    monkeypatch.setattr(startup, "num_cpu_cores", lambda: 4)
-    workplace.add_run(train={"gradient_accumulation_steps": None} | train)
-    run = load_run(workplace.runs_dir, "tiny")
-    data = open_run_data(run, workplace.add_dataset(), world_size=processes)
-    _, found = startup.decide_for_device(run, data.plan, CPU)
-    assert any("--nproc-per-node 4 a small model trains faster" in line for line in found) == says
