@@ -7,15 +7,9 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from basics.errors import BEHIND_REFERENCE, UserError
-from lab.compare.compare import find_results, table_of
-from lab.compare.reference import mark_differences, references_of
-from lab.compare.rows import compare
-from lab.runs import read_run
 from lab.sweep.definition import open_sweep
-from reporting import charts
 from reporting.metrics_file import read_metrics
 from reporting.reference import (
     PUBLISHED_PATH,
@@ -213,34 +207,6 @@ def test_a_run_that_is_behind_is_warned_once_and_a_new_curve_is_no_changed_setti
     assert recorded_changes(read_metrics(run_dir / "metrics.jsonl")) == []
     assert summary_of(run_dir)["status"] == "finished"
     assert reference_of_run(run_dir).train[0] == (100, 2.0)
-
-
-def test_charts_lists_and_comparisons_show_the_difference(compared):
-    workplace, run_dir, _, _ = compared
-    steps = [record for record in read_metrics(run_dir / "metrics.jsonl") if "train_loss" in record]
-    axes = Figure().subplots()
-    banded = reference_of_run(run_dir).model_copy(update={"train_std": 0.1})
-    charts.plot_losses(axes, steps, [], reference=banded)
-    line = next(line for line in axes.lines if line.get_label() == "training of other")
-    tokens_per_step = 2 * 16
-    assert line.get_xdata()[0] * tokens_per_step == pytest.approx(steps[0]["tokens"])
-    assert line.get_xdata()[-1] * tokens_per_step == pytest.approx(steps[-1]["tokens"])
-    assert len(axes.collections) == 2  # the run's range and the reference's noise
-    state = read_run(workplace.runs_dir / "run", whole=False)
-    last = steps[-1]
-    difference = last["train_loss"] - last["train_reference_loss"]
-    assert state.reference == "other" and state.train_compared.loss == pytest.approx(difference)
-    results = find_results(workplace.runs_dir, ("run", "tiny"))
-    curves, notes = references_of(results, None, workplace.runs_dir)
-    comparison = compare(results)
-    notes += mark_differences(comparison.rows, curves)
-    values = {row.name: row.values for row in comparison.rows}
-    # Its validations were compared with the first curve only, and this one has none.
-    assert values["run"]["reference_difference"] == pytest.approx(difference)
-    assert values["tiny"]["reference_difference"] is None
-    assert "reference" not in values["run"]["differs"]
-    assert f"{difference:+.4f}" in table_of(comparison).terminal(200)
-    assert notes[0].startswith("to other: ")
 
 
 def test_a_run_that_stays_behind_stops_with_a_checkpoint_and_can_be_continued(tmp_path):

@@ -4,17 +4,14 @@ run, its text, its evaluation, its export.
 
 import json
 import math
-import re
 import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from basics.errors import UserError
 from gpt import GPTModel
 from lab.generate import as_utf8
-from lab.instruct.fine_tuning import Example, mean_loss
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from reporting.sampling import SamplingOptions, decoded, stream_text, stream_tokens
 from run_config import ModelConfig
@@ -108,21 +105,6 @@ def test_each_token_is_computed_once():
     assert lengths == [3] + [1] * 29
 
 
-def test_cudnn_which_plans_for_each_length_computes_none_of_the_attention(monkeypatch):
-    attention, is_allowed = F.scaled_dot_product_attention, []
-
-    def attend(*arguments, **options):
-        is_allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attention(*arguments, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    model = tiny_model()
-    generate_tokens(model, [1, 2, 3], SamplingOptions(max_new_tokens=2))
-    mean_loss(model, [Example([1, 2], [2, 3]), Example([4], [5])], 1)
-    assert is_allowed == [False] * 4 * len(model.blocks)
-    assert torch.backends.cuda.cudnn_sdp_enabled()  # again, as for all else
-
-
 def test_a_sample_ends_at_its_stop_token():
     model, options = tiny_model(), SamplingOptions(20, seed=0)
     free = generate_tokens(model, [5, 6], options)
@@ -185,25 +167,6 @@ def test_samples_and_stops_on_the_command_line(trained):
     stop = alone[0].rstrip("\n")[10]
     stopped = succeeded(generate(trained, *arguments, "--stop", stop)).stdout
     assert stopped == "import" + alone[0][6:].split(stop)[0] + "\n"
-
-
-def test_texts_of_several_models_stand_side_by_side(trained):
-    arguments = ("--prompt", "import", "--max-new-tokens", "8")
-    both = succeeded(generate(trained, "tiny@latest", "tiny", *arguments, "--samples", "2")).stdout
-    for sample, seed in zip(both.split("--- ")[1:], ("42", "43"), strict=True):
-        about, heads, _, *lines = sample.splitlines()
-        assert about == f"{int(seed) - 41} of 2, seed {seed}"
-        assert re.split(r"  +", heads.strip()) == ["tiny@latest", "tiny@best"]
-        middle = heads.index("tiny@best")
-        columns = [line[:middle] for line in lines], [line[middle:] for line in lines]
-        for name, column in zip(("latest", "best"), columns, strict=True):
-            alone = generate(trained, "tiny", "--checkpoint", name, "--seed", seed, *arguments)
-            assert letters("".join(column)) == letters(succeeded(alone).stdout)
-    assert "runs/absent: no such run" in error_line(generate(trained, "tiny", "absent"))
-
-
-def letters(text):
-    return re.findall(r"[a-zA-Z0-9]", text)
 
 
 def test_texts_are_printed_before_the_error_of_a_later_model(trained, tmp_path):
