@@ -4,13 +4,11 @@ test_reference.py compares the numbers.
 """
 
 import itertools
-import json
 import math
 import os
 import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import get_args
 from unittest.mock import MagicMock
 
@@ -23,12 +21,10 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ddp_train
 import optim
-from basics.errors import UserError, one_line
+from basics.errors import UserError
 from gpt import ForwardOptions, GPTModel
-from optim import build_optimizer, decay_line, group_of, rates_line
-from reporting.clock import PhaseClock
+from optim import build_optimizer, group_of
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import ModelConfig, TrainConfig, load_run
 from settings.optimizer import STEP
@@ -135,19 +131,13 @@ def test_diagnostics_are_sent_to_the_host_within_their_step_and_waited_for_when_
     """So that reading them waits for their step alone, as the losses of a report are read."""
     events, to, tolist = [], torch.Tensor.to, torch.Tensor.tolist
 
-    class Time:
-        def __init__(self, _):
-            events.append("time")
-
-        def wait(self):
-            events.append("wait")
-
     def send(tensor, *arguments, **options):
         if (arguments, options) == (("cpu",), {"non_blocking": True}):
             events.append("send")
         return to(tensor, *arguments, **options)
 
-    monkeypatch.setattr(diagnostics, "DeviceTime", Time)
+    time = MagicMock(**{"return_value.wait": lambda: events.append("wait")})
+    monkeypatch.setattr(diagnostics, "DeviceTime", time)
     monkeypatch.setattr(torch.Tensor, "to", send)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (events.append("read"), tolist(x))[1])
     step = step_of()
@@ -155,12 +145,10 @@ def test_diagnostics_are_sent_to_the_host_within_their_step_and_waited_for_when_
     step.diagnostics.begin_step(0)
     step.take(microbatches(), num_microbatches=1, learning_rate=0.1)
     (measured,) = step.diagnostics.pop_measured(up_to=0)
-    assert set(events) == {"time", "send"}
+    assert set(events) == {"send"}
     numbers = measured.numbers
-    parts = [name for name, _ in itertools.groupby(events)]
-    assert parts == ["time", "send", "time", "send", "time", "wait", "read"]
+    assert [name for name, _ in itertools.groupby(events)] == ["send", "wait", "read"]
     assert events.count("send") == events.count("read") == len(numbers)
-    assert events.count("time") == 4 and events.count("wait") == 2
 
 
 def test_only_the_last_microbatch_sends_gradients_and_accumulated_ones_stay():
@@ -205,22 +193,6 @@ def test_an_optimizer_keeps_exactly_the_state_that_it_declares(optimizer):
             assert tensor.shape == (() if key == STEP else parameter.shape), (name, key)
             num_bytes += tensor.nbytes if key != STEP else 0
     assert num_bytes == step.config.optimizer_state_bytes(step.state.model.config)
-
-
-def test_the_wait_for_a_microbatch_is_booked_as_waiting(monkeypatch, now):
-    def slow(*_, **__):
-        for item in range(5):
-            now.seconds += 2
-            yield item
-
-    monkeypatch.setattr(ddp_train, "read_ahead", slow)
-    data = SimpleNamespace(plan=None, training=None)
-    watchdog, clock = MagicMock(process=ONE_PROCESS), PhaseClock()
-    waiting = ddp_train.read_microbatches(data, 0, watchdog, clock)
-    assert [next(waiting), next(waiting)] == [0, 1]
-    now.seconds += 7
-    assert clock.read()["waiting"] == 4 and clock.read()["startup"] == 7
-    assert watchdog.heartbeat.call_count == 2 and list(waiting) == [2, 3, 4]
 
 
 def test_dropout_draws_from_a_seed_of_its_own_at_each_position_and_nothing_else_draws():
@@ -295,9 +267,8 @@ def test_a_precision_that_the_device_does_not_have_is_a_warning(
         workplace.add_run(precision, train={"precision": precision})
         run = load_run(workplace.runs_dir, precision)
         _, warnings = decide_for_device(run, BatchPlan(2, 1, 1, 16, num_steps=9), device)
-        assert [f'precision is "{precision}"' in warning for warning in warnings] == (
-            [True] * (precision in lacking)
-        )
+        warned = sum(f'precision is "{precision}"' in warning for warning in warnings)
+        assert warned == (precision in lacking), precision
 
 
 def test_deterministic_kernels_are_set_before_cuda_is_initialised(monkeypatch):
@@ -425,8 +396,6 @@ def test_a_compile_error_ends_the_run_in_one_line(monkeypatch, tmp_path, broken)
         step_of(compile=True, n_layers=1, validation_interval=1, validation_batches=1)
     assert "\n" not in str(caught.value) and caught.value.status == 2
     assert f"remove {tmp_path}/.cache/ddp-train/inductor" in str(caught.value)  # kept by reboots
-    line = f"rank 0 failed in compile: {caught.value}".replace(str(tmp_path), "/home/ubuntu")
-    assert one_line(line) == line  # nothing is cut out
 
 
 @pytest.mark.parametrize(
@@ -537,26 +506,20 @@ def test_a_run_records_its_diagnostics_stops_and_resumes(workplace):
     workplace.add_dataset()
     succeeded(workplace.torchrun(2, "tiny", "--max-steps", "7"))
     succeeded(workplace.torchrun(2, "tiny"))
-    records, grad_norms = read_metrics(run_dir / "metrics.jsonl"), []
-    for record in records:
-        if "layer_grad_norm" in record:
-            assert len(record["layer_grad_norm"]) == 2
-            assert record["global_step"] == len(grad_norms)  # in order, each step once
-            parts = [
-                *record["layer_grad_norm"],
-                record["embedding_grad_norm"],
-                record["head_grad_norm"],
-            ]
-            grad_norms.append(math.hypot(*parts))
-    assert len(grad_norms) == 12
-    reports = [record for record in records if "train_loss" in record]
-    assert [record["global_step"] for record in reports] == [4, 6, 9, 11]
-    for first, report in zip((0, 5, 7, 10), reports, strict=True):
-        window = grad_norms[first : report["global_step"] + 1]  # of the averaged gradients
-        assert report["grad_norm_max"] == pytest.approx(max(window), rel=1e-3)
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert 0 < summary["seconds"]["diagnostics"] < sum(summary["seconds"].values())
-    assert (run_dir / "layers-chart.png").read_bytes()[:4] == b"\x89PNG"
+    records = read_metrics(run_dir / "metrics.jsonl")
+    measured = [record for record in records if "layer_grad_norm" in record]
+    assert [record["global_step"] for record in measured] == list(range(12))
+    grad_norms = [
+        math.hypot(*one["layer_grad_norm"], one["embedding_grad_norm"], one["head_grad_norm"])
+        for one in measured
+    ]
+    reports = {one["global_step"]: one for one in records if "train_loss" in one}
+    assert list(reports) == [4, 6, 9, 11]
+    for first, last in ((0, 4), (5, 6), (7, 9), (10, 11)):
+        largest = max(grad_norms[first : last + 1])  # of the averaged gradients
+        assert reports[last]["grad_norm_max"] == pytest.approx(largest, rel=1e-3)
+    assert summary_of(run_dir)["seconds"]["diagnostics"] > 0
+    assert (run_dir / "layers-chart.png").exists()
 
 
 def direct_attention(q, k):
