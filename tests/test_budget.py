@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ddp_train
 from basics.text import dollars
 from processes.command_line import Options
 from processes.watchdog import Watchdog
@@ -19,7 +20,7 @@ from reporting.clock import PhaseClock, nearest_limit
 from reporting.estimate import Pace
 from reporting.loss_window import LAG, LossWindow
 from reporting.machine_time import read_uses
-from reporting.run_log import Report, RunLog
+from reporting.run_log import Report, RunLog, SetResult
 from reporting.summary import BUDGET, StopReason, duration
 from run_config import ModelConfig, Run, TrainConfig, load_run
 from tests.support.optional import given, settings, st
@@ -479,3 +480,44 @@ def test_the_time_of_a_launch_counts_from_before_its_model_is_built(workplace, m
     with pytest.raises(pytest.fail.Exception, match="training would start now"):
         run_in_process(*workplace.arguments("tiny"), under_torchrun=True)
     assert calls == [run_dir, run_dir / "heartbeat.json", "state"]
+
+
+def test_the_time_left_after_a_validation_has_the_samples_of_those_to_come(
+    workplace, now, monkeypatch
+):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    clock, window, saved = PhaseClock(), LossWindow(CPU), []
+    workplace.add_run(train={"validation_interval": 10, "sample_prompts": ["a"]})
+    run, plan = load_run(workplace.runs_dir, "tiny"), BatchPlan(2, 2, 1, 16, num_steps=100)
+    pace = Pace(run, plan, clock)
+    pace.begin(run.stages(plan.num_steps))
+    log = RunLog(run, plan, None, None, clock=clock, pace=pace, is_active=True)
+    log.start(0)
+
+    def validates(_):
+        now.seconds += 3
+        return [SetResult("", 5.0)]
+
+    class Slow(Observer):
+        def validation(self, report):
+            with clock.phase("validation"):
+                now.seconds += 20
+
+    trainer = SimpleNamespace(
+        launch=SimpleNamespace(clock=clock, plan=log.plan),
+        log=log,
+        measure_validation_losses=validates,
+        observers=[Slow()],
+        saver=SimpleNamespace(add_validation=saved.append),
+    )
+    clock.enter("training")
+    for _ in range(10):
+        window.add(torch.tensor(3.0), torch.tensor(1.0))
+        now.seconds += 6
+    (closed,) = window.close(9, 0.1, clock, waits=True)
+    values = closed.numbers | {"tokens_per_second": None}
+    log.report_steps(Report(closed.global_step, 0, 3.0, values, closed))
+    ddp_train.Trainer.validate(trainer, 9)
+    validation = read_lines(log.run.metrics_path)[-1]
+    assert validation["validation_seconds"] == 3 and len(saved) == 1
+    assert validation["seconds_left"] == pytest.approx(90 * 60 / 9 + 9 * (3 + 20))

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import optim
 from basics.errors import UserError
 from gpt import ForwardOptions, GPTModel
-from optim import build_optimizer, group_of
+from optim import build_optimizer, decay_line, group_of, rates_line
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import ModelConfig, TrainConfig, load_run
 from settings.optimizer import STEP

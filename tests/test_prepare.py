@@ -524,3 +524,16 @@ def test_memory_stays_small_with_large_documents_and_files(tmp_path, name, conte
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), source, use_dictionary=False)
     command = [*COMMAND, source, tmp_path / "out", "--tokenizer", "bytes", "--workers", "4"]
     assert peak_memory_of([*command, *options]) < 512
+
+
+def test_the_dataset_of_the_demo_has_its_tokens(tmp_path):
+    """Of the text that this Python has: tokens are bytes, so another tokenizer is not needed."""
+    prepare_dataset(python_stdlib(), tmp_path / "out", BYTES)
+    found = b"".join(part.astype("<u2").tobytes() for part in tokens_in(tmp_path / "out").values())
+    chunks = python_stdlib().chunks(None, "none")
+    texts = [piece.data.decode() for chunk in chunks for piece in chunk.pieces]
+    digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+    assert digests == sorted(set(digests)), "each once, in the order of their digests"
+    wanted = [token for text in texts for token in [*text.encode(), 256]]
+    assert found == np.array(wanted, "<u2").tobytes()
+    assert len(found) > 10**7 and 'The "if" statement' in "".join(texts)

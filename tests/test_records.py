@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from basics import device as device_module
 from basics.errors import UserError
 from basics.failpoints import VARIABLE
+from basics.json_files import to_json
 from gpt import GPTModel
 from processes import distributed
 from processes.command_line import Options
@@ -653,3 +655,26 @@ def test_slow_samples_do_not_look_like_a_hang(tmp_path):
     Samples(launch, state, log).validation(Report(3, 64, 5.0, {}))
     assert watchdog.heartbeat.call_count > 10 and clock.read()["validation"] > 0
     assert not log.warn.called and state.model.training
+
+
+def test_nan_never_enters_json():
+    values = {"a": float("nan"), "b": {"c": float("inf"), "d": 1.5}, "e": 3}
+    assert json.loads(to_json(values)) == {"a": None, "b": {"c": None, "d": 1.5}, "e": 3}
+
+
+def test_the_seconds_and_dollars_of_a_record_are_of_one_moment(workplace, run_dir, group):
+    clock = PhaseClock(since=0.0)
+    clock._now, clock.usd_per_hour = count(1.0).__next__, 3600.0  # it moves whenever it is read
+    run = load_run(workplace.runs_dir, "tiny")
+    plan = BatchPlan(1, 1, 2, 16, 1000)
+    log = RunLog(run, plan, None, None, clock=clock, pace=Pace(run, plan, clock), is_active=True)
+    log.record(4, {})
+    log.write_status("running", None)
+    (record,) = read_lines(run.metrics_path)
+    assert record["usd"] == record["seconds"] > 0
+    summary = summary_of(run_dir)
+    assert summary["usd"]["total"] == sum(summary["seconds"].values())
+    window = LossWindow(CPU)
+    window.add(torch.tensor(3.0), torch.tensor(1.0))
+    (closed,) = window.close(4, 0.1, clock, waits=True)
+    assert closed.usd == closed.seconds

@@ -15,6 +15,7 @@ import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import ANY
 
 import datasets
 import numpy as np
@@ -30,6 +31,7 @@ from preparation import cutting, dataset_source, hub
 from preparation.cutting import cut_document, decoded, split_documents
 from preparation.encoding import encode_task
 from preparation.ensure_dataset import is_complete, provide_dataset
+from preparation.text_files import LFS_POINTER
 from tests.support.hub_server import (
     Fault,
     Hub,
@@ -46,7 +48,7 @@ from tests.support.preparation import (
     small_steps,
     tokens_in,
 )
-from tests.support.workplace import run_command, succeeded
+from tests.support.workplace import run_command, small_disk, succeeded
 from tokens.tokenizer import load_tokenizer
 from trainer.models import load_model
 
@@ -837,3 +839,67 @@ def test_real_parquet_with_random_damage(tmp_path, seed):
     result = prepare(str(tmp_path / "a.parquet"), str(tmp_path / "out"), "--tokenizer", "bytes")
     assert result.returncode in (0, 2) and "Traceback" not in result.stderr
     assert (result.returncode == 0) == (tmp_path / "out/train.safetensors").exists()
+
+
+TEXT_BYTES = st.one_of(
+    TEXT.map(str.encode), st.binary(max_size=40), st.sampled_from([b"", b"\0", b"\xef\xbb\xbf"])
+)
+
+
+@settings(max_examples=60)
+@given(
+    files=st.lists(st.tuples(TEXT_BYTES, st.sampled_from(["", ".gz", ".zst"])), max_size=12),
+    step=st.integers(1, 200),
+)
+def test_every_file_of_text_is_a_document(tmp_path_factory, files, step):
+    """However they are packed and read, and from whatever chunk reading begins again."""
+    folder = tmp_path_factory.mktemp("files")
+    wanted, not_wanted = [], set()
+    for i, (content, packed) in enumerate(files):
+        (folder / f"{i:02}.x{packed}").write_bytes(PACK[packed](content))
+        text = content.removeprefix(b"\xef\xbb\xbf")
+        shown = text.decode("utf-8", "replace")
+        num_bad = shown.count("\ufffd") - text.count("\ufffd".encode())
+        if text.startswith((b"\xff\xfe", b"\xfe\xff", LFS_POINTER)) or not text:
+            not_wanted.add(f"{i:02}.x{packed}")
+        elif num_bad + text.count(0) > 0.01 * len(text):
+            not_wanted.add(f"{i:02}.x{packed}")
+        else:
+            wanted.append(shown)
+    if not files:
+        with pytest.raises(UserError, match="contains no files to read"):
+            find_source(folder)
+        return
+    with small_steps(step), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting, "LARGE_DOCUMENT", 20)
+        source = find_source(folder)
+        assert documents(source) == (wanted, dict.fromkeys(not_wanted, ANY))
+        chunks = [(chunk.position, len(list(chunk.pieces))) for chunk in source.chunks(None, "any")]
+        for number, (position, _) in enumerate(chunks):
+            again = [len(list(chunk.pieces)) for chunk in source.chunks(position, "any")]
+            assert again == [length for _, length in chunks[number:]]
+
+
+def test_partial_files_of_killed_downloads_are_removed(tokens_hub, tmp_path):
+    folder = tmp_path / "data" / ".cache" / "huggingface" / "download"
+    folder.mkdir(parents=True)
+    (folder / "old.incomplete").write_bytes(b"half")
+    os.utime(folder / "old.incomplete", (0, 0))
+    (folder / "new.incomplete").write_bytes(b"half")  # another node may be writing it
+    (folder / "gone.incomplete").symlink_to("nothing")  # as one that is finished meanwhile
+    fetch(tokens_hub, tmp_path)
+    assert {path.name for path in folder.glob("*.incomplete")} == {
+        "gone.incomplete",
+        "new.incomplete",
+    }
+
+
+@pytest.mark.parametrize("size", ["4k", "100k"])
+def test_a_full_disk_during_a_download_is_one_line(tokens_hub, tmp_path, size):
+    (tmp_path / "data").mkdir()
+    with small_disk(tmp_path / "data", size), pytest.raises(UserError) as caught:
+        fetch(tokens_hub, tmp_path)
+    assert caught.value.status == 4
+    assert str(caught.value).startswith(
+        f"{tmp_path / 'data'}: cannot be written: No space left on device; "
+    )

@@ -8,10 +8,12 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from basics.errors import UserError
 from gpt import GPTModel
 from lab.generate import as_utf8
+from lab.instruct.fine_tuning import Example, mean_loss
 from preparation.pipeline import PrepareOptions, prepare_dataset
 from reporting.sampling import SamplingOptions, decoded, stream_text, stream_tokens
 from run_config import ModelConfig
@@ -406,3 +408,18 @@ def test_a_changed_tokenizer_is_refused_by_the_trainer_and_damages_a_checkpoint(
 )
 def test_a_prompt_is_utf_8_in_every_locale(argument, wanted):
     assert as_utf8(argument) == wanted
+
+
+def test_cudnn_which_plans_for_each_length_computes_none_of_the_attention(monkeypatch):
+    attention, is_allowed = F.scaled_dot_product_attention, []
+
+    def attend(*arguments, **options):
+        is_allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    model = tiny_model()
+    generate_tokens(model, [1, 2, 3], SamplingOptions(max_new_tokens=2))
+    mean_loss(model, [Example([1, 2], [2, 3]), Example([4], [5])], 1)
+    assert is_allowed == [False] * 4 * len(model.blocks)
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # again, as for all else

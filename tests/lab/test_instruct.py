@@ -2,6 +2,7 @@
 local judge that injects faults.
 """
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -678,3 +679,18 @@ def test_ctrl_c_saves_requests_in_flight_and_sends_no_more(endpoint, files, tmp_
     endpoint.before_reply = lambda _: None
     assert judged(endpoint, *files)["alpha"][0] == "38.33"
     assert len(endpoint.requests) == 3 + NUM_QUESTIONS - 2
+
+
+def test_the_seed_determines_dropout_and_order():
+    train = [encoded(f"Ask {n}", output=str(n) * 9)[0][0] for n in range(8)]
+
+    def first_loss(seed, drop_rate):
+        model = new_model(drop_rate=drop_rate)
+        torch.seed()  # the earlier random state does not matter
+        epochs, _ = fine_tuning.tune(
+            model, train, train, dataclasses.replace(OPTIONS, max_epochs=1, seed=seed)
+        )
+        return epochs[1]["train_loss"]
+
+    assert first_loss(1, 0.5) == first_loss(1, 0.5) != first_loss(1, 0.0)
+    assert first_loss(1, 0.0) != first_loss(2, 0.0)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -36,6 +37,9 @@ from tests.support.lab_cli import (
 from tests.support.models import random_model, write_tokenizer
 from tests.support.optional import package
 from tests.support.upload_server import taking_uploads
+from tests.support.workplace import run_command
+from tests.support.workplace import succeeded as process_succeeded
+from tokens.token_file import TokenFile
 from tokens.tokenizer import BYTE_LETTERS, choose_tokenizer, load_tokenizer
 from trainer import models
 from trainer.models import LoadedModel, load_model
@@ -683,3 +687,15 @@ def test_publish_writes_gguf_files_under_the_name_of_the_card(trained, tmp_path,
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = publish(trained, "tiny", "--output", str(tmp_path / "nix"), "--gguf")
     assert "needs the package gguf" in error_line(result) and not (tmp_path / "nix").exists()
+
+
+def test_tokens_load_with_safetensors_alone(workplace):
+    path = workplace.add_dataset() / "train.safetensors"
+    code = (
+        "import sys\nfrom safetensors import safe_open\n"
+        f"with safe_open({str(path)!r}, framework='numpy') as file:\n"
+        "    print(file.get_slice('tokens')[2:5].tolist())\n"
+        "assert not {'torch', 'tokens'} & sys.modules.keys()\n"
+    )
+    shown = process_succeeded(run_command(sys.executable, "-c", code)).stdout
+    assert json.loads(shown) == TokenFile(path).read(2, 5).tolist()
