@@ -241,7 +241,7 @@ def check_before_torch() -> None:
                 divided(run, world_size=int(num_processes))  # or an error: nothing is written
             make_run_dir(run)
             lock_run(run.run_dir)
-        if rank is None:
+        if rank is None and sys.stdout.isatty():  # a person waits for the first line
             print_line(f"{run.name}: loading PyTorch")
     except Exception as error:
         if rank is None or isinstance(error, LockedError):

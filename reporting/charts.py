@@ -65,6 +65,8 @@ LINES = {  # prefix and suffix of the quantity in a key: the line's name and col
 }
 REFERENCE_COLORS: dict[Kind, str] = {"train": "tab:cyan", "validation": "tab:orange"}
 SET_COLORS = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
+# The range of the loss chart is that of all but the first steps, if there are so many points.
+FIRST_SHARE, LEAST_LATER, MARGIN = 0.03, 20, 1.02
 MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
 Records = list[dict[str, Any]]
@@ -82,8 +84,11 @@ def draw_charts(run_dir: Path, records: Records) -> None:
             axes.set_ylabel(ylabel)
             plot(axes, *shown)
             _mark_events(axes, records)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(frameon=False)
+            handles, labels = axes.get_legend_handles_labels()
+            if handles:  # below the chart, where it covers no data
+                figure.legend(
+                    handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9
+                )
 
         draw_by_hand(run_dir / name, lay_out)
 
@@ -106,7 +111,7 @@ def draw_charts(run_dir: Path, records: Records) -> None:
         draw("grad-norm-chart.png", "gradient norm", partial(_plot_grad_norms, limit=limit), steps)
         since = max((step for step, _ in recorded_changes(records)), default=0)
         plot = partial(_plot_learning_rates, config=config, num_steps=num_steps, since=since)
-        draw("learning-rate-chart.png", "learning rate", plot, steps)
+        draw("learning-rate-chart.png", "learning_rate (other rates in proportion)", plot, steps)
     if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(
             run_dir / "layers-chart.png", lambda figure: plot_layers(figure, measured, title)
@@ -156,11 +161,11 @@ def _mark_events(axes: Axes, records: Records) -> None:
 
 
 def _label_steps(axes: Axes) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axes.set_xlabel("global step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def draw_by_hand(path: Path, plot: Callable[[Figure], object]) -> Path:
@@ -259,8 +264,13 @@ def plot_losses(
             marker="*",
             markersize=14,
             linestyle="none",
-            label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1}",
+            label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1:,}",
         )
+    # The first steps fall from the loss of a guess: with them, all others would be a flat line.
+    later = x > FIRST_SHARE * x[-1]
+    if later.sum() >= LEAST_LATER:
+        losses = [record["validation_loss"] for record in validations]
+        axes.set_ylim(top=MARGIN * np.nanmax([*high[later], *losses]))
     _add_usd_axis(axes, steps)  # last: it takes over the limits
 
 

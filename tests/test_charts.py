@@ -103,7 +103,7 @@ def test_the_loss_chart_shows_training_validation_the_best_one_and_the_one_befor
     points = {label: line.get_xydata().tolist() for label, line in lines.items()}
     training = points["training, mean between two points"]
     assert training[0] == [10, pytest.approx(10 * 10**-0.2)] and len(points["validation"]) == 20
-    assert points["best: 2.2367 at step 2000"] == [points["validation"][-1]]
+    assert points["best: 2.2367 at step 2,000"] == [points["validation"][-1]]
     assert points["validation before training: 5.5000"] == [[0, 5.5]]
 
 

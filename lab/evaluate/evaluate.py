@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ABOUT = ("target", "checkpoint", "global_step", "trained_tokens")  # of what a record is
+OF_THE_LOSS = ("perplexity", "bits_per_byte")  # functions of it, whose intervals say no more
+SLICE = "{num_tokens:,} tokens of {dataset} {split} from token {start_token:,}"
 DECIMALS = {"loss": 6, "perplexity": 3, "bits_per_byte": 6}  # of figures; of others 4
 
 
@@ -137,14 +139,19 @@ def table(records: list[Record]) -> Table:
         )
 
     keys = list(dict.fromkeys(key for record in records for key in _figures(record)))
-    figures = {f"{key.replace('_', ' ')} [95%]": f"{{{key}}}" for key in keys}
-    columns = figures | {  # by head, the format of a cell
-        "tokens": "{num_tokens:,}",
-        "start token": "{start_token:,}",
-        "dataset": "{dataset} {split}",
+    columns = {  # by head, the format of a cell
+        f"{key.replace('_', ' ')}{'' if key in OF_THE_LOSS else ' [95%]'}": f"{{{key}}}"
+        for key in keys
     }
+    notes = []
     if tasks != [None]:
-        columns = {"task": "{benchmark}"} | figures | {"questions": "{questions:,}"}
+        columns = {"task": "{benchmark}"} | columns | {"questions": "{questions:,}"}
+    else:
+        measured = {SLICE.format(**record) for record in records}
+        if len(measured) > 1:
+            columns["measured on"] = SLICE
+        else:
+            notes.append(f"measured on {measured.pop()}")
     rows = []
     for record in sorted(records, key=rank):
         model = record["target"]
@@ -152,17 +159,33 @@ def table(records: list[Record]) -> Table:
             model += f" ({record['checkpoint']})"
         shown = record | {key: _cell(record, key) for key in keys}
         rows.append([model, *(text.format(**shown) for text in columns.values())])
-    return Table([Column("model", "left"), *map(Column, columns)], rows, notes=_notes(records))
+    return Table(
+        [Column("model", "left"), *map(Column, columns)],
+        rows,
+        notes=notes + _notes(records),
+        hidden_first=("perplexity",),
+    )
 
 
 def _notes(records: list[Record]) -> list[str]:
-    """Return why losses have no interval, a line for each number of tokens."""
+    """Return what an interval is of, or why losses have none, for each number of tokens."""
     short = {
         (record["num_tokens"], record["blocks"])
         for record in records
         if record.get("loss") is not None and record["loss_interval"] is None
     }
-    return [
+    found = []
+    if any(record["checkpoint"] and "loss" in record for record in records):
+        found.append(
+            "this is not the run's own validation loss, which is of the tokens that its train.json"
+            " names and in its precision; here all is float32"
+        )
+    if any(record.get("loss_interval") for record in records):
+        found.append(
+            "[95%]: how much the loss of this model depends on the choice of the text; how much it"
+            " depends on the seed of the training, lab sweep --seeds shows"
+        )
+    return found + [
         f"no interval: {num_tokens:,} tokens are {counted(blocks, 'block')} of neighbouring"
         " documents, too few to show how much the loss would vary; measure on more text"
         for num_tokens, blocks in sorted(short)
@@ -174,7 +197,7 @@ def _cell(record: Record, key: str) -> str:
         return "-"
     decimals = DECIMALS.get(key, 4)
     text = f"{record[key]:.{decimals}f}"
-    if interval := record[f"{key}_interval"]:
+    if key not in OF_THE_LOSS and (interval := record[f"{key}_interval"]):
         of_bounds = min(decimals, 4)
         text += f" [{interval[0]:.{of_bounds}f}, {interval[1]:.{of_bounds}f}]"
     return text
