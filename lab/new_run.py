@@ -173,7 +173,7 @@ def _about_plan(run: Run, plan: BatchPlan) -> list[str]:
     lines = []
     if plan.num_steps < FEW_STEPS:
         lines.append(
-            f"these are only {plan.num_steps:,} steps: give it more text, or a smaller"
+            f"this is only {counted(plan.num_steps, 'step')}: give it more text, or a smaller"
             " global_batch_size"
         )
     first, *others = run.stages(plan.num_steps)

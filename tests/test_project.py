@@ -518,6 +518,12 @@ def test_git_ignores_what_the_commands_write_and_not_what_ships(tmp_path):
     assert found.stdout.splitlines() == written
 
 
+def test_scripts_keep_their_line_ends_in_a_clone_on_windows():
+    scripts = ["setup_lambda.sh", ".ci/run", "ddp_train.py", "launch/slurm.sbatch"]
+    found = run_command("git", "-C", str(PROJECT_DIR), "check-attr", "eol", *scripts).stdout
+    assert [line.rsplit(": ", 1)[1] for line in found.splitlines()] == ["lf"] * len(scripts)
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_are_clean():
     result = subprocess.run(

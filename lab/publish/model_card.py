@@ -115,10 +115,11 @@ def model_card(target: LoadedModel, request: PublishRequest) -> str:
     tokenizer = target.tokenizer_name or "unknown tokenizer"
     if target.tokenizer_path:
         tokenizer = TOKENIZER_FILE
-    prompt = "Every effort moves you"
+    prompts = settings.get("sample_prompts")  # the run's own, which suit its text
+    is_named = isinstance(prompts, list) and prompts and isinstance(prompts[0], str)
+    prompt = prompts[0] if is_named else "The "
     notes = ""
     if target.tokenizer_name == "bytes":
-        prompt = "def "
         notes = "Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n"
     results = {f"{one.metric_name}, {one.dataset_name}": f"{one.metric_value:.6f}" for one in found}
     records = read_metrics(target.run.metrics_path)
@@ -142,7 +143,8 @@ def model_card(target: LoadedModel, request: PublishRequest) -> str:
         head="tied to the token embedding" if config.tie_weights else "separate",
         biases="yes" if config.qkv_bias else "no (stored as zeros)",
         results=_rows(results),
-        prompt=prompt,
+        prompt=json.dumps(prompt),  # in Python's code it is the same
+        num_new_tokens=min(50, config.context_length // 2),
         notes=notes,
         step=step,
         train_loss="-" if meta.train_loss is None else f"{meta.train_loss:.6f}",
@@ -167,6 +169,11 @@ def changed_card(path: Path, request: PublishRequest) -> str:
     card.text = ADDRESS.sub(rf'\1"{request.repository or HERE}"', before.rstrip("\n"))
     parts = [str(card), *[GGUF] * request.with_gguf, own.strip("\n")]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def names_licence(directory: Path) -> bool:
+    front_matter = read_regular_file(directory / "README.md").partition("\n---")[0]
+    return "\nlicense:" in front_matter
 
 
 def public_name(name: str, *, beside: Path | None = None) -> str:

@@ -68,13 +68,15 @@ def command(**options: Any) -> None:
     """
     # Imported here so that --help does not wait for torch.
     from lab.publish.export import export_model, find_dataset, send
-    from lab.publish.model_card import PublishRequest
+    from lab.publish.model_card import PublishRequest, names_licence
 
     request = PublishRequest(**options)
     request.check()
     upload = find_dataset(request) or export_model(request)
     for name in upload.files:
         click.echo(visible(f"{(upload.folder / name).stat().st_size:>15,} bytes  {name}"))
+    if upload.kind == "model" and not names_licence(upload.folder):
+        click.echo("the model card names no licence: name it with --license before others use it")
     if request.repository is None:
         click.echo(visible(f"written to {upload.folder}"))
     elif request.is_dry_run:

@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,10 +95,17 @@ def no_tokenizer():
 
 
 @torch.no_grad()
-def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(trained, tmp_path):
+def test_an_export_is_a_standard_gpt2_with_its_tokenizer_and_card(
+    trained, tmp_path, monkeypatch, capsys
+):
     output = tmp_path / "export"
     result = succeeded(publish(trained, "tiny", "--output", str(output)))
     assert names_in(output) == EXPORTED | CHARTS and f"written to {output}" in result.stdout
+    assert "the model card names no licence" in result.stdout
+    monkeypatch.chdir(output)
+    (code,) = re.findall(r"```python\n(.*?)```", (output / "README.md").read_text(), re.S)
+    exec(code)
+    assert capsys.readouterr().out.startswith("The ")  # and no longer than the model's context
     ours = load_model("tiny", runs_dir=trained.runs_dir).model
     theirs = transformers.GPT2LMHeadModel.from_pretrained(output).eval()
     tokens = torch.arange(30).view(2, 15)
