@@ -118,7 +118,8 @@ def worker_main(agreement: Agreement, clock: PhaseClock) -> int:
     options = options.after_restart(agreement.step_before_restart())
     progress = StartupProgress(
         options.run,
-        lambda: "compiling" if clock.current == COMPILE else f"checking ({agreement.step})",
+        lambda: f"checking {agreement.step}" if clock.current == "startup" else clock.current,
+        clock.launch_seconds,
         is_active=process.is_main,
     )
     watchdog = Watchdog(
@@ -393,6 +394,7 @@ class Trainer:
                 self.add_layers(stage)
                 self.pace.begin(stages[place:])
             global_step = self.train_steps(stage.steps)
+        launch.progress.close()  # also of a launch that took no step
         del self.step.parallel_loss  # its threads must be gone before its process group
         return global_step
 

@@ -68,7 +68,8 @@ def decay_line(model: nn.Module, config: TrainConfig) -> str:
 
     def size_of(groups: list[Group]) -> str:
         sizes = [size for group, size in grouped if group in groups]
-        return f"{len(sizes)} tensors ({', '.join([*groups, f'{sum(sizes):,} parameters'])})"
+        names = f" of {', '.join(groups)}" if groups else ""
+        return f"{len(sizes)} tensors{names} ({sum(sizes):,} parameters)"
 
     present = [group for group in GROUPS if group in dict(grouped)]
     decayed = [group for group in present if is_decayed(group, config)]

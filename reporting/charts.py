@@ -67,6 +67,7 @@ REFERENCE_COLORS: dict[Kind, str] = {"train": "tab:cyan", "validation": "tab:ora
 SET_COLORS = ("tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 # The range of the loss chart is that of all but the first steps, if there are so many points.
 FIRST_SHARE, LEAST_LATER, MARGIN = 0.03, 20, 1.02
+LEGEND_CHARACTERS = 120  # in a row, of its labels
 MAX_LINES = 16  # of a deeper model, so many layers are drawn
 
 Records = list[dict[str, Any]]
@@ -86,8 +87,14 @@ def draw_charts(run_dir: Path, records: Records) -> None:
             _mark_events(axes, records)
             handles, labels = axes.get_legend_handles_labels()
             if handles:  # below the chart, where it covers no data
+                columns = max(1, min(3, LEGEND_CHARACTERS // max(map(len, labels))))
                 figure.legend(
-                    handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9
+                    handles,
+                    labels,
+                    loc="outside lower center",
+                    ncols=columns,
+                    frameon=False,
+                    fontsize=9,
                 )
 
         draw_by_hand(run_dir / name, lay_out)
@@ -160,11 +167,11 @@ def _mark_events(axes: Axes, records: Records) -> None:
         )
 
 
-def _label_steps(axes: Axes) -> None:
+def _label_steps(axes: Axes, num_ticks: int = 7) -> None:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axes.set_xlabel("global step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=num_ticks, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
@@ -266,12 +273,24 @@ def plot_losses(
             linestyle="none",
             label=f"best: {best['validation_loss']:.4f} at step {best['global_step'] + 1:,}",
         )
-    # The first steps fall from the loss of a guess: with them, all others would be a flat line.
-    later = x > FIRST_SHARE * x[-1]
-    if later.sum() >= LEAST_LATER:
-        losses = [record["validation_loss"] for record in validations]
-        axes.set_ylim(top=MARGIN * np.nanmax([*high[later], *losses]))
+    _leave_out_first_steps(axes, x, high)
     _add_usd_axis(axes, steps)  # last: it takes over the limits
+
+
+def _leave_out_first_steps(axes: Axes, x: Any, high: Any) -> None:
+    """Set the upper limit to the largest of all that is drawn, but at the first steps.
+
+    They fall from the loss of a guess: with them, all others would be a flat line. Nothing is
+    changed where few points are left.
+    """
+    first = FIRST_SHARE * x[-1]
+    if (x > first).sum() < LEAST_LATER:
+        return
+    lines = [line.get_xydata() for line in axes.lines]
+    drawn = np.concatenate([np.column_stack((x, high)), *lines])
+    later = drawn[(drawn[:, 0] > first) & np.isfinite(drawn[:, 1]), 1]
+    if later.size:
+        axes.set_ylim(top=MARGIN * later.max())
 
 
 def find_spikes(steps: Records) -> Records:
@@ -450,7 +469,7 @@ def _plot_quantity(axes: Axes, records: Records, quantity: str, colors: Any) -> 
     if quantity in LOGARITHMIC:
         axes.set_yscale("log", nonpositive="mask")
     axes.set_title(PANELS[quantity], fontsize="medium")
-    _label_steps(axes)
+    _label_steps(axes, num_ticks=3)
 
 
 def draw_run(run_dir: Path, _: Callable[[str], None]) -> None:

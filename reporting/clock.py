@@ -136,7 +136,11 @@ class PhaseClock:
 
     def total_seconds(self) -> float:
         """Return the seconds of all launches until now. Any thread."""
-        return sum(self._earlier_seconds.values()) + self._now() - self._began
+        return sum(self._earlier_seconds.values()) + self.launch_seconds()
+
+    def launch_seconds(self) -> float:
+        """Return the seconds of this launch until now. Any thread."""
+        return self._now() - self._began
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase, over all launches."""

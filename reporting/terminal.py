@@ -185,7 +185,7 @@ class Terminal:
         self._height = 0  # lines of the panel that the next one is drawn over
         self._drawn = -math.inf
         self._records: deque[dict[str, Any]] = deque(maxlen=WARNED_RECORDS)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `say` is called by a thread too, until the first step
 
     @property
     def has_panel(self) -> bool:
@@ -211,37 +211,40 @@ class Terminal:
 
     def add(self, record: dict[str, Any]) -> None:
         """Show the numbers of a record of `metrics.jsonl`, and what it warns of."""
-        self._records.append(record)
-        self.shown.add_losses(record)
-        for key in NUMBERS & record.keys():
-            setattr(self.shown, key, record[key])
-        if memory := record.get("gpu_memory_gib"):
-            self.shown.memory_gib = max(filter(None, memory), default=None)
-        self.shown.warnings = record_warnings(self._records)
+        with self._lock:
+            self._records.append(record)
+            self.shown.add_losses(record)
+            for key in NUMBERS & record.keys():
+                setattr(self.shown, key, record[key])
+            if memory := record.get("gpu_memory_gib"):
+                self.shown.memory_gib = max(filter(None, memory), default=None)
+            self.shown.warnings = record_warnings(self._records)
 
     def draw(self, status: str) -> None:
         """Draw the panel, unless that was done just before."""
         now = time.monotonic()
-        if self._console is None or now < self._drawn + SECONDS_BETWEEN:
-            return
-        self._drawn = now
-        self.shown.status = status
         with self._lock:
+            if self._console is None or now < self._drawn + SECONDS_BETWEEN:
+                return
+            self._drawn = now
+            self.shown.status = status
             self._write(self._erased() + self._panel())
 
     def leave(self) -> None:
         """Draw over nothing that is there; the panel is drawn once more, by `close`."""
-        if self._height:
-            self._write("\n")  # a terminal has shown ^C where the cursor is
-        self._height = 0
-        self._drawn = math.inf
+        with self._lock:
+            if self._height:
+                self._write("\n")  # a terminal has shown ^C where the cursor is
+            self._height = 0
+            self._drawn = math.inf
 
     def close(self, status: str) -> None:
         """Draw the panel for the last time; what is said from here on stands below it."""
-        self._drawn = -math.inf
-        self.draw(status)
-        self._console = None
-        self._height = 0
+        with self._lock:
+            self._drawn = -math.inf
+            self.draw(status)
+            self._console = None
+            self._height = 0
 
     def _panel(self) -> str:
         """Return the panel as text, as far as it fits the terminal, and count its lines."""

@@ -27,6 +27,7 @@ from reporting.charts import (
     plot_losses,
 )
 from reporting.metrics_file import INITIAL_LOSS, METRICS, NUM_LAYERS
+from run_config import load_run
 from tests.support.workplace import TINY_TRAIN, draw_bare
 
 BY_LAYER = [key for key in METRICS if key.startswith("layer_")]
@@ -105,6 +106,53 @@ def test_the_loss_chart_shows_training_validation_the_best_one_and_the_one_befor
     assert training[0] == [10, pytest.approx(10 * 10**-0.2)] and len(points["validation"]) == 20
     assert points["best: 2.2367 at step 2,000"] == [points["validation"][-1]]
     assert points["validation before training: 5.5000"] == [[0, 5.5]]
+
+
+def test_the_loss_chart_has_the_range_of_all_but_the_first_steps_and_a_legend_below():
+    found = records(2000)
+    for record in found:  # a second set is above the first
+        if "validation_loss" in record:
+            record["validation_loss/code"] = 1.5 * record["validation_loss"]
+    figure = plotted_losses(found)
+    top = figure.axes[0].get_ylim()[1]
+    highest = max(
+        r["validation_loss/code"]
+        for r in found
+        if "validation_loss" in r and r["global_step"] > 100
+    )
+    assert (
+        highest
+        <= top
+        < max(record["train_loss_max"] for record in found if "train_loss_max" in record)
+    )
+    few = plotted_losses(records(100))
+    assert few.axes[0].get_ylim()[1] > records(100)[0]["train_loss"]
+    nothing = plotted_losses([record | {"train_loss_max": None} for record in found])
+    assert math.isfinite(nothing.axes[0].get_ylim()[1])
+
+
+def test_the_legend_is_inside_of_the_chart(tmp_path, monkeypatch):
+    settings = json.dumps({"train": {}})
+    (tmp_path / "summary.json").write_text(settings)
+    long = [
+        record
+        | (
+            {
+                "validation_loss/a-set-with-a-long-name": 2.0,
+                "validation_perplexity/a-set-with-a-long-name": 7.0,
+                "validation_bits_per_byte/a-set-with-a-long-name": 1.0,
+            }
+            if "validation_loss" in record
+            else {}
+        )
+        for record in records(2000)
+    ]
+    figure = drawn(tmp_path, long, monkeypatch)["loss-chart.png"]
+    figure.set_size_inches(10, 5.6)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
 
 
 def test_spikes_are_marked_while_the_loss_falls_fast_and_early_in_a_run():
@@ -282,3 +330,13 @@ def test_the_planned_schedule_and_the_clipping_limit_are_drawn(workplace, monkey
     ]
     planned = lines_of(drawn(run_dir, resumed, monkeypatch)["learning-rate-chart.png"])["planned"]
     assert planned.get_xdata()[0] == 51  # before that the schedule was another one
+
+
+def test_the_planned_schedule_of_a_run_with_a_global_batch_is_drawn(workplace, monkeypatch):
+    changes = {"global_batch_size": 8, "gradient_accumulation_steps": None}
+    run_dir = workplace.add_run(train=changes)
+    run = load_run(workplace.runs_dir, run_dir.name)
+    summary = {"num_steps": 200, "train": run.train_settings()}  # all keys, as a run writes them
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    figures = drawn(run_dir, records(100), monkeypatch)
+    assert "planned" in lines_of(figures["learning-rate-chart.png"])

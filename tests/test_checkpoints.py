@@ -605,3 +605,18 @@ def test_a_validation_is_added_once_its_checkpoint_is_whole(tmp_path, gate):
     assert not saver.is_behind and not saver.pop_failure()
     (kept,) = list_checkpoints(tmp_path)  # the earlier one is neither the newest nor the best
     assert (kept.meta.global_step, kept.loss) == (1, 0.25)
+
+
+def test_snapshots_take_few_blocks_of_memory_and_use_them_again(monkeypatch):
+    monkeypatch.setattr(checkpointing, "SNAPSHOT_BLOCK_BYTES", 2**15)
+    buffers = SnapshotBuffers()
+    snapshot = buffers.take(state(1))
+    tensors = [*snapshot.weights.values(), *snapshot.moments.values()]
+    blocks = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in tensors
+    }
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert set(blocks.values()) == {2**15}
+    assert num_bytes < sum(blocks.values()) < 1.2 * num_bytes + 2**15
+    again = buffers.take(state(2))
+    assert again.weights[NORM].data_ptr() == snapshot.weights[NORM].data_ptr()

@@ -9,6 +9,7 @@ import os
 import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 from unittest.mock import MagicMock
 
@@ -21,10 +22,12 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ddp_train
 import optim
 from basics.errors import UserError
 from gpt import ForwardOptions, GPTModel
 from optim import build_optimizer, decay_line, group_of, rates_line
+from reporting.clock import PhaseClock
 from reporting.metrics_file import METRICS, read_metrics
 from run_config import ModelConfig, TrainConfig, load_run
 from settings.optimizer import STEP
@@ -57,13 +60,13 @@ def test_the_rates_of_all_groups_are_named():
 def test_tensors_with_and_without_decay_are_counted_also_where_it_is_0(weight_decay):
     network = GPTModel(ModelConfig(**TINY_MODEL))
     assert decay_line(network, config(weight_decay=weight_decay)) == (
-        f"weight decay {weight_decay} on 11 tensors (matrix, embedding, head, 14,624"
-        " parameters), none on 16 tensors (vector, 352"
+        f"weight decay {weight_decay} on 11 tensors of matrix, embedding, head (14,624"
+        " parameters), none on 16 tensors of vector (352"
         " parameters)"
     )
     line = decay_line(network, config(weight_decay=weight_decay, decay_norms_and_biases=True))
     assert line.endswith(
-        "on 27 tensors (matrix, embedding, head, vector, 14,976 parameters), none on 0"
+        "on 27 tensors of matrix, embedding, head, vector (14,976 parameters), none on 0"
         " tensors (0 parameters)"
     )
 
@@ -602,3 +605,19 @@ def test_late_reports_say_the_same_also_after_a_stop(workplace):
     seconds = [record["seconds"] for record in steps]
     assert seconds == sorted(set(seconds))  # each of its own moment
     assert all(record["tokens_per_second"] > 0 for record in steps)
+
+
+def test_the_wait_for_a_microbatch_is_booked_as_waiting(monkeypatch, now):
+    def slow(*_, **__):
+        for item in range(5):
+            now.seconds += 2
+            yield item
+
+    monkeypatch.setattr(ddp_train, "read_ahead", slow)
+    data = SimpleNamespace(plan=None, training=None)
+    watchdog, clock = MagicMock(process=ONE_PROCESS), PhaseClock()
+    waiting = ddp_train.read_microbatches(data, 0, watchdog, clock)
+    assert [next(waiting), next(waiting)] == [0, 1]
+    now.seconds += 7
+    assert clock.read()["waiting"] == 4 and clock.read()["startup"] == 7
+    assert watchdog.heartbeat.call_count == 2 and list(waiting) == [2, 3, 4]

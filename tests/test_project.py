@@ -196,12 +196,12 @@ def test_the_planned_figures_are_those_of_lab_plan(checkout):
     machines = "--machine 4090=1xRTX-4090@0.50 --machine 8h100=8xH100@23.92"
     assert "at US$0.50 and US$23.92 an hour" in README
     for goal, run in (
-        ("the original's loss of 3.674", "gpt2-small-one-dollar"),
+        ("the original's 3.674, projected", "gpt2-small-one-dollar"),
         ("20 tokens per parameter", "gpt2-small-muon"),
     ):
         plan = json.loads(lab_in(checkout, f"uv run lab plan {run} {machines} --json"))
         usd = {each["name"]: each["usd"] for each in plan["machines"]}
-        (row,) = (line for line in README.splitlines() if line.startswith(f"| {goal} |"))
+        (row,) = (line for line in README.splitlines() if line.startswith(f"| `{run}`: {goal} |"))
         tokens = json.loads((checkout / f"runs/{run}/train.json").read_text())["min_train_tokens"]
         assert row.split(" | ")[1:] == [
             f"{tokens / 1e9:.2f} billion",

@@ -112,19 +112,22 @@ def test_a_finished_run_leaves_its_files(finished):
 def test_a_launch_says_how_many_tensors_and_parameters_decay(finished):
     """Matrices, embeddings and head; norms and biases do not."""
     assert (
-        "\nweight decay 0.1 on 11 tensors (matrix, embedding, head, 14,624"
-        " parameters), none on 16 tensors (vector, 352"
+        "\nweight decay 0.1 on 11 tensors of matrix, embedding, head (14,624"
+        " parameters), none on 16 tensors of vector (352"
         " parameters)\n"
     ) in finished[1]
 
 
 def test_a_launch_says_what_it_is_doing_until_it_is_closed(monkeypatch, capsys):
-    monkeypatch.setattr(startup_progress, "INTERVAL_SECONDS", 0.01)
-    doing = Mock(return_value="checking (data)")
-    progress = StartupProgress("tiny", doing, is_active=True)
+    monkeypatch.setattr(startup_progress, "FIRST_SECONDS", 0.01)
+    doing, silent = Mock(return_value="checking data"), Mock()
+    progress = StartupProgress("tiny", doing, lambda: 7.2, is_active=True)
     wait_until(lambda: doing.call_count > 1)
     progress.close()
-    assert re.match(r"tiny: checking \(data\), \d+ s\n", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert printed.startswith("tiny: checking data, 7 s\ntiny: checking data, 7 s\n")
+    StartupProgress("tiny", silent, lambda: 0.0, is_active=False).close()
+    assert not capsys.readouterr().out and not silent.called
 
 
 def test_metrics_have_one_line_per_report_and_one_per_validation(finished):

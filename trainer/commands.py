@@ -57,7 +57,9 @@ def launch_run(options: Options, clock: PhaseClock, agreement: Agreement) -> int
     if options.prefetch:
         prefetch_run(options, process)
         return 0
-    progress = StartupProgress(options.run, lambda: f"checking ({agreement.step})", is_active=True)
+    progress = StartupProgress(
+        options.run, lambda: f"checking {agreement.step}", clock.launch_seconds, is_active=True
+    )
     with closing(progress):
         prepared = prepare_run(options, process, clock, agreement)
     if prepared.resume.is_finished:
@@ -68,8 +70,10 @@ def launch_run(options: Options, clock: PhaseClock, agreement: Agreement) -> int
     clock.export_to_children()
     before = read_summary(prepared.run)
     status = start_torchrun(num_processes)
-    if status - 128 in STOP_SIGNALS and read_summary(prepared.run) == before:
-        print_line(f"{options.run}: stopped before its first step; the same command starts it")
+    after = read_summary(prepared.run)
+    if status - 128 in STOP_SIGNALS and ("global_step" not in after or after == before):
+        # Not in order, as before the first step: then the workers have printed no summary.
+        print_line(f"{options.run}: stopped at once; the same command goes on")
     return final_status(prepared.run, status)
 
 

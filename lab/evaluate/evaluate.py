@@ -159,8 +159,10 @@ def table(records: list[Record]) -> Table:
             model += f" ({record['checkpoint']})"
         shown = record | {key: _cell(record, key) for key in keys}
         rows.append([model, *(text.format(**shown) for text in columns.values())])
+    # A narrow terminal breaks the name of a model before its checkpoint.
+    min_width = max((len(part) for row in rows for part in row[0].split()), default=0)
     return Table(
-        [Column("model", "left"), *map(Column, columns)],
+        [Column("model", "left", min_width=min_width), *map(Column, columns)],
         rows,
         notes=notes + _notes(records),
         hidden_first=("perplexity",),

@@ -296,7 +296,7 @@ def save_length(run: Run, budget: float) -> str:
             f" {counted(num_steps, 'step')}; to start over with that, move checkpoints/"
             " away"
         )
-    tokens, cost = num_steps * step.tokens_per_step, usd(num_steps)
+    tokens, cost = step.tokens_of(num_steps), usd(num_steps)
     set_number(run.train_path, "min_train_tokens", tokens)
     return (
         f"saved in {run.train_path}: min_train_tokens {tokens} ({counted(num_steps, 'step')})\n"

@@ -28,6 +28,7 @@ CHARTS = {
     "learning-rate-chart.png": "Learning rate",
 }
 HERE = "."  # where the model is that no repository has: in the card's directory
+MAX_PROMPT = 60  # characters, of the example
 MARK = "ddp-train"  # a tag that identifies our cards
 ADDRESS = re.compile(r'(pipeline\("text-generation", model=)"[^"\n]*"')
 FINEWEB = re.compile(r"(gpjt|HuggingFaceFW)/fineweb(-edu)?(-gpt2-tokens)?")  # has no card here
@@ -116,8 +117,9 @@ def model_card(target: LoadedModel, request: PublishRequest) -> str:
     if target.tokenizer_path:
         tokenizer = TOKENIZER_FILE
     prompts = settings.get("sample_prompts")  # the run's own, which suit its text
-    is_named = isinstance(prompts, list) and prompts and isinstance(prompts[0], str)
-    prompt = prompts[0] if is_named else "The "
+    found_prompts = prompts if isinstance(prompts, list) else []
+    usable = (each for each in found_prompts if isinstance(each, str) and each.strip())
+    prompt = next(usable, "The ")[:MAX_PROMPT]
     notes = ""
     if target.tokenizer_name == "bytes":
         notes = "Its tokens are bytes: ids 0 to 255, and 256 for the end of text.\n"
@@ -143,7 +145,7 @@ def model_card(target: LoadedModel, request: PublishRequest) -> str:
         head="tied to the token embedding" if config.tie_weights else "separate",
         biases="yes" if config.qkv_bias else "no (stored as zeros)",
         results=_rows(results),
-        prompt=json.dumps(prompt),  # in Python's code it is the same
+        prompt=ascii(prompt),  # as Python's code has it, on one line
         num_new_tokens=min(50, config.context_length // 2),
         notes=notes,
         step=step,

@@ -495,3 +495,28 @@ def test_a_task_that_cannot_be_scored_is_one_line(trained, lm_eval, content, mes
     line = error_line(lab_evaluate(trained, "tiny", "--task", name))
     assert message in line and f"--task {name}: " in line
     assert not (trained.runs_dir / "tiny/evaluations.jsonl").exists()
+
+
+def test_tasks_without_lm_eval_say_how_to_install_it(trained, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = error_line(lab_evaluate(trained, "tiny", "--task", "hellaswag"))
+    assert "needs the package lm-eval: uv run --extra tasks lab evaluate" in line
+
+
+def test_the_table_of_losses_fits_80_columns():
+    record = {
+        "target": "gpt2-small-1gpu",
+        "checkpoint": "20260101Z120000-iteration-11999",
+        "loss": 3.1,
+        "loss_interval": (3.0, 3.2),
+        "perplexity": 22.2,
+        "perplexity_interval": (20.0, 25.0),
+        "bits_per_byte": 1.01,
+        "bits_per_byte_interval": (1.0, 1.1),
+        "num_tokens": 10,
+        "blocks": 9,
+        "dataset": "d",
+        "split": "validation",
+        "start_token": 0,
+    }
+    assert max(map(len, table([record]).terminal(80).splitlines())) <= 80

@@ -694,3 +694,9 @@ def test_the_seed_determines_dropout_and_order():
 
     assert first_loss(1, 0.5) == first_loss(1, 0.5) != first_loss(1, 0.0)
     assert first_loss(1, 0.0) != first_loss(2, 0.0)
+
+
+def test_a_judge_without_openai_says_how_to_install_it(files, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = error_line(judge("http://127.0.0.1:9/v1", *files))
+    assert "needs the package openai: uv run --extra judge lab judge" in line

@@ -1,5 +1,6 @@
 """`lab publish`: exports, uploads, model cards, GGUF files."""
 
+import ast
 import errno
 import importlib.util
 import json
@@ -507,6 +508,28 @@ def test_a_run_has_the_licence_of_its_dataset_only_if_trained_from_scratch(train
     for start, licence in ((None, "cc-by-4.0"), ("someone/gpt", None)):
         data = ModelCard(card_of(trained, init_from=start)).data
         assert (data.license, data.language) == (licence, ["de", "pt-BR"])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shown"),
+    [
+        (["Once 😀\n"], "Once 😀\n"),
+        (["", "a"], "a"),
+        ([], "The "),
+        ("x", "The "),
+        (["b" * 99], "b" * 60),
+    ],
+)
+def test_the_example_of_a_card_has_the_prompt_of_the_run(trained, prompts, shown):
+    target = load_model("tiny", runs_dir=trained.runs_dir)
+    settings = target.checkpoint.meta.settings | {"sample_prompts": prompts}
+    checkpoint = replace(
+        target.checkpoint, meta=target.checkpoint.meta.model_copy(update={"settings": settings})
+    )
+    card = model_card(replace(target, checkpoint=checkpoint), PublishRequest(source="tiny"))
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    strings = [each.value for each in ast.walk(ast.parse(code)) if isinstance(each, ast.Constant)]
+    assert shown in strings
 
 
 def test_what_was_written_into_a_card_stays_there(trained):

@@ -701,3 +701,8 @@ def test_runs_at_once_end_as_those_one_after_the_other_and_a_failed_one_stops_no
             for name in ("at-once", "one-by-one")
         ]
         assert weights[0] == weights[1]
+
+
+def test_losses_on_other_validation_tokens_are_not_compared(sweeps):
+    cells = sweeps.cells("--change", "start_val_token=5")
+    assert cells["start_val_token=5"][2:6] == ["-", "-", "other validation tokens", "-"]
