@@ -47,7 +47,7 @@ from reporting.machine_time import begin_launch, read_uses, record_launch
 from reporting.metrics_file import CHANGED
 from reporting.run_log import Report, RunLog, SetResult, batch_arithmetic
 from reporting.setting_changes import change_lines, settings_of
-from reporting.summary import RunEnd, final_status
+from reporting.summary import RunEnd, final_status, lab_command
 from run_config import Stage, TrainConfig
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, RunData, dropout_seed, read_ahead
@@ -514,7 +514,7 @@ class Trainer:
             )
         lines.append(f"learning rates: {rates_line(run.model, run.config)}")
         lines.append(decay_line(model, run.config))
-        lines.append(f"checkpoints and charts: {run.run_dir}; to watch: lab watch {run.name}")
+        lines.append(f"checkpoints and charts: {run.run_dir}; {lab_command('watch', run)}")
         for line in lines:
             self.log.say(line)
 

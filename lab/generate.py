@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from basics.cli import RUNS_DIR, FiniteRange
-from basics.errors import UserError, one_line, visible
+from basics.errors import UserError, one_line, print_error, visible
 from lab.table import Column, Table
 
 MIN_WIDTH = 16  # characters to which a text is wrapped beside others
@@ -95,6 +95,9 @@ def command(
         try:
             loaded = load_model(chosen.name, runs_dir=runs_dir, checkpoint_name=chosen.checkpoint)
             tokenizer = loaded.load_tokenizer()
+            if loaded.checkpoint:
+                step = loaded.checkpoint.meta.global_step + 1
+                print_error(f"{chosen.name}: step {step:,}, checkpoint {chosen.checkpoint}")
         except UserError as error:
             if not texts[0]:
                 raise

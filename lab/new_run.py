@@ -32,6 +32,7 @@ from tokens.batch_plan import BatchPlan
 MAX_PASSES = 4
 VALIDATIONS = 10  # in a run
 FEW_STEPS = 100
+MOST_OF_ALL = 0.1  # share of the layers in all parameters, below which the vocabulary is too large
 BLOCK_TOKENS = 2**24  # read at a time
 SMALLEST_CONTEXT = 8
 PROMPT_TOKENS, PROMPT_WORDS = 200, 3
@@ -92,6 +93,7 @@ def command(
 
     # Before the dataset, which may be downloaded: all that can be refused without it.
     box = machine_of_size(params, usd, machine)
+    dataset = dataset.rstrip("/").removeprefix(f"{datasets_dir}/")  # as prepare_dataset.py had it
     is_sized = params is not None or box is not None
     like = like or (BASE if is_sized else "demo")
     run, like = plain_name(runs_dir, run), plain_name(runs_dir, like)
@@ -175,6 +177,14 @@ def _about_plan(run: Run, plan: BatchPlan) -> list[str]:
         lines.append(
             f"this is only {counted(plan.num_steps, 'step')}: give it more text, or a smaller"
             " global_batch_size"
+        )
+    model = run.model
+    matrices = 1 if model.tie_weights else 2  # embedding and head
+    in_layers = model.num_parameters - matrices * model.vocab_size * model.emb_dim
+    if in_layers < MOST_OF_ALL * model.num_parameters and plan.num_tokens < model.num_parameters:
+        lines.append(
+            f"{1 - in_layers / model.num_parameters:.0%} of the parameters are the vocabulary's,"
+            " and the text is short for it: lab tokenizer makes a smaller one from your text"
         )
     first, *others = run.stages(plan.num_steps)
     if others:

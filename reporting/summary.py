@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from basics.cli import RUNS
 from basics.errors import BEHIND_REFERENCE, STOP_SIGNALS
 from basics.files import write_atomically
 from basics.json_files import found_object, to_json
@@ -241,11 +242,18 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         f" {saved['stalled_seconds']:.2f} s; the longest write in the background took"
         f" {saved['longest_write_seconds']:.2f} s",
         _best_line(best, run),
-        f"charts: {run.run_dir}/*-chart.png",
     ]
-    if best is not None:
-        lines.append(f"next: lab generate {run.name}, lab evaluate {run.name}")
+    if any(run.run_dir.glob("*-chart.png")):
+        lines.append(f"charts: {run.run_dir}/*-chart.png")
+    if best is not None and summary["status"] == FINISHED:
+        lines.append(f"next: {lab_command('generate', run)}; {lab_command('evaluate', run)}")
     return lines
+
+
+def lab_command(verb: str, run: Run) -> str:
+    """Return a command of the lab about a run, as it can be typed where the launch was."""
+    place = run.run_dir.parent
+    return f"uv run lab {verb} {run.name}" + ("" if place == RUNS else f" --runs-dir {place}")
 
 
 def _best_line(best: dict[str, Any] | None, run: Run) -> str:
@@ -257,7 +265,7 @@ def _best_line(best: dict[str, Any] | None, run: Run) -> str:
     if best["loss"] is not None:
         kind = "validation" if run.config.validates else "training"
         return f"best checkpoint: {path} ({step}, {kind} loss {best['loss']:.4f})"
-    why = "none has a finite validation loss"
+    why = "none has a validation loss yet"
     if not run.config.validates:  # `Trainer.save` compares whole intervals only
         why = "none has the training loss of a whole interval"
     return f"newest checkpoint: {path} ({step}; {why}, so none is the best)"

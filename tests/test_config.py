@@ -12,6 +12,7 @@ import pytest
 
 import run_config
 from basics.errors import UserError
+from basics.json_files import read_json_object
 from lab.__main__ import cli
 from processes.command_line import check_before_torch
 from run_config import (
@@ -328,9 +329,10 @@ def test_a_run_of_the_project_is_read_where_it_is_and_copied_to_be_trained(tmp_p
     assert run.run_dir == runs_dir / "demo" and not runs_dir.exists()
     make_run_dir(run)
     assert load_run(runs_dir, "demo") == run
-    run.train_path.write_text(run.train_path.read_text().replace("0.01", "0.02"))
+    settings = read_json_object(run.train_path) | {"learning_rate": 0.5}
+    run.train_path.write_text(json.dumps(settings))
     make_run_dir(run)  # it stays as it is
-    assert load_run(runs_dir, "demo").config.learning_rate == 0.02
+    assert load_run(runs_dir, "demo").config.learning_rate == 0.5
     assert sorted(path.name for path in runs_dir.rglob("*")) == ["demo", "model.json", "train.json"]
 
 

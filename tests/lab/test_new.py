@@ -317,3 +317,19 @@ def test_what_cannot_be_made_is_one_line_and_nothing_is_written(workplace):
     ):
         assert line in error_line(new(workplace, *arguments))
     assert workplace.files() == before
+
+
+def test_a_dataset_may_be_named_by_its_path_and_a_vocabulary_that_is_too_large_is_said(
+    workplace, tmp_path
+):
+    rng = np.random.default_rng(0)
+    for split, length in (("train", 40_000), ("validation", 4_000)):
+        path = workplace.datasets_dir / f"mine/{split}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tokens = rng.integers(0, 50_257, size=length).astype(np.uint16)
+        write_tokens(path, tokens, {"tokenizer": "gpt2"})
+    places = ["--runs-dir", str(workplace.runs_dir), "--datasets-dir", str(workplace.datasets_dir)]
+    result = run_lab("new", "mine", "--dataset", f"{workplace.datasets_dir}/mine/", *places)
+    printed = succeeded(result).stdout
+    assert "% of the parameters are the vocabulary's" in printed and "lab tokenizer" in printed
+    assert load_run(workplace.runs_dir, "mine").config.dataset == "mine"
