@@ -265,7 +265,7 @@ def _best_line(best: dict[str, Any] | None, run: Run) -> str:
     if best["loss"] is not None:
         kind = "validation" if run.config.validates else "training"
         return f"best checkpoint: {path} ({step}, {kind} loss {best['loss']:.4f})"
-    why = "none has a validation loss yet"
+    why = "none has a validation loss"
     if not run.config.validates:  # `Trainer.save` compares whole intervals only
         why = "none has the training loss of a whole interval"
     return f"newest checkpoint: {path} ({step}; {why}, so none is the best)"

@@ -152,7 +152,7 @@ def test_the_traceback_of_a_command_is_inert(tmp_path, monkeypatch, capsys):
 
 def test_generated_text_keeps_its_lines_and_is_inert(monkeypatch):
     importlib.import_module("lab.evaluate.measure")  # keeps the real `load_model` for later tests
-    monkeypatch.setattr("trainer.models.load_model", Mock())
+    monkeypatch.setattr("trainer.models.load_model", Mock(return_value=Mock(checkpoint=None)))
     monkeypatch.setattr(
         "reporting.sampling.stream_text", lambda *_, **__: iter([f"{HOSTILE}\n\tx"])
     )

@@ -257,7 +257,10 @@ def test_damaged_checkpoints_are_left_out_of_all_and_refused_by_name(trained, da
     assert result.stderr.count("warning: left out: ") == 1 and first.name in result.stderr
 
 
-def test_the_lowest_loss_comes_first_and_a_late_error_loses_no_result(trained, tmp_path):
+def test_the_lowest_loss_comes_first_and_a_late_error_loses_no_result(
+    trained, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "400")  # a path is long
     worse, broken = (export(random_model(**MODEL), tmp_path / name) for name in ("a@1", "broken"))
     (broken / "model.safetensors").write_bytes(b"junk")
     checkpoint = str(trained.runs_dir / "tiny/checkpoints/latest")
