@@ -95,6 +95,12 @@ def only_this_process(request):
         yield
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers():
+    """A model of a test has the same initial weights in each run, whatever ran before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def workplace(tmp_path):
     return Workplace(tmp_path)
