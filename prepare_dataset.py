@@ -70,12 +70,14 @@ MAX_DEFAULT_WORKERS = 16  # they need less than 512 MiB of memory
     help="Instead of SOURCE, twice or more: mix prepared datasets.",
 )
 @click.option("--repeat", is_flag=True, help="With --mix: a dataset that is too small starts over.")
+@click.option("--replace", is_flag=True, help="Replace a dataset that is in OUTPUT already.")
 def main(
     sources: tuple[str, ...],
     output: Path,
     is_import: bool,
     weighted: tuple[str, ...],
     repeat: bool,
+    replace: bool,
     **options: Any,
 ) -> None:
     """Tokenise the documents in SOURCE into OUTPUT/train.safetensors (the first 99%) and
@@ -101,17 +103,17 @@ def main(
                 " around a pattern of files"
             )
         if weighted:  # imported here, and below, so that --help does not wait for it
-            check_options("--mix", "weighted", "repeat")
+            check_options("--mix", "weighted", "repeat", "replace")
             from preparation.mixing import mix_datasets, parse_mix
 
-            dataset = mix_datasets(parse_mix(weighted), output, repeat=repeat)
+            dataset = mix_datasets(parse_mix(weighted), output, repeat=repeat, replace=replace)
         elif is_import:
-            check_options("--import", "is_import", "tokenizer")
+            check_options("--import", "is_import", "tokenizer", "replace")
             from preparation.import_bin import import_tokens
 
-            dataset = import_tokens(Path(sources[0]), output, options["tokenizer"])
+            dataset = import_tokens(Path(sources[0]), output, options["tokenizer"], replace=replace)
         else:
-            dataset = prepare(sources[0], output, **options)
+            dataset = prepare(sources[0], output, replace=replace, **options)
         print_line(dataset.summary(output))
         print_line(f"make a run for it: uv run lab new RUN {dataset_options(output)}")
     except OSError as error:  # while reading the source or examining the output directory

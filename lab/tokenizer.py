@@ -33,6 +33,7 @@ MAX_ENTRIES = 2**16  # ids have 16 bits
     metavar="DIR",
     help="Write the tokenizer to this directory.",
 )
+@click.option("--replace", is_flag=True, help="Replace a tokenizer that is in DIR already.")
 @click.option(
     "--max-megabytes",
     type=click.IntRange(min=1),
@@ -41,7 +42,7 @@ MAX_ENTRIES = 2**16  # ids have 16 bits
     help="Read only the first N megabytes of text; memory grows with them.",
 )
 @source_options
-def command(source: str, output: Path, **options: Any) -> None:
+def command(source: str, output: Path, replace: bool, **options: Any) -> None:
     """Train a tokenizer on SOURCE: byte pair encoding of bytes, as GPT-2's.
 
     SOURCE is what prepare_dataset.py takes: files, a dataset on the Hugging Face hub, or
@@ -49,13 +50,13 @@ def command(source: str, output: Path, **options: Any) -> None:
     that is trained on its dataset. The same source gives the same file.
     """
     # Imported here so that --help is fast.
-    from lab.publish.formats import write_own_tokenizer
+    from lab.publish.formats import TOKENIZER_FILES, write_own_tokenizer
     from preparation.find_source import find_source
-    from preparation.journal import check_output_dir
+    from preparation.output_dir import check_output_dir, put_in_place
 
     vocab_size = options.pop("vocab_size")
     max_bytes = options.pop("max_megabytes") * 10**6
-    output_dir = check_output_dir(output)
+    output_dir = check_output_dir(output, TOKENIZER_FILES, replace=replace)
     partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
     shutil.rmtree(partial_dir, ignore_errors=True)  # of a command that was killed
     found = find_source(SourceOptions(source, **options))
@@ -73,7 +74,7 @@ def command(source: str, output: Path, **options: Any) -> None:
         new_dir = partial_dir / "tokenizer"
         new_dir.mkdir(parents=True)
         write_own_tokenizer(new_dir, content)
-        new_dir.rename(output_dir)  # replaces an empty directory
+        put_in_place(new_dir, output_dir, replace=replace)
     except OSError as error:
         raise cannot_be_written(output_dir, error) from None
     finally:

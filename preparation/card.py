@@ -13,11 +13,13 @@ from tqdm import tqdm
 from basics.errors import one_line, print_error
 from basics.text import counted, escaped
 from preparation.encoding import Losses
-from preparation.sources import Request
+from preparation.sources import IS_EMPTY, Request
 from preparation.token_stream import REPLACED, TEXT_BYTES, Counts
 from settings.data import token_file_name
 from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
 
+CARD_FILE = "README.md"
+FEW_DOCUMENTS = 10  # whose loss may not stand for all text
 LEFT_OVER = 0.01  # of a dataset's tokens in a mix, without a warning
 MAX_NAMES = 5  # that are printed, of files that were left out; the card has all
 LINE_INTERVAL = 30  # seconds between plain lines
@@ -172,6 +174,13 @@ class Prepared:
                 f" {self.request.encoding or 'UTF-8'}:"
                 f" {counted(self.findings.num_replaced, 'character')} became U+FFFD"
             )
+        train, validation = self.splits["train"], self.splits["validation"]
+        if train.num_documents > 1 and validation.num_documents < FEW_DOCUMENTS:
+            lines.append(
+                "the validation split is only the last"
+                f" {counted(validation.num_documents, 'document')} of the source; a larger"
+                " --validation-fraction takes more"
+            )
         if self.num_repeated:
             lines.append(
                 f"{self.num_repeated:,} of"
@@ -216,7 +225,8 @@ class Prepared:
             )
         lines += [one_line(f"warning: {line}") for line in self.warnings()]
         if self.left_out:
-            first = [f"{name} ({reason})" for name, reason in self.left_out.items()][:MAX_NAMES]
+            files = sorted(self.left_out.items(), key=lambda found: found[1] == IS_EMPTY)
+            first = [f"{name} ({reason})" for name, reason in files[:MAX_NAMES]]
             lines.append(f"left out {counted(len(self.left_out), 'file')}, all named in README.md:")
             lines.append(one_line("  " + ", ".join(first)))
         return "\n".join(lines)
@@ -277,4 +287,4 @@ def write_card(dataset_dir: Path, dataset: Prepared) -> None:
         tokenizer=TOKENIZER_FILE if file else request.tokenizer,
         end_of_text=load_tokenizer(request.tokenizer, file).eot_token,
     )
-    (dataset_dir / "README.md").write_text(card, encoding="utf-8")
+    (dataset_dir / CARD_FILE).write_text(card, encoding="utf-8")

@@ -9,7 +9,7 @@ import numpy as np
 from basics.errors import UserError, one_line, print_error, writing_to
 from basics.files import read_regular_file
 from preparation.card import Prepared, write_card
-from preparation.journal import Journal, check_disk_space, check_output_dir
+from preparation.journal import Journal, check_disk_space
 from preparation.sources import Request
 from preparation.text_files import IS_POINTER, LFS_POINTER, leads_out
 from preparation.token_stream import Counts, TokenFileWriter, num_training_documents
@@ -31,7 +31,9 @@ VALIDATION_FRACTION = 0.01  # of a single file
 Pieces = list[tuple[Path, int, int]]  # of files: the first token, and the end
 
 
-def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prepared:
+def import_tokens(
+    source: Path, output_dir: Path, tokenizer_choice: str, *, replace: bool = False
+) -> Prepared:
     """Write both token files from the files named train and val, in the order of their names.
 
     nanoGPT's files contain nothing but uint16 tokens, those of llm.c and NumPy start with a header.
@@ -40,12 +42,11 @@ def import_tokens(source: Path, output_dir: Path, tokenizer_choice: str) -> Prep
     Raises: UserError: files are missing, their sizes do not match their headers, their tokens are
     wider than their headers say, or a token id is outside the tokenizer's vocabulary.
     """
-    output_dir = check_output_dir(output_dir)
+    journal = Journal(output_dir, replace=replace)
     tokenizer = choose_tokenizer(tokenizer_choice)
     title = source.resolve().name
     splits = _find(source, tokenizer)  # all are checked before anything is written
     dataset = Prepared(Request(source=title, title=title, tokenizer=tokenizer.name), {})
-    journal = Journal(output_dir)
     with writing_to(output_dir), journal.locked():  # an import is not resumed
         sizes = [stop - first for pieces in splits.values() for _, first, stop in pieces]
         check_disk_space(journal.dir, 2 * sum(sizes), "tokens")

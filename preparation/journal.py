@@ -1,7 +1,6 @@
 """The directory of an unfinished preparation: what was asked, and what is written so far."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +10,18 @@ from pydantic import NonNegativeInt
 
 from basics.errors import DISK_FULL, UserError
 from basics.failpoints import failpoint
-from basics.files import fsync, locked, write_atomically
+from basics.files import locked, write_atomically
 from basics.text import gb
+from preparation.card import CARD_FILE
 from preparation.encoding import Losses
+from preparation.output_dir import check_output_dir, put_in_place
 from preparation.sources import Record, Request
 from preparation.token_stream import DATA_START, NUM_COLUMNS, ROW_BYTES, TOKENS
 from settings.data import token_file_name
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
 TOKENS_FILE = token_file_name("train")  # all tokens, until the last ones are in the validation file
+DATASET_FILES = {TOKENS_FILE, token_file_name("validation"), TOKENIZER_FILE, CARD_FILE}
 
 
 class Progress(Record):
@@ -42,8 +44,10 @@ class Progress(Record):
 class Journal:
     """The directory of an unfinished preparation, next to its output; `dataset/` becomes that."""
 
-    def __init__(self, output_dir: Path) -> None:
-        self.output_dir = output_dir
+    def __init__(self, output_dir: Path, *, replace: bool = False) -> None:
+        """Raises: UserError: the output cannot be written, see `check_output_dir`."""
+        output_dir = check_output_dir(output_dir, DATASET_FILES, replace=replace)
+        self.output_dir, self.replace = output_dir, replace
         self.dir = output_dir.parent / f".{output_dir.name}.partial"
         self.dataset_dir = self.dir / "dataset"
         self.path = self.dir / "journal.json"
@@ -113,22 +117,8 @@ class Journal:
     def publish(self) -> None:
         """Rename the finished dataset to its final name, and delete the journal."""
         failpoint("provide")
-        self.dataset_dir.rename(self.output_dir)  # replaces an empty directory, never files
-        fsync(self.output_dir.parent)
+        put_in_place(self.dataset_dir, self.output_dir, replace=self.replace)
         shutil.rmtree(self.dir, ignore_errors=True)
-
-
-def check_output_dir(output_dir: Path) -> Path:
-    """Return the output directory with links resolved. Raises: UserError: it is not empty, or
-    cannot be replaced."""
-    output_dir = Path(os.path.realpath(output_dir))  # Path.resolve() raises on loops of links
-    if output_dir.is_mount() or output_dir == Path.cwd():
-        raise UserError(
-            f"{output_dir}: is a mount point or the current directory; name a directory in it"
-        )
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise UserError(f"{output_dir}: is not empty; name another output, or delete it yourself")
-    return output_dir
 
 
 def check_disk_space(directory: Path, num_bytes: float, content: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from basics.errors import UserError, writing_to
 from basics.text import counted
 from preparation.card import Portion, Prepared
-from preparation.journal import Journal, check_output_dir
+from preparation.journal import Journal
 from preparation.pipeline import write_headers
 from preparation.sources import Request, printable
 from preparation.token_stream import CHUNK_NUMBERS, Counts, TokenFileWriter, digest_of
@@ -60,19 +60,20 @@ def parse_mix(texts: Sequence[str]) -> list[Weighted]:
     return list(found.values())
 
 
-def mix_datasets(datasets: Sequence[Weighted], output_dir: Path, *, repeat: bool) -> Prepared:
+def mix_datasets(
+    datasets: Sequence[Weighted], output_dir: Path, *, repeat: bool, replace: bool = False
+) -> Prepared:
     """Write a dataset of several ones, whose shares of its tokens are as their weights.
 
     After a kill it begins again. Raises: UserError: they are no datasets of one tokenizer.
     """
-    output_dir = check_output_dir(output_dir)
+    journal = Journal(output_dir, replace=replace)
     tokenizer, files = _open(datasets)
     label = ", ".join(f"{each.name}={printable(each.path)}:{each.weight}" for each in datasets)
     title = "a mix of " + ", ".join(each.name for each in datasets)
     request = Request(source=label, title=title, tokenizer=tokenizer.name)
     dataset = Prepared(request, dict.fromkeys(SPLITS, Counts()))
     weights = [float(each.weight) for each in datasets]
-    journal = Journal(output_dir)
     with writing_to(output_dir), journal.locked():
         journal.begin(request, tokenizer)
         validation: Counter[int] = Counter()  # digests of its documents, but empty ones

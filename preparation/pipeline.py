@@ -19,7 +19,7 @@ from basics.text import counted
 from preparation.card import Findings, Prepared, progress_bar, write_card
 from preparation.cutting import Cuts
 from preparation.encoding import Encoded, Task, cuts_of, encode, worker_pool
-from preparation.journal import TOKENS_FILE, Journal, Progress, check_disk_space, check_output_dir
+from preparation.journal import TOKENS_FILE, Journal, Progress, check_disk_space
 from preparation.sources import Source, grouped, limited_memory, warnings
 from preparation.token_stream import (
     REPLACED,
@@ -49,6 +49,7 @@ class PrepareOptions:
     validation_fraction: float = 0.01
     max_documents: int | None = None
     num_workers: int = 1
+    replace: bool = False  # a dataset that is there already
 
 
 def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -> Prepared:
@@ -57,17 +58,16 @@ def prepare_dataset(source: Source, output_dir: Path, options: PrepareOptions) -
     Everything is written next to `output_dir` and renamed to it when it is complete. After a kill
     or an error, the same call continues the work.
 
-    Raises: UserError: `output_dir` is not empty, the source cannot be used or differs from that of
-        an unfinished preparation, or the disk is full.
+    Raises: UserError: the output or the source cannot be used, the source differs from that of an
+        unfinished preparation, or the disk is full.
     """
-    output_dir = check_output_dir(output_dir)
+    journal = Journal(output_dir, replace=options.replace)
     tokenizer = choose_tokenizer(options.tokenizer)
     request = source.request.changed(
         tokenizer=tokenizer.name,
         validation_fraction=options.validation_fraction,
         max_documents=options.max_documents,
     )
-    journal = Journal(output_dir)
     with writing_to(output_dir), journal.locked():
         check_disk_space(journal.dir, LEAST_TOKEN_BYTES * source.num_text_bytes, "tokens")
         progress = journal.begin(request, tokenizer)

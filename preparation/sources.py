@@ -24,6 +24,8 @@ STDLIB_PIECE_CHARACTERS = 3000
 CHUNK_BYTES = 2**20  # of text that is read at once, of small documents
 WARNING_SHARE = 0.001  # characters that replace others, for each byte of text
 MAX_READER_BYTES = 2**32  # of memory, beyond what there is when reading begins
+IS_EMPTY = "is empty"  # why a file is left out
+OLD_TEXT = "text of an older Windows program: --encoding cp1252"
 TOO_LARGE = (
     f"reading it needs more than {MAX_READER_BYTES >> 30} GiB of memory; wanted smaller rows, and"
     " JSON lines instead of a large array"
@@ -205,8 +207,8 @@ def warnings(
     if num_replaced > WARNING_SHARE * num_text_bytes:
         yield (
             f"bytes that are not {request.encoding or 'UTF-8'}:"
-            f" {counted(num_replaced, 'character')} became U+FFFD; --encoding names another"
-            " encoding of text, JSON and CSV files"
+            f" {counted(num_replaced, 'character')} became U+FFFD"
+            + ("" if request.encoding else f"; if this is {OLD_TEXT}")
         )
     if markers and source.is_text and not request.document_separator:
         marker = min(markers)

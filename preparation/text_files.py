@@ -23,6 +23,8 @@ from preparation.cutting import (
 )
 from preparation.sources import (
     CHUNK_BYTES,
+    IS_EMPTY,
+    OLD_TEXT,
     TOO_LARGE,
     Chunk,
     Request,
@@ -156,13 +158,15 @@ def _judge(head: bytes, encoding: str) -> None:
         raise NoText(f"about every second byte is 0; if it is UTF-16: --encoding utf-16-{order}")
     if num_zeros:
         raise NoText("is binary")
-    raise NoText(f"{share:.0%} of its bytes are not {encoding or 'UTF-8'} (--encoding)")
+    if encoding:
+        raise NoText(f"{share:.0%} of its bytes are not {encoding} (--encoding)")
+    raise NoText(f"{share:.0%} of its bytes are not UTF-8; if it is {OLD_TEXT}")
 
 
 def recognised(head: bytes, encoding: str) -> str:
     """Return why a file that begins so cannot be read as it is; empty if that is not known."""
     if not head:
-        return "is empty"
+        return IS_EMPTY
     if head.startswith(LFS_POINTER):
         return IS_POINTER
     if not encoding and head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

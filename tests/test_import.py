@@ -256,6 +256,8 @@ def test_imported_tokens_may_be_those_of_a_tokenizer_of_ones_own(tmp_path):
     source = write(tmp_path / "source", {"train.bin": b"\5\0\6\0", "val.bin": b"\5\0"})
     import_tokens(source, tmp_path / "out", own)
     assert (tmp_path / "out/tokenizer.json").exists()
+    import_tokens(source, tmp_path / "out", "gpt2", replace=True)  # nothing of the earlier one
+    assert not (tmp_path / "out/tokenizer.json").exists()
     np.array([300], dtype="<u2").tofile(source / "val.bin")
     with pytest.raises(UserError, match="id 300, outside the vocabulary of 300; name another"):
         import_tokens(source, tmp_path / "other", own)

@@ -125,6 +125,9 @@ def test_a_mix_has_the_documents_of_its_datasets_in_their_order_and_says_how_man
             num_tokens = sum(len(text.encode()) + 1 for text in found)
             assert sources[name]["num_tokens"] == num_tokens
         assert metadata["source"] == "edu=edu:0.7, code=code:0.3"
+    again = prepare(*MIX, "out")
+    assert again.returncode == 2 and "replace what is there with --replace" in again.stderr
+    succeeded(prepare(*MIX, "out", "--replace"))
     line = r"edu, weight 0.7: (69|70)\.\d\d% of the training tokens, \d+ documents, its"
     assert re.search(line, result.stdout)
 

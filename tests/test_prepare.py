@@ -301,6 +301,26 @@ def test_an_output_is_empty_or_new_and_can_be_replaced(tmp_path, monkeypatch):
     assert (tmp_path / "full/mine").read_text() == "mine" and not list(tmp_path.glob(".*"))
 
 
+def test_only_an_earlier_dataset_is_replaced_and_only_when_that_is_asked_for(tmp_path):
+    out = tmp_path / "out"
+    prepare_dataset(texts_source(["a", "b"]), out, BYTES)
+    again = replace(BYTES, replace=True)
+    with pytest.raises(
+        UserError, match="is not empty; name another output, or replace .*--replace"
+    ):
+        prepare_dataset(texts_source(["c", "d"]), out, BYTES)
+    # Until the new one is complete, the earlier one is there.
+    with small_steps(1), stopping_after(6):
+        prepare_dataset(texts_source(["c", "d"]), out, again)
+    assert documents_of(out) == [["a"], ["b"]]
+    prepare_dataset(texts_source(["c", "d"]), out, again)
+    assert documents_of(out) == [["c"], ["d"]] and not list(tmp_path.glob(".*"))
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"is not empty \(notes.txt\)"):
+        prepare_dataset(texts_source(["e", "f"]), out, again)
+    assert (out / "notes.txt").read_text() == "mine" and documents_of(out) == [["c"], ["d"]]
+
+
 # --- kills and resuming
 
 

@@ -140,7 +140,9 @@ def documents(source, position=None):
 
 PICTURE = b"\x89PNG\r\n\x1a\n\0\0" + random.Random(0).randbytes(3000)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-NOT_UTF8 = "of its bytes are not UTF-8 (--encoding)"
+NOT_UTF8 = (
+    "of its bytes are not UTF-8; if it is text of an older Windows program: --encoding cp1252"
+)
 ZEROS = "about every second byte is 0; if it is UTF-16: --encoding utf-16"
 LEFT_OUT = {
     "empty.txt": (b"", "is empty"),
@@ -167,6 +169,11 @@ def test_a_folder_of_mixed_files_is_a_dataset_and_what_is_left_out_is_named(tmp_
     result = succeeded(prepare(str(source), str(tmp_path / "out")))
     assert "9 documents" in result.stdout
     assert "left out 9 files, all named in README.md:\n" in result.stdout
+    # Of nine files five are printed; one that may hold text matters more than an empty one.
+    assert "latin.txt (" in result.stdout and "empty.txt (" not in result.stdout
+    assert (
+        "warning: the validation split is only the last 1 document of the source" in result.stdout
+    )
     assert metadata_of(tmp_path / "out")["num_files_left_out"] == "9"
     card = (tmp_path / "out/README.md").read_text().replace("\\", "")
     assert "- pipe: is not a regular file\n" in card

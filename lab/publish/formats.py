@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from trainer.models import LoadedModel
 
+SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE = "special_tokens_map.json", "tokenizer_config.json"
+TOKENIZER_FILES = {TOKENIZER_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE}
 GGUF_FILES = {"model-F16.gguf": "F16", "model-Q8_0.gguf": "Q8_0"}  # by name, the weights' type
 TRANSPOSED = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2 keeps (in, out), GGUF (out, in)
 LARGEST_F16 = 65504.0
@@ -80,9 +82,9 @@ def write_tokenizer_files(directory: Path, tokenizer_name: str, *, context_lengt
         },
     )
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    write_json(directory / "special_tokens_map.json", special)
+    write_json(directory / SPECIAL_TOKENS_FILE, special)
     write_json(
-        directory / "tokenizer_config.json",
+        directory / TOKENIZER_CONFIG_FILE,
         special
         | {
             "tokenizer_class": "GPT2Tokenizer" if splits_words else "PreTrainedTokenizerFast",
@@ -97,10 +99,10 @@ def write_own_tokenizer(directory: Path, content: bytes, context_length: int | N
     """Write a tokenizer.json unchanged, and what `AutoTokenizer` needs beside it."""
     (directory / TOKENIZER_FILE).write_bytes(content)
     special = dict.fromkeys(("bos_token", "eos_token"), parse_tokenizer(content).eot_text)
-    write_json(directory / "special_tokens_map.json", special)
+    write_json(directory / SPECIAL_TOKENS_FILE, special)
     length = {} if context_length is None else {"model_max_length": context_length}
     write_json(
-        directory / "tokenizer_config.json",
+        directory / TOKENIZER_CONFIG_FILE,
         special
         | length
         | {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False},
@@ -145,7 +147,7 @@ def write_gguf_files(target: LoadedModel, gpt2_weights: dict[str, Any], director
 
     config = target.model.config
     types = gguf.GGMLQuantizationType
-    template = read_json_object(directory / "tokenizer_config.json").get("chat_template")
+    template = read_json_object(directory / TOKENIZER_CONFIG_FILE).get("chat_template")
     name = ModelCard.load(directory / "README.md").data.get("model_name")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layers)
     for file, kind in GGUF_FILES.items():

@@ -199,8 +199,12 @@ def test_a_tokenizer_is_trained_always_to_the_same_file(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(outputs[0])
     assert theirs.eos_token_id == 0 and theirs.decode(theirs.encode(WORDS[2])) == WORDS[2]
     assert {path.name for path in tmp_path.iterdir()} == {"source", "a", "b"}
-    succeeded(lab_tokenizer(source, tmp_path / "least", "--vocab-size", "257"))  # without merges
-    least = choose_tokenizer(str(tmp_path / "least"))
+    least_size = ("--vocab-size", "257")  # without merges
+    assert "with --replace" in error_line(lab_tokenizer(source, tmp_path / "a", *least_size))
+    assert choose_tokenizer(str(tmp_path / "a")).n_vocab == 280
+    succeeded(lab_tokenizer(source, tmp_path / "a", *least_size, "--replace"))
+    least = choose_tokenizer(str(tmp_path / "a"))
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "a", "b"}
     assert len(least.encode_ordinary("the cat")) == 7
 
 
