@@ -10,10 +10,11 @@ from basics.errors import UserError, writing_to
 from basics.files import sha256_of
 from basics.text import did_you_mean
 from run_config import TrainConfig
-from settings.data import SPLITS, token_file_name
+from settings.data import DATASET_NAME, SPLITS, token_file_name
 
 STDLIB_DATASET = "python-stdlib"  # every machine has this text: prepared when it is first used
 SHA256 = re.compile(r"[0-9a-f]{64}")
+MAX_NAMES = 10  # of datasets, in an error
 CLOCK_SECONDS = 1.0  # a file's time may be that much later than its record's
 
 
@@ -35,17 +36,15 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
     Only `splits` are downloaded. Raises: UserError: there is no such dataset, or it cannot be
     downloaded or written.
     """
+    if not re.fullmatch(DATASET_NAME, name):
+        raise UserError(
+            f"dataset {name[:60]!r}: wanted the name that prepare_dataset.py gave to a directory,"
+            " or of a dataset on the hub: owner/name"
+        )
     if is_complete(dataset_dir, splits):
         return
     if "/" not in name and name != STDLIB_DATASET:
-        prepared = [
-            path.parent.name for path in dataset_dir.parent.glob(f"*/{token_file_name('train')}")
-        ]
-        raise UserError(
-            f"{dataset_dir}: no dataset there{did_you_mean(name, [STDLIB_DATASET, *prepared])};"
-            f" make it with prepare_dataset.py SOURCE"
-            f" {dataset_dir}, or name a dataset on the hub (owner/name) in train.json"
-        )
+        raise no_dataset(dataset_dir)
     lock_path = dataset_dir.with_name(f".{dataset_dir.name}.lock")
     with writing_to(dataset_dir):
         lock_path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +61,19 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
 
                 fetch_dataset(dataset_dir, name, splits)
             lock_path.unlink(missing_ok=True)
+
+
+def no_dataset(dataset_dir: Path) -> UserError:
+    """Return the error for a dataset that is neither on this machine nor one of the hub."""
+    found = dataset_dir.parent.glob(f"*/{token_file_name('train')}")
+    prepared = sorted(path.parent.name for path in found)
+    advice = did_you_mean(dataset_dir.name, [STDLIB_DATASET, *prepared])
+    if prepared and not advice:
+        advice = f" (there are: {', '.join(prepared[:MAX_NAMES])})"
+    return UserError(
+        f"{dataset_dir}: no dataset there{advice}; make it: uv run prepare_dataset.py SOURCE"
+        f" {dataset_dir}, or name one on the hub: owner/name"
+    )
 
 
 def is_complete(dataset_dir: Path, splits: Sequence[str] = SPLITS) -> bool:

@@ -25,7 +25,7 @@ from basics.machine import PROJECT_DIR, available_ram_gib, num_cpu_cores, within
 from basics.text import counted, gb, gib
 from lab.plan import estimate
 from lab.plan.memory import Setting, peak_memory
-from preparation.ensure_dataset import STDLIB_DATASET, is_complete, splits_of
+from preparation.ensure_dataset import STDLIB_DATASET, is_complete, no_dataset, splits_of
 from reporting.gpus import find_gpu
 from reporting.speed import usable_gib
 from run_config import Run
@@ -561,10 +561,7 @@ def read_dataset(subject: Subject) -> Dataset | None:
     if name == STDLIB_DATASET:
         return Dataset(f"{place} is made from Python's own files when training starts")
     if "/" not in name:
-        raise UserError(
-            f"{place}: no dataset there; make it: prepare_dataset.py SOURCE {place},"
-            " or name a dataset on the hub (owner/name) in train.json"
-        )
+        raise no_dataset(place)
     from huggingface_hub import HfApi
 
     from preparation.hub import ask_hub

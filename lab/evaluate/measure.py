@@ -1,6 +1,5 @@
 """Choose the models of `lab evaluate` and the tokens, load each model, measure and record it."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from lab.plan.memory import size_name
 from lab.runs import EVALUATIONS, Record, append_evaluation
 from preparation.ensure_dataset import provide_dataset
 from run_config import load_run
-from settings.data import DATASET_NAME, token_file_name
+from settings.data import token_file_name
 from tokens.token_file import TokenFile
 from trainer.models import find_model, load_model
 
@@ -127,8 +126,6 @@ def open_slices(
     datasets = {model.name: model.dataset or named[0] for model in models}
     slices = {}
     for dataset in dict.fromkeys(datasets.values()):
-        if not re.fullmatch(DATASET_NAME, dataset):
-            raise UserError(f"--dataset: {dataset[:60]!r} is not a plain name, or owner/name")
         provide_dataset(datasets_dir / dataset, dataset, [split])
         file = TokenFile(datasets_dir / dataset / token_file_name(split))
         slices[dataset] = choose_slice(file, dataset, start_token, num_tokens)

@@ -289,7 +289,12 @@ def test_what_cannot_be_made_is_one_line_and_nothing_is_written(workplace):
     for arguments, line in (
         (("tiny", "--dataset", "tiny"), "runs/tiny: is there already; choose another name"),
         (("a b", "--dataset", "tiny"), "run 'a b' is not a plain name"),
-        (("new", "--dataset", "none"), "datasets/none: no dataset there; make it with"),
+        (
+            ("new", "--dataset", "none"),
+            "datasets/none: no dataset there (there are: tiny); make it: uv run prepare_dataset.py",
+        ),
+        (("new", "--dataset", "tine"), "datasets/tine: no dataset there (did you mean tiny?)"),
+        (("new", "--dataset", "a/b/c"), "dataset 'a/b/c': wanted the name that"),
         (("new", "--dataset", "tiny", "--like", "none"), "--like none: no such run; there"),
         (("new", "--dataset", "tiny", "--like", ".."), "--like ..: no such run"),
         (
