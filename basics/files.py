@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from basics.errors import UserError, cannot_be_written
+from basics.failpoints import failpoint
 
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
 POLL_SECONDS = 0.1  # between two tries to lock
@@ -79,6 +81,20 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     partial.replace(path)
     if durable:
         fsync(path.parent)
+
+
+def replace_directory(new_dir: Path, place: Path, *, aside: Path) -> None:
+    """Rename a directory to a place where an earlier one may be, which is deleted afterwards.
+
+    A kill between the two renames leaves the earlier one in `aside`.
+    """
+    if place.exists():
+        shutil.rmtree(aside, ignore_errors=True)  # of a kill after the second rename
+        place.rename(aside)
+        failpoint("replace")
+    new_dir.rename(place)
+    fsync(place.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def partial_file(path: Path) -> Path:

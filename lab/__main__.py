@@ -66,6 +66,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ddp-train", prog_name="lab")
 def cli() -> None:
     """Make runs and tokenizers; check, plan, sweep, watch, evaluate, compare, tune, publish."""
 

@@ -79,7 +79,10 @@ def command(
     before a --stop. When the context is full, its older half is dropped. Texts of several models
     are printed in a table, each from the same seed.
     """
-    # Imported here so that --help does not wait for torch.
+    from trainer.model_names import check_before_torch
+
+    check_before_torch(targets, runs_dir)
+    # Imported here so that --help and a wrong name do not wait for torch.
     from lab.evaluate.measure import choose_models
     from reporting.sampling import SamplingOptions, stream_text
     from tokens.tokenizer import encode_prompt

@@ -1,14 +1,11 @@
 """The directory that a dataset or a tokenizer is written to: made beside it, renamed at the end."""
 
 import os
-import shutil
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from basics.errors import UserError
-from basics.files import fsync
-
-REPLACED = "replaced"  # what was there, beside the new directory, until that is in its place
+from basics.files import fsync, replace_directory
 
 
 def check_output_dir(output_dir: Path, made: AbstractSet[str], *, replace: bool) -> Path:
@@ -42,10 +39,8 @@ def check_output_dir(output_dir: Path, made: AbstractSet[str], *, replace: bool)
 
 def put_in_place(new_dir: Path, output_dir: Path, *, replace: bool) -> None:
     """Rename a finished directory to its final name, with `replace` also over files."""
-    old_dir = new_dir.with_name(REPLACED)
-    if replace and output_dir.exists():
-        shutil.rmtree(old_dir, ignore_errors=True)
-        output_dir.rename(old_dir)
+    if replace:
+        replace_directory(new_dir, output_dir, aside=new_dir.with_name("replaced"))
+        return
     new_dir.rename(output_dir)  # replaces an empty directory, never files
     fsync(output_dir.parent)
-    shutil.rmtree(old_dir, ignore_errors=True)

@@ -5,7 +5,7 @@ import importlib
 import click
 
 import prepare_dataset
-from lab.__main__ import MODULES
+from lab.__main__ import MODULES, cli
 from processes import command_line
 from run_config import ModelConfig, TrainConfig
 from tests.support.workplace import PROJECT_DIR
@@ -27,6 +27,7 @@ def all_options():
     found |= {f"train.json {key}" for key in TrainConfig.model_fields}
     found |= options_of("ddp_train.py", command_line.command_line)
     found |= options_of("prepare_dataset.py", prepare_dataset.main)
+    found |= options_of("lab", cli)
     for verbs in MODULES.values():
         for verb, module in verbs.items():
             found |= options_of(f"lab {verb}", importlib.import_module(module).command)

@@ -356,17 +356,24 @@ def test_links_and_test_files_named_in_the_documents_exist():
             assert (PROJECT_DIR / path).exists(), (document, path)
 
 
-@pytest.mark.parametrize("script", ["ddp_train.py", "prepare_dataset.py", "lab"])
-def test_help_does_not_import_torch(script):
+@pytest.mark.parametrize(
+    ("script", "arguments", "status"),
+    [
+        *((script, ["--help"], 0) for script in ("ddp_train.py", "prepare_dataset.py", "lab")),
+        *(("lab", [verb, "no-such-run"], 2) for verb in ("generate", "evaluate", "tune")),
+    ],
+)
+def test_neither_help_nor_a_wrong_name_waits_for_torch(script, arguments, status):
     code = (
-        "import runpy, sys; sys.argv = ['x', '--help']\n"
+        f"import runpy, sys; sys.argv = ['x', *{arguments}]\n"
         "try:\n"
         f"    runpy.{'run_module' if script == 'lab' else 'run_path'}('{script}', None,"
         " '__main__')\n"
         "except SystemExit as end:\n"
-        "    assert end.code == 0 and 'torch' not in sys.modules\n"
+        f"    assert end.code == {status} and 'torch' not in sys.modules\n"
     )
-    assert "Usage:" in succeeded(run_command(sys.executable, "-c", code)).stdout
+    result = succeeded(run_command(sys.executable, "-c", code))
+    assert "Usage:" in result.stdout or "no-such-run: no such run" in result.stderr
 
 
 def fake_command(folder, name, body):

@@ -18,17 +18,7 @@ from basics.tensors import first_non_finite
 from basics.text import gib
 from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
 from gpt import GPTModel
-from run_config import (
-    ModelConfig,
-    NamedRun,
-    Run,
-    find_run,
-    is_run_dir,
-    load_config,
-    load_run,
-    no_such_run,
-    plain_name,
-)
+from run_config import ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
 from tokens.tokenizer import (
     KNOWN_SIZES,
@@ -39,9 +29,9 @@ from tokens.tokenizer import (
     read_tokenizer_file,
     short_name,
 )
+from trainer.model_names import find_model
 from trainer.weight_formats import Gpt2Config, Weights, from_gpt2, from_original
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")  # names of a module inside of DDP or compiled
 DOWNLOADED = [
     "model.safetensors",
@@ -160,32 +150,6 @@ def _with_zero_biases(source: str, model: GPTModel) -> GPTModel:
     }
     biased.load_state_dict(model.state_dict() | zeros, assign=True)
     return biased.eval()
-
-
-def find_model(text: str, runs_dir: Path) -> NamedRun | None:
-    """Return the run, and perhaps its checkpoint, that a person means by a model.
-
-    None for a directory of weights and for owner/name. A run comes first, but a directory before a
-    shipped run without a copy, and before RUN@CHECKPOINT.
-
-    Raises: UserError: it is none of these.
-    """
-    named, place = find_run(runs_dir, text), directory_of(Path(text))
-    is_copied = named is not None and (runs_dir / named.name).is_dir()
-    if place.is_dir() and not (is_copied and "@" not in text or is_run_dir(place)):
-        return None
-    if named is None:
-        name = plain_name(runs_dir, text)
-        if HUB_NAME.fullmatch(name) and not is_run_dir(place):
-            return None
-        base, at, _ = text.partition("@")
-        is_other = HUB_NAME.fullmatch(base) or (base and Path(base).is_dir())
-        if at and is_other and not is_run_dir(Path(base)):
-            raise UserError(
-                f"{text}: {base} is no run, so it has no checkpoints; give {base} alone"
-            )
-        raise no_such_run(runs_dir, text)
-    return named
 
 
 def model_directory(name: str, runs_dir: Path) -> Path:

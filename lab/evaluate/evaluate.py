@@ -92,7 +92,10 @@ def command(
     losses over blocks of up to 16,384 tokens (Student's t; from 8 blocks on), of accuracies
     Wilson's. A task is scored on an export of the model, a stock GPT-2.
     """
-    # Imported here so that --help does not wait for torch.
+    from trainer.model_names import check_before_torch
+
+    check_before_torch(targets, runs_dir)
+    # Imported here so that --help and a wrong name do not wait for torch.
     from lab.evaluate.measure import choose_models, measure_all, open_slices
     from lab.evaluate.tasks import find_tasks
 

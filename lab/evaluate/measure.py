@@ -15,7 +15,8 @@ from preparation.ensure_dataset import provide_dataset
 from run_config import load_run
 from settings.data import token_file_name
 from tokens.token_file import TokenFile
-from trainer.models import find_model, load_model
+from trainer.model_names import find_model
+from trainer.models import load_model
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results
 DEFAULT_NUM_TOKENS = 19_660_800

@@ -26,7 +26,8 @@ from lab.publish.export import Extras, write_export
 from lab.publish.model_card import MARK, public_name, template
 from reporting.sampling import SamplingOptions, stream_text
 from tokens.tokenizer import Tokenizer
-from trainer.models import HUB_NAME, LoadedModel
+from trainer.model_names import HUB_NAME
+from trainer.models import LoadedModel
 from trainer.precision import autocast
 
 IGNORED = -100  # a target that cross-entropy ignores

@@ -101,7 +101,10 @@ def command(
     test. They are written as a standard GPT-2 with a chat template and a model card: a directory
     that `lab generate`, `lab evaluate`, `lab publish` and transformers load.
     """
-    # Imported here so that --help does not wait for torch.
+    from trainer.model_names import check_before_torch
+
+    check_before_torch([target_name], runs_dir)
+    # Imported here so that --help and a wrong name do not wait for torch.
     from lab.instruct.fine_tuning import TuneOptions, run
     from lab.publish.export import check_output
     from trainer.models import load_model

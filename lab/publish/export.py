@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 
 from basics.device import CPU
 from basics.errors import UserError, as_os_error, cannot_be_written, print_error, visible
-from basics.failpoints import failpoint
-from basics.files import fsync, read_regular_file
+from basics.files import fsync, read_regular_file, replace_directory
 from basics.json_files import found_object, read_json_object
 from basics.tensors import write_tensors
 from lab.publish import formats
@@ -28,7 +27,8 @@ from run_config import no_such_run
 from settings.data import SPLITS, token_file_name
 from tokens.token_file import TokenFile
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer
-from trainer.models import LoadedModel, find_model, load_model
+from trainer.model_names import find_model
+from trainer.models import LoadedModel, load_model
 from trainer.weight_formats import gpt2_config, to_gpt2
 
 FILES = {
@@ -81,18 +81,13 @@ def write_export(target: LoadedModel, output_dir: Path, extras: Extras) -> Path:
         _write_files(target, new_dir, extras)
         for path in (*new_dir.iterdir(), new_dir):
             fsync(path)
-        if output_dir.exists():
-            if any(output_dir.iterdir()):
-                print_error(f"{output_dir}: replaces the earlier export there")
-            output_dir.rename(old_dir)
-            failpoint("export.rename")
-        new_dir.rename(output_dir)
-        fsync(output_dir.parent)
+        if output_dir.exists() and any(output_dir.iterdir()):
+            print_error(f"{output_dir}: replaces the earlier export there")
+        replace_directory(new_dir, output_dir, aside=old_dir)
     except (OSError, SafetensorError) as error:
         raise cannot_be_written(output_dir, as_os_error(error)) from None
     finally:
         shutil.rmtree(new_dir, ignore_errors=True)
-    shutil.rmtree(old_dir, ignore_errors=True)
     return output_dir
 
 

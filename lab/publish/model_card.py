@@ -20,7 +20,8 @@ from run_config import ModelConfig, TrainConfig
 from settings.data import DATASET_NAME
 from settings.optimizer import MUON_DEFAULTS
 from tokens.tokenizer import TOKENIZER_FILE
-from trainer.models import HUB_NAME, LoadedModel
+from trainer.model_names import HUB_NAME
+from trainer.models import LoadedModel
 
 CHARTS = {
     "loss-chart.png": "Training and validation loss",

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ from run_config import ModelConfig, NamedRun, find_run, load_run, run_name
 from tests.support.lab_cli import error_line, run_lab, succeeded, write_entries
 from tests.support.models import original_weights
 from tests.support.workplace import TINY_MODEL
-from trainer.models import find_model
+from trainer.model_names import check_before_torch, find_model
 
 HELD_OUT = ("--dataset", "tiny", "--start-token", "0", "--tokens", "64")
 TUNE = ("--data", "data.json", "--max-epochs", "1", "--max-new-tokens", "1")
@@ -67,6 +68,14 @@ def test_a_run_is_what_its_name_its_directory_and_a_checkpoint_of_it_mean(place)
                 find(f"{where}/other", runs_dir)
 
 
+def test_a_wait_for_torch_is_said(place, monkeypatch, capsys):
+    check_before_torch(["tiny"], place.runs_dir)
+    assert capsys.readouterr().err == ""
+    monkeypatch.delitem(sys.modules, "torch")
+    check_before_torch(["tiny"], place.runs_dir)
+    assert capsys.readouterr().err == "loading PyTorch\n"
+
+
 def test_a_model_is_a_directory_of_weights_or_a_name_on_the_hub(place):
     succeeded(run_lab("publish", "tiny", "--output", "demo"))
     for text in ("demo", "demo/", "./demo", str(place.root / "demo"), "owner/name"):
@@ -107,7 +116,7 @@ def test_a_typing_error_is_answered_with_the_name_that_was_meant(place):
     for action, meant in (
         (lambda: load_run(runs_dir, "dmeo"), "demo"),
         (lambda: provide_dataset(datasets_dir / "tyny", "tyny"), "tiny"),
-        (lambda: provide_dataset(datasets_dir / "x", "pyhton-stdlib"), "python-stdlib"),
+        (lambda: provide_dataset(datasets_dir / "pyhton-stdlib", "pyhton-stdlib"), "python-stdlib"),
         (lambda: find_source(SourceOptions("pyhton-stdlib")), "python-stdlib"),
         (lambda: find_reference("dmeo", runs_dir), "demo"),
     ):

@@ -330,7 +330,7 @@ def test_a_kill_while_an_export_is_replaced_loses_nothing(trained, monkeypatch):
     before = files_of(place)
     with monkeypatch.context() as patched:
         patched.setattr(export.shutil, "rmtree", lambda *_, **__: None)  # as if killed
-        patched.setenv(failpoints.VARIABLE, "export.rename:raise")
+        patched.setenv(failpoints.VARIABLE, "replace:raise")
         assert isinstance(publish(trained, str(place)).exception, RuntimeError)
     assert not place.exists()
     succeeded(publish(trained, str(place)))
