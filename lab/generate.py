@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from basics.cli import RUNS_DIR, FiniteRange
-from basics.errors import UserError, one_line, print_error, visible
+from basics.errors import UserError, one_line, visible
 from lab.table import Column, Table
 
 MIN_WIDTH = 16  # characters to which a text is wrapped beside others
@@ -83,7 +83,7 @@ def command(
 
     check_before_torch(targets, runs_dir)
     # Imported here so that --help and a wrong name do not wait for torch.
-    from lab.evaluate.measure import choose_models
+    from lab.evaluate.measure import choose_models, say_step
     from reporting.sampling import SamplingOptions, stream_text
     from tokens.tokenizer import encode_prompt
     from trainer.models import load_model
@@ -98,9 +98,7 @@ def command(
         try:
             loaded = load_model(chosen.name, runs_dir=runs_dir, checkpoint_name=chosen.checkpoint)
             tokenizer = loaded.load_tokenizer()
-            if loaded.checkpoint:
-                step = loaded.checkpoint.meta.global_step + 1
-                print_error(f"{chosen.name}: step {step:,}, checkpoint {chosen.checkpoint}")
+            say_step(loaded)
         except UserError as error:
             if not texts[0]:
                 raise

@@ -83,7 +83,8 @@ def command(
         if rest := len(launched) - len(priced):
             total += f" and {rest} of {len(launched)} runs without a price"
     if bill_of_all.machine_seconds and not runs:
-        total += f"\nmachines: {duration(bill_of_all.machine_seconds)}"
+        up = duration(bill_of_all.machine_seconds)
+        total += f"\nmachines up: {up}, with set-up and idle time"
         if bill_of_all.machine_usd is not None:
             total += f", US${dollars(bill_of_all.machine_usd)}"
         if num_unknown:

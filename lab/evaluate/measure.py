@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from basics.checkpoint_files import named_as_checkpoints, of_the_original
 from basics.errors import UserError, one_line, print_error
-from checkpointing import find_checkpoint
+from checkpointing import find_checkpoint, list_checkpoints
 from lab.evaluate.losses import Slice, evaluate
 from lab.evaluate.tasks import Tasks, score
 from lab.plan.memory import size_name
@@ -16,7 +16,7 @@ from run_config import load_run
 from settings.data import token_file_name
 from tokens.token_file import TokenFile
 from trainer.model_names import find_model
-from trainer.models import load_model
+from trainer.models import LoadedModel, load_model
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results
 DEFAULT_NUM_TOKENS = 19_660_800
@@ -52,6 +52,7 @@ def measure_all(
                 raise
             print_error(f"warning: left out: {one_line(str(error))}")
             continue
+        say_step(target)
         about: Record = {"target": target.name, "checkpoint": None, "trained_tokens": None}
         if checkpoint := target.checkpoint:
             about["checkpoint"] = checkpoint.name
@@ -76,6 +77,18 @@ def measure_all(
         del target  # before the next one is loaded
     if not done:
         raise UserError("no checkpoint could be read")
+
+
+def say_step(target: LoadedModel) -> None:
+    """Print the step of a run's checkpoint, and the last one where that is another."""
+    if not (target.run and target.checkpoint):
+        return
+    step = target.checkpoint.meta.global_step + 1
+    text = f"{target.name}: step {step:,}, checkpoint {target.checkpoint.name}"
+    steps = [each.meta.global_step + 1 for each in list_checkpoints(target.run.checkpoints_dir)]
+    if steps and steps[-1] != step:
+        text += f"; the newest is of step {steps[-1]:,}"
+    print_error(one_line(text))
 
 
 def choose_models(

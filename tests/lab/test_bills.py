@@ -216,8 +216,8 @@ def documents(runs_dir, *options):
 
 def test_lists_and_comparisons_show_the_bill_apart_from_training(two):
     printed = succeeded(run_lab("list", "--runs-dir", str(two), COLUMNS="200")).stdout
-    total = "machines: 4:30:00, US$9.00; the bills of 1 run are not known"
-    assert printed.splitlines()[-1] == total
+    up = "machines up: 4:30:00, with set-up and idle time, US$9.00"
+    assert printed.splitlines()[-1] == f"{up}; the bills of 1 run are not known"
     states, rows = documents(two)
     for name in ("a", "b"):
         row, state = rows[name], states[name]

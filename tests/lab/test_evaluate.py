@@ -232,6 +232,11 @@ def test_all_checkpoints_of_a_run_are_measured_and_drawn_over_tokens(trained, mo
 
 def test_each_checkpoint_that_is_named_is_measured_once(trained, drawn):
     first, *_, last = [c.name for c in list_checkpoints(trained.runs_dir / "tiny/checkpoints")]
+    steps = lab_evaluate(trained, "tiny", "--checkpoint", f"{first},{last}").stderr.splitlines()
+    assert steps[:2] == [
+        f"tiny: step 5, checkpoint {first}; the newest is of step 10",
+        f"tiny: step 10, checkpoint {last}",
+    ]
     for arguments in (
         ("tiny", "--checkpoint", f"{first},{last}"),
         (f"tiny@{first}", f"tiny@{last}", f"tiny@{last}"),
