@@ -17,7 +17,7 @@ MUON_DEFAULTS: dict[str, Any] = {
     "embedding_learning_rate": 0.15,
     "vector_learning_rate": 0.01,
     "weight_decay": 0.0,
-    "beta1": 0.8,
+    "beta1": 0.5,
     "beta2": 0.95,
     "schedule": "linear",
 }
