@@ -93,7 +93,7 @@ class BackgroundProcess:
                 self._launch = None  # a request that waits must not start another process
                 if process := self._process:
                     end_group(process)
-                return f"its process was ended after {time.monotonic() - began:.0f} s{self._advice}"
+                return f"not done after {time.monotonic() - began:.0f} s{self._advice}"
             heartbeat()
             time.sleep(POLL_SECONDS)
         return self.pop_failure()

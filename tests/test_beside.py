@@ -131,7 +131,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path):
         lambda: 0.0 if beats and pid.exists() and pid.read_text() else math.inf,
         heartbeat=lambda: beats.append(1),
     )
-    assert failure.startswith("its process was ended after ")
+    assert failure.startswith("not done after ")
     wait_until_gone([int(pid.read_text())])
     assert finish(process) == "its process was ended by signal 9 (Killed)"
 

@@ -17,7 +17,9 @@ class ChartDrawing(BackgroundObserver):
     def __init__(self, launch: Launch, log: RunLog) -> None:
         run_dir = launch.run.run_dir
         process = BackgroundProcess(
-            "chart", lambda: background.start_module("reporting.charts", run_dir)
+            "chart",
+            lambda: background.start_module("reporting.charts", run_dir),
+            advice="; the next launch draws them",
         )
         super().__init__(launch, log, process, "charts are not up to date")
 

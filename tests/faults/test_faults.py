@@ -444,9 +444,7 @@ def test_a_tracker_that_hangs_changes_nothing(workplace, undisturbed):
         workplace.torchrun(2, "tiny", PYTHONPATH=str(package.parent), **with_deadlines(tracker=1))
     )
     (said,) = re.findall("warning: tracker trackio: (.*)", result.stdout)
-    assert re.match(
-        r"its process was ended after \d+ s; `lab export-metrics tiny --to trackio`", said
-    )
+    assert re.match(r"not done after \d+ s; `lab export-metrics tiny --to trackio`", said)
     assert weights_of(run_dir) == weights_of(undisturbed)
     assert validations_of(run_dir) == validations_of(undisturbed)
     assert not TrackedRun.load(run_dir).sent.get("trackio")
