@@ -301,6 +301,17 @@ def test_an_output_is_empty_or_new_and_can_be_replaced(tmp_path, monkeypatch):
     assert (tmp_path / "full/mine").read_text() == "mine" and not list(tmp_path.glob(".*"))
 
 
+def test_an_output_that_appears_meanwhile_is_kept(tmp_path):
+    out = tmp_path / "out"
+    journal = Journal(out)
+    journal.dataset_dir.mkdir(parents=True)
+    prepare_dataset(texts_source(["a", "b"]), tmp_path / "other", BYTES)
+    shutil.copytree(tmp_path / "other", out)
+    with pytest.raises(OSError, match="not empty"):
+        journal.publish()
+    assert documents_of(out) == [["a"], ["b"]]
+
+
 def test_only_an_earlier_dataset_is_replaced_and_only_when_that_is_asked_for(tmp_path):
     out = tmp_path / "out"
     prepare_dataset(texts_source(["a", "b"]), out, BYTES)
