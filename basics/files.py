@@ -83,18 +83,35 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         fsync(path.parent)
 
 
-def replace_directory(new_dir: Path, place: Path, *, aside: Path) -> None:
-    """Rename a directory to a place where an earlier one may be, which is deleted afterwards.
+def replace_directory(new_dir: Path, place: Path) -> None:
+    """Rename a directory to a place where an earlier one may be, which is deleted.
 
-    A kill between the two renames leaves the earlier one in `aside`.
+    An error puts the earlier one back; after a kill between the two renames `put_back` does.
     """
+    aside = aside_of(place)
     if place.exists():
         shutil.rmtree(aside, ignore_errors=True)  # of a kill after the second rename
         place.rename(aside)
+    try:
         failpoint("replace")
-    new_dir.rename(place)
+        new_dir.rename(place)
+    except BaseException:
+        put_back(place)
+        raise
     fsync(place.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def aside_of(place: Path) -> Path:
+    """Return where an earlier directory is while another one takes its place."""
+    return place.with_name(f".{place.name}.replaced")
+
+
+def put_back(place: Path) -> None:
+    """Put back what a kill has left aside in `replace_directory`."""
+    if not place.exists():
+        with suppress(OSError):  # there is none
+            aside_of(place).rename(place)
 
 
 def partial_file(path: Path) -> Path:

@@ -1,6 +1,5 @@
 """`lab tokenizer`: a tokenizer of one's own, trained on the documents that it is for."""
 
-import itertools
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,9 +10,15 @@ import click
 from basics.cli import PLACE
 from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
 from preparation.cutting import decoded, markers_in
-from preparation.sources import Source, SourceOptions, limited_memory, source_options, warnings
+from preparation.sources import (
+    Source,
+    SourceOptions,
+    first_left_out,
+    limited_memory,
+    source_options,
+    warnings,
+)
 
-MAX_NAMES = 5  # that are printed, of files that are left out
 SMALLEST = 257  # entries: the 256 bytes and the end of text
 MAX_ENTRIES = 2**16  # ids have 16 bits
 
@@ -52,11 +57,12 @@ def command(source: str, output: Path, replace: bool, **options: Any) -> None:
     # Imported here so that --help is fast.
     from lab.publish.formats import TOKENIZER_FILES, write_own_tokenizer
     from preparation.find_source import find_source
-    from preparation.output_dir import check_output_dir, put_in_place
+    from preparation.output_dir import OutputDir
 
     vocab_size = options.pop("vocab_size")
     max_bytes = options.pop("max_megabytes") * 10**6
-    output_dir = check_output_dir(output, TOKENIZER_FILES, replace=replace)
+    place = OutputDir(output, made=TOKENIZER_FILES, signs=TOKENIZER_FILES, replace=replace)
+    output_dir = place.path
     partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
     shutil.rmtree(partial_dir, ignore_errors=True)  # of a command that was killed
     found = find_source(SourceOptions(source, **options))
@@ -74,7 +80,7 @@ def command(source: str, output: Path, replace: bool, **options: Any) -> None:
         new_dir = partial_dir / "tokenizer"
         new_dir.mkdir(parents=True)
         write_own_tokenizer(new_dir, content)
-        put_in_place(new_dir, output_dir, replace=replace)
+        place.put(new_dir)
     except OSError as error:
         raise cannot_be_written(output_dir, error) from None
     finally:
@@ -112,7 +118,7 @@ def first_texts(source: Source, *, max_bytes: int) -> tuple[list[str], int]:
                 break
         if num_bytes >= max_bytes:
             break
-    for name, reason in itertools.islice(left_out.items(), MAX_NAMES):
+    for name, reason in first_left_out(left_out):
         print_error(one_line(f"left out: {name}: {reason}"))
     for line in warnings(source, num_replaced, num_bytes, markers):
         print_error(one_line(f"warning: {line}"))

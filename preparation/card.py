@@ -13,7 +13,7 @@ from tqdm import tqdm
 from basics.errors import one_line, print_error
 from basics.text import counted, escaped
 from preparation.encoding import Losses
-from preparation.sources import IS_EMPTY, Request
+from preparation.sources import Request, first_left_out
 from preparation.token_stream import REPLACED, TEXT_BYTES, Counts
 from settings.data import token_file_name
 from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
@@ -21,7 +21,6 @@ from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
 CARD_FILE = "README.md"
 FEW_DOCUMENTS = 10  # whose loss may not stand for all text
 LEFT_OVER = 0.01  # of a dataset's tokens in a mix, without a warning
-MAX_NAMES = 5  # that are printed, of files that were left out; the card has all
 LINE_INTERVAL = 30  # seconds between plain lines
 
 CARD = """---
@@ -120,6 +119,7 @@ class Prepared:
     left_out: Mapping[str, str] = field(default_factory=dict)  # files and reasons
     num_repeated: int = 0  # validation documents that are in the training split too
     losses: Losses = Losses()
+    has_last_for_validation: bool = False  # the last documents of the source
     # Of a mix: for each split, the sources by name.
     portions: dict[str, Mapping[str, Portion]] = field(default_factory=dict)
 
@@ -175,7 +175,8 @@ class Prepared:
                 f" {counted(self.findings.num_replaced, 'character')} became U+FFFD"
             )
         train, validation = self.splits["train"], self.splits["validation"]
-        if train.num_documents > 1 and validation.num_documents < FEW_DOCUMENTS:
+        is_few = train.num_documents > 1 and validation.num_documents < FEW_DOCUMENTS
+        if self.has_last_for_validation and is_few:
             lines.append(
                 "the validation split is only the last"
                 f" {counted(validation.num_documents, 'document')} of the source; a larger"
@@ -225,8 +226,7 @@ class Prepared:
             )
         lines += [one_line(f"warning: {line}") for line in self.warnings()]
         if self.left_out:
-            files = sorted(self.left_out.items(), key=lambda found: found[1] == IS_EMPTY)
-            first = [f"{name} ({reason})" for name, reason in files[:MAX_NAMES]]
+            first = [f"{name} ({reason})" for name, reason in first_left_out(self.left_out)]
             lines.append(f"left out {counted(len(self.left_out), 'file')}, all named in README.md:")
             lines.append(one_line("  " + ", ".join(first)))
         return "\n".join(lines)

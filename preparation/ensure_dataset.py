@@ -44,7 +44,7 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
     if is_complete(dataset_dir, splits):
         return
     if "/" not in name and name != STDLIB_DATASET:
-        raise no_dataset(dataset_dir)
+        raise no_dataset(dataset_dir, splits)
     lock_path = dataset_dir.with_name(f".{dataset_dir.name}.lock")
     with writing_to(dataset_dir):
         lock_path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,8 +63,14 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
             lock_path.unlink(missing_ok=True)
 
 
-def no_dataset(dataset_dir: Path) -> UserError:
+def no_dataset(dataset_dir: Path, splits: Sequence[str]) -> UserError:
     """Return the error for a dataset that is neither on this machine nor one of the hub."""
+    missing = [split for split in splits if not is_complete(dataset_dir, [split])]
+    if len(missing) < len(splits):
+        return UserError(
+            f"{dataset_dir / token_file_name(missing[0])}: is missing, beside the other split's"
+            " file: move the directory away, and prepare the dataset again"
+        )
     found = dataset_dir.parent.glob(f"*/{token_file_name('train')}")
     prepared = sorted(path.parent.name for path in found)
     advice = did_you_mean(dataset_dir.name, [STDLIB_DATASET, *prepared])

@@ -14,14 +14,15 @@ from basics.files import locked, write_atomically
 from basics.text import gb
 from preparation.card import CARD_FILE
 from preparation.encoding import Losses
-from preparation.output_dir import check_output_dir, put_in_place
+from preparation.output_dir import OutputDir
 from preparation.sources import Record, Request
 from preparation.token_stream import DATA_START, NUM_COLUMNS, ROW_BYTES, TOKENS
-from settings.data import token_file_name
+from settings.data import SPLITS, token_file_name
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
 TOKENS_FILE = token_file_name("train")  # all tokens, until the last ones are in the validation file
-DATASET_FILES = {TOKENS_FILE, token_file_name("validation"), TOKENIZER_FILE, CARD_FILE}
+TOKEN_FILES = {token_file_name(split) for split in SPLITS}
+DATASET_FILES = TOKEN_FILES | {TOKENIZER_FILE, CARD_FILE}
 
 
 class Progress(Record):
@@ -45,9 +46,9 @@ class Journal:
     """The directory of an unfinished preparation, next to its output; `dataset/` becomes that."""
 
     def __init__(self, output_dir: Path, *, replace: bool = False) -> None:
-        """Raises: UserError: the output cannot be written, see `check_output_dir`."""
-        output_dir = check_output_dir(output_dir, DATASET_FILES, replace=replace)
-        self.output_dir, self.replace = output_dir, replace
+        """Raises: UserError: the output cannot be used, see `OutputDir`."""
+        self.output = OutputDir(output_dir, made=DATASET_FILES, signs=TOKEN_FILES, replace=replace)
+        output_dir = self.output.path
         self.dir = output_dir.parent / f".{output_dir.name}.partial"
         self.dataset_dir = self.dir / "dataset"
         self.path = self.dir / "journal.json"
@@ -117,7 +118,7 @@ class Journal:
     def publish(self) -> None:
         """Rename the finished dataset to its final name, and delete the journal."""
         failpoint("provide")
-        put_in_place(self.dataset_dir, self.output_dir, replace=self.replace)
+        self.output.put(self.dataset_dir)
         shutil.rmtree(self.dir, ignore_errors=True)
 
 

@@ -5,42 +5,64 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from basics.errors import UserError
-from basics.files import fsync, replace_directory
+from basics.files import fsync, put_back, replace_directory
 
 
-def check_output_dir(output_dir: Path, made: AbstractSet[str], *, replace: bool) -> Path:
-    """Return the output directory with links resolved.
+class OutputDir:
+    """A directory that a command writes whole or not at all; its files are never mixed with others.
 
     Args:
-        made: names of the files that the command writes there, which `replace` may replace.
+        path: may be a link; `self.path` is where it leads.
+        made: names of all files that the command writes.
+        signs: those without which a directory is not one that the command has written.
+        replace: whether an earlier one may be replaced.
 
-    Raises: UserError: it has other files, or these without `replace`, or cannot be renamed.
+    Raises: UserError: there are other files, or without `replace` an earlier one; or it cannot be
+        renamed.
     """
-    output_dir = Path(os.path.realpath(output_dir))  # Path.resolve() raises on loops of links
-    if output_dir.is_mount() or output_dir == Path.cwd():
-        raise UserError(
-            f"{output_dir}: is a mount point or the current directory; name a directory in it"
-        )
-    if not output_dir.exists():
-        return output_dir
-    found = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else None
-    if found is None or found - made:
-        other = f" ({min(found - made)})" if found else ""
-        raise UserError(
-            f"{output_dir}: is not empty{other}; name another output, or delete it yourself"
-        )
-    if found and not replace:
-        raise UserError(
-            f"{output_dir}: is not empty; name another output, or replace what is there with"
-            " --replace"
-        )
-    return output_dir
 
+    def __init__(
+        self, path: Path, *, made: AbstractSet[str], signs: AbstractSet[str], replace: bool
+    ) -> None:
+        self.path = Path(os.path.realpath(path))  # Path.resolve() raises on loops of links
+        self._made, self._signs, self._replace = made, signs, replace
+        if self.path.is_mount() or self.path == Path.cwd():
+            raise UserError(
+                f"{self.path}: is a mount point or the current directory; name a directory in it"
+            )
+        put_back(self.path)
+        self._check()
 
-def put_in_place(new_dir: Path, output_dir: Path, *, replace: bool) -> None:
-    """Rename a finished directory to its final name, with `replace` also over files."""
-    if replace:
-        replace_directory(new_dir, output_dir, aside=new_dir.with_name("replaced"))
-        return
-    new_dir.rename(output_dir)  # replaces an empty directory, never files
-    fsync(output_dir.parent)
+    def _check(self) -> None:
+        if not self.path.exists():
+            return
+        found = list(self.path.iterdir()) if self.path.is_dir() else None
+        if found == []:
+            return
+        names = {path.name for path in found or ()}
+        others = [
+            path.name
+            for path in found or ()
+            if path.name not in self._made or path.is_symlink() or not path.is_file()
+        ]
+        if others or not self._signs <= names:
+            other = f" ({min(others)})" if others else ""
+            raise UserError(
+                f"{self.path}: is not empty{other}; name another output, or delete it yourself"
+            )
+        if not self._replace:
+            raise UserError(
+                f"{self.path}: is not empty; name another output, or replace what is there with"
+                " --replace"
+            )
+
+    def put(self, new_dir: Path) -> None:
+        """Rename a finished directory to this one. Raises: UserError, OSError: there are files."""
+        for path in (*new_dir.iterdir(), new_dir):
+            fsync(path)
+        if self._replace:
+            self._check()  # again: writing may have taken hours
+            replace_directory(new_dir, self.path)
+        else:
+            new_dir.rename(self.path)  # replaces an empty directory, never files
+            fsync(self.path.parent)

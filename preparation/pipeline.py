@@ -208,6 +208,7 @@ def _finish(source: Source, journal: Journal) -> Prepared:
         left_out,
         num_repeated=num_repeated,
         losses=progress.losses,
+        has_last_for_validation=True,
     )
     write_headers(journal.dataset_dir, dataset)
     return dataset

@@ -7,7 +7,7 @@ import io
 import resource
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ STDLIB_PIECE_CHARACTERS = 3000
 CHUNK_BYTES = 2**20  # of text that is read at once, of small documents
 WARNING_SHARE = 0.001  # characters that replace others, for each byte of text
 MAX_READER_BYTES = 2**32  # of memory, beyond what there is when reading begins
+MAX_NAMES = 5  # that are printed, of files that are left out; a dataset's card has all
 IS_EMPTY = "is empty"  # why a file is left out
 OLD_TEXT = "text of an older Windows program: --encoding cp1252"
 TOO_LARGE = (
@@ -197,6 +198,11 @@ def limited_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def first_left_out(left_out: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return files that are left out, with the reasons: a few to print, empty ones last."""
+    return sorted(left_out.items(), key=lambda found: found[1] == IS_EMPTY)[:MAX_NAMES]
 
 
 def warnings(

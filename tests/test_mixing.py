@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from basics import failpoints
 from preparation.mixing import MAX_DATASETS, interleaved, mix_datasets, parse_mix
 from tests.support.models import write_tokenizer
 from tests.support.optional import given, settings, st
@@ -112,7 +113,9 @@ def of_dataset(documents, name):
     return [text for text in documents if text.startswith(f"{name} ")]
 
 
-def test_a_mix_has_the_documents_of_its_datasets_in_their_order_and_says_how_many(texts):
+def test_a_mix_has_the_documents_of_its_datasets_in_their_order_and_says_how_many(
+    texts, monkeypatch
+):
     result = succeeded(prepare(*MIX, "out"))
     for split, documents in zip(("train", "validation"), documents_of(Path("out")), strict=True):
         metadata = metadata_of(Path("out"), split)
@@ -127,7 +130,12 @@ def test_a_mix_has_the_documents_of_its_datasets_in_their_order_and_says_how_man
         assert metadata["source"] == "edu=edu:0.7, code=code:0.3"
     again = prepare(*MIX, "out")
     assert again.returncode == 2 and "replace what is there with --replace" in again.stderr
+    with monkeypatch.context() as patched:
+        patched.setenv(failpoints.VARIABLE, "replace:full")
+        assert prepare(*MIX, "out", "--replace").returncode == 4
+    assert (found := documents_of(Path("out")))
     succeeded(prepare(*MIX, "out", "--replace"))
+    assert documents_of(Path("out")) == found
     line = r"edu, weight 0.7: (69|70)\.\d\d% of the training tokens, \d+ documents, its"
     assert re.search(line, result.stdout)
 

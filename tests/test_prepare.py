@@ -20,7 +20,9 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import DatasetCard
 
+from basics import failpoints
 from basics.errors import UserError
+from basics.files import aside_of
 from benchmarks.prepare import build_corpus, peak_memory_of, prepare_as_the_original
 from preparation import cutting
 from preparation.cutting import cut_document
@@ -312,7 +314,7 @@ def test_an_output_that_appears_meanwhile_is_kept(tmp_path):
     assert documents_of(out) == [["a"], ["b"]]
 
 
-def test_only_an_earlier_dataset_is_replaced_and_only_when_that_is_asked_for(tmp_path):
+def test_only_an_earlier_dataset_is_replaced_and_only_when_that_is_asked_for(tmp_path, monkeypatch):
     out = tmp_path / "out"
     prepare_dataset(texts_source(["a", "b"]), out, BYTES)
     again = replace(BYTES, replace=True)
@@ -326,10 +328,39 @@ def test_only_an_earlier_dataset_is_replaced_and_only_when_that_is_asked_for(tmp
     assert documents_of(out) == [["a"], ["b"]]
     prepare_dataset(texts_source(["c", "d"]), out, again)
     assert documents_of(out) == [["c"], ["d"]] and not list(tmp_path.glob(".*"))
-    (out / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"is not empty \(notes.txt\)"):
+    # An error between the two renames puts the earlier one back, and a kill is mended by the next
+    # command, even one that fails.
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setenv(failpoints.VARIABLE, "replace:raise")
         prepare_dataset(texts_source(["e", "f"]), out, again)
-    assert (out / "notes.txt").read_text() == "mine" and documents_of(out) == [["c"], ["d"]]
+    assert documents_of(out) == [["c"], ["d"]]
+    out.rename(aside_of(out))
+    with pytest.raises(UserError, match="--replace"):
+        prepare_dataset(texts_source(["e", "f"]), out, BYTES)
+    assert documents_of(out) == [["c"], ["d"]]
+
+
+@pytest.mark.parametrize("others", [["notes.txt"], ["tokenizer.json/mine"]])
+def test_a_directory_with_other_files_is_never_replaced(tmp_path, others):
+    out = tmp_path / "out"
+    again = replace(BYTES, replace=True)
+    prepare_dataset(texts_source(["a", "b"]), out, BYTES)
+    journal = Journal(out, replace=True)
+    for name in others:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    with pytest.raises(UserError, match=r"is not empty \((notes.txt|tokenizer.json)\)"):
+        prepare_dataset(texts_source(["c", "d"]), out, again)
+    # Also if they have appeared while the new one was written.
+    shutil.copytree(out, journal.dataset_dir)
+    with pytest.raises(UserError, match="is not empty"):
+        journal.publish()
+    assert all((out / name).read_text() == "mine" for name in others)
+    card_alone = tmp_path / "project"
+    card_alone.mkdir()
+    (card_alone / "README.md").write_text("mine")
+    with pytest.raises(UserError, match="is not empty; name another output, or delete"):
+        prepare_dataset(texts_source(["c", "d"]), card_alone, again)
 
 
 # --- kills and resuming

@@ -112,7 +112,7 @@ def test_the_dataset_needs_no_validation_file_of_its_own(workplace):
     provide_datasets(workplace.datasets_dir, run.config)
     assert [*opened(workplace, run).validation_sets] == ["other"]
     without = new_run(workplace, None, name="without")
-    with pytest.raises(UserError, match="no dataset there"):
+    with pytest.raises(UserError, match="validation.safetensors: is missing"):
         provide_datasets(workplace.datasets_dir, without.config)
 
 

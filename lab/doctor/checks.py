@@ -561,7 +561,7 @@ def read_dataset(subject: Subject) -> Dataset | None:
     if name == STDLIB_DATASET:
         return Dataset(f"{place} is made from Python's own files when training starts")
     if "/" not in name:
-        raise no_dataset(place)
+        raise no_dataset(place, splits_of(config))
     from huggingface_hub import HfApi
 
     from preparation.hub import ask_hub

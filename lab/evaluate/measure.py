@@ -52,7 +52,6 @@ def measure_all(
                 raise
             print_error(f"warning: left out: {one_line(str(error))}")
             continue
-        say_step(target)
         about: Record = {"target": target.name, "checkpoint": None, "trained_tokens": None}
         if checkpoint := target.checkpoint:
             about["checkpoint"] = checkpoint.name
@@ -60,6 +59,7 @@ def measure_all(
             about["global_step"] = checkpoint.meta.global_step
         if about not in done:
             done.append(about)
+            say_step(target, names_newest=not model.is_optional)
             if tasks is None:
                 records = iter([evaluate(target, slices[model.name], microbatch_size)])
             else:
@@ -79,15 +79,17 @@ def measure_all(
         raise UserError("no checkpoint could be read")
 
 
-def say_step(target: LoadedModel) -> None:
-    """Print the step of a run's checkpoint, and the last one where that is another."""
+def say_step(target: LoadedModel, *, names_newest: bool = True) -> None:
+    """Print the step of a run's checkpoint, and the newest one's where that is another."""
     if not (target.run and target.checkpoint):
         return
     step = target.checkpoint.meta.global_step + 1
     text = f"{target.name}: step {step:,}, checkpoint {target.checkpoint.name}"
-    steps = [each.meta.global_step + 1 for each in list_checkpoints(target.run.checkpoints_dir)]
-    if steps and steps[-1] != step:
-        text += f"; the newest is of step {steps[-1]:,}"
+    if names_newest:
+        found = list_checkpoints(target.run.checkpoints_dir)
+        newest = max((each.meta.global_step + 1 for each in found), default=step)
+        if newest != step:
+            text += f"; the newest is of step {newest:,}"
     print_error(one_line(text))
 
 

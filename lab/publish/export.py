@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from basics.device import CPU
 from basics.errors import UserError, as_os_error, cannot_be_written, print_error, visible
-from basics.files import fsync, read_regular_file, replace_directory
+from basics.files import fsync, put_back, read_regular_file, replace_directory
 from basics.json_files import found_object, read_json_object
 from basics.tensors import write_tensors
 from lab.publish import formats
@@ -43,9 +43,7 @@ FILES = {
     *formats.GGUF_FILES,
 }
 TOKEN_FILES = [*map(token_file_name, SPLITS)]
-# Names of directories beside an export: of the new one with a process id, of the earlier one.
-ASIDE = ".{}.ddp-train-"
-EARLIER = "earlier"
+PARTIAL = ".{}.ddp-train-"  # of an unfinished export beside its place; a process id follows
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,14 @@ def write_export(target: LoadedModel, output_dir: Path, extras: Extras) -> Path:
     check_output(output_dir)
     if extras.with_gguf:
         formats.check_gguf(target)
-    aside = ASIDE.format(output_dir.name)
-    new_dir = output_dir.with_name(f"{aside}{os.getpid()}")
-    old_dir = output_dir.with_name(aside + EARLIER)
+    partial = PARTIAL.format(output_dir.name)
+    new_dir = output_dir.with_name(f"{partial}{os.getpid()}")
     try:
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         for path in output_dir.parent.iterdir():
-            pid = path.name.removeprefix(aside)
+            pid = path.name.removeprefix(partial)
             is_at_work = path != new_dir and pid.isdecimal() and psutil.pid_exists(int(pid))
-            if path.name.startswith(aside) and not is_at_work:  # of a kill
+            if path.name.startswith(partial) and not is_at_work:  # of a kill
                 shutil.rmtree(path, ignore_errors=True)
         new_dir.mkdir()
         _write_files(target, new_dir, extras)
@@ -83,7 +80,7 @@ def write_export(target: LoadedModel, output_dir: Path, extras: Extras) -> Path:
             fsync(path)
         if output_dir.exists() and any(output_dir.iterdir()):
             print_error(f"{output_dir}: replaces the earlier export there")
-        replace_directory(new_dir, output_dir, aside=old_dir)
+        replace_directory(new_dir, output_dir)
     except (OSError, SafetensorError) as error:
         raise cannot_be_written(output_dir, as_os_error(error)) from None
     finally:
@@ -116,13 +113,6 @@ def _write_files(target: LoadedModel, directory: Path, extras: Extras) -> None:
         for name in CHARTS:
             if is_own_file(extras.charts_dir / name):
                 shutil.copyfile(extras.charts_dir / name, directory / name)
-
-
-def put_back(output_dir: Path) -> None:
-    """Put back an earlier export that a kill left under another name while it was replaced."""
-    if not output_dir.exists():
-        with suppress(OSError):  # there is none
-            output_dir.with_name(ASIDE.format(output_dir.name) + EARLIER).rename(output_dir)
 
 
 def check_output(output_dir: Path, *, option: str = "--output") -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from basics.errors import UserError
+from basics.files import aside_of
 from gpt import GPTModel
 from lab.generate import as_utf8
 from lab.instruct.fine_tuning import Example, mean_loss
@@ -201,6 +202,9 @@ def test_a_tokenizer_is_trained_always_to_the_same_file(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"source", "a", "b"}
     least_size = ("--vocab-size", "257")  # without merges
     assert "with --replace" in error_line(lab_tokenizer(source, tmp_path / "a", *least_size))
+    assert choose_tokenizer(str(tmp_path / "a")).n_vocab == 280
+    (tmp_path / "a").rename(aside_of(tmp_path / "a"))  # as a kill while it is replaced leaves it
+    error_line(lab_tokenizer(tmp_path / "nix", tmp_path / "a", *least_size, "--replace"))
     assert choose_tokenizer(str(tmp_path / "a")).n_vocab == 280
     succeeded(lab_tokenizer(source, tmp_path / "a", *least_size, "--replace"))
     least = choose_tokenizer(str(tmp_path / "a"))
