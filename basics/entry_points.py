@@ -71,6 +71,12 @@ def check_installation() -> None:
         sys.exit(2)
 
 
+def say_torch_loads() -> None:
+    """Say what the next seconds are for, if torch is not imported yet: 30 s on a new machine."""
+    if "torch" not in sys.modules:
+        print_error("loading PyTorch")
+
+
 def may_restart() -> bool:
     """Return whether a torchrun started this process that has --max-restarts."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

@@ -83,10 +83,10 @@ def command(
 
     check_before_torch(targets, runs_dir)
     # Imported here so that --help and a wrong name do not wait for torch.
-    from lab.evaluate.measure import choose_models, say_step
+    from lab.evaluate.measure import choose_models
     from reporting.sampling import SamplingOptions, stream_text
     from tokens.tokenizer import encode_prompt
-    from trainer.models import load_model
+    from trainer.models import load_model, say_step
 
     models = choose_models(targets, checkpoint, None, runs_dir)
     prompt = as_utf8(prompt)

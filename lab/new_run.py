@@ -8,6 +8,7 @@ import click
 from pydantic import ValidationError
 
 from basics.cli import ABOVE_0, DATASETS_DIR, RUNS_DIR
+from basics.entry_points import say_torch_loads
 from basics.errors import UserError, visible, writing_to
 from basics.files import write_atomically
 from basics.json_files import describe, read_json_object, to_json
@@ -88,7 +89,6 @@ def command(
     """
     from lab.size_rules import BASE, affordable_width, apply_rules, machine_of_size, nearest_width
     from preparation.ensure_dataset import provide_dataset
-    from tokens.batches import open_run_data
     from tokens.token_file import TokenFile
 
     # Before the dataset, which may be downloaded: all that can be refused without it.
@@ -104,10 +104,12 @@ def command(
             " and '-', at most 128"
         )
     if run_dir.exists():
-        raise UserError(f"{run_dir}: is there already; choose another name")
+        raise UserError(f"{run_dir}: is there already; choose another name, or delete it yourself")
     model, train = read_settings(runs_dir, like)
     dataset_dir = datasets_dir / dataset
     provide_dataset(dataset_dir, dataset)
+    say_torch_loads()
+    from tokens.batches import open_run_data
 
     before: dict[str, Any] = model | train
     reasons: dict[str, str] = {}
@@ -314,6 +316,7 @@ def first_words(file: Any) -> str:
         tokenizer = load_tokenizer(name, file_beside(file.path.parent, name))
     except UserError:  # GPT-2's may have to be downloaded
         return ""
-    ids = [int(token) for token in file.read(0, PROMPT_TOKENS) if token != tokenizer.eot_token]
+    first = file.read(0, min(PROMPT_TOKENS, file.num_tokens))
+    ids = [int(token) for token in first if token != tokenizer.eot_token]
     words = tokenizer.decode(ids).replace("\ufffd", "").split()
     return " ".join(words[:PROMPT_WORDS])[:PROMPT_TOKENS]

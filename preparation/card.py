@@ -19,7 +19,7 @@ from settings.data import token_file_name
 from tokens.tokenizer import TOKENIZER_FILE, file_beside, load_tokenizer
 
 CARD_FILE = "README.md"
-FEW_DOCUMENTS = 10  # whose loss may not stand for all text
+FEW_DOCUMENTS = 5  # whose loss may not stand for all text
 LEFT_OVER = 0.01  # of a dataset's tokens in a mix, without a warning
 LINE_INTERVAL = 30  # seconds between plain lines
 

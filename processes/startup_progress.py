@@ -28,7 +28,7 @@ class StartupProgress:
     def _print(self) -> None:
         interval = FIRST_SECONDS
         while not self._closed.wait(interval):
-            self.say(f"{self.run}: {self.doing()}, {self.seconds():.0f} s")
+            self.say(f"{self.run}: {self.doing()}, {self.seconds():.0f} s since the start")
             interval = min(MOST_SECONDS, 1.5 * interval)
 
     def close(self) -> None:

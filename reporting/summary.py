@@ -216,16 +216,19 @@ def summary_lines(summary: dict[str, Any], run: Run) -> list[str]:
         steps = f"step {done:,}, {wanted:,} were wanted"
     lines = [
         f"{run.name} {summary['status']} at {steps}{because}: {losses} (nats per token)",
-        _split("time", summary["seconds"], duration),
+        _split("time of all launches", summary["seconds"], duration),
     ]
     if summary["status"] == "stopped":
         first = {
             BUDGET: "raise max_cost_usd or max_hours, then ",
             BEHIND: "raise or remove stop_if_behind, then ",
         }.get(summary["stopped_by"], "")
-        lines.append(f"to continue: {first}run the same command again")
+        steps = ""
+        if summary["stopped_by"] == MAX_STEPS:  # the option is of a launch, not of the run
+            steps = ", for as many steps, or without --max-steps to the end"
+        lines.append(f"to continue: {first}run the same command again{steps}")
     if summary["usd"]:
-        lines.append(_split("cost", summary["usd"], lambda usd: f"${dollars(usd)}"))
+        lines.append(_split("cost of all launches", summary["usd"], lambda usd: f"${dollars(usd)}"))
     if price:
         lines.append(
             f"machine up {duration(up)}, US${dollars(up / 3600 * price)} for all that it has done;"

@@ -385,7 +385,7 @@ def test_dollars_are_shown_recorded_and_split(workplace):
     assert sum(summary["usd"].values()) == pytest.approx(total)
     spent = {phase for phase, usd in summary["usd"].items() if usd}
     assert spent >= {"training", "validation", "checkpoint", "compile", "waiting", "startup"}
-    assert f"cost: ${dollars(total)} = $" in output and "machine up " in output
+    assert f"cost of all launches: ${dollars(total)} = $" in output and "machine up " in output
     first, last = read_uses(run_dir)  # from the launch's start, and from its end
     assert last.until - last.began == pytest.approx(sum(summary["seconds"].values()), abs=3)
     assert last.began == pytest.approx(first.began, abs=3) and first.until < last.until

@@ -125,7 +125,7 @@ def test_a_launch_says_what_it_is_doing_until_it_is_closed(monkeypatch, capsys):
     wait_until(lambda: doing.call_count > 1)
     progress.close()
     printed = capsys.readouterr().out
-    assert printed.startswith("tiny: checking data, 7 s\ntiny: checking data, 7 s\n")
+    assert printed.startswith("tiny: checking data, 7 s since the start\n")
     StartupProgress("tiny", silent, lambda: 0.0, is_active=False).close()
     assert not capsys.readouterr().out and not silent.called
 
@@ -219,7 +219,7 @@ def test_a_run_made_shorter_than_what_is_trained_is_finished_with_true_numbers(w
     run_dir = workplace.add_run(train={"validation_interval": 5})
     workplace.add_dataset()
     stopped = succeeded(workplace.torchrun(2, "tiny", "--max-steps", "7")).stdout
-    assert "\nto continue: run the same command again\n" in stopped
+    assert "\nto continue: run the same command again, for as many steps, or without" in stopped
     path = run_dir / "train.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"min_train_tokens": 3 * 128}))
     mark = workplace.root / "done"

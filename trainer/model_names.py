@@ -1,12 +1,12 @@
 """Which model a name means: a run's, a directory of weights, or one on the hub. Without torch."""
 
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from basics.checkpoint_files import directory_of
-from basics.errors import UserError, print_error
+from basics.entry_points import say_torch_loads
+from basics.errors import UserError
 from run_config import NamedRun, find_run, is_run_dir, no_such_run, plain_name
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -16,8 +16,7 @@ def check_before_torch(names: Iterable[str], runs_dir: Path) -> None:
     """Check the names of models, then say what the next seconds are for. Raises: UserError."""
     for name in names:
         find_model(name, runs_dir)
-    if "torch" not in sys.modules:  # its import takes half a minute on a new machine
-        print_error("loading PyTorch")
+    say_torch_loads()
 
 
 def find_model(text: str, runs_dir: Path) -> NamedRun | None:

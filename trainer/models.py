@@ -11,12 +11,19 @@ from safetensors import safe_open
 
 from basics.checkpoint_files import BEST, MANIFEST, directory_of, named_as_checkpoints
 from basics.device import CPU, first_device
-from basics.errors import UserError, first_line, print_error
+from basics.errors import UserError, first_line, one_line, print_error
 from basics.json_files import describe, read_json_object
 from basics.machine import available_ram_gib
 from basics.tensors import first_non_finite
 from basics.text import gib
-from checkpointing import DAMAGE, Checkpoint, find_checkpoint, load_weights, open_checkpoint
+from checkpointing import (
+    DAMAGE,
+    Checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    load_weights,
+    open_checkpoint,
+)
 from gpt import GPTModel
 from run_config import ModelConfig, Run, load_config, load_run
 from tokens.batches import TOKENIZERS_BY_VOCABULARY
@@ -102,6 +109,20 @@ def load_model(
                 f"{name}: its logits are not finite: its weights are too large; take another model"
             )
     return loaded
+
+
+def say_step(target: LoadedModel, *, names_newest: bool = True) -> None:
+    """Print the step of a run's checkpoint, and the newest one's where that is another."""
+    if not (target.run and target.checkpoint):
+        return
+    step = target.checkpoint.meta.global_step + 1
+    text = f"{target.name}: step {step:,}, checkpoint {target.checkpoint.name}"
+    if names_newest:
+        found = list_checkpoints(target.run.checkpoints_dir)
+        newest = max((each.meta.global_step + 1 for each in found), default=step)
+        if newest != step:
+            text += f"; the newest is of step {newest:,}"
+    print_error(one_line(text))
 
 
 def initial_model(run: Run, runs_dir: Path) -> LoadedModel:

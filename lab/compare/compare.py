@@ -54,7 +54,7 @@ WIDTH = 24  # to which names and settings are wrapped in a terminal
 @click.option(
     "--charts",
     "charts_dir",
-    type=click.Path(path_type=Path),
+    type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Also draw charts into this directory: losses, loss over batch, memory.",
 )

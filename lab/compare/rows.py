@@ -119,8 +119,8 @@ def compare(results: list[Result], to_loss_of: str | None = None) -> ComparedRun
     if target := _mark_reached(rows, to_loss_of):
         notes.append(
             f"tokens to loss {target.values['validation_loss']:.4f}: until the"
-            f" validation loss was that of {target.short_name}, their share of its own,"
-            " and what they cost"
+            f" validation loss was that of {target.short_name}, and their share of its own"
+            + (", and what they cost" if any(row.values["usd_to_loss"] for row in rows) else "")
         )
     return ComparedRuns(rows, [*filter(None, notes)], sorted_by, target)
 
@@ -268,7 +268,8 @@ def _mark_within_spread(rows: list[Row], kind: str) -> str:
         if row.values[f"{kind}_spread"] is not None and row.loss(kind) is not None
     )
     if not freedom:
-        return ""
+        has_others = sum(row.loss(kind) is not None for row in rows) > 1
+        return "; by how much chance changes a loss, lab sweep --seeds 3 shows" * has_others
     best = rows[0]
     for row in rows[1:]:
         inverse_counts = 1 / len(best.results) + 1 / len(row.results)

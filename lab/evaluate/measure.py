@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from basics.checkpoint_files import named_as_checkpoints, of_the_original
 from basics.errors import UserError, one_line, print_error
-from checkpointing import find_checkpoint, list_checkpoints
+from checkpointing import find_checkpoint
 from lab.evaluate.losses import Slice, evaluate
 from lab.evaluate.tasks import Tasks, score
 from lab.plan.memory import size_name
@@ -16,7 +16,7 @@ from run_config import load_run
 from settings.data import token_file_name
 from tokens.token_file import TokenFile
 from trainer.model_names import find_model
-from trainer.models import LoadedModel, load_model
+from trainer.models import load_model, say_step
 
 DEFAULT_START_TOKEN = 50_000_000  # the slice of the original system's published results
 DEFAULT_NUM_TOKENS = 19_660_800
@@ -77,20 +77,6 @@ def measure_all(
         del target  # before the next one is loaded
     if not done:
         raise UserError("no checkpoint could be read")
-
-
-def say_step(target: LoadedModel, *, names_newest: bool = True) -> None:
-    """Print the step of a run's checkpoint, and the newest one's where that is another."""
-    if not (target.run and target.checkpoint):
-        return
-    step = target.checkpoint.meta.global_step + 1
-    text = f"{target.name}: step {step:,}, checkpoint {target.checkpoint.name}"
-    if names_newest:
-        found = list_checkpoints(target.run.checkpoints_dir)
-        newest = max((each.meta.global_step + 1 for each in found), default=step)
-        if newest != step:
-            text += f"; the newest is of step {newest:,}"
-    print_error(one_line(text))
 
 
 def choose_models(

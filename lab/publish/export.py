@@ -28,7 +28,7 @@ from settings.data import SPLITS, token_file_name
 from tokens.token_file import TokenFile
 from tokens.tokenizer import TOKENIZER_FILE, FileTokenizer
 from trainer.model_names import find_model
-from trainer.models import LoadedModel, load_model
+from trainer.models import LoadedModel, load_model, say_step
 from trainer.weight_formats import gpt2_config, to_gpt2
 
 FILES = {
@@ -189,6 +189,7 @@ def export_model(request: PublishRequest) -> Upload:
         checkpoint_name=request.checkpoint,
         device=CPU,
     )
+    say_step(target)
     if named:
         card = model_card(target, request)
         charts_dir = target.run.run_dir

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from basics.cli import DATASETS_DIR, PLACE, RUNS_DIR
+from basics.entry_points import say_torch_loads
 from basics.errors import visible
 
 
@@ -66,6 +67,7 @@ def command(**options: Any) -> None:
     uploaded. Uploading needs a token: HF_TOKEN, or the one stored by `uv run hf auth login`. After
     an error, run the same command again.
     """
+    say_torch_loads()
     # Imported here so that --help does not wait for torch.
     from lab.publish.export import export_model, find_dataset, send
     from lab.publish.model_card import PublishRequest, names_licence

@@ -346,7 +346,9 @@ def test_runs_that_differ_only_in_their_seed_are_one_row(runs):
 def test_runs_that_differ_in_more_than_their_seed_are_separate_rows(runs, train, summary):
     runs.add("a", train={"random_seed": 1})
     runs.add("b", train=train, summary=summary)
-    assert len(runs.compare().rows) == 2
+    comparison = runs.compare()
+    assert len(comparison.rows) == 2
+    assert comparison.notes[0].endswith("lab sweep --seeds 3 shows")  # not known from one seed
 
 
 @pytest.mark.parametrize(("loss", "is_within"), [(3.59, True), (3.60, False)])
@@ -383,6 +385,13 @@ def test_running_run_shows_its_figures_so_far(runs):
     }
     row = row_of(runs.compare(), "busy (running)")
     assert {key: row.values[key] for key in expected} == pytest.approx(expected)
+
+
+def test_charts_need_a_directory(runs):
+    runs.add("trained")
+    refused = runs.run("--charts", __file__)
+    assert refused.exit_code == 2 and "test_compare.py' is a file" in refused.stderr
+    assert "train loss" not in refused.stdout  # before any work
 
 
 @pytest.mark.parametrize(
@@ -582,6 +591,7 @@ def test_runs_are_compared_by_the_tokens_to_the_highest_final_loss(runs):
     record_losses(runs, "fast", 5.0, 4.0, 3.0, learning_rate=0.02)
     record_losses(runs, "other", 5.0, 3.5, start_val_token=7)  # on other tokens: not compared
     comparison = runs.compare()
+    assert comparison.notes[-1].endswith("their share of its own, and what they cost")
     assert comparison.target.name == "slow" and {
         row.name: reached_of(row) for row in comparison.rows
     } == {"fast": (200, 2.0), "other": (None, None), "slow": (1536, 1.0)}  # its own: all of it

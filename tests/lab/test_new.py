@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from basics.text import dollars
-from lab.new_run import made_run, read_settings
+from lab.new_run import first_words, made_run, read_settings
 from lab.plan.estimate import Machine, estimate
 from lab.size_rules import BASE, affordable_width, apply_rules, nearest_width
 from run_config import load_run
@@ -18,9 +18,11 @@ from tests.support.models import add_dataset_with_tokenizer
 from tests.support.preparation import prepare
 from tests.support.workplace import PROJECT_DIR, TINY_TRAIN, write_tokens
 from tests.support.workplace import succeeded as process_succeeded
+from tokens.token_file import TokenFile
 
 PAGE = PROJECT_DIR / "docs/first-model.md"
 CARD = "1xRTX-4090@0.45"
+BYTES = {"tokenizer": "bytes"}
 TEXT_BYTES = 180_000  # enough for more than the 100 steps after which the page stops
 
 
@@ -270,6 +272,13 @@ def test_a_short_validation_file_gives_fewer_or_shorter_sequences(
         return
     model, train = settings_of(workplace.runs_dir / "mine")
     assert (model["context_length"], train["validation_sequences"]) == (context_length, sequences)
+
+
+def test_the_prompt_is_from_the_validation_text_however_short_that_is(tmp_path):
+    path = tmp_path / "validation.safetensors"
+    for text, words in (("a b c d", "a b c"), ("a " * 500, "a a a"), ("", "")):
+        write_tokens(path, np.array([*text.encode(), 256], dtype=np.uint16), BYTES)
+        assert first_words(TokenFile(path)) == words
 
 
 def test_a_dataset_that_names_no_tokenizer_has_the_vocabulary_of_its_ids(workplace):
