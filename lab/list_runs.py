@@ -82,11 +82,10 @@ def command(
         total += f", US${dollars(sum(priced))}"
         if rest := len(launched) - len(priced):
             total += f" and {rest} of {len(launched)} runs without a price"
-    if bill_of_all.machine_seconds and not runs:
+    if bill_of_all.machine_usd is not None and not runs:
         up = duration(bill_of_all.machine_seconds)
-        total += f"\nmachines up: {up}, with set-up and idle time"
-        if bill_of_all.machine_usd is not None:
-            total += f", US${dollars(bill_of_all.machine_usd)}"
+        total += f"\nmachines up: {up}, with set-up and idle time,"
+        total += f" US${dollars(bill_of_all.machine_usd)}"
         if num_unknown:
             total += f"; the bills of {counted(num_unknown, 'run')} are not known"
     click.echo(visible(f"{table_of(states).terminal()}\n{total}"))

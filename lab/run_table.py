@@ -11,9 +11,14 @@ MIN_STATUS = 12  # characters of a line in a narrow terminal
 
 def table_of(states: Sequence[Result]) -> Table:
     """Return a table of runs; in a narrow terminal reasons are wrapped and columns hidden."""
-    figures = [
-        one for one in shown_in("list") if any(state.value(one.key) is not None for state in states)
-    ]
+    known = {
+        one.key
+        for one in shown_in("list")
+        if any(state.value(one.key) is not None for state in states)
+    }
+    if "machine_usd" not in known:  # how long a machine is up matters to whoever pays for it
+        known.discard("machine_seconds")
+    figures = [one for one in shown_in("list") if one.key in known]
     rows = []
     for state in states:
         step = UNKNOWN if state.steps is None else f"{state.steps:,}"

@@ -214,6 +214,15 @@ def documents(runs_dir, *options):
     return {state.name: state for state in listed}, {row.run: row for row in compared}
 
 
+def test_the_time_of_the_machine_is_listed_only_where_it_has_a_price(runs_dir):
+    seconds = {"training": 5000.0, "download": 400.0}
+    use(add_run(runs_dir, "free", global_step=99, seconds=seconds), 0.5, 2, usd_per_hour=None)
+    for options, is_shown in (((), False), (("--usd-per-hour", "2"), True)):
+        listed = succeeded(run_lab("list", "--runs-dir", str(runs_dir), *options, COLUMNS="200"))
+        assert ("machines up: " in listed.stdout) == is_shown
+        assert (" machine " in listed.stdout.splitlines()[0]) == is_shown
+
+
 def test_lists_and_comparisons_show_the_bill_apart_from_training(two):
     printed = succeeded(run_lab("list", "--runs-dir", str(two), COLUMNS="200")).stdout
     up = "machines up: 4:30:00, with set-up and idle time, US$9.00"
