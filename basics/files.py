@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from basics.errors import UserError, cannot_be_written
+from basics.errors import UserError, cannot_be_written, print_error
 from basics.failpoints import failpoint
 
 MAX_BYTES = 2**20  # default limit of `read_regular_file`
@@ -88,9 +88,9 @@ def replace_directory(new_dir: Path, place: Path) -> None:
 
     An error puts the earlier one back; after a kill between the two renames `put_back` does.
     """
+    put_back(place)
     aside = aside_of(place)
     if place.exists():
-        shutil.rmtree(aside, ignore_errors=True)  # of a kill after the second rename
         place.rename(aside)
     try:
         failpoint("replace")
@@ -104,14 +104,18 @@ def replace_directory(new_dir: Path, place: Path) -> None:
 
 def aside_of(place: Path) -> Path:
     """Return where an earlier directory is while another one takes its place."""
-    return place.with_name(f".{place.name}.replaced")
+    return place.with_name(f".{place.name}.ddp-train-replaced")
 
 
 def put_back(place: Path) -> None:
-    """Put back what a kill has left aside in `replace_directory`."""
-    if not place.exists():
-        with suppress(OSError):  # there is none
-            aside_of(place).rename(place)
+    """Put back what a kill has left aside in `replace_directory`, or delete what is outdated."""
+    aside = aside_of(place)
+    if place.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+    elif aside.exists():
+        with suppress(OSError):  # another command was faster, or nothing can be written here
+            aside.rename(place)
+            print_error(f"{place}: is back; a command was killed while it replaced this directory")
 
 
 def partial_file(path: Path) -> Path:

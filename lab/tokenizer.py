@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from basics.cli import PLACE
-from basics.errors import UserError, cannot_be_written, one_line, print_error, visible
+from basics.errors import UserError, cannot_be_written, one_line, print_error, visible, writing_to
 from preparation.cutting import decoded, markers_in
 from preparation.sources import (
     Source,
@@ -61,7 +61,8 @@ def command(source: str, output: Path, replace: bool, **options: Any) -> None:
 
     vocab_size = options.pop("vocab_size")
     max_bytes = options.pop("max_megabytes") * 10**6
-    place = OutputDir(output, made=TOKENIZER_FILES, signs=TOKENIZER_FILES, replace=replace)
+    with writing_to(output):
+        place = OutputDir(output, made=TOKENIZER_FILES, signs=TOKENIZER_FILES, replace=replace)
     output_dir = place.path
     partial_dir = output_dir.with_name(f".{output_dir.name}.tokenizer-partial")
     shutil.rmtree(partial_dir, ignore_errors=True)  # of a command that was killed

@@ -7,7 +7,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from basics.errors import UserError, writing_to
-from basics.files import sha256_of
+from basics.files import put_back, sha256_of
 from basics.text import did_you_mean
 from run_config import TrainConfig
 from settings.data import DATASET_NAME, SPLITS, token_file_name
@@ -43,6 +43,9 @@ def provide_dataset(dataset_dir: Path, name: str, splits: Sequence[str] = SPLITS
         )
     if is_complete(dataset_dir, splits):
         return
+    put_back(dataset_dir)
+    if is_complete(dataset_dir, splits):
+        return
     if "/" not in name and name != STDLIB_DATASET:
         raise no_dataset(dataset_dir, splits)
     lock_path = dataset_dir.with_name(f".{dataset_dir.name}.lock")
@@ -71,7 +74,7 @@ def no_dataset(dataset_dir: Path, splits: Sequence[str]) -> UserError:
             f"{dataset_dir / token_file_name(missing[0])}: is missing, beside the other split's"
             " file: move the directory away, and prepare the dataset again"
         )
-    found = dataset_dir.parent.glob(f"*/{token_file_name('train')}")
+    found = dataset_dir.parent.glob(f"[!.]*/{token_file_name('train')}")
     prepared = sorted(path.parent.name for path in found)
     advice = did_you_mean(dataset_dir.name, [STDLIB_DATASET, *prepared])
     if prepared and not advice:

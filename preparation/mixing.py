@@ -68,6 +68,9 @@ def mix_datasets(
     After a kill it begins again. Raises: UserError: they are no datasets of one tokenizer.
     """
     journal = Journal(output_dir, replace=replace)
+    for each in datasets:
+        if Path(each.path).resolve() == journal.output.path:
+            raise UserError(f"{output_dir}: is one of the datasets; name another output")
     tokenizer, files = _open(datasets)
     label = ", ".join(f"{each.name}={printable(each.path)}:{each.weight}" for each in datasets)
     title = "a mix of " + ", ".join(each.name for each in datasets)

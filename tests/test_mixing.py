@@ -133,9 +133,13 @@ def test_a_mix_has_the_documents_of_its_datasets_in_their_order_and_says_how_man
     with monkeypatch.context() as patched:
         patched.setenv(failpoints.VARIABLE, "replace:full")
         assert prepare(*MIX, "out", "--replace").returncode == 4
-    assert (found := documents_of(Path("out")))
-    succeeded(prepare(*MIX, "out", "--replace"))
-    assert documents_of(Path("out")) == found
+    found = documents_of(Path("out"))
+    assert found[0]
+    other = ("--mix", "edu=edu:0.2", "--mix", "code=code:0.8")
+    succeeded(prepare(*other, "out", "--replace"))
+    assert documents_of(Path("out")) != found
+    itself = prepare("--mix", "a=out:1", "--mix", "b=code:1", "out", "--replace")
+    assert itself.returncode == 2 and "out: is one of the datasets" in itself.stderr
     line = r"edu, weight 0.7: (69|70)\.\d\d% of the training tokens, \d+ documents, its"
     assert re.search(line, result.stdout)
 

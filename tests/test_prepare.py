@@ -27,6 +27,7 @@ from benchmarks.prepare import build_corpus, peak_memory_of, prepare_as_the_orig
 from preparation import cutting
 from preparation.cutting import cut_document
 from preparation.encoding import cuts_of, encode_task
+from preparation.ensure_dataset import provide_dataset
 from preparation.hub import fetch_dataset
 from preparation.journal import Journal
 from preparation.pipeline import PrepareOptions, prepare_dataset
@@ -338,6 +339,12 @@ def test_only_an_earlier_dataset_is_replaced_and_only_when_that_is_asked_for(tmp
     with pytest.raises(UserError, match="--replace"):
         prepare_dataset(texts_source(["e", "f"]), out, BYTES)
     assert documents_of(out) == [["c"], ["d"]]
+    out.rename(aside_of(out))
+    provide_dataset(out, "out")  # what a launch does first
+    shutil.copytree(out, aside_of(out))  # as a kill after the second rename leaves it
+    with pytest.raises(UserError, match="--replace"):
+        prepare_dataset(texts_source(["e", "f"]), out, BYTES)
+    assert documents_of(out) == [["c"], ["d"]] and not aside_of(out).exists()
 
 
 @pytest.mark.parametrize("others", [["notes.txt"], ["tokenizer.json/mine"]])

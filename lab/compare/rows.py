@@ -268,8 +268,10 @@ def _mark_within_spread(rows: list[Row], kind: str) -> str:
         if row.values[f"{kind}_spread"] is not None and row.loss(kind) is not None
     )
     if not freedom:
-        has_others = sum(row.loss(kind) is not None for row in rows) > 1
-        return "; by how much chance changes a loss, lab sweep --seeds 3 shows" * has_others
+        own = [row for row in rows if not (row.is_published or row.is_of_other_text)]
+        if sum(row.loss(kind) is not None for row in own) < 2:
+            return ""
+        return "; by how much chance changes a loss, lab sweep --seeds 3 shows"
     best = rows[0]
     for row in rows[1:]:
         inverse_counts = 1 / len(best.results) + 1 / len(row.results)

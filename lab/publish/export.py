@@ -80,6 +80,7 @@ def write_export(target: LoadedModel, output_dir: Path, extras: Extras) -> Path:
             fsync(path)
         if output_dir.exists() and any(output_dir.iterdir()):
             print_error(f"{output_dir}: replaces the earlier export there")
+        check_output(output_dir)  # again: writing takes a while
         replace_directory(new_dir, output_dir)
     except (OSError, SafetensorError) as error:
         raise cannot_be_written(output_dir, as_os_error(error)) from None
@@ -120,9 +121,14 @@ def check_output(output_dir: Path, *, option: str = "--output") -> None:
     put_back(output_dir)
     if output_dir.is_symlink() or (output_dir.exists() and not output_dir.is_dir()):
         raise UserError(f"{output_dir}: is not a directory; name one with {option}")
-    found = {path.name for path in output_dir.iterdir()} if output_dir.exists() else set()
-    if found and not (found <= FILES and is_export(output_dir)):
-        others = ", ".join(sorted(found - FILES)[:3]) or "a model from elsewhere"
+    found = list(output_dir.iterdir()) if output_dir.exists() else []
+    foreign = sorted(
+        path.name
+        for path in found
+        if path.name not in FILES or path.is_symlink() or not path.is_file()
+    )
+    if foreign or (found and not is_export(output_dir)):
+        others = ", ".join(foreign[:3]) or "a model from elsewhere"
         raise UserError(
             f"{output_dir}: holds other files ({others}); name another directory with {option}"
         )
@@ -176,7 +182,6 @@ def find_dataset(request: PublishRequest) -> Upload | None:
 def export_model(request: PublishRequest) -> Upload:
     """Write the export of a run's model, or of an exported or tuned one. Raises: UserError."""
     source = Path(request.source).absolute()
-    put_back(source)
     named = find_model(request.source, request.runs_dir)
     if named is None and not is_export(source):
         raise no_such_run(request.runs_dir, request.source)

@@ -1,12 +1,13 @@
 """`lab publish`: export a run's model, and upload models and datasets to the hub."""
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from basics.cli import DATASETS_DIR, PLACE, RUNS_DIR
-from basics.entry_points import say_torch_loads
 from basics.errors import visible
+from basics.files import put_back
 
 
 @click.command()
@@ -67,8 +68,11 @@ def command(**options: Any) -> None:
     uploaded. Uploading needs a token: HF_TOKEN, or the one stored by `uv run hf auth login`. After
     an error, run the same command again.
     """
-    say_torch_loads()
-    # Imported here so that --help does not wait for torch.
+    from trainer.model_names import check_before_torch
+
+    put_back(Path(options["source"]).absolute())
+    check_before_torch([options["source"]], options["runs_dir"])
+    # Imported here so that --help and a wrong name do not wait for torch.
     from lab.publish.export import export_model, find_dataset, send
     from lab.publish.model_card import PublishRequest, names_licence
 

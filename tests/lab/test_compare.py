@@ -418,6 +418,7 @@ def test_published_rows_are_marked_and_have_their_figures(runs):
     rows = runs.csv("--published")
     published = {name: row for name, row in rows.items() if row["status"] == "published"}
     assert len(published) == len(rows) - 1 == 14
+    assert "lab sweep" not in runs.run("--published").stdout  # one own run
     known = {
         "model": "GPT-2 small, untied (163M)",
         "global_batch_size": "104",

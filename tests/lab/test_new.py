@@ -60,6 +60,8 @@ def test_the_commands_of_the_page_give_what_it_shows(workplace, monkeypatch):
             process_succeeded(workplace.torchrun(1, *arguments)).stdout
         ),
     }
+    (tokens,) = set(re.findall(r"([\d,]+) training tokens", PAGE.read_text()))
+    assert f"documents, {tokens} tokens\n" in PAGE.read_text()  # of one run of the page
     blocks = re.findall(r"```sh\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 8
     for commands, shown in blocks:
