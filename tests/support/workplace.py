@@ -286,10 +286,18 @@ def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, MultiprocessContext
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    is_closing, close = multiprocessing.get_context("fork").Event(), MultiprocessContext._close
+    context = multiprocessing.get_context("fork")
+    is_closing, all_forked, close = context.Event(), context.Event(), MultiprocessContext._close
     MultiprocessContext._close = lambda *which, **how: (is_closing.set(), close(*which, **how))
-    start = MultiprocessContext._start  # called again for a restart
-    MultiprocessContext._start = lambda *which: (is_closing.clear(), start(*which))[1]
+    start = MultiprocessContext._start
+
+    def start_all(*which: Any) -> None:  # called again for a restart
+        is_closing.clear()
+        all_forked.clear()
+        start(*which)
+        all_forked.set()
+
+    MultiprocessContext._start = start_all
     config = LaunchConfig(
         **{
             "min_nodes": 1,
@@ -303,10 +311,13 @@ def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
         }
         | launch
     )
-    elastic_launch(config, _run_worker)(script, arguments, is_closing)
+    elastic_launch(config, _run_worker)(script, arguments, is_closing, all_forked)
 
 
-def _run_worker(script: str, arguments: list[str], is_closing: Event) -> None:
+def _run_worker(script: str, arguments: list[str], is_closing: Event, all_forked: Event) -> None:
+    # The agent's store looks up the names of those that connect to it, in a thread with a lock of
+    # the C library: a worker that is forked meanwhile would wait for that lock for ever.
+    all_forked.wait()
     for descriptor in os.listdir("/proc/self/fd"):  # torchrun's store is not this process's
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
