@@ -187,6 +187,7 @@ def clocks_and_power() -> Line:
     """Read what limits a GPU's speed, as it works: its clocks in MHz, its power in watts."""
     import pynvml
 
+    pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
     return {
         "sm_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
@@ -221,7 +222,7 @@ def curve(place: Place) -> Iterator[Line]:
         losses = (
             torch.stack(
                 [
-                    step.take(batches, num_microbatches=1, learning_rate=1e-3)[0]
+                    step.take(batches, num_microbatches=1, learning_rate=4e-4)[0]
                     for _ in range(CURVE_STEPS)
                 ]
             )
@@ -361,6 +362,7 @@ def kernels(place: Place) -> Iterator[Line]:
         take()
     place.wait()
     host = host_seconds(take, place)
+    place.wait()
     started = time.perf_counter()
     take()
     place.wait()

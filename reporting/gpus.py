@@ -28,11 +28,13 @@ class Gpu(FrozenConfig):
     """A GPU: its name in tables, the GiB that PyTorch sees, dense peaks, and MFUs.
 
     `peak_tflops` is bf16 (fp16 on GPUs without it) with float32 accumulation, without sparsity.
-    `low_mfu` is what the original system measured (eager, fp16). `high_mfu` is the best public
-    figure for plain PyTorch, `public_mfu` the best one on two, four or eight such GPUs.
+    `low_mfu` is what the original system measured (eager, fp16). `high_mfu` is the best figure for
+    plain PyTorch, of this trainer or a public one, `public_mfu` the best public one on two, four or
+    eight such GPUs. `own_mfu` is this trainer's on one, with Muon and microbatches of 16.
 
-    Source: NVIDIA's and AMD's data sheets for the peaks; "Public figures that `lab plan` uses" in
-    `benchmarks/README.md` for the MFUs, from tokens a second and `ModelConfig.flops_per_token`.
+    Source: NVIDIA's and AMD's data sheets for the peaks; `benchmarks/README.md` for the MFUs, "One
+    H200" and "Public figures that `lab plan` uses", from tokens a second and
+    `ModelConfig.flops_per_token`.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Gpu(FrozenConfig):
     low_mfu: Mfu = Mfu(share=0.05, origin="assumed")
     high_mfu: Mfu = Mfu(share=0.40, origin="assumed")
     public_mfu: Mfu | None = None
+    own_mfu: Mfu | None = None
     note: str = ""
 
     def peak(self, precision: Precision) -> float:
@@ -59,11 +62,7 @@ class Gpu(FrozenConfig):
 
     @property
     def expected_mfu(self) -> float:
-        """Estimate the MFU of this trainer on one or several of these GPUs.
-
-        It is `public_mfu`: on an H100 that is also what a count of this trainer's products and
-        memory traffic gives (42% around a step), less several per cent lost between steps.
-        """
+        """Estimate the MFU of this trainer on these GPUs where it has not been measured."""
         return self.public_mfu.share if self.public_mfu else EXPECTED_SHARE * self.high_mfu.share
 
 

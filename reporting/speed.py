@@ -14,8 +14,8 @@ SMALL_MICROBATCH_TOKENS = 4096  # too few to fill a GPU's multiprocessors
 CARDS_GIB = {12: 11.6, 16: 15.6, 24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8, 192: 191.0}
 SLOW_DISK_BYTES_PER_SECOND = 100e6  # estimates a checkpoint before one is measured
 DOWNLOAD_BYTES_PER_SECOND = 100e6  # an estimate: a connection of 1 Gbit/s
-# Estimates of a launch on GPUs, not measured on one: processes and checks; the compiled steps.
-STARTUP_SECONDS, COMPILE_SECONDS = 15.0, 60.0
+# Of a launch on GPUs, measured once on one H200: processes and checks; the compiled steps.
+STARTUP_SECONDS, COMPILE_SECONDS = 19.0, 46.0
 
 
 def checkpoint_bytes(model: ModelConfig, config: TrainConfig) -> int:

@@ -151,7 +151,7 @@ def test_trials_and_result_are_printed_and_saved(workplace, monkeypatch, capsys)
     path = workplace.add_run(train=batch | {"microbatch_size": 5}) / "train.json"
     simulated_search(workplace, monkeypatch, capacity=3.7, save=True, usd_per_hour=36.0)
     text = capsys.readouterr().out
-    assert text.startswith("estimate: at most 0:03:20, US$2.00, for 8 launches of 25 s: ")
+    assert text.startswith("estimate: at most 0:03:52, US$2.32, for 8 launches of 29 s: ")
     assert tried(text)[5] and not tried(text)[6]
     assert "\nlargest microbatch: 5\nfastest microbatch: 4 (1,000 tokens/s)\n" in text
     assert f"saved in {path}: microbatch_size 4; x accumulation 3 x 1" in text

@@ -346,7 +346,7 @@ def _machine_table(run: Run, machines: list[dict[str, Any]]) -> Table:
             + ", ".join(dict.fromkeys(_about_price(price) for price in known))
             + ", or of --machine; other prices, on demand and spot: --compare",
             "microbatch: with a global_batch_size the largest one that fits and divides it",
-            "fewest: at the best public MFU for plain PyTorch: "
+            "fewest: at the best MFU of plain PyTorch: "
             + ", ".join(f"{gpu.name} {gpu.high_mfu}" for gpu in gpus),
             "most: at the MFU of the original system, with a slow disk: "
             + ", ".join(f"{gpu.name} {gpu.low_mfu}" for gpu in gpus),

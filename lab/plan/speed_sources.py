@@ -21,7 +21,8 @@ MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are a
 PUBLIC_FLOPS_PER_TOKEN = 854.44e6  # of GPT-2 small, which the public figures are of
 CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
 RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
-OWN, PUBLIC, ASSUMED = "own run", "public", "assumed"  # sources, for a table
+# Sources, for a table.
+OWN, MEASURED, PUBLIC, ASSUMED = "own run", "measured", "public", "assumed"
 LOW_PRECISIONS = ("bf16", "fp16")  # whose peaks are equal
 SPEED_KEYS = (*BatchConfig.model_fields, *MachineConfig.model_fields, "optimizer")
 MAX_SPEED, MAX_PROCESSES = 2**53, 4096
@@ -149,7 +150,10 @@ def measured_speed(run: Run) -> tuple[float, int, str]:
 
 
 def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> ExpectedSpeed:
-    """Return the figure of an own run of the nearest model, else of public runs, else assumed."""
+    """Return the figure of an own run of the nearest model, else the best other one.
+
+    That is of this trainer's benchmark on one such GPU, else of public runs, else assumed.
+    """
     if fitting := [one for one in measured if one.fits(wanted, gpu)]:
         # Of equally near ones the first.
         nearest = min(fitting, key=lambda one: _size_ratio(wanted, one.model.flops_per_token))
@@ -176,21 +180,26 @@ def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> Ex
         )
         mfu = gpu.low_mfu.share * recomputing
         return ExpectedSpeed(mfu, PUBLIC if is_measured else ASSUMED, detail)
-    mfu = gpu.expected_mfu * recomputing
     is_other = is_other_work or wanted.model.drop_rate or is_as_original
-    if known:
-        detail = f"{known} in public runs on several GPUs, none of this trainer"
+    own = gpu.own_mfu if wanted.num_processes == 1 else None
+    share = own.share if own else gpu.expected_mfu
+    if own:
+        source, detail = MEASURED, f"{own} with this trainer on one {gpu.name}"
+    elif known:
+        source, detail = PUBLIC, f"{known} in public runs on several GPUs, none of this trainer"
     else:
+        source = ASSUMED
         detail = (
-            f"no public figure for several {gpu.name}; assumed {gpu.expected_mfu:.0%},"
+            f"no public figure for several {gpu.name}; assumed {share:.0%},"
             f" {EXPECTED_SHARE:.0%} of {gpu.high_mfu}"
         )
     if is_other:
+        source = ASSUMED
         detail += (
-            "; a guess, as public runs are of GPT-2 small,"
+            "; a guess, as those runs are of GPT-2 small,"
             " compiled, in 16 bits, without dropout and recomputation"
         )
-    return ExpectedSpeed(mfu, ASSUMED if is_other or not known else PUBLIC, detail)
+    return ExpectedSpeed(share * recomputing, source, detail)
 
 
 def _size_ratio(wanted: Setting, flops: float) -> float:

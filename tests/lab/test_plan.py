@@ -174,7 +174,7 @@ def test_hours_are_computed_from_flops_and_dollars_from_hours(workplace):
     saving = found["checkpoints"] * 12 * 163_009_536 / 100e6
     assert found["checkpoints"] == -(-found["steps"] // run.config.checkpoint_interval)
     hours = found["hours"]
-    startup = 15 + 60 + 2 * run.config.min_train_tokens / 100e6  # compilation; 100 MB/s
+    startup = 19 + 46 + 2 * run.config.min_train_tokens / 100e6  # compilation; 100 MB/s
     assert list(hours.values()) == pytest.approx(
         (
             (startup + flops / (2 * 989e12 * 0.41)) / 3600,
@@ -390,7 +390,8 @@ def test_a_comparison_shows_each_known_price_and_the_tokens_of_a_dollar():
         speed = found.num_gpus * found.mfu * peak / document.flops_per_token
         assert found.tokens_per_second == pytest.approx(speed)
         assert found.tokens_per_usd == pytest.approx(speed * 3600 / found.price.usd_per_hour)
-        assert found.source in ("public", "assumed")  # no speed of this trainer is known
+        is_measured = (found.gpu, found.num_gpus) == ("H200", 1)
+        assert (found.source == "measured") == is_measured
         about_price = [f"{found.usd_per_hour:.2f}", found.price.kind, found.price.month]
         assert [row[0].removesuffix(" *"), *row[1:4]] == [found.name, *about_price]
         assert row[6] == f"{found.usd.expected:.2f}"
@@ -646,6 +647,8 @@ def test_the_nearest_in_size_and_then_the_newest_run_is_used(tmp_path):
     [
         (H100, {}, {}, "bf16", 0.39, "public"),
         ("AMD Instinct MI300X", {}, {}, "bf16", 0.32, "assumed"),
+        ("NVIDIA H200", {}, {}, "bf16", 0.45, "measured"),
+        ("NVIDIA H200", {"drop_rate": 0.1}, {}, "bf16", 0.45, "assumed"),
         # A public figure counts only for a run like GPT-2 small, compiled, in 16 bits.
         (H100, {}, {}, "fp32", 0.39, "assumed"),
         (H100, {}, {}, "tf32", 0.39, "assumed"),
@@ -662,12 +665,17 @@ def test_the_nearest_in_size_and_then_the_newest_run_is_used(tmp_path):
         ("NVIDIA L4", {}, {"compile": False}, "bf16", 0.05, "assumed"),
     ],
 )
-def test_a_speed_without_an_own_run_is_public_for_such_a_run_else_assumed(
+def test_a_speed_without_an_own_run_is_measured_or_public_for_such_a_run_else_assumed(
     tmp_path, device, model, train, precision, mfu, source
 ):
     model, train = MODEL.model_copy(update=model), TRAIN.model_copy(update=train)
     found = expected(tmp_path, device, Setting(model, train, precision, 1))
     assert (found.mfu, found.source) == (pytest.approx(mfu), source)
+
+
+def test_what_was_measured_on_one_gpu_is_not_expected_of_several(tmp_path):
+    found = expected(tmp_path, "NVIDIA H200", Setting(MODEL, TRAIN, "bf16", 2))
+    assert (found.mfu, found.source) == (0.39, "public")
 
 
 @pytest.mark.parametrize(("seconds", "is_slow"), [(750.0, False), (15_000.0, True)])
@@ -788,7 +796,7 @@ def test_a_plan_has_hours_and_dollars_of_both_parts_of_a_growth(workplace):
         assert first[key] + second[key] == pytest.approx(shortened)
         assert first[key] / second[key] == pytest.approx(small / large, rel=1e-3)
     more = grown["startup_hours"] - whole["startup_hours"]  # it compiles once more
-    assert more == pytest.approx(60 / 3600, rel=1e-3)
+    assert more == pytest.approx(46 / 3600, rel=1e-3)
     assert grown["tokens_per_second"] == pytest.approx(whole["tokens_per_second"] / share, rel=1e-3)
     assert second["tokens_per_second"] == pytest.approx(whole["tokens_per_second"])
     assert "\ngrows: 1 layer for 50% of the steps" in plan("run-1", runs_dir=workplace.runs_dir)
