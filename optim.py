@@ -59,6 +59,12 @@ def group_of(name: str, parameter: Tensor) -> Group:
 
 
 def is_decayed(group: Group, config: TrainConfig) -> bool:
+    """With Muon only the matrices are: there the loss falls, with embeddings and head it rises.
+
+    Source: `benchmarks/recipes.md`, "Weight decay".
+    """
+    if config.optimizer == "muon":
+        return group == "matrix"
     return group != "vector" or config.decay_norms_and_biases
 
 

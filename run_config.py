@@ -254,7 +254,11 @@ def setting_warnings(run: Run) -> list[str]:
             model.tie_weights,
             "tied weights have embedding_learning_rate",
         ),
-        ("decay_norms_and_biases", not config.weight_decay, "weight_decay is 0"),
+        (
+            "decay_norms_and_biases",
+            not config.weight_decay or config.optimizer == "muon",
+            "muon decays the matrices alone" if config.weight_decay else "weight_decay is 0",
+        ),
         ("start_val_token", not config.validates, "there is no validation"),
     )
     warnings = [

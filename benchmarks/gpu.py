@@ -222,6 +222,7 @@ def curve(place: Place) -> Iterator[Line]:
         losses = (
             torch.stack(
                 [
+                    # With 1e-3 the loss jumps, and then any rounding grows to tenths of a nat.
                     step.take(batches, num_microbatches=1, learning_rate=4e-4)[0]
                     for _ in range(CURVE_STEPS)
                 ]

@@ -9,12 +9,15 @@ from pydantic import Field
 from basics.json_files import FrozenConfig
 from settings.machine import Precision
 
+GPT2_SMALL_FLOPS_PER_TOKEN = 854.44e6  # all MFUs here are of this model
+# The steps of smaller models wait for the start of kernels: no MFU is expected of them.
+SMALLEST_FLOPS_PER_TOKEN = GPT2_SMALL_FLOPS_PER_TOKEN / 10
 EXPECTED_SHARE = 0.8  # of the best MFU, on a GPU without a public figure for several
 MAKERS = re.compile(r"^((NVIDIA|AMD|Tesla|Instinct|GeForce) )*", re.IGNORECASE)
 
 
 class Mfu(FrozenConfig):
-    """An MFU of training a GPT-2-class model, and its origin unless it is of such GPUs."""
+    """An MFU of training GPT-2 small; where it is from, unless it is a public one of such GPUs."""
 
     share: float
     origin: str = ""
@@ -28,9 +31,9 @@ class Gpu(FrozenConfig):
     """A GPU: its name in tables, the GiB that PyTorch sees, dense peaks, and MFUs.
 
     `peak_tflops` is bf16 (fp16 on GPUs without it) with float32 accumulation, without sparsity.
-    `low_mfu` is what the original system measured (eager, fp16). `high_mfu` is the best figure for
-    plain PyTorch, of this trainer or a public one, `public_mfu` the best public one on two, four or
-    eight such GPUs. `own_mfu` is this trainer's on one, with Muon and microbatches of 16.
+    `low_mfu` is the original system's (eager, fp16), as it or we measured it. `high_mfu` is the
+    best figure for plain PyTorch, of this trainer or a public one, `public_mfu` the best public one
+    on two, four or eight such GPUs. `own_mfu` is this trainer's on one.
 
     Source: NVIDIA's and AMD's data sheets for the peaks; `benchmarks/README.md` for the MFUs, "One
     H200" and "Public figures that `lab plan` uses", from tokens a second and

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from reporting.gpus import find_gpu
+from reporting.gpus import SMALLEST_FLOPS_PER_TOKEN, find_gpu
 from run_config import ModelConfig, TrainConfig
 from settings.machine import Precision
 
@@ -53,6 +53,8 @@ class Speed:
         gpu = find_gpu(self.device_name)
         if gpu is None:
             return f"{line} (no MFU: the peak speed of {self.device_name} is not known)"
+        if self.flops_per_token < SMALLEST_FLOPS_PER_TOKEN:
+            return f"{line} (how fast so small a model should be on {gpu.name} is not known)"
         mfu = gpu.mfu(flops)
         best = gpu.high_mfu
         line += (

@@ -211,6 +211,11 @@ def test_the_originals_name_of_a_key_is_known(workplace):
         ({"tie_weights": True}, {"head_learning_rate": 0.1}, "tied weights have embedding_l"),
         ({}, {"weight_decay": 0, "decay_norms_and_biases": True}, "weight_decay is 0; drop it"),
         ({}, {"weight_decay": 0, "decay_norms_and_biases": False}, None),
+        (
+            {},
+            {"weight_decay": 0.1, "decay_norms_and_biases": True, "optimizer": "muon"},
+            "muon decays the matrices alone; drop it",
+        ),
         ({"init": "torch"}, {"init_from": "x"}, "model.json: init has no effect: init_from is set"),
         ({"init": "torch"}, {}, None),
         ({"tie_weights": True, "init": "torch"}, {}, r'ln 257 = 5.5; set init "gpt2"$'),

@@ -70,6 +70,12 @@ def test_tensors_with_and_without_decay_are_counted_also_where_it_is_0(weight_de
         " tensors (0 parameters)"
     )
 
+    line = decay_line(network, config(weight_decay=weight_decay, optimizer="muon"))
+    assert line == (
+        f"weight decay {weight_decay} on 8 tensors of matrix (6,144 parameters), none on 19"
+        " tensors of embedding, head, vector (8,832 parameters)"
+    )
+
 
 def test_each_process_orthogonalises_its_share(monkeypatch):
     """test_reference.py sees that the shares of three processes fit together."""

@@ -591,6 +591,12 @@ def test_a_speed_below_half_of_the_best_has_its_reason_and_no_other(changes, rea
     assert "reason" in replace(GOOD, tokens_per_second=limit * 0.99, **changes).line()
 
 
+def test_a_small_model_is_not_compared_with_what_gpt2_small_reaches():
+    line = replace(SLOW, flops_per_token=854.44e5 - 1).line()
+    assert line.endswith(" (how fast so small a model should be on H100 is not known)")
+    assert "MFU" in replace(SLOW, flops_per_token=854.44e5).line()
+
+
 # Samples; tests/lab/test_generate.py tests how tokens are sampled
 
 PROMPTS = ["def ", ""]

@@ -10,17 +10,11 @@ from basics.errors import UserError
 from basics.json_files import set_number
 from basics.text import counted
 from lab.plan.memory import Setting, largest_microbatch
-from lab.plan.speed_sources import (
-    OWN,
-    PUBLIC_FLOPS_PER_TOKEN,
-    Measurement,
-    expected_speed,
-    measured_speed,
-)
+from lab.plan.speed_sources import OWN, Measurement, expected_speed, measured_speed
 from processes.run_lock import lock_run
 from reporting import speed
 from reporting.estimate import Ahead, Rates, seconds_ahead, validation_steps
-from reporting.gpus import Gpu, Price, find_gpu
+from reporting.gpus import SMALLEST_FLOPS_PER_TOKEN, Gpu, Price, find_gpu
 from reporting.summary import duration
 from run_config import Run, TrainConfig, make_run_dir
 from settings.machine import Precision
@@ -29,8 +23,6 @@ from tokens.batch_plan import BatchPlan, divided, plan_batches
 TOKEN_BYTES = 2  # in a file
 MAX_TOKENS = 2**50  # of a length that a budget buys
 UNLIMITED_TOKENS = 2**62  # of a file whose length is not known or does not matter
-# Smaller steps wait for the start of kernels, of which the formula knows nothing.
-SMALLEST_FLOPS_PER_TOKEN = PUBLIC_FLOPS_PER_TOKEN / 10
 TOO_SMALL = "too small for the formula"
 MAX_NAME = 16  # characters, so that the table fits a terminal
 MACHINE = re.compile(rf"(?:([^=]{{1,{MAX_NAME}}})=)?([1-9]\d{{0,3}})x([^@]+)@(\d{{1,5}}(\.\d+)?)")

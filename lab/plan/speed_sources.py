@@ -11,14 +11,13 @@ from basics.gpu_readings import read_gpus
 from basics.json_files import FrozenConfig, found_object
 from lab.plan.memory import Setting
 from lab.runs import Record, RunFiles, launched_runs, number
-from reporting.gpus import EXPECTED_SHARE, Gpu, find_gpu
+from reporting.gpus import EXPECTED_SHARE, GPT2_SMALL_FLOPS_PER_TOKEN, Gpu, find_gpu
 from reporting.speed import SPEED_CHECK_STEPS
 from run_config import ModelConfig, Run
 from settings.batch import BatchConfig
 from settings.machine import MachineConfig, Precision
 
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
-PUBLIC_FLOPS_PER_TOKEN = 854.44e6  # of GPT-2 small, which the public figures are of
 CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
 RECOMPUTING = 3 / 4  # of the MFU: a second forward pass adds a third of the work
 # Sources, for a table.
@@ -169,7 +168,7 @@ def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> Ex
     is_other_work = (
         config.activation_checkpointing
         or wanted.precision not in LOW_PRECISIONS
-        or _size_ratio(wanted, PUBLIC_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO
+        or _size_ratio(wanted, GPT2_SMALL_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO
     )
     if is_as_original and wanted.precision in LOW_PRECISIONS:
         is_measured = not gpu.low_mfu.origin and not is_other_work
@@ -184,7 +183,7 @@ def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> Ex
     own = gpu.own_mfu if wanted.num_processes == 1 else None
     share = own.share if own else gpu.expected_mfu
     if own:
-        source, detail = MEASURED, f"{own} with this trainer on one {gpu.name}"
+        source, detail = MEASURED, f"{own} on one {gpu.name} with this trainer"
     elif known:
         source, detail = PUBLIC, f"{known} in public runs on several GPUs, none of this trainer"
     else:

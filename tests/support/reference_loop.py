@@ -105,7 +105,11 @@ def options_of(name: str, train: TrainConfig) -> dict[str, Any]:
     )
     is_muon = train.optimizer == "muon" and group == "matrix"
     options = {key: getattr(train, key) for key in ("learning_rate", "weight_decay", "beta2")}
-    if group == "vector" and not train.decay_norms_and_biases:
+    if train.optimizer == "muon":
+        is_decayed = group == "matrix"
+    else:
+        is_decayed = group != "vector" or train.decay_norms_and_biases
+    if not is_decayed:
         options["weight_decay"] = 0.0
     own_rate = getattr(train, f"{group}_learning_rate")
     if own_rate is not None:
