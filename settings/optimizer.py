@@ -16,7 +16,7 @@ MUON_DEFAULTS: dict[str, Any] = {
     "learning_rate": 0.02,
     "embedding_learning_rate": 0.15,
     "vector_learning_rate": 0.01,
-    "weight_decay": 0.0,
+    "weight_decay": 0.025,
     "beta1": 0.5,
     "beta2": 0.95,
     "schedule": "linear",
