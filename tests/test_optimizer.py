@@ -70,8 +70,8 @@ def test_tensors_with_and_without_decay_are_counted_also_where_it_is_0(weight_de
         " tensors (0 parameters)"
     )
 
-    line = decay_line(network, config(weight_decay=weight_decay, optimizer="muon"))
-    assert line == (
+    with_muon = config(weight_decay=weight_decay, optimizer="muon", decay_norms_and_biases=True)
+    assert decay_line(network, with_muon) == (
         f"weight decay {weight_decay} on 8 tensors of matrix (6,144 parameters), none on 19"
         " tensors of embedding, head, vector (8,832 parameters)"
     )

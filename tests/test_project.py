@@ -195,9 +195,9 @@ def test_the_planned_figures_are_those_of_lab_plan(checkout):
     machines = (
         "--machine 4090=1xRTX-4090@0.50 --machine h200=1xH200@3.59 --machine 8h100=8xH100@23.92"
     )
-    assert "at US$0.50, US$3.59 and US$23.92 an hour, the H200" in README
+    assert "at US$0.50, US$3.59 and US$23.92 an hour. The H200" in README
     for goal, run in (
-        ("a loss of 3.674, projected", "gpt2-small-one-dollar"),
+        ("the original's 3.674", "gpt2-small-one-dollar"),
         ("20 tokens per parameter", "gpt2-small-muon"),
     ):
         plan = json.loads(lab_in(checkout, f"uv run lab plan {run} {machines} --json"))
