@@ -124,7 +124,6 @@ def test_a_typing_error_is_answered_with_the_name_that_was_meant(place):
             action()
     for arguments, meant in (
         (("evalute",), "evaluate"),
-        (("evaluate", "tiny", "--task", "helaswag"), "hellaswag"),
         (("new", "mine", "--dataset", "tiny", "--like", "dmeo"), "demo"),
     ):
         result = run_lab(*arguments)
