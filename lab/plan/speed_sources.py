@@ -172,7 +172,7 @@ def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> Ex
     )
     if is_as_original and wanted.precision in LOW_PRECISIONS:
         is_measured = not gpu.low_mfu.origin and not is_other_work
-        origin = "for a run" if gpu.low_mfu.origin else "as the original system reached"
+        origin = "for a run" if gpu.low_mfu.origin else "of the original system's code"
         detail = (
             f"{gpu.low_mfu}, {origin} with GPT-2 small, not compiled and with math attention;"
             " with only one of the two a run is faster"
