@@ -49,6 +49,7 @@ from reporting.run_log import Report, RunLog, SetResult, batch_arithmetic
 from reporting.setting_changes import change_lines, settings_of
 from reporting.summary import RunEnd, final_status, lab_command
 from run_config import Stage, TrainConfig
+from settings.machine import FULL_SOFTMAX_INTERVAL
 from tokens.batch_plan import BatchPlan
 from tokens.batches import Microbatch, RunData, dropout_seed, read_ahead
 from trainer.after_checkpoint import AfterCheckpoint
@@ -265,8 +266,8 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         """Take one global step, on the next `num_microbatches`. Every rank.
 
-        Nothing here waits for the device. Returns this process's mean loss and the norm of the
-        averaged gradient, each () float32.
+        Nothing here waits for the device. Returns this process's mean loss, NaN in a step whose
+        loss has a part of the vocabulary, and the norm of the averaged gradient, each () float32.
         """
         failpoint("train")
         model, optimizer, scaler = self.state.model, self.state.optimizer, self.state.scaler
@@ -276,6 +277,9 @@ class TrainingStep:
         accumulates = self.process.world_size > 1 and num_microbatches > 1
         for accumulation_step in range(num_microbatches):
             index, token_ids, targets = next(microbatches)
+            if accumulation_step == 0:
+                global_step = index // (num_microbatches * self.process.world_size)
+                self.loss_functions.choose_candidates(global_step)
             if model.config.drop_rate:  # nothing else draws random numbers
                 torch.manual_seed(dropout_seed(self.config.random_seed, index))
             is_last = accumulation_step == num_microbatches - 1
@@ -288,6 +292,8 @@ class TrainingStep:
                     loss = loss * torch.nan
                 scaler.scale(loss).backward()
             step_loss += loss.detach()  # stays on the device; `LossWindow` reads it later
+        if model.candidates is not None:
+            step_loss *= torch.nan  # it compares with no other loss
         # In fp16 the gradients have the loss scale: diagnostics and clipping need them without it.
         scaler.unscale_(optimizer)
         self.diagnostics.before_update(model, token_ids, targets)
@@ -511,6 +517,12 @@ class Trainer:
             lines.append(
                 f"{counted(first.model.n_layers, 'layer')}, {first.model.num_parameters:,}"
                 f" parameters, until step {first.steps.stop:,}; then {run.model.n_layers} layers"
+            )
+        if run.config.sampled_softmax is not None:
+            lines.append(
+                f"sampled softmax: the loss has {run.config.sampled_softmax:,} of"
+                f" {run.model.vocab_size:,} entries of the vocabulary; all in each"
+                f" {FULL_SOFTMAX_INTERVAL}th step, whose training loss is reported"
             )
         lines.append(f"learning rates: {rates_line(run.model, run.config)}")
         lines.append(decay_line(model, run.config))

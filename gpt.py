@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ops.add_bias import AddBias
 from ops.block_attention import block_attention
 from ops.linear_cross_entropy import linear_cross_entropy, pad_rows
+from ops.sampled_cross_entropy import Candidates, sampled_cross_entropy
 from run_config import ModelConfig
 
 INIT_STD = 0.02
@@ -125,6 +126,7 @@ class GPTModel(nn.Module):
     def __init__(self, config: ModelConfig, options: ForwardOptions | None = None) -> None:
         super().__init__()
         self.config, self.options = config, options or ForwardOptions()
+        self.candidates: Candidates | None = None  # of the training loss; None for all entries
         self.token_embedding = nn.Embedding(config.vocab_size, config.emb_dim)
         self.position_embedding = nn.Embedding(config.context_length, config.emb_dim)
         self.dropout = nn.Dropout(config.drop_rate)
@@ -180,8 +182,19 @@ class GPTModel(nn.Module):
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean loss, () float32, of the layers' output (B, T, C); targets (B, T)."""
+        """Compute the mean loss, () float32, of the layers' output (B, T, C); targets (B, T).
+
+        In training mode `candidates` are all entries of the vocabulary that it has.
+        """
         x, targets = self.final_norm(x).flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
+        if self.training and self.candidates is not None:
+            return sampled_cross_entropy(
+                x,
+                self.head_weight,
+                targets,
+                self.candidates,
+                chunk_tokens=self.options.head_chunk_tokens,
+            )
         return linear_cross_entropy(
             x,
             self.head_weight,

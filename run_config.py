@@ -223,7 +223,7 @@ def load_run(runs_dir: Path, name: str) -> Run:
         load_config(settings_dir / "model.json", ModelConfig),
         load_config(settings_dir / "train.json", TrainConfig),
     )
-    check_growth(settings_dir / "train.json", model, config)
+    check_parts(settings_dir / "train.json", model, config)
     return Run(name, run_dir, model, config)
 
 
@@ -232,12 +232,17 @@ def has_checkpoints(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("*-iteration-*"))
 
 
-def check_growth(where: Path | str, model: ModelConfig, config: TrainConfig) -> None:
-    """Check that a run that grows begins with fewer layers than it has. Raises: UserError."""
+def check_parts(where: Path | str, model: ModelConfig, config: TrainConfig) -> None:
+    """Check that what trains a part of a model has less than all of it. Raises: UserError."""
     if config.grow is not None and config.grow.from_layers >= model.n_layers:
         raise UserError(
             f"{where}: grow has from_layers {config.grow.from_layers}, and model.json has"
             f" n_layers {model.n_layers}; make from_layers smaller, or drop grow"
+        )
+    if config.sampled_softmax is not None and config.sampled_softmax >= model.vocab_size:
+        raise UserError(
+            f"{where}: sampled_softmax is {config.sampled_softmax}, and model.json has vocab_size"
+            f" {model.vocab_size}; make sampled_softmax smaller, or drop it"
         )
 
 

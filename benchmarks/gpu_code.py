@@ -31,9 +31,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 import gpt
+from basics.device import CPU
 from gpt import GPTModel
 from lab.plan.memory import GPT2_SMALL, size_name
 from lab.table import Column, Table
+from ops.sampled_cross_entropy import Candidates
 from reporting.gpus import find_gpu
 from run_config import ModelConfig, TrainConfig
 from trainer.loss_functions import compiler_options
@@ -126,9 +128,14 @@ class Work:
         return moving
 
 
-def step_work(model: ModelConfig, config: TrainConfig, gpu: AbsentGpu) -> list[Work]:
-    """Return the work of a step of one microbatch, with AdamW, the slowest first."""
-    graphs = trace(model, config, gpu)
+def step_work(
+    model: ModelConfig, config: TrainConfig, gpu: AbsentGpu, candidates: int | None
+) -> list[Work]:
+    """Return the work of a step of one microbatch, with AdamW, the slowest first.
+
+    With `candidates` its loss is one of sampled softmax.
+    """
+    graphs = trace(model, config, gpu, candidates)
     found: dict[str, Work] = {}
     for graph, _ in graphs:
         for one in products_of(graph):
@@ -145,7 +152,7 @@ def step_work(model: ModelConfig, config: TrainConfig, gpu: AbsentGpu) -> list[W
 
 
 def trace(
-    model: ModelConfig, config: TrainConfig, gpu: AbsentGpu
+    model: ModelConfig, config: TrainConfig, gpu: AbsentGpu, candidates: int | None
 ) -> list[tuple[fx.GraphModule, dict[str, Any]]]:
     """Trace the training loss on fake CPU tensors, since autograd on CUDA tensors needs a GPU.
 
@@ -171,6 +178,8 @@ def trace(
         patch.object(nn.LayerNorm, "forward", norm_as_on_a_gpu),
     ):
         network = GPTModel(model, choose_forward_options(model, config, DEVICE))
+        if candidates:
+            network.candidates = Candidates(model.vocab_size, candidates, seed=42, device=CPU)
         loss_of = torch.compile(
             lambda *batch: network(*batch),
             dynamic=False,
@@ -445,8 +454,11 @@ def table_of(work: list[Work], gpu: AbsentGpu, tokens: int) -> Table:
 @click.option("--gpu", "gpu_name", type=click.Choice(list(GPUS)), default="H100", show_default=True)
 @click.option("--microbatch", default=64, show_default=True, help="Sequences.")
 @click.option("--layers", default=GPT2_SMALL.n_layers, show_default=True)
+@click.option("--candidates", type=int, help="Of sampled softmax.")
 @click.option("--json", "as_json", is_flag=True, help="Print each row as a JSON object.")
-def main(gpu_name: str, microbatch: int, layers: int, as_json: bool) -> None:
+def main(
+    gpu_name: str, microbatch: int, layers: int, candidates: int | None, as_json: bool
+) -> None:
     """Count the work of a step of GPT-2 small in bf16, with AdamW and one microbatch."""
     gpu, model = GPUS[gpu_name], GPT2_SMALL.model_copy(update={"n_layers": layers})
     config = TrainConfig(
@@ -457,7 +469,7 @@ def main(gpu_name: str, microbatch: int, layers: int, as_json: bool) -> None:
         residual_dtype=PRECISION,
         compile=True,
     )
-    work = step_work(model, config, gpu)
+    work = step_work(model, config, gpu, candidates)
     if as_json:
         for one in work:
             click.echo(json.dumps(asdict(one) | {"floor_ms": 1e3 * one.floor_seconds(gpu)}))

@@ -55,6 +55,7 @@ from run_config import (
     run_name,
     with_defaults,
 )
+from settings.machine import flops_per_token
 from settings.weights import Grow
 
 if TYPE_CHECKING:
@@ -547,11 +548,13 @@ def _training_pflop(
     if not result.tokens or not result.steps:
         return None
     grown_at = [record["global_step"] for record in records if number_of(record, NUM_LAYERS)]
-    flops = model.flops_per_token
+    rows = number_of(config, "sampled_softmax")
+    sampled_softmax = None if rows is None else int(rows)
+    flops = flops_per_token(model, sampled_softmax)
     if grow is None:
         # With a record of a growth, the key was dropped since.
         return None if grown_at else result.tokens * flops / 1e15
-    small = model.with_layers(grow.from_layers).flops_per_token
+    small = flops_per_token(model.with_layers(grow.from_layers), sampled_softmax)
     num_layers = number_of(files.part("this_launch"), "num_layers")
     share = 1.0  # of the steps, with the first layers alone
     if grown_at:

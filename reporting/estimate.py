@@ -69,7 +69,7 @@ def seconds_ahead(
     """
     config, found = run.config, []
     for model, steps in stages:
-        slower = model.flops_per_token / rates.model.flops_per_token
+        slower = config.flops_per_token(model) / config.flops_per_token(rates.model)
         larger = checkpoint_bytes(model, config) / checkpoint_bytes(rates.model, config)
         trained = _part(steps, first, stop)
         due = _part(steps, first if first_due is None else first_due, stop)
@@ -91,16 +91,18 @@ def _part(steps: range, first: int, stop: int) -> range:
     return range(start, max(start, min(steps.stop, stop)))
 
 
-def validation_steps(config: TrainConfig, plan: BatchPlan) -> float:
+def validation_steps(model: ModelConfig, config: TrainConfig, plan: BatchPlan) -> float:
     """Estimate how many global steps take as long as one validation, of all sets.
 
-    It is forward passes alone, of whole microbatches: a small one is hardly faster on a GPU.
+    It is forward passes alone, of whole microbatches: a small one is hardly faster on a GPU. With
+    `sampled_softmax` a step leaves out a part of the head.
     """
     num_microbatches = math.ceil(config.num_validation_sequences / plan.microbatch_size)
     if config.validate_on == "all":  # those of the process that the others wait for
         num_microbatches = math.ceil(num_microbatches / plan.world_size)
     num_forward = config.num_validation_sets * num_microbatches
-    return FORWARD_SHARE * num_forward / plan.gradient_accumulation_steps
+    share = FORWARD_SHARE * model.flops_per_token / config.flops_per_token(model)
+    return share * num_forward / plan.gradient_accumulation_steps
 
 
 class Pace:
@@ -197,7 +199,7 @@ class Pace:
         if last == first:
             return None
         step = (now - before) / (last - first)
-        validation = step * validation_steps(self._run.config, self._plan)
+        validation = step * validation_steps(self.model, self._run.config, self._plan)
         if self._num_validations:
             validating = self._clock.read()[VALIDATION] - self._validating_before
             validation = validating / self._num_validations
@@ -229,7 +231,7 @@ class Pace:
         rates = Rates(
             self.model,
             step,
-            clock.longest[VALIDATION] or step * validation_steps(config, self._plan),
+            clock.longest[VALIDATION] or step * validation_steps(self.model, config, self._plan),
             save or size / SLOW_DISK_BYTES_PER_SECOND,
             clock.longest[CHART],
             spent[COMPILE],

@@ -26,7 +26,8 @@ class Window:
     seconds: dict[str, float]  # what the run had spent when the window was closed, by phase
     usd: dict[str, float]
     # Keys of a record, set when the window is read. Averages are over all processes and tokens,
-    # without skipped steps; NaN if all were skipped.
+    # without skipped steps; NaN if all were skipped. Losses are of steps with all entries of the
+    # vocabulary: see `sampled_softmax`.
     numbers: dict[str, Any] = field(default_factory=dict)
     num_timed: int = 0  # steps: the first one of a launch, which compiles, is not
     timed_seconds: float = 0.0
@@ -109,10 +110,13 @@ class LossWindow:
             self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
             self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
         losses, grad_norms = values[:, taken]
+        losses = losses[losses.isfinite()]  # a step with a part of the vocabulary has none
         self._loss_sum_since_checkpoint += losses.sum().item()
         self._steps_since_checkpoint += len(losses)
         if not len(losses):
-            losses = grad_norms = torch.tensor([math.nan])
+            losses = torch.tensor([math.nan])
+        if not len(grad_norms):
+            grad_norms = torch.tensor([math.nan])
         num_timed = len(times) - 1
         durations = [end.seconds_since(start) for start, end in pairwise(times)]
         first_timed = window.global_step - num_timed + 1

@@ -6,8 +6,18 @@ from pydantic import Field, model_validator
 
 from basics.json_files import FrozenConfig
 from settings.keys import SameLoss
+from settings.model import ModelConfig
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+FULL_SOFTMAX_INTERVAL = 5  # global steps; the first of them has all entries of the vocabulary
+
+
+def flops_per_token(model: ModelConfig, sampled_softmax: int | None) -> float:
+    """Return the training FLOPs per token, with the part of the head that is computed."""
+    if sampled_softmax is None:
+        return model.flops_per_token
+    left_out = 6 * (model.vocab_size - sampled_softmax) * model.emb_dim
+    return model.flops_per_token - left_out * (1 - 1 / FULL_SOFTMAX_INTERVAL)
 
 
 class MachineConfig(FrozenConfig):
@@ -21,6 +31,7 @@ class MachineConfig(FrozenConfig):
     compile: SameLoss[bool | None] = None
     attention: SameLoss[Literal["auto", "flash", "cudnn", "math"]] = "auto"
     head_chunks: SameLoss[int | None] = Field(default=None, ge=1, le=2**16)
+    sampled_softmax: int | None = Field(default=None, ge=2, le=2**16)  # entries of the vocabulary
     activation_checkpointing: SameLoss[bool] = False
     deterministic: SameLoss[bool] = False
 
@@ -31,3 +42,11 @@ class MachineConfig(FrozenConfig):
         if self.deterministic and self.attention == "cudnn":
             raise ValueError('attention "cudnn" is not deterministic: drop it, or deterministic')
         return self
+
+    def samples_softmax(self, global_step: int) -> bool:
+        """Return whether the training loss of a step has a part of the vocabulary."""
+        return self.sampled_softmax is not None and global_step % FULL_SOFTMAX_INTERVAL > 0
+
+    def flops_per_token(self, model: ModelConfig) -> float:
+        """Return the training FLOPs per token, with the part of the head that is computed."""
+        return flops_per_token(model, self.sampled_softmax)

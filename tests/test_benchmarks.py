@@ -58,6 +58,19 @@ def test_a_step_on_a_gpu_has_the_products_of_the_model_and_no_more_kernels_than_
     assert backward == 2.5 * forward and forward / num_tokens == attention / 3
 
 
+@pytest.mark.thorough
+def test_sampled_softmax_leaves_out_most_of_the_products_of_the_head():
+    pytest.importorskip("triton")
+    command = "benchmarks.gpu_code --layers 1 --microbatch 16 --candidates 8192 --json".split()
+    printed = succeeded(run_command(sys.executable, "-m", *command, timeout=800)).stdout
+    products = [one for one in map(json.loads, printed.splitlines()) if one["kind"] == "product"]
+    model = GPT2_SMALL.model_copy(update={"n_layers": 1})
+    left_out = 6 * (model.vocab_size - 8192) * model.emb_dim
+    attention = 12 * model.context_length * model.emb_dim
+    flops = sum(one["flops"] for one in products) / (16 * 1024)
+    assert flops == model.flops_per_token - left_out - attention
+
+
 # --- what a GPU can tell
 
 
@@ -336,7 +349,8 @@ def test_twins_are_valid_runs_of_one_dataset_each():
     for name in (path.name for path in TWINS.iterdir()):
         run = load_run(TWINS, name)
         assert run.config.dataset == f"prose-{name.split('-')[0]}"
-        assert run.model.vocab_size == (257 if name.startswith("bytes") else 4096)
+        sizes = {"bytes": 257, "bpe": 4096, "50k": 50257}
+        assert run.model.vocab_size == sizes[name.split("-")[0]]
 
 
 def test_the_projected_dollars_are_those_of_lab_plan(tmp_path):

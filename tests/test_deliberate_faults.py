@@ -26,6 +26,7 @@ AREAS = {
     "doctor",
     "dropout",
     "flops",
+    "growth",
     "judge",
     "lock",
     "loss-scaler",
@@ -41,6 +42,7 @@ AREAS = {
     "reference",
     "reports",
     "resume",
+    "sampled-softmax",
     "schedule",
     "second-copy",
     "seeds",
@@ -48,7 +50,6 @@ AREAS = {
     "stop-signals",
     "token-files",
     "watchdog",
-    "growth",
 }
 
 

@@ -13,11 +13,12 @@ from basics.failpoints import failpoint
 from basics.files import cache_dir
 from checkpointing import TrainingState
 from gpt import Block, GPTModel
+from ops.sampled_cross_entropy import Candidates
 from optim import build_optimizer
 from processes.distributed import Process, share_cpu_cores, waiting_for_all
 from processes.watchdog import Watchdog
 from run_config import ModelConfig, TrainConfig
-from settings.machine import Precision
+from settings.machine import FULL_SOFTMAX_INTERVAL, Precision
 from tokens.batches import Microbatches, read_ahead
 from trainer.precision import autocast, choose_forward_options
 
@@ -118,6 +119,14 @@ class LossFunctions:
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         self.model, self.config, self.process = model, config, process
         self.training: nn.Module | Any = model
+        self._candidates: Candidates | None = None
+        if config.sampled_softmax is not None:
+            self._candidates = Candidates(
+                model.config.vocab_size,
+                config.sampled_softmax,
+                seed=config.random_seed,
+                device=process.device,
+            )
         self._compiled_validation: Callable[..., Tensor] | None = None
         with waiting_for_all(process):  # the ranks compile for different times
             failpoint("compile")  # every rank has begun, so rank 0 has said what it resumes from
@@ -141,16 +150,25 @@ class LossFunctions:
             if self.process.world_size > 1
             else compiled(lambda *batch: model(*batch), options)
         )
-        with autocast(config.precision, self.process.device):
-            loss = self.training(*zeros)
-        loss.backward()
-        model.zero_grad()
+        for candidates in [None] if self._candidates is None else [None, self._candidates]:
+            model.candidates = candidates
+            with autocast(config.precision, self.process.device):
+                loss = self.training(*zeros)
+            loss.backward()
+            model.zero_grad()
         if config.validates and (self.process.is_main or config.validate_on == "all"):
             self._compiled_validation = compiled(lambda *batch: model(*batch), options)
             model.eval()
             with torch.inference_mode():
                 self.validation(*zeros.clone())  # as made in a validation: in this mode
             model.train()
+
+    def choose_candidates(self, global_step: int) -> None:
+        """Set the entries of the vocabulary that the training loss of a step has."""
+        self.model.candidates = None
+        if self._candidates is not None and self.config.samples_softmax(global_step):
+            self._candidates.draw(global_step - global_step // FULL_SOFTMAX_INTERVAL - 1)
+            self.model.candidates = self._candidates
 
     def validation(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a microbatch, () float32, in evaluation mode and no_grad."""

@@ -37,7 +37,8 @@ class MachineReadings(Observer):
         report.values |= self.meter.pop_reading()
         tokens_per_second = report.values["tokens_per_second"]
         if self._gpu is not None and tokens_per_second is not None:
-            flops = tokens_per_second * self._state.model.config.flops_per_token
+            config, model = self._launch.config, self._state.model.config
+            flops = tokens_per_second * config.flops_per_token(model)
             report.values["mfu"] = self._gpu.mfu(flops / self._launch.process.world_size)
 
     def end(self) -> dict[str, object]:

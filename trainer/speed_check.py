@@ -44,7 +44,7 @@ class SpeedCheck(Observer):
         speed = Speed(
             tokens_per_second=self._num_steps * launch.plan.tokens_per_step / seconds,
             num_processes=launch.process.world_size,
-            flops_per_token=pace.model.flops_per_token,
+            flops_per_token=launch.config.flops_per_token(pace.model),
             device_name=device_name(launch.process.device),
             precision=launch.config.precision,
             attention_kernel=self._attention_kernel,

@@ -106,7 +106,7 @@ def estimate(
     except UserError:
         return found | {"reason": "too few tokens for a step"}
     mfu, source, detail = expected_speed(setting, gpu, measured)
-    if source != OWN and run.model.flops_per_token < SMALLEST_FLOPS_PER_TOKEN:
+    if source != OWN and setting.flops_per_token < SMALLEST_FLOPS_PER_TOKEN:
         return found | {"reason": TOO_SMALL}
     mfus = {
         "low": max(gpu.high_mfu.share, mfu),
@@ -149,7 +149,9 @@ def estimate(
                 "steps": len(stage.steps),
                 "hours": sum(part) / 3600,
                 "usd": sum(part) / 3600 * machine.usd_per_hour,
-                "tokens_per_second": num_gpus * flops_per_second / stage.model.flops_per_token,
+                "tokens_per_second": num_gpus
+                * flops_per_second
+                / run.config.flops_per_token(stage.model),
             }
             for stage, part in zip(stages, parts, strict=True)
         ],
@@ -177,12 +179,13 @@ def seconds_of(run: Run, plan: BatchPlan, flops_per_second: float) -> list[Ahead
     `flops_per_second` are of a process, in training and in validation.
     """
     tokens = plan.tokens_per_step / plan.world_size
-    step = tokens * run.model.flops_per_token / flops_per_second
-    rates = Rates(run.model, step, step * validation_steps(run.config, plan))
+    step = tokens * run.config.flops_per_token(run.model) / flops_per_second
+    rates = Rates(run.model, step, step * validation_steps(run.model, run.config, plan))
     stages = run.stages(plan.num_steps)
     found = seconds_ahead(run, plan, stages, rates, first=0, stop=plan.num_steps)
     if run.config.validate_at_start:
-        slower = stages[0].model.flops_per_token / run.model.flops_per_token
+        flops = run.config.flops_per_token
+        slower = flops(stages[0].model) / flops(run.model)
         first = found[0]
         found[0] = first._replace(validation=first.validation + slower * rates.validation)
     return found
@@ -196,7 +199,8 @@ def flops_of(run: Run, plan: BatchPlan) -> float:
 def flops_per_token(run: Run, num_steps: int) -> float:
     """Return the training FLOPs per token, as a mean over a run of so many steps."""
     stages = run.stages(num_steps)
-    return sum(len(steps) * model.flops_per_token for model, steps in stages) / num_steps
+    flops = sum(len(steps) * run.config.flops_per_token(model) for model, steps in stages)
+    return flops / num_steps
 
 
 def num_validations(run: Run, plan: BatchPlan) -> int:
@@ -232,7 +236,7 @@ def speed_here(run: Run, tokens: int | None) -> str:
     tokens_per_second, world_size, measured = measured_speed(run)
     file_tokens = UNLIMITED_TOKENS if tokens is None else run.config.start_train_token + tokens + 1
     plan = plan_batches(run, world_size=world_size, file_tokens=file_tokens)
-    flops_per_second = tokens_per_second / world_size * run.model.flops_per_token
+    flops_per_second = tokens_per_second / world_size * run.config.flops_per_token(run.model)
     seconds = flops_of(run, plan) / flops_per_second
     return (
         f"here about {duration(seconds)}, without start-up and checkpoints:"
@@ -272,7 +276,7 @@ def save_length(run: Run, budget: float) -> str:
     step = plan_batches(
         replace(run, config=one_token), world_size=world_size, file_tokens=UNLIMITED_TOKENS
     )
-    flops_per_second = tokens_per_second / world_size * run.model.flops_per_token
+    flops_per_second = tokens_per_second / world_size * run.config.flops_per_token(run.model)
     flops_per_usd = flops_per_second * 3600 / price  # of a process
 
     def usd(num_steps: int) -> float:

@@ -44,6 +44,11 @@ class Setting:
     on_gpu: bool = True
 
     @property
+    def flops_per_token(self) -> float:
+        """The training FLOPs per token."""
+        return self.config.flops_per_token(self.model)
+
+    @property
     def element(self) -> int:
         """Bytes of an element of the activations in matrix products."""
         return 2 if self.precision in ("bf16", "fp16") else FLOAT32

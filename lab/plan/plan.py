@@ -249,13 +249,13 @@ def _about_growth(run: Run) -> list[str]:
     grow = run.config.grow
     if grow is None:
         return []
-    small = run.model.with_layers(grow.from_layers)
+    small, flops = run.model.with_layers(grow.from_layers), run.config.flops_per_token
     setting = Setting(small, run.config, default_precision(run.config), 1)
     memory = peak_memory(setting, run.config.microbatch_size).total
     return [
         f"grows: {counted(grow.from_layers, 'layer')} for {grow.at:.0%} of the steps"
-        f" ({small.flops_per_token / 1e6:,.1f} MFLOP per token, {gib(memory)} on one GPU), then"
-        f" {run.model.n_layers} ({run.model.flops_per_token / 1e6:,.1f} MFLOP per token, memory:"
+        f" ({flops(small) / 1e6:,.1f} MFLOP per token, {gib(memory)} on one GPU), then"
+        f" {run.model.n_layers} ({flops(run.model) / 1e6:,.1f} MFLOP per token, memory:"
         " below)"
     ]
 

@@ -15,7 +15,7 @@ from reporting.gpus import EXPECTED_SHARE, GPT2_SMALL_FLOPS_PER_TOKEN, Gpu, find
 from reporting.speed import SPEED_CHECK_STEPS
 from run_config import ModelConfig, Run
 from settings.batch import BatchConfig
-from settings.machine import MachineConfig, Precision
+from settings.machine import MachineConfig, Precision, flops_per_token
 
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
 CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
@@ -37,13 +37,19 @@ class Measurement(FrozenConfig):
     compile: bool = True
     attention: str = "auto"  # or the kernel that ran
     activation_checkpointing: bool = False
+    sampled_softmax: int | None = None
     tokens_per_second: float = Field(gt=0, le=MAX_SPEED)
     model: ModelConfig
     source: str  # the command or document, and the date
 
+    @property
+    def flops_per_token(self) -> float:
+        """The training FLOPs per token."""
+        return flops_per_token(self.model, self.sampled_softmax)
+
     def mfu(self, gpu: Gpu) -> float:
         """Return the share of the peak in this precision that one process reaches."""
-        flops = self.tokens_per_second * self.model.flops_per_token / self.processes
+        flops = self.tokens_per_second * self.flops_per_token / self.processes
         return flops / gpu.peak(self.precision)
 
     def fits(self, wanted: Setting, gpu: Gpu) -> bool:
@@ -56,7 +62,7 @@ class Measurement(FrozenConfig):
             and (self.attention == "math") == (config.attention == "math")
             and self.activation_checkpointing == config.activation_checkpointing
             and bool(self.model.drop_rate) == bool(wanted.model.drop_rate)
-            and _size_ratio(wanted, self.model.flops_per_token) <= MAX_SIZE_RATIO
+            and _size_ratio(wanted, self.flops_per_token) <= MAX_SIZE_RATIO
             and CREDIBLE_MFU[0] <= self.mfu(gpu) <= CREDIBLE_MFU[1]
         )
 
@@ -94,6 +100,7 @@ def read_own(run_dir: Path) -> Measurement | None:
             compile=machine["compiled"],
             tokens_per_second=_launch_speed(files.summary),
             activation_checkpointing=files.part("train")["activation_checkpointing"],
+            sampled_softmax=files.part("train").get("sampled_softmax"),
             model=_launch_model(files.summary),
             source=f"run {run_dir.name}",
             **{key: machine[key] for key in ("device", "processes", "precision", "attention")},
@@ -155,7 +162,7 @@ def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> Ex
     """
     if fitting := [one for one in measured if one.fits(wanted, gpu)]:
         # Of equally near ones the first.
-        nearest = min(fitting, key=lambda one: _size_ratio(wanted, one.model.flops_per_token))
+        nearest = min(fitting, key=lambda one: _size_ratio(wanted, one.flops_per_token))
         detail = (
             f"{nearest.tokens_per_second:,.0f} tokens/s on {nearest.processes}x"
             f" {nearest.device}, {nearest.model.num_parameters:,} parameters"
@@ -203,5 +210,5 @@ def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> Ex
 
 def _size_ratio(wanted: Setting, flops: float) -> float:
     """Return how many times more FLOPs per token one of two models needs."""
-    ratio = flops / wanted.model.flops_per_token
+    ratio = flops / wanted.flops_per_token
     return max(ratio, 1 / ratio)
