@@ -12,6 +12,8 @@ if __name__ == "__main__":  # --help, a mistyped option and a locked run need no
     check_before_torch()
 
 import gc
+import itertools
+import math
 import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
@@ -194,11 +196,14 @@ def measure_microbatch(trial: MicrobatchTrial) -> None:
     """Take a few steps on random tokens, with one size of the microbatch. Every rank."""
     with trial.measuring() as (state, config, microbatches):
         step = TrainingStep(state, config, trial.process)
+        # Of the timed steps one has all entries of the vocabulary: on a CPU the only one.
+        steps = itertools.count(FULL_SOFTMAX_INTERVAL // 2 - 1)
         trial.time_steps(
             lambda: step.take(
                 microbatches,
                 learning_rate=config.learning_rate,
                 num_microbatches=trial.num_microbatches,
+                global_step=next(steps),
             )
         )
 
@@ -262,7 +267,12 @@ class TrainingStep:
         self.parallel_loss = wrap_in_ddp(self.loss_functions.training, process, config)
 
     def take(
-        self, microbatches: Iterator[Microbatch], *, num_microbatches: int, learning_rate: float
+        self,
+        microbatches: Iterator[Microbatch],
+        *,
+        num_microbatches: int,
+        learning_rate: float,
+        global_step: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Take one global step, on the next `num_microbatches`. Every rank.
 
@@ -270,6 +280,7 @@ class TrainingStep:
         loss has a part of the vocabulary, and the norm of the averaged gradient, each () float32.
         """
         failpoint("train")
+        self.loss_functions.choose_candidates(global_step)
         model, optimizer, scaler = self.state.model, self.state.optimizer, self.state.scaler
         set_rates(optimizer, learning_rate)
         step_loss = torch.zeros((), device=self.process.device)
@@ -277,9 +288,6 @@ class TrainingStep:
         accumulates = self.process.world_size > 1 and num_microbatches > 1
         for accumulation_step in range(num_microbatches):
             index, token_ids, targets = next(microbatches)
-            if accumulation_step == 0:
-                global_step = index // (num_microbatches * self.process.world_size)
-                self.loss_functions.choose_candidates(global_step)
             if model.config.drop_rate:  # nothing else draws random numbers
                 torch.manual_seed(dropout_seed(self.config.random_seed, index))
             is_last = accumulation_step == num_microbatches - 1
@@ -293,7 +301,7 @@ class TrainingStep:
                 scaler.scale(loss).backward()
             step_loss += loss.detach()  # stays on the device; `LossWindow` reads it later
         if model.candidates is not None:
-            step_loss *= torch.nan  # it compares with no other loss
+            step_loss *= torch.nan  # it cannot be compared with that of all entries
         # In fp16 the gradients have the loss scale: diagnostics and clipping need them without it.
         scaler.unscale_(optimizer)
         self.diagnostics.before_update(model, token_ids, targets)
@@ -472,6 +480,7 @@ class Trainer:
                 microbatches,
                 num_microbatches=plan.gradient_accumulation_steps,
                 learning_rate=learning_rate,
+                global_step=global_step,
             )
             self.loss_window.add(loss, grad_norm)
             self.log.show(global_step, is_last=bool(launch.watchdog.stop_signal))
@@ -521,8 +530,8 @@ class Trainer:
         if run.config.sampled_softmax is not None:
             lines.append(
                 f"sampled softmax: the loss has {run.config.sampled_softmax:,} of"
-                f" {run.model.vocab_size:,} entries of the vocabulary; all in each"
-                f" {FULL_SOFTMAX_INTERVAL}th step, whose training loss is reported"
+                f" {run.model.vocab_size:,} entries of the vocabulary; in each"
+                f" {FULL_SOFTMAX_INTERVAL}th step it has all and is reported"
             )
         lines.append(f"learning rates: {rates_line(run.model, run.config)}")
         lines.append(decay_line(model, run.config))
@@ -553,7 +562,7 @@ class Trainer:
             report = Report(
                 window.global_step,
                 plan.tokens_of(window.global_step + 1),
-                window.numbers["train_loss"],
+                window.numbers.get("train_loss", math.nan),
                 window.numbers | {"tokens_per_second": speed},
                 window,
             )

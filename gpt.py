@@ -184,7 +184,7 @@ class GPTModel(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean loss, () float32, of the layers' output (B, T, C); targets (B, T).
 
-        In training mode `candidates` are all entries of the vocabulary that it has.
+        In training mode, with `candidates`, it is estimated from these entries.
         """
         x, targets = self.final_norm(x).flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
         if self.training and self.candidates is not None:

@@ -233,7 +233,10 @@ def has_checkpoints(run_dir: Path) -> bool:
 
 
 def check_parts(where: Path | str, model: ModelConfig, config: TrainConfig) -> None:
-    """Check that what trains a part of a model has less than all of it. Raises: UserError."""
+    """Check that `grow` and `sampled_softmax` begin with less than the model has.
+
+    Raises: UserError: one of them does not.
+    """
     if config.grow is not None and config.grow.from_layers >= model.n_layers:
         raise UserError(
             f"{where}: grow has from_layers {config.grow.from_layers}, and model.json has"

@@ -42,7 +42,7 @@ from reporting.metrics_file import (
     valid_records,
 )
 from reporting.reference import RUN_REFERENCE, Compared
-from reporting.setting_changes import REFERENCE_SETTINGS, histories
+from reporting.setting_changes import REFERENCE_SETTINGS, histories, recorded_changes
 from reporting.summary import duration, last_of_sets
 from run_config import (
     RUN_NAME,
@@ -548,8 +548,10 @@ def _training_pflop(
     if not result.tokens or not result.steps:
         return None
     grown_at = [record["global_step"] for record in records if number_of(record, NUM_LAYERS)]
-    rows = number_of(config, "sampled_softmax")
-    sampled_softmax = None if rows is None else int(rows)
+    if any("sampled_softmax" in changes for _, changes in recorded_changes(records)):
+        return None
+    candidates = number_of(config, "sampled_softmax")
+    sampled_softmax = None if candidates is None else int(candidates)
     flops = flops_per_token(model, sampled_softmax)
     if grow is None:
         # With a record of a growth, the key was dropped since.

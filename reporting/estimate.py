@@ -61,7 +61,7 @@ def seconds_ahead(
 ) -> list[Ahead]:
     """Estimate the seconds of the steps from `first` on, before `stop`, for each stage.
 
-    A step and a validation of other layers take longer by the ratio of the FLOPs, a checkpoint by
+    A step and a validation of other layers take longer by the ratio of their FLOPs, a checkpoint by
     that of the bytes. All stages but the first begin with a compilation.
 
     Args:
@@ -70,6 +70,7 @@ def seconds_ahead(
     config, found = run.config, []
     for model, steps in stages:
         slower = config.flops_per_token(model) / config.flops_per_token(rates.model)
+        deeper = model.flops_per_token / rates.model.flops_per_token  # with the whole head
         larger = checkpoint_bytes(model, config) / checkpoint_bytes(rates.model, config)
         trained = _part(steps, first, stop)
         due = _part(steps, first if first_due is None else first_due, stop)
@@ -78,7 +79,7 @@ def seconds_ahead(
         found.append(
             Ahead(
                 len(trained) * rates.step * slower,
-                config.num_validations(due, num_steps=plan.num_steps) * rates.validation * slower,
+                config.num_validations(due, num_steps=plan.num_steps) * rates.validation * deeper,
                 num_saves * (rates.save * larger + rates.chart),
                 rates.compilation * begins,
             )

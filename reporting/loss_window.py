@@ -27,7 +27,7 @@ class Window:
     usd: dict[str, float]
     # Keys of a record, set when the window is read. Averages are over all processes and tokens,
     # without skipped steps; NaN if all were skipped. Losses are of steps with all entries of the
-    # vocabulary: see `sampled_softmax`.
+    # vocabulary, and absent if there is none: see `sampled_softmax`.
     numbers: dict[str, Any] = field(default_factory=dict)
     num_timed: int = 0  # steps: the first one of a launch, which compiles, is not
     timed_seconds: float = 0.0
@@ -110,22 +110,24 @@ class LossWindow:
             self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
             self.longest_skipped = max(self.longest_skipped, self._skipped_in_a_row)
         losses, grad_norms = values[:, taken]
-        losses = losses[losses.isfinite()]  # a step with a part of the vocabulary has none
+        has_steps = len(losses) > 0
+        losses = losses[~losses.isnan()]  # a step with a part of the vocabulary has none
         self._loss_sum_since_checkpoint += losses.sum().item()
         self._steps_since_checkpoint += len(losses)
-        if not len(losses):
-            losses = torch.tensor([math.nan])
-        if not len(grad_norms):
-            grad_norms = torch.tensor([math.nan])
+        if not has_steps:
+            losses = grad_norms = torch.tensor([math.nan])
         num_timed = len(times) - 1
         durations = [end.seconds_since(start) for start, end in pairwise(times)]
         first_timed = window.global_step - num_timed + 1
         timed = ((seconds, step) for step, seconds in enumerate(durations, first_timed))
         slowest_seconds, slowest_step = max(timed, default=(None, None))
-        window.numbers = {
-            "train_loss": losses.mean().item(),
-            "train_loss_min": losses.min().item(),
-            "train_loss_max": losses.max().item(),
+        if len(losses):
+            window.numbers = {
+                "train_loss": losses.mean().item(),
+                "train_loss_min": losses.min().item(),
+                "train_loss_max": losses.max().item(),
+            }
+        window.numbers |= {
             "grad_norm": grad_norms.mean().item(),
             "grad_norm_max": grad_norms.max().item(),
             "skipped_steps": int((~taken).sum()),

@@ -149,9 +149,10 @@ class RunLog:
         seconds_left = self._pace.seconds_after_report(global_step, spent)
         left = self._left(seconds_left, usd)
         self.record(global_step, report.values | left, window.spent)
+        loss = f"loss {report.loss:.4f}{self._compared(report)} | "
         said = (
-            f"loss {report.loss:.4f}{self._compared(report)}"
-            f" | grad norm {window.numbers['grad_norm']:.2f}"
+            f"{loss if 'train_loss' in report.values else ''}"
+            f"grad norm {window.numbers['grad_norm']:.2f}"
             f" | lr {window.learning_rate:.2e}"
             f" | {report.values['tokens_per_second'] or 0:,.0f} tok/s"
             f" | {spent[VALIDATION] / sum(spent.values()):.0%} in validation"

@@ -9,7 +9,7 @@ from settings.keys import SameLoss
 from settings.model import ModelConfig
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
-FULL_SOFTMAX_INTERVAL = 5  # global steps; the first of them has all entries of the vocabulary
+FULL_SOFTMAX_INTERVAL = 5  # global steps; the middle one has all entries of the vocabulary
 
 
 def flops_per_token(model: ModelConfig, sampled_softmax: int | None) -> float:
@@ -45,7 +45,8 @@ class MachineConfig(FrozenConfig):
 
     def samples_softmax(self, global_step: int) -> bool:
         """Return whether the training loss of a step has a part of the vocabulary."""
-        return self.sampled_softmax is not None and global_step % FULL_SOFTMAX_INTERVAL > 0
+        is_full = global_step % FULL_SOFTMAX_INTERVAL == FULL_SOFTMAX_INTERVAL // 2
+        return self.sampled_softmax is not None and not is_full
 
     def flops_per_token(self, model: ModelConfig) -> float:
         """Return the training FLOPs per token, with the part of the head that is computed."""

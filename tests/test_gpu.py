@@ -134,7 +134,7 @@ def test_a_run_trains_stops_and_resumes(workplace: Workplace, precision: Precisi
 
 
 def test_a_deterministic_run_that_grows_resumes_bit_for_bit(workplace: Workplace) -> None:
-    """With Muon and accumulation, compiled where that is the default; stopped before it grows."""
+    """With Muon, accumulation and sampled softmax, compiled by default; stopped before it grows."""
     vocab_size, num_steps = min(MODEL.vocab_size, 5000), 20
     tokens_per_step = 2 * 8 * MODEL.context_length
     workplace.add_dataset(num_tokens=num_steps * tokens_per_step + 1, vocab_size=vocab_size)
@@ -152,6 +152,7 @@ def test_a_deterministic_run_that_grows_resumes_bit_for_bit(workplace: Workplace
                 "optimizer": "muon",
                 "deterministic": True,
                 "grow": {"from_layers": MODEL.n_layers // 2, "at": 0.5},
+                "sampled_softmax": vocab_size // 5,
             },
         )
     launch(workplace, "whole")

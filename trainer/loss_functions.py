@@ -150,12 +150,13 @@ class LossFunctions:
             if self.process.world_size > 1
             else compiled(lambda *batch: model(*batch), options)
         )
-        for candidates in [None] if self._candidates is None else [None, self._candidates]:
+        for candidates in {self._candidates, None}:  # both forms of the loss
             model.candidates = candidates
             with autocast(config.precision, self.process.device):
                 loss = self.training(*zeros)
             loss.backward()
             model.zero_grad()
+        model.candidates = None
         if config.validates and (self.process.is_main or config.validate_on == "all"):
             self._compiled_validation = compiled(lambda *batch: model(*batch), options)
             model.eval()
@@ -167,7 +168,8 @@ class LossFunctions:
         """Set the entries of the vocabulary that the training loss of a step has."""
         self.model.candidates = None
         if self._candidates is not None and self.config.samples_softmax(global_step):
-            self._candidates.draw(global_step - global_step // FULL_SOFTMAX_INTERVAL - 1)
+            num_full = (global_step + FULL_SOFTMAX_INTERVAL // 2) // FULL_SOFTMAX_INTERVAL
+            self._candidates.draw(global_step - num_full)
             self.model.candidates = self._candidates
 
     def validation(self, token_ids: Tensor, targets: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ would take memory of the GPU. A rank that fails says why in a file and ends; tor
 others. Rank 0 writes the result. A run of that size finds the compiled code in the cache.
 """
 
-import itertools
 import json
 import math
 import os
@@ -120,8 +119,7 @@ class MicrobatchTrial:
             state = build_training_state(model, config, self.process)
             # At the usual scale, the first steps overflow and are skipped: no optimizer state yet.
             state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": 1.0})
-            world_size = self.process.world_size
-            yield state, config, random_microbatches(model, self._size, device, world_size)
+            yield state, config, random_microbatches(model, self._size, device)
         except Exception as error:  # whatever it is: to exit in order could wait for other ranks
             cause = "out of memory: " if is_out_of_memory(error) else ""
             self._fail(f"{cause}{describe(error)}")
@@ -190,11 +188,11 @@ class MicrobatchTrial:
 
 
 def random_microbatches(
-    model: ModelConfig, size: int, device: torch.device, world_size: int = 1
+    model: ModelConfig, size: int, device: torch.device
 ) -> Iterator[Microbatch]:
-    for index in itertools.count(step=world_size):
+    while True:
         yield Microbatch(
-            index, *torch.randint(model.vocab_size, (2, size, model.context_length), device=device)
+            0, *torch.randint(model.vocab_size, (2, size, model.context_length), device=device)
         )
 
 

@@ -184,8 +184,7 @@ def seconds_of(run: Run, plan: BatchPlan, flops_per_second: float) -> list[Ahead
     stages = run.stages(plan.num_steps)
     found = seconds_ahead(run, plan, stages, rates, first=0, stop=plan.num_steps)
     if run.config.validate_at_start:
-        flops = run.config.flops_per_token
-        slower = flops(stages[0].model) / flops(run.model)
+        slower = stages[0].model.flops_per_token / run.model.flops_per_token
         first = found[0]
         found[0] = first._replace(validation=first.validation + slower * rates.validation)
     return found

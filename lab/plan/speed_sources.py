@@ -61,6 +61,7 @@ class Measurement(FrozenConfig):
             and self.compile == (config.compile is not False)
             and (self.attention == "math") == (config.attention == "math")
             and self.activation_checkpointing == config.activation_checkpointing
+            and (self.sampled_softmax is None) == (config.sampled_softmax is None)
             and bool(self.model.drop_rate) == bool(wanted.model.drop_rate)
             and _size_ratio(wanted, self.flops_per_token) <= MAX_SIZE_RATIO
             and CREDIBLE_MFU[0] <= self.mfu(gpu) <= CREDIBLE_MFU[1]
