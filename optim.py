@@ -36,6 +36,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig, process: Process) -> 
                 # The schedule gives one rate for a step; each group's keeps this ratio to it.
                 "peak_ratio": peak / config.learning_rate,
                 "betas": (config.beta1, config.beta2),
+                "eps": config.epsilon,
                 "weight_decay": config.weight_decay if is_decayed(group, config) else 0.0,
                 "is_orthogonalised": group == "matrix" and config.optimizer == "muon",
                 "momentum": config.momentum,

@@ -37,6 +37,7 @@ class OptimizerConfig(FrozenConfig):
     decay_norms_and_biases: bool = False
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: float = Field(default=1e-8, ge=1e-30)
     momentum: float = Field(default=0.95, ge=0, lt=1)
     clipping_max_norm: float | None = Field(default=None, gt=0)
 

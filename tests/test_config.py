@@ -177,6 +177,7 @@ def test_numbers_beyond_their_limits_are_refused(workplace):
             for value in (low, high, True, "1", [1], {}):
                 assert refused(run_dir, file, **{key: value}).startswith(f"{key} "), (key, value)
     assert unlimited == {
+        "epsilon",
         "clipping_max_norm",
         "learning_rate",
         *(f"{group}_learning_rate" for group in GROUPS),

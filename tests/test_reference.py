@@ -154,6 +154,7 @@ def draw_optimizer(draw):
             decay_norms_and_biases=True,
             beta1=draw.choice([0.0, 0.8]),
             beta2=draw.choice([0.9, 0.99]),
+            epsilon=draw.choice([1e-6, 1e-10]),
             momentum=draw.choice([0.95, 0.0, 0.9]),
             clipping_max_norm=10 ** draw.uniform(-2, 0.5),
             warmup_period_percent=percent,

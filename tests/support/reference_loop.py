@@ -36,7 +36,6 @@ POLYNOMIALS = (  # of Muon, each used once
 SAFETY = 1.02  # they are for singular values below 1
 LOSS_SCALE = 2.0**10  # keeps the gradients of fp16 from vanishing
 LARGEST_UPDATE = 4.0  # of AdamW, before the learning rate, if rounding decides it
-EPSILON = 1e-8  # of AdamW
 
 
 def forward(weights: Weights, model: ModelConfig, ids: Tensor, *, drops: bool = False) -> Tensor:
@@ -250,7 +249,7 @@ class ReferenceLoop:
         self.second_noise[name] = beta2 * self.second_noise[name] + (
             2 * (1 - beta2) * gradient.abs().max().item() * self.noise[name]
         )
-        scale = (second / (1 - beta2**t)).sqrt() + EPSILON
+        scale = (second / (1 - beta2**t)).sqrt() + self.train.epsilon
         slack = (self.noise[name] / scale).clamp(max=LARGEST_UPDATE)
         return self.first[name] / (1 - beta1**t) / scale, slack
 
