@@ -51,9 +51,14 @@ def plain(x, weight, targets, candidates):
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 1, 24])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(None, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
+    ("chunk_tokens", "dtype", "tolerance"),
+    [
+        (None, None, 1e-6),
+        (24, None, 1e-6),
+        (1, torch.bfloat16, 2e-2),
+        (24, torch.float16, 2e-3),
+    ],
 )
 def test_loss_and_gradients_are_those_of_the_definition(chunk_tokens, dtype, tolerance):
     x, weight, targets = inputs()
@@ -121,16 +126,13 @@ def test_the_candidates_are_a_function_of_the_seed_and_the_draw():
     assert not torch.equal(ids, other.ids)
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
-)
-def test_compiled_code_reads_the_candidates_of_each_draw_and_computes_the_same(backend):
+@pytest.mark.thorough
+def test_compiled_code_reads_the_candidates_of_each_draw_and_computes_the_same():
     x, weight, targets = inputs()
     candidates = candidates_of(100)
     torch.compiler.reset()
     function = torch.compile(
         lambda: sampled_cross_entropy(x, weight, targets, candidates),
-        backend=backend,
         fullgraph=True,
         dynamic=False,
     )
@@ -154,12 +156,10 @@ TRAIN = {
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory):
-    """A run of 12 steps on two processes, and one with the whole vocabulary in each step."""
+    """A run of 12 steps on two processes."""
     workplace = Workplace(tmp_path_factory.mktemp("sampled"))
     workplace.add_dataset()
     workplace.add_run("sampled", train=TRAIN)
-    workplace.add_run("plain", train=TRAIN | {"sampled_softmax": None})
-    succeeded(workplace.torchrun(2, "plain"))
     return workplace, succeeded(workplace.torchrun(2, "sampled")).stdout
 
 
@@ -169,14 +169,13 @@ def test_a_launch_says_what_its_loss_has_and_reports_that_of_all_entries(sampled
         "\nsampled softmax: the loss has 100 of 257 entries of the vocabulary; in each 5th step it"
         " has all and is reported\n" in said
     )
-    found, plain = (
-        [record for record in metrics_of(workplace.runs_dir / name) if "train_loss" in record]
-        for name in ("sampled", "plain")
-    )
+    records = metrics_of(workplace.runs_dir / "sampled")
+    found = [record for record in records if "train_loss" in record]
     assert [record["global_step"] for record in found] == [4, 9]  # of steps 2 and 7
     assert all(record["train_loss_min"] == record["train_loss_max"] for record in found)
-    assert found[0]["train_loss"] == pytest.approx(plain[0]["train_loss"], abs=0.05)
-    last = metrics_of(workplace.runs_dir / "sampled")[-2]  # of steps 10 and 11
+    validated = [record["validation_loss"] for record in records if "validation_loss" in record]
+    assert found[0]["train_loss"] == pytest.approx(validated[0], abs=0.1)  # of all entries, too
+    last = records[-2]  # of steps 10 and 11
     assert last["global_step"] == 11 and "train_loss" not in last and last["grad_norm"] > 0
     summary = json.loads((workplace.runs_dir / "sampled/summary.json").read_text())
     assert summary["train_loss"] == found[1]["train_loss"]
@@ -191,7 +190,7 @@ def test_stopped_anywhere_it_ends_bit_for_bit_the_same(sampled):
     for num_steps in ("3", "2"):
         succeeded(workplace.torchrun(2, "parts", "--max-steps", num_steps))
     succeeded(workplace.torchrun(2, "parts"))
-    assert weights_of(run_dir) == weights_of(whole) != weights_of(workplace.runs_dir / "plain")
+    assert weights_of(run_dir) == weights_of(whole)
     assert validations_of(run_dir) == validations_of(whole)
 
 
