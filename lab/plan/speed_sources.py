@@ -175,6 +175,7 @@ def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> Ex
     is_as_original = config.compile is False or config.attention == "math"
     is_other_work = (
         config.activation_checkpointing
+        or config.sampled_softmax is not None
         or wanted.precision not in LOW_PRECISIONS
         or _size_ratio(wanted, GPT2_SMALL_FLOPS_PER_TOKEN) > MAX_SIZE_RATIO
     )
@@ -204,7 +205,7 @@ def expected_speed(wanted: Setting, gpu: Gpu, measured: list[Measurement]) -> Ex
         source = ASSUMED
         detail += (
             "; a guess, as those runs are of GPT-2 small,"
-            " compiled, in 16 bits, without dropout and recomputation"
+            " compiled, in 16 bits, without dropout, recomputation and sampled softmax"
         )
     return ExpectedSpeed(share * recomputing, source, detail)
 

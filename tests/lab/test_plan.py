@@ -657,6 +657,7 @@ def test_the_nearest_in_size_and_then_the_newest_run_is_used(tmp_path):
         (H100, {"vocab_size": 99, "n_layers": 1, "emb_dim": 96}, {}, "bf16", 0.39, "assumed"),
         (H100, {}, {"compile": False}, "fp32", 0.39, "assumed"),
         (H100, {}, {"activation_checkpointing": True}, "bf16", 0.75 * 0.39, "assumed"),
+        (H100, {}, {"sampled_softmax": 8192}, "bf16", 0.39, "assumed"),
         # The speed of the original system is that of a run in its form.
         (H100, {}, {"compile": False}, "bf16", 0.053, "public"),
         (H100, {"drop_rate": 0.1}, {"attention": "math"}, "bf16", 0.053, "public"),
