@@ -43,10 +43,13 @@ class MachineConfig(FrozenConfig):
             raise ValueError('attention "cudnn" is not deterministic: drop it, or deterministic')
         return self
 
-    def samples_softmax(self, global_step: int) -> bool:
-        """Return whether the training loss of a step has a part of the vocabulary."""
-        is_full = global_step % FULL_SOFTMAX_INTERVAL == FULL_SOFTMAX_INTERVAL // 2
-        return self.sampled_softmax is not None and not is_full
+    def softmax_draw(self, global_step: int) -> int | None:
+        """Return the number of a step's draw of candidates; None if its loss has all entries."""
+        middle = FULL_SOFTMAX_INTERVAL // 2
+        if self.sampled_softmax is None or global_step % FULL_SOFTMAX_INTERVAL == middle:
+            return None
+        num_full = (global_step + middle) // FULL_SOFTMAX_INTERVAL  # steps before this one
+        return global_step - num_full
 
     def flops_per_token(self, model: ModelConfig) -> float:
         """Return the training FLOPs per token, with the part of the head that is computed."""

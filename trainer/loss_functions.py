@@ -18,7 +18,7 @@ from optim import build_optimizer
 from processes.distributed import Process, share_cpu_cores, waiting_for_all
 from processes.watchdog import Watchdog
 from run_config import ModelConfig, TrainConfig
-from settings.machine import FULL_SOFTMAX_INTERVAL, Precision
+from settings.machine import Precision
 from tokens.batches import Microbatches, read_ahead
 from trainer.precision import autocast, choose_forward_options
 
@@ -167,9 +167,9 @@ class LossFunctions:
     def choose_candidates(self, global_step: int) -> None:
         """Set the entries of the vocabulary that the training loss of a step has."""
         self.model.candidates = None
-        if self._candidates is not None and self.config.samples_softmax(global_step):
-            num_full = (global_step + FULL_SOFTMAX_INTERVAL // 2) // FULL_SOFTMAX_INTERVAL
-            self._candidates.draw(global_step - num_full)
+        number = self.config.softmax_draw(global_step)
+        if self._candidates is not None and number is not None:
+            self._candidates.draw(number)
             self.model.candidates = self._candidates
 
     def validation(self, token_ids: Tensor, targets: Tensor) -> Tensor:
