@@ -279,7 +279,7 @@ def test_training_asks_no_other_machine(tmp_path):
     )
     assert "no network in this test" in probe.stderr and (tmp_path / "log").exists()
     (tmp_path / "log").unlink()
-    workplace.succeeded(
+    result = workplace.succeeded(
         run_command(
             sys.executable,
             "ddp_train.py",
@@ -287,6 +287,7 @@ def test_training_asks_no_other_machine(tmp_path):
             **environment,
         )
     )
+    assert "Warning" not in result.stderr
     assert not (tmp_path / "log").exists(), (tmp_path / "log").read_text()
 
 

@@ -25,14 +25,7 @@ from processes.startup_progress import StartupProgress
 from reporting.clock import PhaseClock
 from reporting.metrics_file import INITIAL_LOSS
 from run_config import TrainConfig, load_run
-from tests.support.runs import (
-    files_of,
-    follow_links,
-    summary_of,
-    validations_of,
-    wait_until,
-    with_deadlines,
-)
+from tests.support.runs import files_of, follow_links, summary_of, validations_of, wait_until
 from tests.support.workplace import (
     PROJECT_DIR,
     TINY_TRAIN,
@@ -66,18 +59,11 @@ def assert_close(run_dir, reference_dir):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A tiny run trained to its end by the command as a user gives it, which starts torchrun."""
+    """A tiny run trained to its end by the command that starts torchrun."""
     workplace = Workplace(tmp_path_factory.mktemp("finished"))
     workplace.add_run(train={"validation_batches": None, "validation_sequences": 5})
     workplace.add_dataset()
-    result = succeeded(
-        run_command(
-            sys.executable,
-            "ddp_train.py",
-            *workplace.arguments("tiny", "--nproc-per-node", "2"),
-            **with_deadlines(charts=200),  # drawn at the lowest priority, beside other tests
-        )
-    )
+    result = succeeded(workplace.ddp_train("tiny", "--nproc-per-node", "2"))
     assert "Warning" not in result.stderr
     return workplace, result.stdout
 
