@@ -355,19 +355,6 @@ def without_torchrun(monkeypatch):
     return subjects
 
 
-def test_a_machine_without_gpus_is_fit_to_train_a_run(place, doctor_of, monkeypatch):
-    """All of it is real: two processes under torchrun exchange data over gloo."""
-    monkeypatch.setattr(checks, "num_cpu_cores", lambda: 2)  # also on a machine with one
-    place.add_run()
-    before = place.files()
-    status, found = doctor_of("tiny", "--time-limit", "200")
-    assert status == 0
-    assert list(found) == [check.name for check in CHECKS if check.name not in ("GPUs", "PyTorch")]
-    assert "2 processes, gloo" in found["all-reduce"].text
-    assert {found[name].verdict for name in ("all-reduce", "run's memory", "dataset")} == {OK}
-    assert {path for path in place.files() if "home" not in path} == set(before)
-
-
 def test_a_problem_is_status_1_and_a_wrong_name_2(place, doctor_of, without_torchrun, monkeypatch):
     run_dir = place.add_run()
     monkeypatch.setattr(doctor, "trained_by", lambda _: 7)
