@@ -88,8 +88,14 @@ def assert_is_as_undisturbed(run_dir, undisturbed):
         assert find_damage(checkpoint.path, thoroughly=True) == ""
 
 
-def kill_once(workplace, name, *arguments, num_processes=2, fault="train:slow:seconds=0.05"):
-    """Start a run and kill a random part of it; return False if the run finished first."""
+def kill_once(
+    workplace, name, *arguments, num_processes=2, fault="train:slow:seconds=0.05", soon=False
+):
+    """Start a run and kill a random part of it; return False if the run finished first.
+
+    Args:
+        soon: kill the workers while torchrun still starts them.
+    """
     run = load_run(workplace.runs_dir, name)
     before = read_summary(run)
     process, _ = start_forked(
@@ -98,14 +104,17 @@ def kill_once(workplace, name, *arguments, num_processes=2, fault="train:slow:se
         num_processes=num_processes,
         environment={VARIABLE: fault},
     )
-    process.join(timeout=200 if ":kill" in fault else random.uniform(0.1, LONGEST))
+    while soon and process.is_alive() and not children_of(process.pid):
+        time.sleep(0.001)
+    if not soon:
+        process.join(timeout=200 if ":kill" in fault else random.uniform(0.1, LONGEST))
     # A finished process waits inside PyTorch, which hangs if a process dies there: do not kill it.
     if (summary := read_summary(run)) != before and summary.get("status") == FINISHED:
         process.join(timeout=200)
     if not process.is_alive():
         return process.exitcode != 0
     workers = children_of(process.pid)
-    victim = random.choice(VICTIMS)
+    victim = "both" if soon else random.choice(VICTIMS)
     chosen = {
         "rank 0": workers[:1],
         "rank 1": workers[1:],
@@ -121,6 +130,13 @@ def kill_once(workplace, name, *arguments, num_processes=2, fault="train:slow:se
     assert has_finished or process.exitcode not in (None, 0), victim
     wait_until_gone(workers)
     return not has_finished
+
+
+def test_workers_killed_while_torchrun_starts_them_end_the_launch(workplace):
+    workplace.add_dataset()
+    workplace.add_run()
+    for _ in range(4):
+        assert kill_once(workplace, "tiny", soon=True)
 
 
 # Where a launch can be killed, and the most times that it gets there.

@@ -16,8 +16,9 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from ctypes import c_byte
 from dataclasses import dataclass
-from multiprocessing.synchronize import Event
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -286,18 +287,20 @@ def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, MultiprocessContext
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    context = multiprocessing.get_context("fork")
-    is_closing, all_forked, close = context.Event(), context.Event(), MultiprocessContext._close
-    MultiprocessContext._close = lambda *which, **how: (is_closing.set(), close(*which, **how))
-    start = MultiprocessContext._start
+    # Shared memory instead of events: `set` waits for ever for a waiting process that was killed.
+    is_closing, all_forked = RawValue("b", False), RawValue("b", False)
+    start, close = MultiprocessContext._start, MultiprocessContext._close
 
     def start_all(*which: Any) -> None:  # called again for a restart
-        is_closing.clear()
-        all_forked.clear()
+        is_closing.value = all_forked.value = False
         start(*which)
-        all_forked.set()
+        all_forked.value = True
 
-    MultiprocessContext._start = start_all
+    def close_all(*which: Any, **how: Any) -> None:
+        is_closing.value = True
+        close(*which, **how)
+
+    MultiprocessContext._start, MultiprocessContext._close = start_all, close_all
     config = LaunchConfig(
         **{
             "min_nodes": 1,
@@ -314,10 +317,11 @@ def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
     elastic_launch(config, _run_worker)(script, arguments, is_closing, all_forked)
 
 
-def _run_worker(script: str, arguments: list[str], is_closing: Event, all_forked: Event) -> None:
+def _run_worker(script: str, arguments: list[str], is_closing: c_byte, all_forked: c_byte) -> None:
     # The agent's store looks up the names of those that connect to it, in a thread with a lock of
     # the C library: a worker that is forked meanwhile would wait for that lock for ever.
-    all_forked.wait()
+    while not all_forked.value:
+        time.sleep(0.001)
     for descriptor in os.listdir("/proc/self/fd"):  # torchrun's store is not this process's
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
@@ -341,12 +345,12 @@ def _leave(status: int) -> None:
         os._exit(status)
 
 
-def _end_with_siblings(is_closing: Event) -> None:
+def _end_with_siblings(is_closing: c_byte) -> None:
     """Where another has failed, or a signal came, be gone as what torchrun has not forked would be.
 
     A forked one waits for the agent, which waits half a minute for it.
     """
-    while not is_closing.is_set() and (
+    while not is_closing.value and (
         len(children_of(os.getppid())) >= int(os.environ["LOCAL_WORLD_SIZE"])
     ):
         time.sleep(0.1)
