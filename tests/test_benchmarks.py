@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from benchmarks.systems import SystemTask, measure, time_steps
 from benchmarks.throughput import ORIGINAL, REFERENCE, RowFailed, differences
 from ddp_train import TrainingStep
 from lab.plan.memory import GPT2_SMALL, Setting, peak_memory
+from lab.sweep import sweep
+from lab.sweep.definition import open_sweep, parse_change
 from reporting.gpus import GPT2_SMALL_FLOPS_PER_TOKEN, find_gpu
 from reporting.speed import usable_gib
 from run_config import ModelConfig, TrainConfig, load_run
@@ -351,6 +354,29 @@ def test_twins_are_valid_runs_of_one_dataset_each():
         assert run.config.dataset == f"prose-{name.split('-')[0]}"
         sizes = {"bytes": 257, "bpe": 4096, "50k": 50257}
         assert run.model.vocab_size == sizes[name.split("-")[0]]
+
+
+def test_each_sweep_of_the_page_is_accepted(tmp_path):
+    """Each block in a shell of its own, in the page's order, up to where `lab sweep` trains."""
+    text = (PROJECT_DIR / "benchmarks/recipes.md").read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for path in ("runs", "benchmarks/twins"):
+        shutil.copytree(PROJECT_DIR / path, tmp_path / path)
+    shown = """uv() { printf '%s\\0' "$@" >> commands; printf '\\n\\0' >> commands; }\n"""
+    for block in blocks:
+        subprocess.run(["bash", "-euc", shown + block], cwd=tmp_path, check=True)
+    commands = (tmp_path / "commands").read_text().removesuffix("\n\0").split("\n\0")
+    sweeps = [words[3:] for words in (one.split("\0")[:-1] for one in commands) if "sweep" in words]
+    for words in sweeps:
+        options = sweep.command.make_context("sweep", words).params
+        name = options["name"] or options["base"]
+        open_sweep(
+            load_run(tmp_path / options["runs_dir"], options["base"]),
+            tmp_path / "sweeps" / name,
+            [parse_change(change) for change in options["changes"]],
+            options["seeds"],
+        )
+    assert len(sweeps) >= 40
 
 
 def test_the_projected_dollars_are_those_of_lab_plan(tmp_path):
