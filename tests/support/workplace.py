@@ -285,8 +285,11 @@ def _run_forked(
 def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
     """Be torchrun's agent; its workers are forked instead of started anew."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, MultiprocessContext
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # Names in records that nobody reads: looking through the stack is half of a launch's time.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     # Shared memory instead of events: `set` waits for ever for a waiting process that was killed.
     is_closing, all_forked = RawValue("b", False), RawValue("b", False)
     start, close = MultiprocessContext._start, MultiprocessContext._close
