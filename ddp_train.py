@@ -12,7 +12,6 @@ if __name__ == "__main__":  # --help, a mistyped option and a locked run need no
     check_before_torch()
 
 import gc
-import itertools
 import math
 import os
 from collections.abc import Generator, Iterator
@@ -196,14 +195,12 @@ def measure_microbatch(trial: MicrobatchTrial) -> None:
     """Take a few steps on random tokens, with one size of the microbatch. Every rank."""
     with trial.measuring() as (state, config, microbatches):
         step = TrainingStep(state, config, trial.process)
-        # Of the timed steps one has all entries of the vocabulary: on a CPU the only one.
-        steps = itertools.count(FULL_SOFTMAX_INTERVAL // 2 - 1)
         trial.time_steps(
-            lambda: step.take(
+            lambda global_step: step.take(
                 microbatches,
                 learning_rate=config.learning_rate,
                 num_microbatches=trial.num_microbatches,
-                global_step=next(steps),
+                global_step=global_step,
             )
         )
 

@@ -128,14 +128,12 @@ class Work:
         return moving
 
 
-def step_work(
-    model: ModelConfig, config: TrainConfig, gpu: AbsentGpu, candidates: int | None
-) -> list[Work]:
+def step_work(model: ModelConfig, config: TrainConfig, gpu: AbsentGpu) -> list[Work]:
     """Return the work of a step of one microbatch, with AdamW, the slowest first.
 
-    With `candidates` its loss is one of sampled softmax.
+    With sampled softmax it is a step without the other entries of the vocabulary.
     """
-    graphs = trace(model, config, gpu, candidates)
+    graphs = trace(model, config, gpu)
     found: dict[str, Work] = {}
     for graph, _ in graphs:
         for one in products_of(graph):
@@ -152,7 +150,7 @@ def step_work(
 
 
 def trace(
-    model: ModelConfig, config: TrainConfig, gpu: AbsentGpu, candidates: int | None
+    model: ModelConfig, config: TrainConfig, gpu: AbsentGpu
 ) -> list[tuple[fx.GraphModule, dict[str, Any]]]:
     """Trace the training loss on fake CPU tensors, since autograd on CUDA tensors needs a GPU.
 
@@ -178,8 +176,10 @@ def trace(
         patch.object(nn.LayerNorm, "forward", norm_as_on_a_gpu),
     ):
         network = GPTModel(model, choose_forward_options(model, config, DEVICE))
-        if candidates:
-            network.candidates = Candidates(model.vocab_size, candidates, seed=42, device=CPU)
+        if config.sampled_softmax:
+            network.candidates = Candidates(
+                model.vocab_size, config.sampled_softmax, seed=config.random_seed, device=CPU
+            )
         loss_of = torch.compile(
             lambda *batch: network(*batch),
             dynamic=False,
@@ -468,8 +468,9 @@ def main(
         precision=PRECISION,
         residual_dtype=PRECISION,
         compile=True,
+        sampled_softmax=candidates,
     )
-    work = step_work(model, config, gpu, candidates)
+    work = step_work(model, config, gpu)
     if as_json:
         for one in work:
             click.echo(json.dumps(asdict(one) | {"floor_ms": 1e3 * one.floor_seconds(gpu)}))

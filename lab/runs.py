@@ -55,7 +55,7 @@ from run_config import (
     run_name,
     with_defaults,
 )
-from settings.machine import flops_per_token
+from settings.machine import MachineConfig
 from settings.weights import Grow
 
 if TYPE_CHECKING:
@@ -543,6 +543,7 @@ def _training_pflop(
     """
     try:
         grow = None if config.get("grow") is None else Grow.model_validate(config["grow"])
+        machine = MachineConfig(sampled_softmax=config.get("sampled_softmax"))
     except ValidationError:
         return None
     if not result.tokens or not result.steps:
@@ -550,13 +551,11 @@ def _training_pflop(
     grown_at = [record["global_step"] for record in records if number_of(record, NUM_LAYERS)]
     if any("sampled_softmax" in changes for _, changes in recorded_changes(records)):
         return None
-    candidates = number_of(config, "sampled_softmax")
-    sampled_softmax = None if candidates is None else int(candidates)
-    flops = flops_per_token(model, sampled_softmax)
+    flops = machine.flops_per_token(model)
     if grow is None:
         # With a record of a growth, the key was dropped since.
         return None if grown_at else result.tokens * flops / 1e15
-    small = flops_per_token(model.with_layers(grow.from_layers), sampled_softmax)
+    small = machine.flops_per_token(model.with_layers(grow.from_layers))
     num_layers = number_of(files.part("this_launch"), "num_layers")
     share = 1.0  # of the steps, with the first layers alone
     if grown_at:

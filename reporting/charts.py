@@ -115,10 +115,13 @@ def draw_charts(run_dir: Path, records: Records) -> None:
             [record for record in records if record.get("validation_loss") is not None],
         )
         limit = config.clipping_max_norm if config else None
-        draw("grad-norm-chart.png", "gradient norm", partial(_plot_grad_norms, limit=limit), steps)
+        # With sampled softmax some have no loss.
+        reports = [record for record in records if record.get("learning_rate") is not None]
+        plot_norms = partial(_plot_grad_norms, limit=limit)
+        draw("grad-norm-chart.png", "gradient norm", plot_norms, reports)
         since = max((step for step, _ in recorded_changes(records)), default=0)
         plot = partial(_plot_learning_rates, config=config, num_steps=num_steps, since=since)
-        draw("learning-rate-chart.png", "learning_rate (other rates in proportion)", plot, steps)
+        draw("learning-rate-chart.png", "learning_rate (other rates in proportion)", plot, reports)
     if measured := [record for record in records if "layer_grad_norm" in record]:
         draw_by_hand(
             run_dir / "layers-chart.png", lambda figure: plot_layers(figure, measured, title)

@@ -12,14 +12,6 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 FULL_SOFTMAX_INTERVAL = 5  # global steps; the middle one has all entries of the vocabulary
 
 
-def flops_per_token(model: ModelConfig, sampled_softmax: int | None) -> float:
-    """Return the training FLOPs per token, with the part of the head that is computed."""
-    if sampled_softmax is None:
-        return model.flops_per_token
-    left_out = 6 * (model.vocab_size - sampled_softmax) * model.emb_dim
-    return model.flops_per_token - left_out * (1 - 1 / FULL_SOFTMAX_INTERVAL)
-
-
 class MachineConfig(FrozenConfig):
     """The keys of `train.json` about number formats and kernels. Each changes the speed."""
 
@@ -53,4 +45,7 @@ class MachineConfig(FrozenConfig):
 
     def flops_per_token(self, model: ModelConfig) -> float:
         """Return the training FLOPs per token, with the part of the head that is computed."""
-        return flops_per_token(model, self.sampled_softmax)
+        if self.sampled_softmax is None:
+            return model.flops_per_token
+        left_out = 6 * (model.vocab_size - self.sampled_softmax) * model.emb_dim
+        return model.flops_per_token - left_out * (1 - 1 / FULL_SOFTMAX_INTERVAL)

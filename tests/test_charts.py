@@ -297,6 +297,22 @@ def lines_of(figure):
     return {line.get_label(): line for line in figure.axes[0].lines}
 
 
+def test_reports_without_a_loss_are_in_the_charts_of_norms_and_rates(workplace, monkeypatch):
+    found = records(100)
+    reports = [record for record in found if "train_loss" in record]
+    reports[3]["skipped_steps"] = 4
+    for key in ("train_loss", "train_loss_min", "train_loss_max"):
+        reports[3].pop(key)
+    figures = drawn(workplace.add_run(), found, monkeypatch)
+    norms = lines_of(figures["grad-norm-chart.png"])
+    assert "skipped steps (gradient not finite): 4" in norms
+    lines = (
+        norms["mean between two points"],
+        lines_of(figures["learning-rate-chart.png"])["so far"],
+    )
+    assert {len(line.get_xdata()) for line in lines} == {len(reports)}
+
+
 def test_each_validation_set_has_a_line_with_its_last_figures(workplace, monkeypatch):
     run_dir = workplace.add_run(train={"validation": {"own": "tiny", "other": "tiny2"}})
     settings = json.loads((run_dir / "train.json").read_text())

@@ -292,6 +292,23 @@ def test_a_trial_includes_the_optimizers_state(workplace, monkeypatch, trial_of)
     assert found.tokens_per_second > 0 and found.capacity_gib == 1.0
 
 
+def test_a_trial_of_sampled_softmax_times_one_step_in_five_with_all_entries(
+    workplace, monkeypatch, trial_of
+):
+    workplace.add_run(train={"sampled_softmax": 100})
+    are_sampled, take = [], TrainingStep.take
+
+    def recorded(step, *arguments, **options):
+        taken = take(step, *arguments, **options)
+        are_sampled.append(step.state.model.candidates is not None)
+        return taken
+
+    monkeypatch.setattr(TrainingStep, "take", recorded)
+    measure_microbatch(trial_of(2))
+    warm_up_steps, _ = microbatch_trial.STEPS["cpu"]
+    assert sorted(are_sampled[warm_up_steps:]) == [False, True, True, True, True]
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_trial_that_fails_or_takes_too_long_says_why_and_ends(
     workplace, monkeypatch, trial_of, fails

@@ -119,7 +119,7 @@ class LossFunctions:
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         self.model, self.config, self.process = model, config, process
         self.training: nn.Module | Any = model
-        self._candidates: Candidates | None = None
+        self._candidates: Candidates | Any = None
         if config.sampled_softmax is not None:
             self._candidates = Candidates(
                 model.config.vocab_size,
@@ -166,11 +166,10 @@ class LossFunctions:
 
     def choose_candidates(self, global_step: int) -> None:
         """Set the entries of the vocabulary that the training loss of a step has."""
-        self.model.candidates = None
         number = self.config.softmax_draw(global_step)
-        if self._candidates is not None and number is not None:
+        if number is not None:
             self._candidates.draw(number)
-            self.model.candidates = self._candidates
+        self.model.candidates = None if number is None else self._candidates
 
     def validation(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a microbatch, () float32, in evaluation mode and no_grad."""

@@ -41,13 +41,15 @@ from processes.command_line import Options
 from processes.distributed import Process, join_process_group, share_cpu_cores
 from processes.startup_agreement import Agreement, leave
 from run_config import ModelConfig, TrainConfig, load_run
+from settings.machine import FULL_SOFTMAX_INTERVAL
 from tokens.batches import Microbatch
 from trainer.loss_functions import build_training_state
 from trainer.precision import check_attention, resolve_for_device
 
 TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result, prefetches
 # The numbers of warm-up steps and of timed steps. From the second step on, the optimizer state
-# exists and DDP's buckets are final. On a CPU, where steps take seconds, only step 2 is timed.
+# exists and DDP's buckets are final. On a CPU, where steps take seconds, only step 2 is timed, but
+# with sampled softmax as many as contain one with all entries of the vocabulary.
 STEPS = {GPU: (2, 5), CPU.type: (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a trial with its compiling, and of each collective
 TOO_SLOW = f"took longer than {TRIAL_TIMEOUT.total_seconds() / 60:.0f} minutes"
@@ -141,18 +143,22 @@ class MicrobatchTrial:
         else:
             limit_bytes(device, self._limit_gib * 2**30)
 
-    def time_steps(self, take_step: Callable[[], object]) -> None:
+    def time_steps(self, take_step: Callable[[int], object]) -> None:
         """Measure steps that follow one another, and record the result. Every rank.
+
+        `take_step` is called with the number of the global step.
 
         A wait after each step would leave the GPU idle while the CPU begins the next one, which
         training does not do. So the CPU waits once, for the last step.
         """
         warm_up_steps, timed_steps = STEPS[self.process.device.type]
-        for _ in range(warm_up_steps):
-            take_step()
+        if self._run.config.sampled_softmax is not None:
+            timed_steps = FULL_SOFTMAX_INTERVAL
+        for global_step in range(warm_up_steps):
+            take_step(global_step)
         began = DeviceTime(self.process.device)
-        for _ in range(timed_steps):
-            take_step()
+        for global_step in range(warm_up_steps, warm_up_steps + timed_steps):
+            take_step(global_step)
         seconds = DeviceTime(self.process.device).seconds_since(began) / timed_steps
         tokens = (
             self.num_microbatches

@@ -195,9 +195,9 @@ def learning_rate_warning(
         return ""
     meta = resume.checkpoint.meta
     rates = {
-        record["global_step"]: record.get("learning_rate") or 0.0
+        record["global_step"]: record["learning_rate"]
         for record in records
-        if "train_loss" in record
+        if record.get("learning_rate") is not None
     }
     return schedule_warning(
         run.config,

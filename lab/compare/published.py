@@ -41,6 +41,7 @@ LOSS_SETTINGS = (
     "repeat_data",
     "init_from",
     "grow",
+    "sampled_softmax",
     "optimizer",
     "weight_decay",
     "decay_norms_and_biases",

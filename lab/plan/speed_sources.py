@@ -15,7 +15,7 @@ from reporting.gpus import EXPECTED_SHARE, GPT2_SMALL_FLOPS_PER_TOKEN, Gpu, find
 from reporting.speed import SPEED_CHECK_STEPS
 from run_config import ModelConfig, Run
 from settings.batch import BatchConfig
-from settings.machine import MachineConfig, Precision, flops_per_token
+from settings.machine import MachineConfig, Precision
 
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
 CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
@@ -37,7 +37,7 @@ class Measurement(FrozenConfig):
     compile: bool = True
     attention: str = "auto"  # or the kernel that ran
     activation_checkpointing: bool = False
-    sampled_softmax: int | None = None
+    sampled_softmax: int | None = Field(default=None, ge=2)
     tokens_per_second: float = Field(gt=0, le=MAX_SPEED)
     model: ModelConfig
     source: str  # the command or document, and the date
@@ -45,7 +45,7 @@ class Measurement(FrozenConfig):
     @property
     def flops_per_token(self) -> float:
         """The training FLOPs per token."""
-        return flops_per_token(self.model, self.sampled_softmax)
+        return MachineConfig(sampled_softmax=self.sampled_softmax).flops_per_token(self.model)
 
     def mfu(self, gpu: Gpu) -> float:
         """Return the share of the peak in this precision that one process reaches."""

@@ -255,7 +255,17 @@ def test_keys_that_change_no_loss_stand_below_the_table(runs):
     assert "weight_decay=0.25" in cells_of(comparison, "b").values()
     assert "settings that differ and change no loss: head_chunks, tracker" in comparison.notes
     assert not rows_of_compare.WITHOUT_EFFECT & {*LOSS_SETTINGS}
-    assert {*LOSS_SETTINGS, *MEMORY_SETTINGS} < {*TrainConfig.model_fields}
+    assert {*MEMORY_SETTINGS} < {*TrainConfig.model_fields}
+
+
+def test_on_a_curve_over_batch_sizes_all_settings_are_equal_but_what_is_tuned_with_the_batch():
+    batch = {"global_batch_size", "microbatch_size", "gradient_accumulation_steps"}
+    groups = ("matrix_", "embedding_", "head_", "vector_", "")
+    tuned = {f"{group}learning_rate" for group in groups} | {"beta1", "beta2", "momentum"}
+    noise = {"random_seed", "start_train_token", "precision", "use_amp", "residual_dtype"}
+    others = {"epsilon", "reference", "stop_if_behind"}
+    excused = batch | tuned | noise | others | rows_of_compare.WITHOUT_EFFECT
+    assert {*TrainConfig.model_fields} - excused == {*LOSS_SETTINGS}
 
 
 @pytest.mark.parametrize(
