@@ -223,7 +223,7 @@ def load_run(runs_dir: Path, name: str) -> Run:
         load_config(settings_dir / "model.json", ModelConfig),
         load_config(settings_dir / "train.json", TrainConfig),
     )
-    check_parts(settings_dir / "train.json", model, config)
+    check_against_model(settings_dir / "train.json", model, config)
     return Run(name, run_dir, model, config)
 
 
@@ -232,7 +232,7 @@ def has_checkpoints(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("*-iteration-*"))
 
 
-def check_parts(where: Path | str, model: ModelConfig, config: TrainConfig) -> None:
+def check_against_model(where: Path | str, model: ModelConfig, config: TrainConfig) -> None:
     """Check that `grow` and `sampled_softmax` begin with less than the model has.
 
     Raises: UserError: one of them does not.

@@ -20,7 +20,7 @@ from run_config import (
     ModelConfig,
     Run,
     TrainConfig,
-    check_parts,
+    check_against_model,
     load_config,
     plain_name,
     with_defaults,
@@ -211,7 +211,7 @@ def made_run(run_dir: Path, like: str, model: dict[str, Any], train: dict[str, A
         raise UserError(
             f"{like}: its settings do not fit ({describe(error)}); choose another --like"
         ) from None
-    check_parts(f"--like {like}", *configs)
+    check_against_model(f"--like {like}", *configs)
     return Run(run_dir.name, run_dir, *with_defaults(*configs))
 
 

@@ -14,7 +14,7 @@ from basics.text import dollars
 from lab.plan.estimate import TOO_SMALL, Machine, amount, estimate
 from lab.plan.plan import CHINCHILLA_TOKENS_PER_PARAMETER
 from lab.plan.speed_sources import read_measured
-from run_config import ModelConfig, Run
+from run_config import ModelConfig, Run, TrainConfig, with_defaults
 from tokens.batch_plan import divided, largest_divisor
 
 BASE = "gpt2-small-1gpu"  # whose settings are taken, without --like
@@ -29,6 +29,9 @@ MUON_POWERS = {
     "vector_learning_rate": 0.5,
 }
 ADAMW_POWERS = MUON_POWERS | {"learning_rate": 1, "matrix_learning_rate": 1}
+# 1 - `beta2` of GPT-2 small's runs, and their tokens a step. Source of the power of 0.5:
+# benchmarks/recipes.md, "The rules tried on two small models".
+SMALL_BETA2_REST, SMALL_STEP_TOKENS = 0.05, 2**18
 
 
 def machine_of_size(params: str | None, usd: float | None, machine: str | None) -> Machine | None:
@@ -71,7 +74,7 @@ def apply_rules(
     model |= shape_of(width, model, longest)
     count, context_length = num_parameters(model), model["context_length"]
     tokens = train["min_train_tokens"] = min(CHINCHILLA_TOKENS_PER_PARAMETER * count, most_tokens)
-    sequences = 2**18 * (tokens / 3.26e9) ** 0.75 / context_length
+    sequences = SMALL_STEP_TOKENS * (tokens / 3.26e9) ** 0.75 / context_length
     batch = train["global_batch_size"] = max(8, 2 ** round(math.log2(sequences)))
     train["microbatch_size"] = largest_divisor(batch, train["microbatch_size"])
     train.pop("gradient_accumulation_steps", None)
@@ -91,6 +94,14 @@ def apply_rules(
     if grow and grow.get("from_layers", 1) >= model["n_layers"]:
         del train["grow"]
         reasons["grow"] = f"from_layers is not below n_layers {model['n_layers']}"
+    beta2 = 1 - SMALL_BETA2_REST * (batch * context_length / SMALL_STEP_TOKENS) ** 0.5
+    configs = ModelConfig.model_validate(model), TrainConfig.model_validate(train)
+    if beta2 > with_defaults(*configs)[1].beta2:
+        train["beta2"] = round(beta2, 4)
+        reasons["beta2"] = (
+            f"1 - {SMALL_BETA2_REST} x (tokens a step / {SMALL_STEP_TOKENS:,})^0.5, or the larger"
+            " one of the run that it is like"
+        )
     powers = MUON_POWERS if train.get("optimizer") == "muon" else ADAMW_POWERS
     for key, power in powers.items():
         if train.get(key) is not None:

@@ -115,8 +115,8 @@ def draw_charts(run_dir: Path, records: Records) -> None:
             [record for record in records if record.get("validation_loss") is not None],
         )
         limit = config.clipping_max_norm if config else None
-        # With sampled softmax some have no loss.
-        reports = [record for record in records if record.get("learning_rate") is not None]
+        # With sampled softmax some reports have no loss.
+        reports = [record for record in records if {"learning_rate", "train_loss"} & {*record}]
         plot_norms = partial(_plot_grad_norms, limit=limit)
         draw("grad-norm-chart.png", "gradient norm", plot_norms, reports)
         since = max((step for step, _ in recorded_changes(records)), default=0)

@@ -1,6 +1,6 @@
 """How the machine computes a step."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,7 @@ from settings.keys import SameLoss
 from settings.model import ModelConfig
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+NumCandidates = Annotated[int, Field(ge=2, le=2**16)]  # entries of the vocabulary
 FULL_SOFTMAX_INTERVAL = 5  # global steps; the middle one has all entries of the vocabulary
 
 
@@ -23,7 +24,7 @@ class MachineConfig(FrozenConfig):
     compile: SameLoss[bool | None] = None
     attention: SameLoss[Literal["auto", "flash", "cudnn", "math"]] = "auto"
     head_chunks: SameLoss[int | None] = Field(default=None, ge=1, le=2**16)
-    sampled_softmax: int | None = Field(default=None, ge=2, le=2**16)  # entries of the vocabulary
+    sampled_softmax: NumCandidates | None = None
     activation_checkpointing: SameLoss[bool] = False
     deterministic: SameLoss[bool] = False
 

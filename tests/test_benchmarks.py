@@ -26,7 +26,7 @@ from lab.sweep import sweep
 from lab.sweep.definition import open_sweep, parse_change
 from reporting.gpus import GPT2_SMALL_FLOPS_PER_TOKEN, find_gpu
 from reporting.speed import usable_gib
-from run_config import ModelConfig, TrainConfig, load_run
+from run_config import RUN_NAME, ModelConfig, TrainConfig, load_run
 from tests.support.lab_cli import run_lab
 from tests.support.workplace import PROJECT_DIR, TINY_MODEL, read_lines, run_command, succeeded
 from trainer.precision import choose_forward_options, resolve_for_device
@@ -360,8 +360,12 @@ def test_each_sweep_of_the_page_is_accepted(tmp_path):
     """Each block in a shell of its own, in the page's order, up to where `lab sweep` trains."""
     text = (PROJECT_DIR / "benchmarks/recipes.md").read_text()
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    for path in ("runs", "benchmarks/twins"):
-        shutil.copytree(PROJECT_DIR / path, tmp_path / path)
+    for place in ("runs", "benchmarks/twins"):
+        for path in (PROJECT_DIR / place).glob("*/*"):
+            if path.name in ("model.json", "train.json"):
+                copy = tmp_path / place / path.parent.name / path.name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
     shown = """uv() { printf '%s\\0' "$@" >> commands; printf '\\n\\0' >> commands; }\n"""
     for block in blocks:
         subprocess.run(["bash", "-euc", shown + block], cwd=tmp_path, check=True)
@@ -370,6 +374,7 @@ def test_each_sweep_of_the_page_is_accepted(tmp_path):
     for words in sweeps:
         options = sweep.command.make_context("sweep", words).params
         name = options["name"] or options["base"]
+        assert RUN_NAME.fullmatch(name) and not options["ranges"]
         open_sweep(
             load_run(tmp_path / options["runs_dir"], options["base"]),
             tmp_path / "sweeps" / name,

@@ -50,7 +50,7 @@ TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result,
 # The numbers of warm-up steps and of timed steps. From the second step on, the optimizer state
 # exists and DDP's buckets are final. On a CPU, where steps take seconds, only step 2 is timed, but
 # with sampled softmax as many as contain one with all entries of the vocabulary.
-STEPS = {GPU: (2, 5), CPU.type: (1, 1)}
+STEPS = {GPU: (3, 5), CPU.type: (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a trial with its compiling, and of each collective
 TOO_SLOW = f"took longer than {TRIAL_TIMEOUT.total_seconds() / 60:.0f} minutes"
 BUSY_BYTES = 2 * 2**30  # of a GPU's memory, in use beside this process

@@ -15,7 +15,7 @@ from reporting.gpus import EXPECTED_SHARE, GPT2_SMALL_FLOPS_PER_TOKEN, Gpu, find
 from reporting.speed import SPEED_CHECK_STEPS
 from run_config import ModelConfig, Run
 from settings.batch import BatchConfig
-from settings.machine import MachineConfig, Precision
+from settings.machine import MachineConfig, NumCandidates, Precision
 
 MAX_SIZE_RATIO = 2  # between the FLOPs per token of two models whose MFUs are alike
 CREDIBLE_MFU = (0.01, 1.0)  # of a measurement
@@ -37,7 +37,7 @@ class Measurement(FrozenConfig):
     compile: bool = True
     attention: str = "auto"  # or the kernel that ran
     activation_checkpointing: bool = False
-    sampled_softmax: int | None = Field(default=None, ge=2)
+    sampled_softmax: NumCandidates | None = None
     tokens_per_second: float = Field(gt=0, le=MAX_SPEED)
     model: ModelConfig
     source: str  # the command or document, and the date

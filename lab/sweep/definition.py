@@ -19,7 +19,7 @@ from run_config import (
     ModelConfig,
     Run,
     TrainConfig,
-    check_parts,
+    check_against_model,
     find_run,
     load_config,
     with_defaults,
@@ -122,7 +122,7 @@ def changed(base: Run, changes: Changes) -> tuple[ModelConfig, TrainConfig]:
             raise UserError(f"--change {label(changes)}: {unknown_key(key, known)}")
     whole = _with_whole_objects(base, changes)
     model, config = _with_values(base.model, whole), _with_values(base.config, whole)
-    check_parts(f"--change {label(changes)}", model, config)
+    check_against_model(f"--change {label(changes)}", model, config)
     if "sample_prompts" not in changes:  # nobody reads the samples of all variants
         config = config.model_copy(update={"sample_prompts": ()})
     if config.reference is not None:  # it is looked for beside the runs of the sweep

@@ -182,16 +182,18 @@ def settings_for(width, *, vocab_size=50_257, most_tokens=2**60, base=BASE):
 
 
 @pytest.mark.parametrize(
-    ("params", "vocab_size", "width", "heads", "context", "batch", "tokens"),
+    ("params", "vocab_size", "width", "heads", "context", "batch", "tokens", "beta2"),
     [
-        ("1M", 257, 192, 6, 256, 32, 29_621_760),
-        ("10M", 257, 384, 6, 1024, 32, 224_624_640),
-        ("124M", 50_257, 640, 10, 1024, 256, 2_284_032_000),
-        ("163.0e6", 50_257, 768, 12, 1024, 256, 3_260_000_000),  # GPT-2 small, untied
-        ("1.5B", 50_257, 1920, 30, 1024, 1024, 30_452_736_000),
+        ("1M", 257, 192, 6, 256, 32, 29_621_760, 0.9912),
+        ("10M", 257, 384, 6, 1024, 32, 224_624_640, 0.9823),
+        ("124M", 50_257, 640, 10, 1024, 256, 2_284_032_000, 0.95),
+        ("163.0e6", 50_257, 768, 12, 1024, 256, 3_260_000_000, 0.95),  # GPT-2 small, untied
+        ("1.5B", 50_257, 1920, 30, 1024, 1024, 30_452_736_000, 0.95),
     ],
 )
-def test_settings_follow_from_a_size(params, vocab_size, width, heads, context, batch, tokens):
+def test_settings_follow_from_a_size(
+    params, vocab_size, width, heads, context, batch, tokens, beta2
+):
     model, _ = read_settings(PROJECT_DIR / "runs", BASE)
     assert nearest_width(params, model | {"vocab_size": vocab_size}, 2**20) == width
     model, train, _ = settings_for(width, vocab_size=vocab_size)
@@ -200,10 +202,31 @@ def test_settings_follow_from_a_size(params, vocab_size, width, heads, context, 
     assert train["min_train_tokens"] == pytest.approx(tokens, rel=1e-3)
     assert train["microbatch_size"] == min(16, batch)
     ratio = (768 / width) ** 0.5
+    assert train["beta2"] == beta2
     assert train["matrix_learning_rate"] == 0.02  # Muon's stays
     assert train["learning_rate"] == pytest.approx(0.008 * ratio, rel=0.01)
     assert train["embedding_learning_rate"] == pytest.approx(0.06 * ratio, rel=0.01)
     made_run(PROJECT_DIR / "runs/new", BASE, model, train)  # or an error
+
+
+@pytest.mark.parametrize(
+    ("like", "changes", "beta2"),
+    [
+        ("gpt2-small-1gpu", {}, 0.9956),  # 8 sequences of 256 tokens
+        ("gpt2-small-1gpu", {"beta2": None}, 0.9956),  # Muon's default is 0.95
+        ("gpt2-small-1gpu", {"beta2": 0.999}, 0.999),
+        ("gpt2-small-adamw", {}, 0.9956),
+        ("gpt2-small-adamw", {"beta2": None}, None),  # AdamW's default is 0.999
+        ("demo", {"global_batch_size": None, "gradient_accumulation_steps": 2}, 0.9956),
+    ],
+)
+def test_a_small_batch_has_a_beta2_nearer_to_1(like, changes, beta2):
+    model, train = read_settings(PROJECT_DIR / "runs", like)
+    model["vocab_size"] = 257
+    train = {key: value for key, value in (train | changes).items() if value is not None}
+    reasons = apply_rules(64, model, train, 2**60, 2**20)
+    assert train.get("beta2") == beta2
+    assert ("beta2" in reasons) == (beta2 == 0.9956)
 
 
 def test_adamws_rate_of_matrices_falls_with_the_width_and_data_is_read_a_few_times_at_most():

@@ -323,7 +323,10 @@ def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
 def _run_worker(script: str, arguments: list[str], is_closing: c_byte, all_forked: c_byte) -> None:
     # The agent's store looks up the names of those that connect to it, in a thread with a lock of
     # the C library: a worker that is forked meanwhile would wait for that lock for ever.
+    agent = os.getppid()
     while not all_forked.value:
+        if os.getppid() != agent:  # it was killed
+            os._exit(1)
         time.sleep(0.001)
     for descriptor in os.listdir("/proc/self/fd"):  # torchrun's store is not this process's
         with contextlib.suppress(OSError):
