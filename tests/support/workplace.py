@@ -288,7 +288,7 @@ def _run_agent(script: str, arguments: list[str], **launch: Any) -> None:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Names in records that nobody reads: looking through the stack is half of a launch's time.
+    # Names in records that nobody reads: looking through the stack is a fifth of a launch's time.
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
     # Shared memory instead of events: `set` waits for ever for a waiting process that was killed.
     is_closing, all_forked = RawValue("b", False), RawValue("b", False)
