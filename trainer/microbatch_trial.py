@@ -48,8 +48,9 @@ from trainer.precision import check_attention, resolve_for_device
 
 TRIAL_VARIABLE = "DDP_TRAIN_TRIAL"  # JSON: microbatch_size, path of the result, prefetches
 # The numbers of warm-up steps and of timed steps. From the second step on, the optimizer state
-# exists and DDP's buckets are final. On a CPU, where steps take seconds, only step 2 is timed, but
-# with sampled softmax as many as contain one with all entries of the vocabulary.
+# exists and DDP's buckets are final; the third is the first that has all entries of the vocabulary
+# with sampled softmax. On a CPU, where steps take seconds, only the second is timed, but with
+# sampled softmax as many as contain one with all entries.
 STEPS = {GPU: (3, 5), CPU.type: (1, 1)}
 TRIAL_TIMEOUT = timedelta(minutes=20)  # of a trial with its compiling, and of each collective
 TOO_SLOW = f"took longer than {TRIAL_TIMEOUT.total_seconds() / 60:.0f} minutes"
